@@ -7,6 +7,9 @@
     nothing but the work takes time: who serves jobs as they come cannot know that the last one will be long.
 (b) Rollouts a second: the pipeline with a handler that does nothing; and ``/run`` of ``prorl_agent`` against Gym's
     ``simple_agent``, one worker each, on the same instant model and environment.
+(c) What the journal costs: two ``prorl_agent``, one with a journal on this disk, take the same rounds in turn, by
+    ``/run`` and by the job API; of each round the one's rate over the other's, and the median of those. And how long
+    the service takes, with what is in the journal, until it would answer.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ import json
 import os
 import random
 import socket
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +38,14 @@ import orjson
 
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.failures import Failure, Stage
+from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.environments import Environments
-from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state, row_digest
+from nemo_gym_prorl.rollout.journal.journal import Journal
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes, StageScheduler, Start
+from nemo_gym_prorl.rollout.schemas import TokenForm
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 
 
@@ -255,6 +264,74 @@ async def post_runs(url: str, rollouts: int, in_flight: int = 64) -> float:
         return rollouts / (time.perf_counter() - started)
 
 
+async def submit_jobs(url: str, rollouts: int, in_flight: int = 64) -> float:
+    """Rollouts a second through the job API."""
+    todo = iter(range(rollouts))
+    row = {"responses_create_params": {"input": [{"role": "user", "content": "What is the answer?"}]}}
+    run = os.urandom(4).hex()
+    async with RolloutClient(url) as client:
+
+        async def caller() -> None:
+            for index in todo:
+                job = await client.submit(row, id=f"{run}-{index}")
+                done = await client.get(job.id, wait=60, tokens=TokenForm.PACKED)
+                assert done.reward == 1.0
+
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(in_flight):
+                group.create_task(caller())
+        return rollouts / (time.perf_counter() - started)
+
+
+async def journal_cost(rollouts: int, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Rates without and with a journal, round by round, by how rollouts come."""
+    rates: dict[str, tuple[list[float], list[float]]] = {"/run": ([], []), "the job API": ([], [])}
+    async with contextlib.AsyncExitStack() as stack:
+        port = _free_port()
+        script = str(Path(__file__).with_name("instant_servers.py"))
+        await stack.enter_async_context(process([sys.executable, script, str(port)], f"http://127.0.0.1:{port}"))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=REPO))
+        ours = AGENTS[-1]
+        with_journal = replace(ours, settings={**ours.settings, "journal": folder})
+        urls = [await stack.enter_async_context(agent_server(agent, port)) for agent in (ours, with_journal)]
+        for round_ in range(rounds + 1):
+            for way, drive in (("/run", post_runs), ("the job API", submit_jobs)):
+                for which in (0, 1) if round_ % 2 else (1, 0):
+                    rate = await drive(urls[which], rollouts)
+                    if round_:  # the first one warms up
+                        rates[way][which].append(rate)
+    return rates
+
+
+async def start_with_journal(ended: int, live: int) -> float:
+    """Seconds from nothing to a pipeline that has taken on again what was accepted."""
+    with tempfile.TemporaryDirectory(dir=REPO) as folder:
+        journal = Journal(folder, 1e9, 2**40)
+        row = {"text": "x" * 2000} | {stage.value: 1e6 for stage in Stage}
+
+        def job(name: str) -> Job:
+            return Job(name, row, row_digest(row), SleepingHandler.name, SleepingHandler.name, time.time())
+
+        for first in range(0, ended, 500):
+            jobs = [job(f"ended-{number}") for number in range(first, min(first + 500, ended))]
+            for each in jobs:
+                each.pack()
+            outcome = Outcome(JobState.SUCCEEDED, {"text": "x" * 2000}, reward=1.0)
+            await asyncio.gather(*(journal.ended(each, outcome, time.time()) for each in jobs))
+        await asyncio.gather(*(journal.accepted(job(f"live-{number}")) for number in range(live)))
+        await journal.close()
+        started = time.perf_counter()
+        journal = Journal(folder, 1e9, 2**40)
+        pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(POOLS), journal=journal)
+        pipeline.start()
+        took = time.perf_counter() - started
+        assert len(pipeline.store.live()) == live
+        assert journal.end == ended
+        await pipeline.close()
+        return took
+
+
 async def compare_agents(rollouts: int, rounds: int) -> dict[str, float]:
     """Best rate of each agent over several rounds that alternate between them."""
     rates: dict[str, float] = {}
@@ -294,6 +371,9 @@ async def main() -> None:
     }
     rate = await instant_jobs(2_000 if quick else 10_000)
     agents = await compare_agents(200 if quick else 1_500, 1 if quick else 3)
+    cost = await journal_cost(200 if quick else 1_500, 2 if quick else 9)
+    ended, live = (2_000, 200) if quick else (100_000, 1_000)
+    start = await start_with_journal(ended, live)
     figures = [
         Figure(f"bound over makespan, {len(times)} drawn jobs", ours, "", goal=">= 0.97", peers=peers),
         Figure("pipeline with an instant handler", rate, "rollouts/s"),
@@ -305,6 +385,18 @@ async def main() -> None:
             goal_value=agents["prorl_agent"] / agents["simple_agent"],
             peers={"Gym's simple_agent": agents["simple_agent"]},
         ),
+        *(
+            Figure(
+                f"{way} with a journal",
+                statistics.median(there),
+                "rollouts/s",
+                goal=">= 0.95",
+                goal_value=statistics.median(map(truediv, there, here)),
+                peers={"without": statistics.median(here)},
+            )
+            for way, (here, there) in cost.items()
+        ),
+        Figure(f"start with {ended} outcomes and {live} accepted in the journal", start, "s", goal="<= 2"),
     ]
     publish("pipeline", figures, packages=("nemo-gym", "aiohttp", "fastapi"), quick=quick)
 

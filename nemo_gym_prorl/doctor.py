@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from nemo_gym_prorl.disks import in_memory, kind_under
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.gym.venvs import cut_at_a_space
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
 from nemo_gym_prorl.sandbox.images.building.default import KERNEL, default_image_path, image_path
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.sandbox.isolation.mounts import covers, uncovered

@@ -40,6 +40,7 @@ from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.job import Job
+from nemo_gym_prorl.rollout.journal.journal import Journal
 from nemo_gym_prorl.rollout.keys_file import KeysFile
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.ownership import ROUTES, own_key, submitted_by
@@ -92,7 +93,10 @@ class AgentService:
         self._models = [self._servers.get("responses_api_models", name, field) for field, name in names.items()]
         self._farewells = Farewells()
         base = GymContext(None, self._models[0], farewells=self._farewells, further_models=tuple(self._models[1:]))
-        self.pipeline = Pipeline(gym_environments(config, self._servers, base), config.pipeline_settings())
+        environments = gym_environments(config, self._servers, base)
+        keep = config.journal_keep_s, config.journal_keep_bytes
+        journal = None if config.journal is None else Journal(config.journal, *keep)
+        self.pipeline = Pipeline(environments, config.pipeline_settings(), journal=journal)
         self.metrics = PipelineMetrics(self.pipeline)
         self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
         self._clients = KeysFile(config.keys_file, self.pipeline.share) if config.keys_file is not None else None
@@ -120,6 +124,10 @@ class AgentService:
             router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._models)))
         router.include_router(rollout_router(self.pipeline, self.metrics))
         return router
+
+    def start(self) -> None:
+        """Begin again what an earlier life of the service had accepted."""
+        self.pipeline.start()
 
     async def close(self) -> None:
         """Cancel every rollout, wait until its sandboxes are released, and close the client."""

@@ -122,6 +122,13 @@ class ServiceConfig(EnvironmentSettings):
     answers 429."""
     keep_unread_s: Seconds = _BOUNDS.keep_unread_s
     """How long a result that nobody has read is kept, whatever the bound."""
+    journal: str | None = None
+    """A folder of this machine's own, or the URL of a PostgreSQL (``postgresql+psycopg://…``), in which accepted
+    rollouts and outcomes outlive a restart; without it a restart forgets them."""
+    journal_keep_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 7 * 24 * 3600.0
+    """How long an outcome is kept there."""
+    journal_keep_bytes: Positive = 16 * 2**30
+    """How much all of them may take there, compressed; the oldest are forgotten first."""
     unreachable_s: Seconds = _BOUNDS.unreachable_s
     """How long a server that cannot be reached may hold a rollout up before it fails."""
     checkpoint_bytes: Positive = _BOUNDS.checkpoint_bytes

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from itertools import islice
 from typing import Annotated
 
 import orjson
@@ -24,7 +23,6 @@ from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.json_route import JsonRoute
 from nemo_gym_prorl.rollout.metrics import ServiceMetrics
 from nemo_gym_prorl.rollout.ownership import Places, ended_of, is_own, require_own, submitted_by
-from nemo_gym_prorl.rollout.request import RolloutForgotten
 from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
@@ -60,12 +58,10 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     """
     router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
 
-    places = Places(service.store.epoch)
+    places = Places(service.store)
 
-    def find(rollout_id: str, who: Caller) -> Job:
-        job = service.store.get(rollout_id)
-        if job is None and service.store.is_forgotten(rollout_id):
-            raise RolloutForgotten(f"rollout {rollout_id!r} has ended and is forgotten")
+    async def find(rollout_id: str, who: Caller) -> Job:
+        job = await service.store.fetch(rollout_id)
         if job is None:
             raise ProblemError(404, "unknown-rollout", f"no rollout {rollout_id!r}")
         require_own(who, job)
@@ -100,7 +96,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     )
     async def submit(body: SubmitRequest, who: Who) -> JobView:
         """Submit a rollout. The same `id` and row again answer with the job that exists."""
-        job = service.submit(submitted_by(who, body.to_request(), service.store))
+        job = await service.accept(submitted_by(who, body.to_request(), service.store))
         return JobView.of(job)
 
     @router.post(
@@ -119,9 +115,9 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         n: Annotated[int, Query(ge=1, le=1000, description="How many.")] = 1,
     ) -> ForkAnswer:
         """Submit rollouts that begin where this one was after a turn: with its sandbox's files, and its tokens."""
-        parent = find(rollout_id, who)
+        parent = await find(rollout_id, who)
         wanted = (body or ForkRequest()).to_requests(parent, n)
-        jobs = service.fork(parent, turn, [submitted_by(who, one, service.store) for one in wanted])
+        jobs = await service.fork(parent, turn, [submitted_by(who, one, service.store) for one in wanted])
         return ForkAnswer(rollouts=[JobView.of(job) for job in jobs])
 
     @router.get(
@@ -137,7 +133,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         tokens: Annotated[TokenForm, Query(description="Where the result's tokens are to be.")] = TokenForm.ITEMS,
     ) -> Response:
         """The rollout; with `wait`, as soon as it has its outcome or the time is over."""
-        job = find(rollout_id, who)
+        job = await find(rollout_id, who)
         if wait and not job.state.terminal:
             await service.wait(job, wait)
         return answer(job, tokens)
@@ -158,13 +154,18 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         if after is not None and page is not None:
             raise CallerError("is a page of the rollouts, `after` a place in the log; give one of them", field="from")
         if after is None:
-            first = 0 if page is None else places.parse(who, page, "from").within(store.epoch, 0, store.submitted)
-            own = (job for job in store.find(state=state, group=group, after=first) if is_own(who, job))
-            found = [*islice(own, limit + 1)]
-            more = Cursor(store.epoch, found[limit - 1].number) if len(found) > limit else None
+            first = 0 if page is None else places.parse(who, page, "from").within(store.life, 0, store.submitted)
+            found: list[Job] = []
+            while len(found) <= limit:  # others' are gone past
+                some = await store.page(state=state, group=group, after=first, limit=limit + 1, content=results)
+                found += [job for job in some if is_own(who, job)]
+                if len(some) <= limit:
+                    break
+                first = some[-1].number
+            more = Cursor(store.life, found[limit - 1].number) if len(found) > limit else None
             return listing(who, found[:limit], store.cursor, results, more)
         try:
-            ended, cursor = await ended_of(who, store, places.parse(who, after), limit, wait)
+            ended, cursor = await ended_of(who, store, places.parse(who, after), limit, wait, content=results)
         except CursorExpired as error:
             raise places.told(who, error) from None
         fitting = [job for job in ended if (state is None or job.state is state) and group in (None, job.group)]
@@ -178,7 +179,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     )
     async def cancel(rollout_id: str, who: Who, request: Request) -> Response:
         """Cancel; answers when the rollout has its outcome and its sandbox is gone. A terminal one stays as it is."""
-        job = find(rollout_id, who)
+        job = await find(rollout_id, who)
         tell_of(request, who, [job])
         await service.cancel(job)
         return answer(job)
@@ -187,14 +188,14 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     async def cancel_many(body: CancelRequest, who: Who, request: Request) -> CancelAnswer:
         """Cancel several at once; answers when all of them have their outcome."""
         if body.group is not None:
-            jobs, unknown = [job for job in service.store.in_group(body.group) if is_own(who, job)], []
+            jobs, unknown = [job for job in await service.store.in_group(body.group) if is_own(who, job)], []
         else:
-            found = {rollout_id: service.store.get(rollout_id) for rollout_id in body.ids or ()}
-            jobs = [job for job in found.values() if job is not None]
-            unknown = [rollout_id for rollout_id, job in found.items() if job is None]
-            for number, job in enumerate(found.values()):
-                if job is not None:
-                    require_own(who, job, f"ids.{number}")
+            ids = list(dict.fromkeys(body.ids or ()))
+            known = await service.store.fetch_all(ids)
+            jobs, unknown = [*known.values()], [rollout_id for rollout_id in ids if rollout_id not in known]
+            for number, rollout_id in enumerate(ids):
+                if rollout_id in known:
+                    require_own(who, known[rollout_id], f"ids.{number}")
         tell_of(request, who, jobs)
         await asyncio.gather(*(service.cancel(job) for job in jobs))
         return CancelAnswer(rollouts=[JobView.of(job) for job in jobs], unknown=unknown)

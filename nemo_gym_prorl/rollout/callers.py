@@ -26,7 +26,7 @@ from fastapi import HTTPException, Request
 from nemo_gym_prorl.failures import JobCancelled
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
+from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest
 from nemo_gym_prorl.rollout.tasks import begin
 
 
@@ -96,6 +96,9 @@ class CallerWatch:
             JobConflict: the job of that key runs, with another row, or the id belongs to somebody else's job.
             Draining: the service takes no new jobs.
         """
+        store = self._pipeline.store
+        if wanted.id is not None and store.get(wanted.id) is None and await store.fetch(wanted.id) is not None:
+            raise JobConflict(f"job {wanted.id!r} belongs to another caller; choose another id", field="id")
         call = self._join_or_submit(wanted, key)
         call.callers += 1
         gone = begin(_disconnected(connection))
@@ -134,8 +137,9 @@ class CallerWatch:
         """The answer, once and for all callers that are connected now."""
         if call.answer is None:
             job = call.job
-            assert job.outcome is not None, "a job that is done has its outcome"
             self._forget(call)
+            if job.outcome is None:
+                raise Draining("the service is shutting down, and the outcome could not be written")
             try:
                 call.answer = render(job)
             except Exception as error:  # raised below, for each caller; whoever asks again gets a new rollout
@@ -155,7 +159,8 @@ class CallerWatch:
     async def _settle(self, job: Job) -> None:
         """When a job that nobody waits for has ended, its memory and its id are free."""
         await self._pipeline.wait(job)
-        self._pipeline.store.deliver(job)
+        if job.outcome is not None:
+            self._pipeline.store.deliver(job)
 
     def _forget(self, call: _Call) -> None:
         if call.key is not None and self._by_key.get(call.key) is call:

@@ -1,9 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Places in a service's two logs, as a caller holds them: opaque text that a restart of the service makes invalid.
+"""Places in a service's logs, as a caller holds them: opaque text. A restart makes it invalid, but for places in a log
+of outcomes that is in a journal.
 
-A service counts from nothing when it starts. So a cursor carries the epoch in which it was given: one of another epoch
-is an error that says so, and never a place in the wrong log, which would be a gap that nobody notices.
+Whatever else a service counts it counts from nothing when it starts. So a cursor carries the epoch in which it was
+given: one of another epoch is an error that says so, and never a place in the wrong log, which would be a gap that
+nobody notices.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def own_key(caller: Caller, key: bytes | None) -> bytes | None:
 
 
 async def ended_of(
-    caller: Caller, store: JobStore, start: Cursor, limit: int, wait: float
+    caller: Caller, store: JobStore, start: Cursor, limit: int, wait: float, *, content: bool = False
 ) -> tuple[list[Job], Cursor]:
     """Outcomes behind a place, the caller's own alone, and the place to go on from. What others end meanwhile is gone
     past, so that it neither ends the waiting nor makes empty pages.
@@ -137,7 +137,7 @@ async def ended_of(
     while True:
         if (left := until - asyncio.get_running_loop().time()) > 0:
             await store.wait_for_end(start, left)
-        ended, cursor = store.ended_after(start, limit)
+        ended, cursor = await store.ended_after(start, limit, content=content)
         own = [job for job in ended if is_own(caller, job)]
         if own or not ended or caller.is_admin:
             return own, cursor
@@ -152,19 +152,20 @@ class Places:
     """Cursors as callers have them: an administrator as they are, clients sealed.
 
     Args:
-        epoch: of the service.
+        store: whose logs they are places in.
     """
 
-    def __init__(self, epoch: str) -> None:
-        self._epoch = epoch
-        self._key = secrets.token_bytes(32)
+    def __init__(self, store: JobStore) -> None:
+        self._epochs = frozenset({store.epoch, store.life})
+        self._life = store.life
+        self._key = store.seal
 
     def shown(self, caller: Caller, cursor: Cursor) -> str:
         """A place as text."""
         if caller.is_admin:
             return str(cursor)
         nonce = secrets.token_bytes(8)
-        return f"{self._epoch}-{(nonce + self._sealed(nonce, cursor.position)).hex()}"
+        return f"{cursor.epoch}-{(nonce + self._sealed(cursor.epoch, nonce, cursor.position)).hex()}"
 
     def parse(self, caller: Caller, text: str, field: str = "after") -> Cursor:
         """A place from the text that its caller was given.
@@ -177,14 +178,14 @@ class Places:
             return Cursor.parse(text, field)
         if (match := _SEALED.fullmatch(text)) is None:
             raise CallerError(f"{text[:100]!r} is no cursor; send one as the service gave it, or 0", field=field)
-        if match[1] != self._epoch:
+        if match[1] not in self._epochs:
             return Cursor(match[1], 0)  # to be refused where it is looked up
         sealed = bytes.fromhex(match[2])
         nonce, hidden = sealed[:8], sealed[8:16]
-        position = int.from_bytes(hidden) ^ int.from_bytes(self._stream(nonce))
-        if not hmac.compare_digest(sealed[8:], self._sealed(nonce, position)):
+        position = int.from_bytes(hidden) ^ int.from_bytes(self._stream(match[1], nonce))
+        if not hmac.compare_digest(sealed[8:], self._sealed(match[1], nonce, position)):
             raise CallerError(f"{text!r} is no cursor of this service", field=field)
-        return Cursor(self._epoch, position)
+        return Cursor(match[1], position)
 
     async def transitions(self, caller: Caller, every: AsyncIterator[Transition]) -> AsyncIterator[Transition]:
         """Those of the caller's own jobs; for a client ``seq`` counts them from here on."""
@@ -194,7 +195,7 @@ class Places:
                 yield one
             elif is_own(caller, one):
                 seen += 1
-                yield replace(one, seq=seen, cursor=self.shown(caller, Cursor(self._epoch, one.seq)))
+                yield replace(one, seq=seen, cursor=self.shown(caller, Cursor(self._life, one.seq)))
 
     def told(self, caller: Caller, error: CursorExpired) -> CursorExpired:
         """Why a place cannot be gone on from, without what it says of others."""
@@ -202,9 +203,10 @@ class Places:
             return error
         return CursorExpired("what lies behind it is partly forgotten; list again, follow from there", field="after")
 
-    def _stream(self, nonce: bytes) -> bytes:
-        return hashlib.blake2b(nonce, key=self._key, digest_size=8, person=b"stream").digest()
+    def _stream(self, epoch: str, nonce: bytes) -> bytes:
+        return hashlib.blake2b(epoch.encode() + nonce, key=self._key, digest_size=8, person=b"stream").digest()
 
-    def _sealed(self, nonce: bytes, position: int) -> bytes:
-        hidden = (position ^ int.from_bytes(self._stream(nonce))).to_bytes(8)
-        return hidden + hashlib.blake2b(nonce + hidden, key=self._key, digest_size=8, person=b"seal").digest()
+    def _sealed(self, epoch: str, nonce: bytes, position: int) -> bytes:
+        hidden = (position ^ int.from_bytes(self._stream(epoch, nonce))).to_bytes(8)
+        text = epoch.encode() + nonce + hidden
+        return hidden + hashlib.blake2b(text, key=self._key, digest_size=8, person=b"seal").digest()

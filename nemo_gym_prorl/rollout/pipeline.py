@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -39,6 +39,7 @@ from nemo_gym_prorl.failures import (
     FailureKind,
     InfrastructureError,
     JobCancelled,
+    Origin,
     RolloutError,
     Stage,
     classify,
@@ -54,6 +55,7 @@ from nemo_gym_prorl.rollout.request import (
     CheckpointsForgotten,
     Draining,
     Fork,
+    JobConflict,
     JobRequest,
     NoCheckpoint,
     QueueFull,
@@ -62,9 +64,12 @@ from nemo_gym_prorl.rollout.request import (
 from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
 from nemo_gym_prorl.rollout.schemas import StatusView
 from nemo_gym_prorl.rollout.settings import PipelineSettings
-from nemo_gym_prorl.rollout.store import JobStore
+from nemo_gym_prorl.rollout.store import JobStore, same_job
 from nemo_gym_prorl.serving.tracing import SpanGroup, failed, note, span
 
+
+if TYPE_CHECKING:  # clients have no database
+    from nemo_gym_prorl.rollout.journal.journal import Journal
 
 LOGGER = logging.getLogger(__name__)
 
@@ -109,6 +114,7 @@ class Pipeline:
         environments: whose rollouts it runs.
         settings: bounds and defaults.
         clock: monotonic seconds; what stages are charged by.
+        journal: what keeps its jobs over a restart, if anything; closed with it. Call :meth:`start` then.
     """
 
     def __init__(
@@ -116,10 +122,11 @@ class Pipeline:
         environments: Environments,
         settings: PipelineSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
     ) -> None:
         self.environments = environments
         self.settings = settings or PipelineSettings()
-        self.store = JobStore(self.settings.retain_bytes, self.settings.keep_unread_s, clock)
+        self.store = JobStore(self.settings.retain_bytes, self.settings.keep_unread_s, clock, journal)
         every = [environments.environment(name) for name in environments.names]
         cohorts = {environment.name: environment.scores_groups_of for environment in every}
         self.scheduler = StageScheduler(self.settings.stages, environments.shares, cohorts)
@@ -135,6 +142,11 @@ class Pipeline:
             self.settings.checkpoint_bytes, self.settings.checkpoint_s, self._erase_checkpoints, clock
         )
         self._controls: dict[str, _Control] = {}
+        self._arriving: dict[str, asyncio.Task[Job]] = {}
+        """New jobs that are on their way to the disk."""
+        self._ending: dict[str, asyncio.Future[None]] = {}
+        """Jobs whose outcome is on its way to the disk; they hold no slot, and are done when it is there."""
+        self._closing = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -147,10 +159,61 @@ class Pipeline:
         """The servers that cannot be reached, each for an environment of which no rollout begins because of that."""
         return self._outages.all
 
+    def start(self) -> None:
+        """Take on again what an earlier life of the service had accepted."""
+        if self.store.journal is None:
+            return
+        for job, lives, *_ in self.store.journal.unfinished():
+            often = "was restarted" if lives == 1 else f"was restarted {lives} times"
+            why = f"the service {often} before it had an outcome"
+            job.failures.append(Failure(FailureKind.SHUTDOWN, Origin.INFRASTRUCTURE, None, why))
+            if job.environment in self.environments.names and job.forked_from is None:
+                job.handler = self.environments.environment(job.environment).handler
+                self._take_on(job)
+                continue
+            self._remember(job)
+            what = (
+                f"its environment {job.environment!r}" if job.forked_from is None else "the turn that it goes on from"
+            )
+            gone = InfrastructureError(f"the service was restarted without {what}")
+            self._finish(job, Outcome(JobState.FAILED, {}, failure=classify(gone, None)))
+
     # -- callers -------------------------------------------------------------------------------------------------
 
+    async def accept(self, request: JobRequest) -> Job:
+        """As :meth:`submit`, and return when the job is on disk, where there is a journal.
+
+        Raises:
+            JournalFails: it cannot be written.
+        """
+        journal = self.store.journal
+        if journal is None:
+            return self.submit(request)
+        digest = _digest(request)
+        if (known := self.store.known(request, digest)) is not None:
+            return known
+        arriving = self._arriving.get(request.id or "")
+        if arriving is None:
+            job = self._new(request, digest, bounded=True)
+            arriving = self._arriving[job.id] = asyncio.create_task(
+                self._write_ahead(journal, job, named=request.id is not None)
+            )
+            arriving.add_done_callback(lambda _: self._arriving.pop(job.id))
+        return same_job(
+            await asyncio.shield(arriving), request, digest
+        )  # whose caller hangs up is accepted all the same
+
+    async def _write_ahead(self, journal: Journal, job: Job, *, named: bool) -> Job:
+        """The job, or that which had its id before."""
+        if await journal.accepted(job, named=named):
+            self._take_on(job)
+            return job
+        known = await self.store.fetch(job.id)
+        assert known is not None, "it is there or forgotten"
+        return known
+
     def submit(self, request: JobRequest, *, bounded: bool = True) -> Job:
-        """Take a job on; the same id and row again is the same job.
+        """Take a job on, in memory only; the same id and row again is the same job.
 
         Args:
             request: the job.
@@ -161,15 +224,27 @@ class Pipeline:
             QueueFull, JobConflict, RolloutForgotten, Draining.
             CallerError: the row cannot be written as JSON, or belongs to no environment that there is.
         """
-        digest = row_digest(request.row)
-        if request.fork is not None:
-            digest = row_digest({"row": digest.hex(), "fork": request.fork.told()})
+        digest = _digest(request)
         if (known := self.store.known(request, digest)) is not None:
             return known
+        if request.id in self._arriving:
+            raise _of_another(request)
+        job = self._new(request, digest, bounded=bounded)
+        self._take_on(job)
+        return job
+
+    def _new(self, request: JobRequest, digest: bytes, *, bounded: bool) -> Job:
+        """The job of a request that nothing stands against.
+
+        Raises:
+            QueueFull, Draining, CallerError: as :meth:`submit`.
+        """
         environment = self.environments.of_job(request)
         budgets = environment.budgets or self.settings.budgets
         if self.draining:
             raise Draining("the service is draining and takes no new rollouts")
+        if self.store.journal is not None:
+            self.store.journal.check()
         if bounded:
             self._refuse_if_full(request.client)
         job = Job(
@@ -191,12 +266,19 @@ class Pipeline:
         if request.fork is not None:
             job.forked_from = request.fork.told()
             self.checkpoints.add(job, request.fork.checkpoint)
-        self.store.add(job, job.submitted_at)
-        self._controls[job.id] = _Control(since=self._clock())
-        self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment, job.group))
         return job
 
-    def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
+    def _take_on(self, job: Job) -> None:
+        self._remember(job)
+        self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment, job.group))
+        if self._closing:
+            self.request_cancel(job, _shutting_down())
+
+    def _remember(self, job: Job) -> None:
+        self.store.add(job, time.time())
+        self._controls[job.id] = _Control(since=self._clock())
+
+    async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
         """Take jobs on that share the first turns of another one, and go on from there each for itself.
 
         Args:
@@ -224,7 +306,7 @@ class Pipeline:
             for request in requests:
                 row = orjson.loads(orjson.dumps(parent.row))
                 wanted = replace(request, row=row, run=parent.run, environment=parent.environment)
-                begun.append(self.submit(replace(wanted, fork=Fork(parent.id, checkpoint))))
+                begun.append(await self.accept(replace(wanted, fork=Fork(parent.id, checkpoint))))
         except CallerError:
             for job in begun:
                 self.request_cancel(job, JobCancelled("its siblings could not be taken on"))
@@ -237,7 +319,7 @@ class Pipeline:
         self.scheduler.share(clients)
 
     def _refuse_if_full(self, client: str) -> None:
-        if not self.scheduler.may_queue(client, self.settings.max_queued):
+        if not self.scheduler.may_queue(client, self.settings.max_queued - len(self._arriving)):
             raise QueueFull(f"{self.settings.max_queued} rollouts are waiting already; try again later")
         self.store.refuse_if_full(client)
 
@@ -253,6 +335,8 @@ class Pipeline:
         control = self._controls.get(job.id)
         if control is not None:
             return control.done
+        if (ending := self._ending.get(job.id)) is not None:
+            return ending
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         over.set_result(None)
         return over
@@ -283,7 +367,9 @@ class Pipeline:
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new jobs and wait until every job has its outcome; ``False`` if some have none after ``timeout``."""
         self.draining = True
-        pending = [control.done for control in self._controls.values()]
+        if self._arriving:
+            await asyncio.wait([*self._arriving.values()], timeout=timeout)
+        pending = [*(control.done for control in self._controls.values()), *self._ending.values()]
         if not pending:
             return True
         _, left = await asyncio.wait(pending, timeout=timeout)
@@ -298,13 +384,19 @@ class Pipeline:
         return StatusView.of(self)
 
     async def close(self) -> None:
-        """Cancel every job and return when all have their outcome. Bounded by grace and release times."""
-        self.draining = True
+        """Cancel every job and return when all have their outcome, or, with a journal, are left to the service's next
+        life. Bounded by grace and release times."""
+        self.draining = self._closing = True
+        journal = self.store.journal
+        if journal is not None:
+            journal.stop_trying()
         for job in self.store.live():
-            self.request_cancel(job, JobCancelled("the service is shutting down", kind=FailureKind.SHUTDOWN))
+            self.request_cancel(job, _shutting_down())
         await self._outages.close()
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        while pending := {*self._tasks, *self._arriving.values()}:
+            await asyncio.wait(pending)
+        if journal is not None:
+            await journal.close()
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -521,13 +613,30 @@ class Pipeline:
         self._finish(job, self._calls.failed(job, stage, failure))
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
-        job.outcome = outcome
-        job.finished_at = time.time()
+        """Nobody is told of an outcome before it is on disk; a disk that is slow holds no slot meanwhile."""
         job.pack()
         if job.checkpoints:
             self.checkpoints.ended(job, keep=not job.held and outcome.state is not JobState.CANCELLED)
+        done = self._controls.pop(job.id).done
+        if self.store.journal is None:
+            self._end(job, outcome, time.time(), done)
+        else:
+            self._ending[job.id] = done
+            self._spawn(self._end_on_disk(job, outcome, time.time(), done))
+
+    async def _end_on_disk(self, job: Job, outcome: Outcome, at: float, done: asyncio.Future[None]) -> None:
+        written = await self.store.write_down(job, outcome, at)
+        del self._ending[job.id]
+        if written:
+            self._end(job, outcome, at, done)
+        else:
+            done.set_result(None)
+
+    def _end(self, job: Job, outcome: Outcome, at: float, done: asyncio.Future[None]) -> None:
+        job.outcome = outcome
+        job.finished_at = at
         self._move(job, outcome.state)
-        self._controls.pop(job.id).done.set_result(None)
+        done.set_result(None)
         for callback in self.on_finish:
             try:
                 callback(job)
@@ -555,3 +664,16 @@ class Pipeline:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             LOGGER.error("defect in the pipeline", exc_info=error)
+
+
+def _digest(request: JobRequest) -> bytes:
+    digest = row_digest(request.row)
+    return digest if request.fork is None else row_digest({"row": digest.hex(), "fork": request.fork.told()})
+
+
+def _of_another(request: JobRequest) -> JobConflict:
+    return JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
+
+
+def _shutting_down() -> JobCancelled:
+    return JobCancelled("the service is shutting down", kind=FailureKind.SHUTDOWN)

@@ -27,8 +27,12 @@ class RolloutService(Protocol):
         """Take a job on; the same id and row again is the same job. Raises a CallerError where it is refused."""
         ...
 
-    def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
+    async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
         """Take jobs on that begin at a checkpoint of another one. Raises a CallerError where that can't be."""
+        ...
+
+    async def accept(self, request: JobRequest) -> Job:
+        """The same, when it is on disk, where there is a journal."""
         ...
 
     async def wait(self, job: Job, timeout: float | None = None) -> bool:

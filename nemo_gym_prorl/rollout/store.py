@@ -7,6 +7,9 @@ that its submitter can read it, and a follower that was away can catch up. Over 
 first. What was not read is kept for a stated time; if that alone fills the bound the service takes no new jobs,
 rather than lose what it was asked for. Nothing is forgotten in silence: a cursor behind which something is missing,
 and the id of a forgotten job, are errors that say so.
+
+With a journal an outcome is on disk before it enters the log. What memory forgets is then read from there, the log
+goes on where an earlier life of the service left it, and ids stay known.
 """
 
 from __future__ import annotations
@@ -14,16 +17,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import secrets
 import time
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
 
+from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.rollout.client_shares import is_within_part
 from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
-from nemo_gym_prorl.rollout.job import Job, JobState
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, QueueFull, RolloutForgotten
+
+
+if TYPE_CHECKING:  # clients have no database
+    from nemo_gym_prorl.rollout.journal.journal import Journal
 
 
 EVENT_HISTORY = 10_000
@@ -59,18 +70,29 @@ class _Entry:
 
 
 class JobStore:
-    """In-memory store of one pipeline.
+    """The jobs of one pipeline.
 
     Args:
         retain_bytes: how much the terminal jobs may keep.
         keep_unread_s: seconds for which a result that nobody has read is not forgotten, whatever the bound.
         clock: monotonic seconds.
+        journal: what keeps them over a restart, if anything.
     """
 
     def __init__(
-        self, retain_bytes: int = 2**30, keep_unread_s: float = 3600.0, clock: Callable[[], float] = time.monotonic
+        self,
+        retain_bytes: int = 2**30,
+        keep_unread_s: float = 3600.0,
+        clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
     ) -> None:
-        self.epoch = uuid.uuid4().hex[:12]
+        self.journal = journal
+        self.life = uuid.uuid4().hex[:12]
+        """What is counted anew with each start belongs to it: transitions, and pages of a listing."""
+        self.epoch = self.life if journal is None else journal.epoch
+        """What the log of outcomes belongs to."""
+        self.seal = secrets.token_bytes(32) if journal is None else journal.seal
+        """Key by which the places in both that clients are given are sealed."""
         self._retain_bytes = retain_bytes
         self._keep_unread_s = keep_unread_s
         self._clock = clock
@@ -81,8 +103,8 @@ class JobStore:
         self.states: Counter[JobState] = Counter()
         """Remembered jobs by state."""
         self._log: dict[int, Job] = {}
-        self._log_length = 0
-        self._expired_before = 0
+        self._log_length = self._expired_before = self._began_at = 0 if journal is None else journal.end
+        self._began = clock()
         self._unread: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which they ended
         self._read: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which they were read
         self.unread_bytes = 0
@@ -92,7 +114,7 @@ class JobStore:
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._events: deque[Transition] = deque(maxlen=EVENT_HISTORY)
         self._seq = 0
-        self._submitted = 0
+        self._submitted = 0 if journal is None else journal.numbered
         self._wake: asyncio.Event = asyncio.Event()
 
     def __len__(self) -> int:
@@ -143,12 +165,7 @@ class JobStore:
             return None
         job = self.get(request.id)
         if job is not None and not job.delivered:
-            if job.held or request.held:
-                raise JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
-            if job.digest != digest or job.run != request.run:
-                other = "of another run" if job.digest == digest else "with another row"
-                raise JobConflict(f"job {request.id!r} exists {other}; choose another id", field="id")
-            return job
+            return same_job(job, request, digest)
         if self.is_forgotten(request.id):
             raise RolloutForgotten(f"rollout {request.id!r} has ended and is forgotten; a new one needs another id")
         return None
@@ -164,9 +181,34 @@ class JobStore:
                 "results=true), then submit again"
             )
 
-    def in_group(self, group: str) -> list[Job]:
-        """Remembered jobs of a group, in no particular order."""
-        return [self._jobs[job_id] for job_id in self._groups.get(group, ())]
+    async def fetch(self, job_id: str) -> Job | None:
+        """The job, also one that only the journal has; ``None`` if there never was one.
+
+        Raises:
+            RolloutForgotten: there was.
+        """
+        found = (await self.fetch_all([job_id])).get(job_id)
+        if found is None and self.is_forgotten(job_id):
+            raise RolloutForgotten(f"rollout {job_id!r} has ended and is forgotten")
+        return found
+
+    async def fetch_all(self, job_ids: Iterable[str]) -> dict[str, Job]:
+        """Those of these jobs that are in memory or in the journal."""
+        found = {job_id: self._jobs.get(job_id) for job_id in job_ids}
+        missing = [job_id for job_id, job in found.items() if job is None]
+        if missing and self.journal is not None:
+            kept = await self.journal.find(missing)
+            for job_id in missing:
+                found[job_id] = self._jobs.get(job_id) or kept.get(job_id)
+                if job_id in kept and kept[job_id] is None:
+                    self._remember_gone(job_id)
+        return {job_id: job for job_id, job in found.items() if job is not None}
+
+    async def in_group(self, group: str) -> list[Job]:
+        """All jobs of a group, in no particular order."""
+        kept = [] if self.journal is None else await self.journal.listed(group=group)
+        here = [self._jobs[job_id] for job_id in self._groups.get(group, ())]
+        return [*here, *(job for job in kept if job.id not in self._jobs)]
 
     def live(self) -> list[Job]:
         """Jobs without an outcome."""
@@ -182,6 +224,26 @@ class JobStore:
         for job in self._jobs.values():
             if job.number > after and (state is None or job.state is state) and (group is None or job.group == group):
                 yield job
+
+    async def page(
+        self, *, state: JobState | None, group: str | None, after: int, limit: int, content: bool
+    ) -> list[Job]:
+        """As :meth:`find`, with those that only the journal has; those from there have a result with ``content``."""
+        kept: list[Job] = []
+        if self.journal is not None and (state is None or state.terminal):
+            kept = await self.journal.listed(state=state, group=group, after=after, limit=limit, content=content)
+        here = islice(self.find(state=state, group=group, after=after), limit)
+        numbered = {job.number: job for job in kept if job.id not in self._jobs} | {job.number: job for job in here}
+        return [numbered[number] for number in sorted(numbered)][:limit]
+
+    async def write_down(self, job: Job, outcome: Outcome, at: float) -> bool:
+        """Have the outcome of a job, which is packed, on disk. False if it is none: with a journal a shutdown ends no
+        job that can be run again, nor does what could not be written before it."""
+        if self.journal is None:
+            return True
+        if not job.held and outcome.failure is not None and outcome.failure.kind is FailureKind.SHUTDOWN:
+            return False
+        return await self.journal.ended(job, outcome, at) is not None
 
     def record(self, job: Job, at: float, was: JobState | None = None) -> None:
         """Publish the job's current state; a terminal one also enters the log of outcomes.
@@ -200,7 +262,7 @@ class JobStore:
         self._events.append(
             Transition(
                 seq=self._seq,
-                cursor=str(Cursor(self.epoch, self._seq)),
+                cursor=str(Cursor(self.life, self._seq)),
                 at=at,
                 id=job.id,
                 group=job.group,
@@ -218,6 +280,8 @@ class JobStore:
             if job.state is JobState.CANCELLED:
                 self.mark_read(job)  # whoever took it back does not wait for it
             self._forget_over_bound()
+            if self.journal is not None and self.journal.wants_room:
+                self.journal.make_room(self._read_before())
         self._wake.set()
         self._wake = asyncio.Event()
 
@@ -251,16 +315,27 @@ class JobStore:
         """The place behind the last terminal outcome."""
         return Cursor(self.epoch, self._log_length)
 
-    def ended_after(self, cursor: Cursor, limit: int) -> tuple[list[Job], Cursor]:
-        """Terminal jobs behind ``cursor``, in the order in which they ended, and the cursor to go on with.
+    async def ended_after(self, cursor: Cursor, limit: int, *, content: bool = False) -> tuple[list[Job], Cursor]:
+        """Terminal jobs behind ``cursor``, in the order in which they ended, and the cursor to go on with. Those that
+        only the journal has have a result with ``content``.
 
         Raises:
             CursorExpired: an outcome behind it was forgotten, or the cursor is of another run of the service.
             CallerError: the cursor lies beyond the log's end.
         """
-        start = cursor.within(self.epoch, self._expired_before, self._log_length)
+        start = cursor.within(self.epoch, self._first, self._log_length)
         end = min(start + limit, self._log_length)
-        return [self._log[position] for position in range(start, end)], Cursor(self.epoch, end)
+        found = {position: self._log[position] for position in range(start, end) if position in self._log}
+        if len(found) < end - start and self.journal is not None:
+            found = await self.journal.between(start, end, content=content) | found
+        if len(found) < end - start:
+            raise CursorExpired(f"what lies behind {cursor} is being forgotten; list again and follow from there")
+        return [found[position] for position in range(start, end)], Cursor(self.epoch, end)
+
+    @property
+    def _first(self) -> int:
+        """Position of the first outcome behind which all are known."""
+        return self._expired_before if self.journal is None else min(self._expired_before, self.journal.first)
 
     async def wait_for_end(self, cursor: Cursor, timeout: float) -> None:
         """Return when there is a terminal outcome behind ``cursor``, or after ``timeout`` seconds.
@@ -268,7 +343,7 @@ class JobStore:
         Raises:
             CursorExpired, CallerError: as :meth:`ended_after`.
         """
-        start = cursor.within(self.epoch, self._expired_before, self._log_length)
+        start = cursor.within(self.epoch, self._first, self._log_length)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while self._log_length <= start:
@@ -286,7 +361,7 @@ class JobStore:
             CursorExpired: history does not reach back that far, or the cursor is of another run of the service.
             CallerError: the cursor lies beyond the end, where it would wait for nothing.
         """
-        return self._follow(self._seq if after is None else after.within(self.epoch, self._first_event, self._seq))
+        return self._follow(self._seq if after is None else after.within(self.life, self._first_event, self._seq))
 
     async def _follow(self, seen: int) -> AsyncIterator[Transition]:
         while True:
@@ -331,18 +406,29 @@ class JobStore:
                 self._unread_grows(job, -entry.size)
             self._forget(job, entry)
 
+    def _read_before(self) -> int:
+        """The position before which every outcome was read, or nobody did for long enough. An earlier life's count as
+        unread from this one's start on: it is not known who read them, nor what time it was."""
+        if self._began_at and self._clock() - self._began < self._keep_unread_s:
+            return 0
+        young = (entry for entry in self._unread.values() if self._clock() - entry.ended < self._keep_unread_s)
+        return next((entry.position for entry in young), self._log_length)
+
     def _forget(self, job: Job, entry: _Entry) -> None:
         del self._log[entry.position]
         self._expired_before = max(self._expired_before, entry.position + 1)
         self.states[job.state] -= 1
-        if not job.delivered:
-            self._gone[_mark(job.id)] = None
-            if len(self._gone) > REMEMBERED_IDS:
-                self._gone.popitem(last=False)
+        if not job.delivered and self.journal is None:
+            self._remember_gone(job.id)
         if self._jobs.get(job.id) is not job:
             return  # delivered, and its id is another job's by now
         del self._jobs[job.id]
         self._leave_group(job)
+
+    def _remember_gone(self, job_id: str) -> None:
+        self._gone[_mark(job_id)] = None
+        if len(self._gone) > REMEMBERED_IDS:
+            self._gone.popitem(last=False)
 
     def _leave_group(self, job: Job) -> None:
         if job.group is not None:
@@ -350,6 +436,20 @@ class JobStore:
             members.discard(job.id)
             if not members:
                 del self._groups[job.group]
+
+
+def same_job(known: Job, request: JobRequest, digest: bytes) -> Job:
+    """The job of the id that is asked for, if it is that of the request.
+
+    Raises:
+        JobConflict: it is another one, or one of both is held by a connection.
+    """
+    if known.held or request.held:
+        raise JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
+    if known.digest != digest or known.run != request.run:
+        other = "of another run" if known.digest == digest else "with another row"
+        raise JobConflict(f"job {request.id!r} exists {other}; choose another id", field="id")
+    return known
 
 
 def _mark(job_id: str) -> bytes:

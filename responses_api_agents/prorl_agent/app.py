@@ -104,6 +104,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> Any:
+        self._service.start()
         async with self._service.tls(app):
             yield
         await self._service.close()

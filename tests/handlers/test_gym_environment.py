@@ -21,6 +21,9 @@ from omegaconf import OmegaConf
 
 from nemo_gym_prorl.handlers.agent_service import AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.schemas import TokenForm
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
@@ -355,6 +358,34 @@ async def test_a_body_that_is_no_row_is_422_and_names_the_field(stage: Stage) ->
     async with stage.prorl_agent("mcqa") as run:
         with pytest.raises(AssertionError, match=r"responses_create_params"):
             await run({"responses_create_param": {}})
+
+
+async def test_a_killed_agent_has_its_rollouts_again(stage: Stage, tmp_path: Path) -> None:
+    """With a journal: what ended, tokens and steps and all, and what had not, which runs again."""
+    settings = {
+        "resources_server": {"type": "resources_servers", "name": "example_session_state_mgmt"},
+        "model_server": {"type": "responses_api_models", "name": "token_keeper"},
+        "journal": str(tmp_path),
+    }
+    config = {**stage.config, "agent": instance("responses_api_agents", "prorl_agent", **settings)}
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    slow = scripted(row, *[[("increment_counter", {"count": 1})] for _ in range(20)], "Done.", latency_s=0.2)
+    async with RolloutClient(url_of(config["agent"])) as client:
+        async with (
+            hosting(config, "agent"),
+            stage.http.post(f"{client.url}/run", json=scripted(row, *counting(2))) as answer,
+        ):
+            assert answer.status == 200
+            await client.submit(scripted(row, *counting(2)), id="done")
+            done = [await client.wait("done"), await client.get("done", tokens=TokenForm.PACKED)]
+            await client.submit(slow, id="cut")
+            log = await client.ended("0")
+        async with hosting(config, "agent"):
+            assert done == [await client.get("done"), await client.get("done", tokens=TokenForm.PACKED)]
+            assert done[1].tokens
+            assert done[0].steps
+            assert (await client.wait("cut")).state is JobState.SUCCEEDED
+            assert [job.id for job in (await client.ended(log.cursor)).rollouts] == ["cut"]
 
 
 async def test_a_resources_server_killed_in_mid_rollout(stage: Stage) -> None:

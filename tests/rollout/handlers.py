@@ -12,6 +12,7 @@ from typing import Any
 from nemo_gym_prorl.failures import AgentError, Failure, FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.journal.journal import Journal
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 
@@ -174,5 +175,6 @@ class Bench:
     settings: PipelineSettings
     handler: PlannedHandler = field(default_factory=PlannedHandler)
 
-    def pipeline(self) -> Pipeline:
-        return Pipeline(Environments.of(self.handler), self.settings, clock=asyncio.get_running_loop().time)
+    def pipeline(self, journal: Journal | None = None) -> Pipeline:
+        clock = asyncio.get_running_loop().time
+        return Pipeline(Environments.of(self.handler), self.settings, clock, journal)

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.journal.journal import Journal
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.serving.access import KeyGuard
@@ -23,14 +24,19 @@ from tests.rollout.handlers import Bench
 
 
 class Standalone:
-    """The process, started and ended as often as wanted on one port."""
+    """The process, started and ended as often as wanted on one port.
 
-    def __init__(self, token: str) -> None:
+    Args:
+        token: its key.
+        journal: where it keeps its jobs, if anywhere.
+    """
+
+    def __init__(self, token: str, journal: str = "") -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = int(probe.getsockname()[1])
         self.url = f"http://127.0.0.1:{self._port}"
-        self._token = token
+        self._token, self._journal = token, journal
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -41,6 +47,7 @@ class Standalone:
             "tests.rollout.standalone",
             str(self._port),
             self._token,
+            self._journal,
             cwd=Path(__file__).parents[2],
             env=os.environ,
         )
@@ -51,6 +58,12 @@ class Standalone:
                         return
                 await asyncio.sleep(0.1)
 
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._process is not None
+        return self._process.pid
+
     async def end(self, how: signal.Signals = signal.SIGKILL) -> None:
         """Return when it is gone."""
         if self._process is not None and self._process.returncode is None:
@@ -59,9 +72,9 @@ class Standalone:
 
 
 @contextlib.asynccontextmanager
-async def standalone(token: str) -> AsyncIterator[Standalone]:
+async def standalone(token: str, journal: str = "") -> AsyncIterator[Standalone]:
     """A service that lives as long as the test."""
-    service = Standalone(token)
+    service = Standalone(token, journal)
     await service.start()
     try:
         yield service
@@ -69,11 +82,13 @@ async def standalone(token: str) -> AsyncIterator[Standalone]:
         await service.end()
 
 
-async def _main(port: int, token: str) -> None:
-    pipeline = Bench(PipelineSettings()).pipeline()
+async def _main(port: int, token: str, journal: str) -> None:
+    kept = Journal(journal, 7 * 24 * 3600.0, 2**30) if journal else None
+    pipeline = Bench(PipelineSettings()).pipeline(kept)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        pipeline.start()
         yield
         await pipeline.close()
 
@@ -86,4 +101,4 @@ async def _main(port: int, token: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(int(sys.argv[1]), sys.argv[2]))
+    asyncio.run(_main(int(sys.argv[1]), *sys.argv[2:]))

@@ -72,16 +72,16 @@ def test_no_result_is_forgotten_unread_before_its_time_and_the_books_are_right(
         assert store.retained_bytes == sum(job.size for job in left)
         assert store.states[JobState.SUCCEEDED] == len(left) == len(store)
         assert store.retained_bytes <= 100_000 or all(job.id not in read for job in left)
-        page, _ = ([], None) if len(left) < len(ended) else store.ended_after(START, 100)
+        page, _ = ([], None) if len(left) < len(ended) else asyncio.run(store.ended_after(START, 100))
         assert len(left) < len(ended) or [job.id for job in page] == [*ended], "a log without gaps, or an error"
 
 
-def test_what_was_read_goes_first_and_its_id_is_remembered() -> None:
+async def test_what_was_read_goes_first_and_its_id_is_remembered() -> None:
     store = JobStore(retain_bytes=450_000)
     first, second, third = (end(store, name) for name in "abc")
     store.mark_read(second)
     store.mark_read(first)
-    cursor = store.ended_after(START, 1)[1]
+    cursor = (await store.ended_after(START, 1))[1]
     for name in "de":
         end(store, name)
     assert store.get("b") is None, "it was read first"
@@ -90,7 +90,7 @@ def test_what_was_read_goes_first_and_its_id_is_remembered() -> None:
     assert store.get("a") is first
     assert store.get("c") is third
     with pytest.raises(CursorExpired):
-        store.ended_after(cursor, 10)
+        await store.ended_after(cursor, 10)
 
 
 def test_accepted_jobs_keep_their_results_and_new_ones_are_refused_instead() -> None:
@@ -172,16 +172,17 @@ def test_a_cursor_of_another_epoch_and_one_of_the_future_are_errors() -> None:
         assert cursor == before.cursor
         for store, wrong in ((after, cursor), (before, Cursor.parse("3"))):
             with pytest.raises(CursorExpired):
-                store.ended_after(wrong, 10)
+                await store.ended_after(wrong, 10)
             with pytest.raises(CursorExpired):
                 await store.wait_for_end(wrong, 1000)
             with pytest.raises(CursorExpired):
                 store.events(wrong)
         future = Cursor(before.epoch, 10_000)
-        for call in (lambda: before.ended_after(future, 10), lambda: before.events(future)):
-            with pytest.raises(CallerError, match="beyond the end"):
-                call()
-        assert [job.id for job in before.ended_after(START, 10)[0]] == ["a", "b", "c"]
+        with pytest.raises(CallerError, match="beyond the end"):
+            await before.ended_after(future, 10)
+        with pytest.raises(CallerError, match="beyond the end"):
+            before.events(future)
+        assert [job.id for job in (await before.ended_after(START, 10))[0]] == ["a", "b", "c"]
         for text in ("", "x", "-1", "1.5", f"{before.epoch}-", f"{before.epoch}-x", "9" * 50, "A-1"):
             with pytest.raises(CallerError):
                 Cursor.parse(text)

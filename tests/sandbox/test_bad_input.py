@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl import disks
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox import disks
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root

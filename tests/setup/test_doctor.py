@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from nemo_gym_prorl import disks
 from nemo_gym_prorl.commands import doctor
 from nemo_gym_prorl.doctor import (
     Check,
@@ -36,7 +37,6 @@ from nemo_gym_prorl.doctor import (
     state_check,
     user_namespaces_check,
 )
-from nemo_gym_prorl.sandbox import disks
 from nemo_gym_prorl.sandbox.isolation.user_namespaces import APPARMOR, BY_USERS, MOST, Attempt, Ending, remedies
 from nemo_gym_prorl.sandbox.limits.report import Facts, limits, remedy
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime

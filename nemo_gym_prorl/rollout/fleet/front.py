@@ -172,13 +172,17 @@ class Front:
         self._begin(job)
         return job
 
-    def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
+    async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
         """Nothing: checkpoints are at their node.
 
         Raises:
             CallerError: always.
         """
         raise CallerError("a front forks no rollouts: their checkpoints are at the nodes that ran them")
+
+    async def accept(self, request: JobRequest) -> Job:
+        """As :meth:`submit`: what a front has is in memory only."""
+        return self.submit(request)
 
     async def wait(self, job: Job, timeout: float | None = None) -> bool:
         """Wait for a job's outcome; ``False`` if it has none after ``timeout`` seconds."""

@@ -33,8 +33,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_gym_prorl.disks import on_shared_disk
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.disks import on_shared_disk
 from nemo_gym_prorl.sandbox.images.cache import Progress, silent
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nemo_gym_prorl.disks import on_shared_disk
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.disks import on_shared_disk
 from nemo_gym_prorl.sandbox.images import rootfs, sif
 from nemo_gym_prorl.sandbox.images.building import programs, runtime_build
 from nemo_gym_prorl.sandbox.images.building.recipe import Built, Format

@@ -26,9 +26,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from nemo_gym_prorl.disks import in_memory, kind_under
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.binds import check_image_folder, checked
-from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import descriptors, usage

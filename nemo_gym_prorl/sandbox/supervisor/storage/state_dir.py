@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_gym_prorl import proc_files
-from nemo_gym_prorl.sandbox.disks import on_shared_disk
+from nemo_gym_prorl.disks import on_shared_disk
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, user_outside
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.limits import cgroups, threads

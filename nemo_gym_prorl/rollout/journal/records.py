@@ -1,0 +1,104 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs as the bytes that a journal keeps, and back.
+
+What is listed and followed (``about``) stands apart from what is large and seldom asked for (``content``): row,
+result, tokens and steps, byte for byte as they are served, and compressed: at level 1 zstd takes a ninth of the
+processor time of zlib for the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import orjson
+import zstandard
+
+from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, StageTime
+from nemo_gym_prorl.rollout.steps import NO_STEPS
+from nemo_gym_prorl.rollout.tokens import NO_TOKENS
+
+
+_ASKED = (
+    *("environment", "handler", "submitted_at", "group", "client", "run", "priority", "budgets", "max_attempts"),
+    "forked_from",
+)
+
+
+def job_record(job: Job) -> tuple[bytes, bytes]:
+    """What a new job is, and its row."""
+    return orjson.dumps(_asked(job)), orjson.dumps(job.stored_row)
+
+
+def ended_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[bytes, bytes]:
+    """``about`` and ``content`` of a job that is packed, and how it ends. Who held a connection for it takes the
+    answer away: of that nothing is kept but that it was."""
+    row = job.stored_row if isinstance(job.stored_row, bytes) else b"{}"
+    parts = () if job.held else (row, outcome.body, job.tokens, job.steps)
+    about = _asked(job) | {
+        "held": job.held,
+        "number": job.number,
+        "times": {stage.value: time for stage, time in job.times.items()},
+        "failures": job.failures,
+        "turns": job.progress.turns,
+        "tool_calls": job.progress.tool_calls,
+        "finish_reason": job.progress.finish_reason,
+        "labels": job.progress.labels,
+        "resumed": job.resumed,
+        "finished_at": finished_at,
+        "state": outcome.state,
+        "reward": outcome.reward,
+        "failure": outcome.failure,
+        "masked": outcome.masked,
+        "sizes": [len(part) for part in parts],
+    }
+    return orjson.dumps(about), b"".join(parts)
+
+
+def job_to_run(job_id: str, asked: bytes, row: bytes) -> Job:
+    """The job of a :func:`job_record` whose row is compressed."""
+    return _job(job_id, orjson.loads(asked), orjson.loads(zstandard.decompress(row)))
+
+
+def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
+    """The job of an :func:`ended_record` whose content is compressed; without that it has neither row nor result."""
+    told = orjson.loads(about)
+    parts = _parts(content, told["sizes"]) if content is not None else []
+    row, body, tokens, steps = parts or (b"{}", b"{}", NO_TOKENS, NO_STEPS)
+    job = _job(job_id, told, row)
+    job.state, job.held, job.delivered = JobState(told["state"]), told["held"], told["held"]
+    job.number, job.finished_at, job.resumed = told["number"], told["finished_at"], told["resumed"]
+    job.times = {Stage(stage): StageTime(**time) for stage, time in told["times"].items()}
+    job.failures = [_failure(failure) for failure in told["failures"]]
+    versions = [{"first": label, "last": label} for label in told["labels"]]
+    job.progress = Progress(told["turns"], told["tool_calls"], told["finish_reason"], versions)
+    failure = _failure(told["failure"]) if told["failure"] else None
+    job.outcome = Outcome(job.state, body, told["reward"], failure, told["masked"])
+    job.tokens, job.steps = tokens, steps
+    return job
+
+
+def _asked(job: Job) -> dict[str, Any]:
+    return {"digest": job.digest.hex(), **{name: getattr(job, name) for name in _ASKED}}
+
+
+def _job(job_id: str, told: dict[str, Any], row: dict[str, Any] | bytes) -> Job:
+    asked = {name: told[name] for name in _ASKED} | {"budgets": Budgets(**told["budgets"])}
+    return Job(job_id, row, bytes.fromhex(told["digest"]), **asked)
+
+
+def _failure(told: dict[str, Any]) -> Failure:
+    known = {field.name: told[field.name] for field in fields(Failure)}
+    stage = Stage(told["stage"]) if told["stage"] else None
+    return Failure(**known | {"kind": FailureKind(told["kind"]), "origin": Origin(told["origin"]), "stage": stage})
+
+
+def _parts(content: bytes, sizes: Iterable[int]) -> list[bytes]:
+    raw, parts, at = zstandard.decompress(content), [], 0
+    for size in sizes:
+        parts.append(raw[at : at + size])
+        at += size
+    return parts

@@ -1,0 +1,430 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a service knows after its end, however that came: each accepted rollout has one outcome, and only one ever."""
+
+import asyncio
+import contextlib
+import resource
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_gym_prorl import disks
+from nemo_gym_prorl.failures import CallerError, FailureKind, JobCancelled, Origin
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
+from nemo_gym_prorl.rollout.job import Job, JobState
+from nemo_gym_prorl.rollout.journal import journal as journal_module
+from nemo_gym_prorl.rollout.journal.database import Database
+from nemo_gym_prorl.rollout.journal.journal import Journal, JournalFails
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, RolloutForgotten
+from nemo_gym_prorl.rollout.schemas import TokenForm, job_json
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from tests.rollout.handlers import Act, Bench
+from tests.rollout.standalone import standalone
+from tests.rollout.virtual_time import run_in_virtual_time
+
+
+START = Cursor.parse("0")
+WEEK = 7 * 24 * 3600.0
+TOKEN = "open-sesame"
+
+
+def opened(place: Path | str, keep_s: float = WEEK, keep_bytes: int = 2**30) -> Journal:
+    return Journal(str(place), keep_s, keep_bytes)
+
+
+@contextlib.asynccontextmanager
+async def life(
+    place: Path | str, settings_: PipelineSettings | None = None, **keep: Any
+) -> AsyncIterator[tuple[Pipeline, Bench]]:
+    """One life of a service."""
+    bench = Bench(settings_ or PipelineSettings(retry_delay_s=0.01))
+    pipeline = bench.pipeline(opened(place, **keep))
+    pipeline.start()
+    try:
+        yield pipeline, bench
+    finally:
+        await pipeline.close()
+
+
+async def run(pipeline: Pipeline, job_id: str, row: dict[str, Any] | None = None, **wishes: Any) -> Job:
+    job = await pipeline.accept(JobRequest(row or {}, id=job_id, **wishes))
+    assert await pipeline.wait(job, 60)
+    return job
+
+
+async def log_of(pipeline: Pipeline, after: Cursor = START) -> list[str]:
+    jobs, _ = await pipeline.store.ended_after(after, 10_000, content=True)
+    return [job.id for job in jobs]
+
+
+def files(folder: Path) -> int:
+    return sum(1 for _ in folder.rglob("*.zst"))
+
+
+def told(job: Job) -> bytes:
+    """All that anybody is told of a job."""
+    with_tokens = job_json(job, with_result=True, tokens=TokenForm.PACKED)
+    return orjson.dumps([with_tokens, job_json(job, with_result=True), job.row])
+
+
+# -- whenever it ends -------------------------------------------------------------------------------------------------
+
+acts = st.builds(
+    lambda how, seconds: {"how": how, "seconds": seconds},
+    st.sampled_from(["ok", "ok", "ok", "infrastructure", "agent", "defect"]),
+    st.sampled_from([0.0, 1.0, 5.0]),
+)
+plans = st.fixed_dictionaries(
+    {}, optional={name: st.lists(acts, min_size=1, max_size=2) for name in ("init", "run", "eval")}
+)
+arrivals = st.lists(
+    st.tuples(plans, st.sampled_from([0.0, 0.5]), st.none() | st.sampled_from([0.0, 2.0]), st.booleans()),
+    min_size=1,
+    max_size=6,
+)
+
+
+class Told:
+    """What the world outside knows of a service, at some moment and since."""
+
+    def __init__(self) -> None:
+        self.accepted: set[str] = set()
+        self.log: list[str] = []
+        self.outcomes: dict[str, bytes] = {}
+
+    def copy(self) -> "Told":
+        other = Told()
+        other.accepted, other.log, other.outcomes = {*self.accepted}, [*self.log], {**self.outcomes}
+        return other
+
+
+class Crashes:
+    """Copies of a journal's folder as ``kill -9`` would leave it, with what had been told by then."""
+
+    def __init__(self, folder: Path, copies: Path, known: Told) -> None:
+        self._folder, self._copies, self._known = folder, copies, known
+        self.points: list[tuple[Path, Told]] = []
+
+    def here(self) -> None:
+        known = self._known.copy()
+        copy = self._copies / str(len(self.points))
+        shutil.copytree(self._folder, copy)
+        self.points.append((copy, known))
+
+    @contextlib.contextmanager
+    def at_every_write(self, patch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Before and behind each commit, and at each file on the way to it."""
+        write, fsync = Journal._write, journal_module.ContentFiles.sync
+
+        def write_(journal: Journal, batch: list[Any]) -> Any:
+            if batch:
+                self.here()
+            done = write(journal, batch)
+            if batch:
+                self.here()
+            return done
+
+        def sync_(files: Any) -> None:
+            fsync(files)
+            self.here()
+
+        with patch.context() as patched:
+            patched.setattr(Journal, "_write", write_)
+            patched.setattr(journal_module.ContentFiles, "sync", sync_)
+            yield
+
+
+@given(arrivals, st.randoms(use_true_random=False))
+@settings(max_examples=8, deadline=None)
+def test_whenever_a_service_dies_each_accepted_rollout_has_one_outcome_in_one_order(
+    schedule: list[tuple[dict[str, Any], float, float | None, bool]], draw: Any
+) -> None:
+    with tempfile.TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal_module, "_IN_TABLE", 200)
+        folder, known = Path(made, "journal"), Told()
+        crashes = Crashes(folder, Path(made), known)
+
+        async def first_life() -> None:
+            async with life(folder) as (pipeline, _):
+
+                def ended(job: Job) -> None:
+                    known.log.append(job.id)
+                    if not job.held:
+                        known.outcomes[job.id] = told(job)
+
+                pipeline.on_finish.append(ended)
+                with crashes.at_every_write(patch):
+                    for number, (plan, pause, cancel_after, held) in enumerate(schedule):
+                        await asyncio.sleep(pause)
+                        request = JobRequest({"plan": plan, "text": "x" * 500}, id=f"r{number}")
+                        if held:
+                            job = pipeline.submit(JobRequest(request.row, held=True), bounded=False)
+                        else:
+                            job = await pipeline.accept(request)
+                            known.accepted.add(job.id)
+                        if cancel_after is not None:
+                            loop = asyncio.get_running_loop()
+                            loop.call_later(cancel_after, pipeline.request_cancel, job, JobCancelled("not wanted"))
+                    assert await pipeline.drain()
+                    await asyncio.sleep(1)
+
+        run_in_virtual_time(first_life())
+
+        async def next_life(copy: Path, before: Told) -> None:
+            async with life(copy) as (pipeline, _):
+                store = pipeline.store
+                begun = await log_of(pipeline)
+                assert begun[: len(before.log)] == before.log, "what was told stays as it was told"
+                for job_id, outcome in before.outcomes.items():
+                    job = await store.fetch(job_id)
+                    assert job is not None
+                    assert told(job) == outcome
+                assert await pipeline.drain()
+                after = [job_id for job_id in await log_of(pipeline) if job_id.startswith("r")]
+                assert len(after) == len({*after}), "one outcome each"
+                assert {*after} >= before.accepted, "of all that were accepted"
+
+        for copy, before in draw.sample(crashes.points, min(5, len(crashes.points))):
+            run_in_virtual_time(next_life(copy, before))
+
+
+async def test_a_killed_service_goes_on_where_it_was(tmp_path: Path) -> None:
+    quick = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"how": "ok", "seconds": 0.02}]}}
+    slow = {**quick, "plan": {"run": [{"how": "ok", "seconds": 2.0}]}}
+    async with standalone(TOKEN, str(tmp_path)) as there, RolloutClient(there.url, TOKEN) as client:
+        with pytest.raises(CallerError, match=rf"journal: {tmp_path} is in use by process {there.pid} on "):
+            opened(tmp_path)
+        for number in range(20):
+            await client.submit(quick, id=f"q{number}", group="g")
+        taken_back = await client.submit(slow, id="taken back")
+        await client.cancel([taken_back.id])
+        for number in range(20):
+            await client.submit(slow, id=f"s{number}", group="g")
+        first = await client.ended("0", wait=30, limit=10)
+        for _ in range(2):
+            await asyncio.sleep(0.7)
+            seen = await client.ended("0", limit=1000, results=True)
+            await there.end()
+            await there.start()
+            again = await client.ended("0", limit=1000, results=True)
+            assert again.rollouts[: len(seen.rollouts)] == seen.rollouts
+            assert (await client.submit(quick, id="q3")).id == "q3", "the same rollout"
+        done = {job.id: job for job in [await client.wait(f"s{number}") for number in range(20)]}
+        assert {job.state for job in done.values()} == {JobState.SUCCEEDED}
+        assert (await client.get("taken back")).state is JobState.CANCELLED
+        notes = [failure for job in done.values() for failure in job.failed_attempts]
+        assert {(note.kind, note.origin) for note in notes} == {(FailureKind.SHUTDOWN, Origin.INFRASTRUCTURE)}
+        assert "restarted 2 times" in notes[-1].reason
+        whole = (await client.ended("0", limit=1000)).rollouts
+        assert sorted(job.id for job in whole) == sorted([*done, *(f"q{n}" for n in range(20)), "taken back"])
+        rest = await client.ended(first.cursor, limit=1000)
+        assert [job.id for job in first.rollouts + rest.rollouts] == [job.id for job in whole]
+        listed = [job.id async for job in client.every(group="g")]
+        assert len({*listed}) == len(listed) == 40
+
+
+async def test_a_disk_that_is_full_loses_nothing(tmp_path: Path) -> None:
+    plan = {"run": [{"how": "ok", "seconds": 1.0}]}
+    row = {"responses_create_params": {"input": "hi"}, "plan": plan}
+    async with (
+        standalone(TOKEN, str(tmp_path)) as there,
+        RolloutClient(there.url, TOKEN, patience_s=0) as client,
+    ):
+        await client.submit(row, id="a")
+        _, most = resource.prlimit(there.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(there.pid, resource.RLIMIT_FSIZE, (4096, most))
+        for _ in range(2):
+            with pytest.raises(ApiError, match=f"the journal at {tmp_path} cannot be written") as refused:
+                await client.submit(row, id="b")
+            assert refused.value.problem.type.endswith(":journal-fails")
+            assert refused.value.problem.status == 503
+        waiting = await client.get("a", wait=3)
+        assert not waiting.state.terminal, "nobody is told what is not on disk"
+        assert not (await client.ended("0")).rollouts
+        resource.prlimit(there.pid, resource.RLIMIT_FSIZE, (most, most))
+        assert (await client.wait("a")).state is JobState.SUCCEEDED
+        await client.submit(row, id="b")
+        assert (await client.wait("b")).state is JobState.SUCCEEDED
+        assert [job.id for job in (await client.ended("0")).rollouts] == ["a", "b"]
+
+
+async def test_a_commit_of_which_nobody_knows_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection may break behind the commit as well as before it."""
+    monkeypatch.setattr(journal_module, "_RETRY_S", 0.05)
+    writing, breaks = Database.writing, 0
+
+    @contextlib.contextmanager
+    def breaking(database: Database) -> Iterator[Any]:
+        nonlocal breaks
+        with writing(database) as connection:
+            yield connection
+        if breaks:
+            breaks -= 1
+            raise OSError("the connection broke")
+
+    async with life(tmp_path) as (pipeline, bench):
+        job = await pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id="a"))
+        monkeypatch.setattr(Database, "writing", breaking)
+        breaks = 1
+        with pytest.raises(JournalFails, match="the connection broke"):
+            await pipeline.accept(JobRequest({}, id="b"))
+        await asyncio.sleep(0.2)
+        breaks = 2
+        bench.handler.let_go.set()
+        assert await pipeline.wait(job, 30)
+        await run(pipeline, "b", {"another": "row"})
+        assert await log_of(pipeline) == ["a", "b"]
+        await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 60.0)]}}, id="c"))
+    async with life(tmp_path) as (pipeline, _):
+        assert await log_of(pipeline) == ["a", "b"]
+        assert [job.id for job in pipeline.store.live()] == ["c"], "what was refused is not begun"
+
+
+# -- lives that end as they should ------------------------------------------------------------------------------------
+
+
+async def test_a_shutdown_is_no_end_of_a_rollout(tmp_path: Path) -> None:
+    async with life(tmp_path) as (pipeline, bench):
+        kept = await pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id="kept"))
+        held = pipeline.submit(JobRequest({"plan": {"run": [Act("held")]}}, held=True))
+        while len(bench.handler.sessions) < 2:
+            await asyncio.sleep(0.01)
+    assert not bench.handler.sessions, "its sandbox is gone"
+    assert kept.outcome is None
+    assert held.outcome is not None, "its caller is told"
+    async with life(tmp_path) as (pipeline, bench):
+        assert await log_of(pipeline) == [held.id]
+        bench.handler.let_go.set()
+        again = await pipeline.store.fetch("kept")
+        assert again is not None
+        assert await pipeline.wait(again, 60)
+        assert again.state is JobState.SUCCEEDED
+        assert await pipeline.store.fetch(held.id) is None, "its caller has it, or none of what there was"
+
+
+async def test_ids_are_known_whatever_memory_has(tmp_path: Path) -> None:
+    small = PipelineSettings(retain_bytes=1, keep_unread_s=0.0)
+    async with life(tmp_path, small) as (pipeline, _):
+        await run(pipeline, "a", {"n": 1})
+        assert pipeline.store.get("a") is None
+        first = await pipeline.store.fetch("a")
+        assert first is not None
+        assert (await pipeline.accept(JobRequest({"n": 1}, id="a"))).state is JobState.SUCCEEDED
+        with pytest.raises(JobConflict, match="another row"):
+            await pipeline.accept(JobRequest({"n": 2}, id="a"))
+        twice = [pipeline.accept(JobRequest({"n": 1}, id="b")) for _ in range(2)]
+        one, other = await asyncio.gather(*twice)
+        assert one is other
+    async with life(tmp_path, small) as (pipeline, _):
+        again = await pipeline.store.fetch("a")
+        assert again is not None
+        assert told(again) == told(first)
+        page = await pipeline.store.page(state=None, group=None, after=0, limit=10, content=False)
+        assert [job.id for job in page] == ["a", "b"]
+
+
+async def test_the_oldest_are_forgotten_and_stay_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_IN_TABLE", 0)
+    none_kept = PipelineSettings(retain_bytes=1, keep_unread_s=0.0)
+    async with life(tmp_path, none_kept, keep_bytes=5000) as (pipeline, _):
+        start = pipeline.store.cursor
+        for number in range(30):
+            await run(pipeline, f"r{number}", {"n": number})
+        journal = pipeline.store.journal
+        assert journal is not None
+        with pytest.raises(CursorExpired):
+            await pipeline.store.ended_after(start, 10)
+    assert journal.bytes < 8000
+    assert 0 < files(tmp_path) == journal.end - journal.first < 30
+    async with life(tmp_path, none_kept) as (pipeline, _):
+        with pytest.raises(RolloutForgotten):
+            await pipeline.accept(JobRequest({"n": 0}, id="r0"))
+        with pytest.raises(RolloutForgotten):
+            await pipeline.store.fetch("r0")
+        assert await pipeline.store.fetch("r29") is not None
+
+
+async def test_nothing_is_forgotten_unread_before_its_time(tmp_path: Path) -> None:
+    """Nor in a later life, which cannot know who has read what."""
+    for _ in range(2):
+        async with life(tmp_path, keep_bytes=1) as (pipeline, _):
+            for _ in range(3):
+                await pipeline.wait(await pipeline.accept(JobRequest({})), 60)
+            journal = pipeline.store.journal
+            assert journal is not None
+            assert journal.first == 0
+            for job in pipeline.store.find(state=None, group=None):
+                pipeline.store.mark_read(job)
+    assert journal.end == 6
+
+
+@pytest.mark.parametrize("jump", [-1e9, 1e9])
+async def test_a_clock_that_jumps_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+    async with life(tmp_path) as (pipeline, _):
+        await run(pipeline, "a")
+        waits = await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 30.0)]}}, id="b"))
+        cursor = pipeline.store.cursor
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + jump)
+    async with life(tmp_path) as (pipeline, _):
+        assert pipeline.store.get(waits.id) is not None
+        await run(pipeline, "c")
+        assert await log_of(pipeline, cursor) == ["c"]
+        assert await log_of(pipeline) == ["a", "c"]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("here", "relative"),
+        ("sqlite:////tmp/x", r"none of postgresql\+psycopg"),
+        (
+            "postgresql+psycopg://me:secret@127.0.0.1:1/x",
+            r"(?s)me:\*\*\*@127.0.0.1.*cannot be opened|needs its driver",
+        ),
+        ("nonsense://", "none of|no URL"),
+        ("/proc/nowhere", "cannot be opened"),
+    ],
+)
+def test_a_place_that_is_none_says_so(place: str, said: str) -> None:
+    with pytest.raises(CallerError, match=said) as refused:
+        opened(place)
+    assert refused.value.field == "journal"
+    assert "secret" not in str(refused.value)
+
+
+def test_a_shared_disk_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = f"21 1 0:20 / {tmp_path} rw - nfs4 server:/home rw\n"
+    assert disks.kind_of_disk(mounts, str(tmp_path / "a")) == "nfs4"
+    monkeypatch.setattr(disks, "kind_under", lambda path: "lustre")
+    with pytest.raises(CallerError, match="PostgreSQL by its URL"):
+        opened(tmp_path)
+
+
+async def test_what_cannot_be_read_is_not_begun_with(tmp_path: Path) -> None:
+    newer = tmp_path / "newer"
+    await opened(newer).close()
+    with contextlib.closing(sqlite3.connect(newer / "journal.sqlite")) as connection, connection:
+        connection.execute("UPDATE prorl_meta SET value = '2' WHERE name = 'schema'")
+    with pytest.raises(CallerError, match="newer version"):
+        opened(newer)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "journal.sqlite").write_bytes(b"no database at all, whatever it says" * 100)
+    with pytest.raises(CallerError, match="file is not a database"):
+        opened(broken)
