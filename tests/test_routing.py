@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import routing_real
 from benchmarks.engines import Engine, Request, Rollout, Trace, Turn
-from benchmarks.fleet import Fleet, agent_trace
+from benchmarks.traces import Fleet, agent_trace
 from benchmarks.routers import CacheAware, CumulativeHeap, Ours
 from benchmarks.routing import BOUND, SHAPES, TUNING_DRAWS, drawn
 from benchmarks.routing_real import NAMED, OURS, Measured
