@@ -67,6 +67,8 @@ NOT_RUN = {
     "export": "is of the shell",
     "bash": "submits to Slurm; tests/nemo_rl/test_slurm.py runs it",
     "python": "needs NeMo RL; tests/nemo_rl/test_recipes.py runs it",
+    "ray": "needs the nodes of a cluster; tests/gym/test_fleet.py has two",
+    "sbatch": "needs Slurm; the script was tried with one",
     "systemd-run": "needs a user's systemd",
     "apptainer": "needs an image",
     "prorl setup": "downloads a container runtime; tests/setup runs it",
@@ -76,6 +78,7 @@ NOT_RUN = {
     "prorl selfcheck": "starts containers; tests/sandbox/test_conformance.py runs the suite",
     "prorl data": "needs a dataset's file; tests/tasks/code/test_convert.py runs it",
     "prorl serve": "starts Ray and containers; its own tests run it",
+    "prorl fleet": "needs services; tests/rollout/fleet has them",
     "prorl scripted": "listens on a port that may be taken; its own tests run it",
 }
 """Commands that are not run here, and why. They are parsed: each option must exist."""

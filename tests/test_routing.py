@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks import routing_real
 from benchmarks.engines import Engine, Request, Rollout, Trace, Turn
-from benchmarks.fleet import Fleet, agent_trace
 from benchmarks.routers import CacheAware, CumulativeHeap, Ours
 from benchmarks.routing import BOUND, SHAPES, TUNING_DRAWS, drawn
 from benchmarks.routing_real import NAMED, OURS, Measured
 from benchmarks.statistic import jackknife
+from benchmarks.traces import Fleet, agent_trace
 
 
 SIBLINGS = Trace("siblings", 2_000, 30_000, tuple(Rollout(f"r{i}", "g", 0.0, (Turn(0, 100, 0.0),)) for i in range(8)))

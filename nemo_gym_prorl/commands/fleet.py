@@ -112,15 +112,15 @@ def _agent_of(environments: Sequence[str]) -> str:
 async def _front(nodes: Nodes, token: str | None, host: str, port: int, console: Console) -> AsyncIterator[Front]:
     check_exposure(host, token, field="--token")
     front = Front(nodes, say=lambda what: console.print(what, markup=False, soft_wrap=True))
-    await front.start()
-    try:
-        async with served(front_app(front, key=token), host, port) as url:
-            console.print(f"Front at {url}; Ctrl-C ends it.", soft_wrap=True)
-            yield front
-    except OSError as error:
-        raise InfrastructureError(f"can't listen on {host}:{port}: {error.strerror}; choose another") from error
-    finally:
-        await front.close()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(front.close)
+        await front.start()
+        try:
+            url = await stack.enter_async_context(served(front_app(front, key=token), host, port))
+        except OSError as error:
+            raise InfrastructureError(f"can't listen on {host}:{port}: {error.strerror}; choose another") from error
+        console.print(f"Front at {url}; Ctrl-C ends it.", soft_wrap=True)
+        yield front
 
 
 async def _tell_nodes(front: Front, console: Console) -> None:

@@ -5,8 +5,8 @@
 Who is there, who has died and what is started again are Ray's to say: a node is one that has the resource
 ``prorl_node`` (``ray start --resources='{"prorl_node": 1}'``), and on each an actor keeps a supervised deployment. A
 call of that actor which never returns is the notice of its death, be it the actor's or the node's. What the actor has
-started ends with it, however it ends (:mod:`nemo_gym_prorl.processes`); so it ends with a front that is killed, too,
-whose actors these are.
+started ends with it, however it ends (:mod:`nemo_gym_prorl.processes`); and Ray ends actors with the process whose
+they are, the front.
 
 The actor itself does next to nothing, so that Ray's memory monitor has no reason to choose it.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,15 +56,15 @@ class Order:
         deployment: arguments of :class:`~.deployment.GymDeployment`.
         agent: instance name of its ``prorl_agent``.
         token: the key of that agent, without which none of it is to be had beyond loopback.
+        log_dir: folder for a folder with each node's log; ``None`` for temporary ones.
         start_timeout_s: bound on the time until every server answers.
     """
 
     deployment: Mapping[str, Any]
     agent: str
     token: str | None
-    start_timeout_s: float = 900.0
     log_dir: Path | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 900.0
 
 
 class NodeActor:
@@ -84,7 +84,7 @@ class NodeActor:
         await self.end()
         host = ray.util.get_node_ip_address()
         if order.token is None and not is_loopback(host):
-            raise CallerError(f"the node's agent would listen on {host} for everybody: set one", field="--token")
+            raise CallerError(f"the node's agent would listen on {host} for everybody: give it a key", field="--token")
         agent = {"host": host, **({} if order.token is None else {"control_token": order.token})}
         context = ray.get_runtime_context()
         node = context.get_node_id()[:12]
@@ -98,7 +98,6 @@ class NodeActor:
             supervised=True,
             start_timeout_s=order.start_timeout_s,
             work_dir=work_dir,
-            env=dict(order.env),
         )
         await deployment.__aenter__()
         self._deployment = deployment

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -22,23 +23,42 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def served(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+async def served(
+    app: ASGIApp,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    certificate: tuple[Path, Path] | None = None,
+    keep_alive_s: int = 5,
+) -> AsyncIterator[str]:
     """Serve it; yields the base URL.
 
     Args:
         app: the application; its lifespan is its owner's business.
-        host: address to listen on.
+        host: address to listen on; empty for all interfaces.
         port: TCP port; 0 takes a free one.
+        certificate: its file, and that of its key, for TLS.
+        keep_alive_s: for how long an idle connection stays open.
 
     Raises:
         OSError: the port is taken.
     """
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    cert, key = certificate or (None, None)
+    config = uvicorn.Config(
+        app,
+        ssl_certfile=cert,
+        ssl_keyfile=key,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=keep_alive_s,
+        timeout_graceful_shutdown=1,
+    )
     listener = socket.create_server((host, port), backlog=2048)
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield f"http://{host}:{listener.getsockname()[1]}"
+        yield f"{'https' if certificate else 'http'}://{host}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await task

@@ -9,28 +9,15 @@ application answers at a port of its own to those who come from elsewhere.
 
 from __future__ import annotations
 
-import asyncio
-import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from nemo_gym_prorl.failures import CallerError
-
-
-_GRACE_S = 1
-
-
-class _Beside(uvicorn.Server):
-    """Signals are the first server's, which ends this one."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+from nemo_gym_prorl.serving.embedded import served
 
 
 def check_certificate(cert: Path, key: Path) -> None:
@@ -59,24 +46,9 @@ async def also_by_tls(app: ASGIApp, cert: Path, key: Path, port: int) -> AsyncIt
     Raises:
         CallerError: the port is taken.
     """
-    try:
-        listener = socket.create_server(("", port), backlog=2048)
-    except OSError as error:
-        raise CallerError(f"port {port}: {error.strerror}", field="tls_port") from error
-    server = _Beside(
-        uvicorn.Config(
-            app,
-            ssl_certfile=cert,
-            ssl_keyfile=key,
-            lifespan="off",
-            log_level="warning",
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=_GRACE_S,
-        )
-    )
-    serving = asyncio.create_task(server.serve([listener]))
-    try:
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(served(app, "", port, certificate=(cert, key), keep_alive_s=30))
+        except OSError as error:
+            raise CallerError(f"port {port}: {error.strerror}", field="tls_port") from error
         yield
-    finally:
-        server.should_exit = True
-        await serving

@@ -26,6 +26,7 @@ KEYS = {"all": [*Scope]} | {
 OTHERS = {
     "GET /v1/rollouts/{rollout_id}": None,
     "DELETE /v1/rollouts/{rollout_id}": None,
+    "POST /v1/rollouts/{rollout_id}/fork": {},
     "POST /v1/rollouts/cancel": {"ids": ["theirs"]},
     "POST /cancel": {"job_id": "theirs"},
 }

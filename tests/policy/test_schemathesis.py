@@ -33,6 +33,7 @@ PATHS = [
     "/v1/backends/{backend_id}",
     "/v1/backends/pause",
     "/v1/backends/resume",
+    "/v1/backends/share",
     "/v1/backends/weight_version",
     "/v1/rollouts/{rollout}",
     "/v1/rollouts/{rollout}/tokens",
@@ -92,6 +93,7 @@ def try_out(url: str, operation: Any) -> int:
         case.call_and_validate(checks=CHECKS, timeout=20)
         # Neither a pause nor a missing backend is what the next request is about.
         httpx.post(f"{url}/v1/backends/resume", json={}).raise_for_status()
+        httpx.post(f"{url}/v1/backends/share", json={"parts": 1}).raise_for_status()
         if not httpx.get(f"{url}/v1/backends").json()["backends"]:
             httpx.post(f"{url}/v1/backends", json={"url": ENGINE["url"]}).raise_for_status()
 

@@ -99,7 +99,7 @@ async def test_what_is_gone_is_refused_by_name(client: Client) -> None:
 
 
 async def test_what_nobody_asks_for_is_swept() -> None:
-    async with serving(session_ttl_s=2.0) as url, Client(url) as client:
+    async with serving() as url, Client(url) as client:
         await client.seed(TASK)
         path = default_folder() / (await kept(client))["snapshot"]
         os.utime(path, (time.time() - 10, time.time() - 10))

@@ -44,10 +44,9 @@ def tiny_root(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_sif(tiny_root: Path, runtime: Runtime) -> Path:
+def tiny_sif(tiny_root: Path, runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SIF of it."""
-    work = tiny_root.parent / "work"
-    work.mkdir()
+    work = tmp_path_factory.mktemp("tiny-sif")  # another one with each try
     made = runtime_build.build(runtime, work, str(tiny_root), timeout_s=60, unpacked=False)
     return made.rename(tiny_root.parent / "tiny.sif")
 

@@ -34,10 +34,10 @@ class _Nodes(Collector):
         self._front = front
 
     def collect(self) -> Iterable[Metric]:
-        nodes = self._front.dispatcher.nodes
+        nodes = self._front.dispatcher.views()
         family = GaugeMetricFamily("prorl_fleet_nodes", "Nodes of the fleet.", labels=["usable"])
         for usable in (True, False):
-            count = sum(it is usable for it in nodes.values())
+            count = sum(node.usable is usable for node in nodes)
             family.add_metric([str(usable).lower()], count)
         yield family
         waiting = self._front.dispatcher.waiting

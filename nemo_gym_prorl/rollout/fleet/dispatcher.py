@@ -33,7 +33,8 @@ SURVEY_S = 5.0
 """So often a node is asked how large it is, and whether it drains."""
 _SURVEYS_PER_S = 100.0
 """Of all nodes together, so that a thousand of them are no load."""
-_FIRST_S = 10.0
+_ANSWER_S = 10.0
+"""How long it may take to say so."""
 
 _HELD = frozenset({JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState.RUNNING})
 
@@ -274,7 +275,7 @@ class Dispatcher:
         told = ""
         while True:
             with suppress(ApiError, InfrastructureError, TimeoutError):
-                async with asyncio.timeout(_FIRST_S):
+                async with asyncio.timeout(_ANSWER_S):
                     status = await client.status()
                 if (trouble := status.version_trouble()) and trouble != told:
                     self._say(f"{node} gets no rollouts: {trouble}")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from fastapi import FastAPI
 
@@ -136,7 +137,14 @@ async def test_a_node_that_ends_in_order_loses_nothing() -> None:
 async def test_a_node_that_drains_gets_nothing_new_and_loses_nothing() -> None:
     async with fleet(2) as there:
         first = there.services[0].joined.node
-        there.front.dispatcher.drain(first)
+        async with aiohttp.ClientSession(there.url) as http:
+            async with http.post("/v1/nodes/drain", json={"node": first}) as answer:
+                told = {view["node"]: (view["usable"], view["draining"]) for view in await answer.json()}
+            assert told == {first: (False, True), there.services[1].joined.node: (True, False)}
+            async with http.post("/v1/nodes/drain", json={"node": "nope"}) as answer:
+                assert (answer.status, first in await answer.text()) == (422, True)
+            async with http.get("/metrics") as answer:
+                assert 'prorl_fleet_nodes{usable="true"} 1.0' in await answer.text()
         for i in range(6):
             await there.client.submit(HELD, id=f"r{i}")
         await until(lambda: len(there.handlers[1].sessions) == 3)
