@@ -103,7 +103,7 @@ def bound(times: list[dict[Stage, float]], pools: PoolSizes) -> float:
 
 async def staged(times: list[dict[Stage, float]]) -> float:
     """Makespan of the pipeline, seconds."""
-    pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(POOLS))
+    pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(stages=POOLS))
     started = time.perf_counter()
     jobs = [pipeline.submit(JobRequest({stage.value: spent for stage, spent in row.items()})) for row in times]
     await pipeline.drain()
@@ -145,7 +145,7 @@ def without_overhead(times: list[dict[Stage, float]], pools: PoolSizes) -> float
 
 async def instant_jobs(jobs: int) -> float:
     """Rollouts a second through the pipeline alone."""
-    pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(POOLS))
+    pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(stages=POOLS))
     started = time.perf_counter()
     for _ in range(jobs):
         pipeline.submit(JobRequest({}))
@@ -323,7 +323,7 @@ async def start_with_journal(ended: int, live: int) -> float:
         await journal.close()
         started = time.perf_counter()
         journal = Journal(folder, 1e9, 2**40)
-        pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(POOLS), journal=journal)
+        pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(stages=POOLS), journal=journal)
         pipeline.start()
         took = time.perf_counter() - started
         assert len(pipeline.store.live()) == live

@@ -201,7 +201,7 @@ async def staged(starter: Starter, rows: Sequence[Row], policy: Policy, pools: P
     """Our way."""
     meter = Meter(starter)
     handler = StagedHandler(meter, policy)
-    pipeline = Pipeline(Environments.of(handler), PipelineSettings(pools))
+    pipeline = Pipeline(Environments.of(handler), PipelineSettings(stages=pools))
     started = time.monotonic()
     jobs = [pipeline.submit(JobRequest(dict(row))) for row in rows]
     await pipeline.drain()

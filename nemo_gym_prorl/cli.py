@@ -48,6 +48,13 @@ Token = Annotated[
         help="The service's key. Better in PRORL_TOKEN: others can read command lines.",
     ),
 ]
+FrontJournal = Annotated[
+    str | None,
+    typer.Option(
+        "--journal",
+        help="Of a front: a folder, or postgresql+psycopg://USER@HOST/DATABASE, in which its rollouts outlive it.",
+    ),
+]
 
 
 @app.command()
@@ -146,6 +153,7 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="With --ray: where the front listens.")] = "127.0.0.1",
     token: Token = None,
+    journal: FrontJournal = None,
 ) -> None:
     """Serve environments: agent, job API, model server; a server that dies is started again. Ctrl-C ends it."""
     from nemo_gym_prorl.commands.environments import check_extras
@@ -156,6 +164,7 @@ def serve(
     from rich.console import Console
 
     from nemo_gym_prorl.commands import serve as command
+    from nemo_gym_prorl.commands.fleet import FrontOptions
 
     serving = command.serve(
         words,
@@ -166,8 +175,7 @@ def serve(
         head_port=head_port,
         log_dir=log_dir,
         ray=ray,
-        host=host,
-        token=token,
+        front=FrontOptions(host, head_port, token, journal),
         console=Console(highlight=False),
     )
     with contextlib.suppress(typer.Exit):  # an interrupt is its good end
@@ -180,6 +188,7 @@ def fleet(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port; where clients look first.")] = 11000,
     token: Token = None,
+    journal: FrontJournal = None,
 ) -> None:
     """One service before several: rollouts go where there is room, and begin elsewhere if a node is lost."""
     from rich.console import Console
@@ -187,7 +196,7 @@ def fleet(
     from nemo_gym_prorl.commands import fleet as command
 
     with contextlib.suppress(typer.Exit):  # an interrupt is its good end
-        _run(command.over_list(urls, token, host, port, Console(highlight=False)))
+        _run(command.over_list(urls, command.FrontOptions(host, port, token, journal), Console(highlight=False)))
 
 
 @app.command()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -17,19 +18,37 @@ from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet.app import front_app
 from nemo_gym_prorl.rollout.fleet.front import Front
 from nemo_gym_prorl.rollout.fleet.nodes import NodeList, Nodes
+from nemo_gym_prorl.rollout.journal.journal import Journal
 from nemo_gym_prorl.serving.access import check_exposure
 from nemo_gym_prorl.serving.embedded import served
 
 
-async def over_list(urls: Sequence[str], token: str | None, host: str, port: int, console: Console) -> None:
+@dataclass(frozen=True, slots=True)
+class FrontOptions:
+    """How a front is to be had.
+
+    Attributes:
+        host, port: where it listens.
+        token: its key, and the nodes'.
+        journal: a folder, or the URL of a PostgreSQL, in which its rollouts outlive it.
+    """
+
+    host: str
+    port: int
+    token: str | None
+    journal: str | None
+
+
+async def over_list(urls: Sequence[str], options: FrontOptions, console: Console) -> None:
     """A front over services that run already.
 
     Raises:
-        CallerError: an address is there twice, or others could call the front and it has no key.
+        CallerError: an address is there twice, others could call the front and it has no key, or its journal cannot
+            be opened.
         InfrastructureError: the port is taken.
     """
-    nodes = NodeList([RolloutClient(url, token) for url in urls], field="URL")
-    async with _front(nodes, token, host, port, console) as front:
+    nodes = NodeList([RolloutClient(url, options.token) for url in urls], field="URL")
+    async with _front(nodes, options, console) as front:
         await _tell_nodes(front, console)
 
 
@@ -42,9 +61,7 @@ async def over_ray(
     policy_model: str,
     policy_key: str,
     model_type: str,
-    token: str | None,
-    host: str,
-    port: int,
+    options: FrontOptions,
     log_dir: Path | None,
     console: Console,
 ) -> None:
@@ -54,13 +71,13 @@ async def over_ray(
         address: of Ray's head, or ``auto``.
         environments, overrides, policy_url, policy_model, policy_key, model_type: as for one deployment; each node has
             its own model server, all with the same engines.
-        token: the key of the nodes' agents, and of the front.
-        host, port: where the front listens.
+        options: of the front.
         log_dir: folder for a folder with each node's log.
         console: where to print.
 
     Raises:
-        CallerError: the environments have no agent of ours, or several, or something has no key that needs one.
+        CallerError: the environments have no agent of ours, or several, something has no key that needs one, or the
+            journal cannot be opened.
         InfrastructureError: no Ray is to be had there, or the port is taken.
     """
     import ray
@@ -75,7 +92,7 @@ async def over_ray(
         "policy_api_key": policy_key,
         "overrides": [*overrides],
     }
-    order = Order(deployment, _agent_of(environments), token, log_dir=log_dir)
+    order = Order(deployment, _agent_of(environments), options.token, log_dir=log_dir)
 
     def say(what: str) -> None:
         console.print(what, markup=False, soft_wrap=True)
@@ -87,7 +104,7 @@ async def over_ray(
     try:
         nodes = RayNodes(order, say)
         try:
-            async with _front(nodes, token, host, port, console) as front:
+            async with _front(nodes, options, console) as front:
                 await _tell_nodes(front, console)
         finally:
             console.print("Stopping the nodes' servers")
@@ -109,14 +126,16 @@ def _agent_of(environments: Sequence[str]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _front(nodes: Nodes, token: str | None, host: str, port: int, console: Console) -> AsyncIterator[Front]:
-    check_exposure(host, token, field="--token")
-    front = Front(nodes, say=lambda what: console.print(what, markup=False, soft_wrap=True))
+async def _front(nodes: Nodes, options: FrontOptions, console: Console) -> AsyncIterator[Front]:
+    host, port = options.host, options.port
+    check_exposure(host, options.token, field="--token")
+    journal = None if options.journal is None else await asyncio.to_thread(Journal, options.journal)
+    front = Front(nodes, say=lambda what: console.print(what, markup=False, soft_wrap=True), journal=journal)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(front.close)
         await front.start()
         try:
-            url = await stack.enter_async_context(served(front_app(front, key=token), host, port))
+            url = await stack.enter_async_context(served(front_app(front, key=options.token), host, port))
         except OSError as error:
             raise InfrastructureError(f"can't listen on {host}:{port}: {error.strerror}; choose another") from error
         console.print(f"Front at {url}; Ctrl-C ends it.", soft_wrap=True)

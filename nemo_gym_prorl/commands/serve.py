@@ -47,8 +47,7 @@ async def serve(
     head_port: int,
     log_dir: Path | None,
     ray: str | None,
-    host: str,
-    token: str | None,
+    front: fleet.FrontOptions,
     console: Console,
 ) -> None:
     """Start environments and look after them until it is cancelled; no process is left then.
@@ -62,7 +61,7 @@ async def serve(
         head_port: where Gym's head server listens.
         log_dir: folder for the log. Default: a temporary one, removed at a clean end.
         ray: address of a Ray cluster, on whose nodes they are to be started; ``None`` for this machine alone.
-        host, token: of the front before those nodes, which listens at ``head_port``.
+        front: of the front before those nodes.
         console: where to print.
 
     Raises:
@@ -100,9 +99,7 @@ async def serve(
             policy_model=policy_model,
             policy_key=policy_key,
             model_type=model_type,
-            token=token,
-            host=host,
-            port=head_port,
+            options=front,
             log_dir=log_dir,
             console=console,
         )

@@ -21,7 +21,7 @@ from nemo_gym_prorl.handlers.tool_loop import LoopLimits
 from nemo_gym_prorl.rollout.job import Budgets
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import BudgetsModel, Identifier, Seconds
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.settings import JOURNAL_KEEP_BYTES, JOURNAL_KEEP_S, PipelineSettings
 from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
@@ -125,9 +125,9 @@ class ServiceConfig(EnvironmentSettings):
     journal: str | None = None
     """A folder of this machine's own, or the URL of a PostgreSQL (``postgresql+psycopg://…``), in which accepted
     rollouts and outcomes outlive a restart; without it a restart forgets them."""
-    journal_keep_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 7 * 24 * 3600.0
+    journal_keep_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = JOURNAL_KEEP_S
     """How long an outcome is kept there."""
-    journal_keep_bytes: Positive = 16 * 2**30
+    journal_keep_bytes: Positive = JOURNAL_KEEP_BYTES
     """How much all of them may take there, compressed; the oldest are forgotten first."""
     unreachable_s: Seconds = _BOUNDS.unreachable_s
     """How long a server that cannot be reached may hold a rollout up before it fails."""

@@ -32,7 +32,7 @@ class Environment:
         handler: name of the handler that runs its rows.
         build: makes that handler; called once, when the first row needs it.
         data_sources: rows with one of these in ``data_source`` are its own.
-        budgets: of jobs that bring none; ``None`` for the service's.
+        budgets, max_attempts: of jobs that bring none; ``None`` for the service's.
         share: of sandboxes and slots while rows of several environments wait, in proportion to each other's.
         scores_groups_of: how many siblings of a group its verifier scores together; 1 where it scores each for itself.
         checkpoint_turns: after so many turns each, its handler takes a checkpoint; ``None`` for none.
@@ -44,6 +44,7 @@ class Environment:
     build: Callable[[], AgentHandler]
     data_sources: frozenset[str] = frozenset()
     budgets: Budgets | None = None
+    max_attempts: int | None = None
     share: float = 1.0
     scores_groups_of: int = 1
     checkpoint_turns: int | None = None

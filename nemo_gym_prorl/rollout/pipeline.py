@@ -23,9 +23,8 @@ import asyncio
 import contextvars
 import logging
 import time
-import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,6 @@ from nemo_gym_prorl.failures import (
     FailureKind,
     InfrastructureError,
     JobCancelled,
-    Origin,
     RolloutError,
     Stage,
     classify,
@@ -51,20 +49,11 @@ from nemo_gym_prorl.rollout.checkpoints import Checkpoint, Checkpoints
 from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory
 from nemo_gym_prorl.rollout.outages import Outage, OutageWatch
-from nemo_gym_prorl.rollout.request import (
-    CheckpointsForgotten,
-    Draining,
-    Fork,
-    JobConflict,
-    JobRequest,
-    NoCheckpoint,
-    QueueFull,
-    row_digest,
-)
+from nemo_gym_prorl.rollout.request import CheckpointsForgotten, Fork, JobRequest, NoCheckpoint
 from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
 from nemo_gym_prorl.rollout.schemas import StatusView
+from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
 from nemo_gym_prorl.rollout.settings import PipelineSettings
-from nemo_gym_prorl.rollout.store import JobStore, same_job
 from nemo_gym_prorl.serving.tracing import SpanGroup, failed, note, span
 
 
@@ -89,7 +78,6 @@ _SESSION_GONE = frozenset({FailureKind.SESSION_LOST, FailureKind.SESSION_EXPIRED
 class _Control:
     """The pipeline's own notes on a live job."""
 
-    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     since: float = 0.0
     """When the job entered the queue that it waits in, or the stage that works on it, on the monotonic clock."""
     attempt: Attempt | None = None
@@ -107,7 +95,7 @@ class _Control:
     """When a server that is out first stopped the job in a stage, until it gets through that with all of them in."""
 
 
-class Pipeline:
+class Pipeline(RolloutService):
     """One staged pipeline and its jobs.
 
     Args:
@@ -126,7 +114,7 @@ class Pipeline:
     ) -> None:
         self.environments = environments
         self.settings = settings or PipelineSettings()
-        self.store = JobStore(self.settings.retain_bytes, self.settings.keep_unread_s, clock, journal)
+        super().__init__(self.settings, clock, journal)
         every = [environments.environment(name) for name in environments.names]
         cohorts = {environment.name: environment.scores_groups_of for environment in every}
         self.scheduler = StageScheduler(self.settings.stages, environments.shares, cohorts)
@@ -135,19 +123,10 @@ class Pipeline:
             self._calls, self.scheduler, self._carry_out, self._give_up_waiting, clock, self.settings.probe_s
         )
         self._clock = clock
-        self.draining = False
-        self.on_finish: list[Callable[[Job], None]] = []
-        """Called with each job that reached its outcome, e.g. by metrics; what one raises is logged."""
         self.checkpoints = Checkpoints(
             self.settings.checkpoint_bytes, self.settings.checkpoint_s, self._erase_checkpoints, clock
         )
         self._controls: dict[str, _Control] = {}
-        self._arriving: dict[str, asyncio.Task[Job]] = {}
-        """New jobs that are on their way to the disk."""
-        self._ending: dict[str, asyncio.Future[None]] = {}
-        """Jobs whose outcome is on its way to the disk; they hold no slot, and are done when it is there."""
-        self._closing = False
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def abandoned(self) -> int:
@@ -164,9 +143,7 @@ class Pipeline:
         if self.store.journal is None:
             return
         for job, lives, *_ in self.store.journal.unfinished():
-            often = "was restarted" if lives == 1 else f"was restarted {lives} times"
-            why = f"the service {often} before it had an outcome"
-            job.failures.append(Failure(FailureKind.SHUTDOWN, Origin.INFRASTRUCTURE, None, why))
+            job.failures.append(restarted(lives))
             if job.environment in self.environments.names and job.forked_from is None:
                 job.handler = self.environments.environment(job.environment).handler
                 self._take_on(job)
@@ -180,117 +157,28 @@ class Pipeline:
 
     # -- callers -------------------------------------------------------------------------------------------------
 
-    async def accept(self, request: JobRequest) -> Job:
-        """As :meth:`submit`, and return when the job is on disk, where there is a journal.
+    def _environments_now(self) -> Environments:
+        return self.environments
 
-        Raises:
-            JournalFails: it cannot be written.
-        """
-        journal = self.store.journal
-        if journal is None:
-            return self.submit(request)
-        digest = _digest(request)
-        if (known := self.store.known(request, digest)) is not None:
-            return known
-        arriving = self._arriving.get(request.id or "")
-        if arriving is None:
-            job = self._new(request, digest, bounded=True)
-            arriving = self._arriving[job.id] = asyncio.create_task(
-                self._write_ahead(journal, job, named=request.id is not None)
-            )
-            arriving.add_done_callback(lambda _: self._arriving.pop(job.id))
-        return same_job(
-            await asyncio.shield(arriving), request, digest
-        )  # whose caller hangs up is accepted all the same
-
-    async def _write_ahead(self, journal: Journal, job: Job, *, named: bool) -> Job:
-        """The job, or that which had its id before."""
-        if await journal.accepted(job, named=named):
-            self._take_on(job)
-            return job
-        known = await self.store.fetch(job.id)
-        assert known is not None, "it is there or forgotten"
-        return known
-
-    def submit(self, request: JobRequest, *, bounded: bool = True) -> Job:
-        """Take a job on, in memory only; the same id and row again is the same job.
-
-        Args:
-            request: the job.
-            bounded: refuse when the queue is full. Gym's own route passes ``False``: its client would spin on a
-                refusal, and its open connections are bound enough.
-
-        Raises:
-            QueueFull, JobConflict, RolloutForgotten, Draining.
-            CallerError: the row cannot be written as JSON, or belongs to no environment that there is.
-        """
-        digest = _digest(request)
-        if (known := self.store.known(request, digest)) is not None:
-            return known
-        if request.id in self._arriving:
-            raise _of_another(request)
-        job = self._new(request, digest, bounded=bounded)
-        self._take_on(job)
-        return job
+    def _may_queue(self, client: str, most: int) -> bool:
+        return self.scheduler.may_queue(client, most)
 
     def _new(self, request: JobRequest, digest: bytes, *, bounded: bool) -> Job:
-        """The job of a request that nothing stands against.
-
-        Raises:
-            QueueFull, Draining, CallerError: as :meth:`submit`.
-        """
-        environment = self.environments.of_job(request)
-        budgets = environment.budgets or self.settings.budgets
-        if self.draining:
-            raise Draining("the service is draining and takes no new rollouts")
-        if self.store.journal is not None:
-            self.store.journal.check()
-        if bounded:
-            self._refuse_if_full(request.client)
-        job = Job(
-            id=request.id or uuid.uuid4().hex,
-            stored_row=request.row,
-            digest=digest,
-            environment=environment.name,
-            handler=environment.handler,
-            submitted_at=time.time(),
-            group=request.group,
-            client=request.client,
-            run=request.run,
-            priority=request.priority,
-            budgets=replace(budgets, **{stage.value: given for stage, given in request.budgets.items()}),
-            max_attempts=request.max_attempts or self.settings.max_attempts,
-            held=request.held,
-            shelf=self.checkpoints,
-        )
+        job = super()._new(request, digest, bounded=bounded)
+        job.shelf = self.checkpoints
         if request.fork is not None:
             job.forked_from = request.fork.told()
             self.checkpoints.add(job, request.fork.checkpoint)
         return job
 
-    def _take_on(self, job: Job) -> None:
-        self._remember(job)
-        self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment, job.group))
-        if self._closing:
-            self.request_cancel(job, _shutting_down())
-
     def _remember(self, job: Job) -> None:
-        self.store.add(job, time.time())
+        super()._remember(job)
         self._controls[job.id] = _Control(since=self._clock())
 
+    def _run(self, job: Job) -> None:
+        self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment, job.group))
+
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
-        """Take jobs on that share the first turns of another one, and go on from there each for itself.
-
-        Args:
-            parent: live or ended.
-            turn: after which; the latest that there is a checkpoint of by default.
-            requests: what else is wished for each.
-
-        Raises:
-            QueueFull, JobConflict, RolloutForgotten, Draining: nothing was begun.
-            NoCheckpoint: of that turn.
-            CallerError: its environment takes none.
-        """
         kept = sorted(parent.checkpoints)
         if not kept and self.environments.environment(parent.environment).checkpoint_turns is None:
             reason = f"environment {parent.environment!r} takes no checkpoints; set its checkpoint_turns"
@@ -318,38 +206,7 @@ class Pipeline:
         self.store.shares = clients
         self.scheduler.share(clients)
 
-    def _refuse_if_full(self, client: str) -> None:
-        if not self.scheduler.may_queue(client, self.settings.max_queued - len(self._arriving)):
-            raise QueueFull(f"{self.settings.max_queued} rollouts are waiting already; try again later")
-        self.store.refuse_if_full(client)
-
-    async def wait(self, job: Job, timeout: float | None = None) -> bool:
-        """Wait for a job's outcome; ``False`` if it has none after ``timeout`` seconds."""
-        done = self.done(job)
-        if not done.done():
-            await asyncio.wait({done}, timeout=timeout)
-        return done.done()
-
-    def done(self, job: Job) -> asyncio.Future[None]:
-        """Done when the job has its outcome. Others wait for it too: it is not to be cancelled."""
-        control = self._controls.get(job.id)
-        if control is not None:
-            return control.done
-        if (ending := self._ending.get(job.id)) is not None:
-            return ending
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        over.set_result(None)
-        return over
-
-    async def cancel(self, job: Job, reason: str = "cancelled by the caller") -> None:
-        """Cancel a job, in whatever state, and return when it has its outcome. Its session is gone by then; one that
-        takes longer than the grace to come up goes when it is there."""
-        self.request_cancel(job, JobCancelled(reason))
-        await self.wait(job)
-
     def request_cancel(self, job: Job, error: RolloutError) -> None:
-        """Cancel a job without waiting for it; a no-op on one that has its outcome or was cancelled before. The error
-        is how it ends."""
         control = self._controls.get(job.id)
         if control is None or control.cancelled is not None:
             return
@@ -364,39 +221,19 @@ class Pipeline:
             control.attempt.interrupt(error)
         # Else the stage is between two awaits of its own, e.g. releasing, and looks at `cancelled` next.
 
-    async def drain(self, timeout: float | None = None) -> bool:
-        """Take no new jobs and wait until every job has its outcome; ``False`` if some have none after ``timeout``."""
-        self.draining = True
-        if self._arriving:
-            await asyncio.wait([*self._arriving.values()], timeout=timeout)
-        pending = [*(control.done for control in self._controls.values()), *self._ending.values()]
-        if not pending:
-            return True
-        _, left = await asyncio.wait(pending, timeout=timeout)
-        return not left
-
-    def resume(self) -> None:
-        """Take jobs again after a drain."""
-        self.draining = False
-
     def status(self) -> StatusView:
-        """Counts per stage, pool and state."""
         return StatusView.of(self)
 
     async def close(self) -> None:
         """Cancel every job and return when all have their outcome, or, with a journal, are left to the service's next
         life. Bounded by grace and release times."""
         self.draining = self._closing = True
-        journal = self.store.journal
-        if journal is not None:
-            journal.stop_trying()
+        if self.store.journal is not None:
+            self.store.journal.stop_trying()
         for job in self.store.live():
-            self.request_cancel(job, _shutting_down())
+            self.request_cancel(job, shutting_down())
         await self._outages.close()
-        while pending := {*self._tasks, *self._arriving.values()}:
-            await asyncio.wait(pending)
-        if journal is not None:
-            await journal.close()
+        await self._settle()
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -613,67 +450,14 @@ class Pipeline:
         self._finish(job, self._calls.failed(job, stage, failure))
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
-        """Nobody is told of an outcome before it is on disk; a disk that is slow holds no slot meanwhile."""
-        job.pack()
         if job.checkpoints:
             self.checkpoints.ended(job, keep=not job.held and outcome.state is not JobState.CANCELLED)
-        done = self._controls.pop(job.id).done
-        if self.store.journal is None:
-            self._end(job, outcome, time.time(), done)
-        else:
-            self._ending[job.id] = done
-            self._spawn(self._end_on_disk(job, outcome, time.time(), done))
-
-    async def _end_on_disk(self, job: Job, outcome: Outcome, at: float, done: asyncio.Future[None]) -> None:
-        written = await self.store.write_down(job, outcome, at)
-        del self._ending[job.id]
-        if written:
-            self._end(job, outcome, at, done)
-        else:
-            done.set_result(None)
-
-    def _end(self, job: Job, outcome: Outcome, at: float, done: asyncio.Future[None]) -> None:
-        job.outcome = outcome
-        job.finished_at = at
-        self._move(job, outcome.state)
-        done.set_result(None)
-        for callback in self.on_finish:
-            try:
-                callback(job)
-            except Exception:  # whoever looks on must not hold up the job, nor those who look on besides
-                LOGGER.exception("job %s: on_finish hook %r failed", job.id, callback)
+        del self._controls[job.id]
+        super()._finish(job, outcome)
 
     def _erase_checkpoints(self, environment: str, checkpoints: list[Checkpoint]) -> None:
         self._spawn(self._calls.forget(environment, checkpoints))
 
-    def _move(self, job: Job, state: JobState) -> None:
-        was = job.state
-        job.move(state)
-        self.store.record(job, time.time(), was)
-
     def _begin(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
         """Do something for a job, in the context of who submitted it."""
         self._spawn(asyncio.create_task(work, context=self._controls[job.id].context.copy()))
-
-    def _spawn(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._reap)
-
-    def _reap(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            LOGGER.error("defect in the pipeline", exc_info=error)
-
-
-def _digest(request: JobRequest) -> bytes:
-    digest = row_digest(request.row)
-    return digest if request.fork is None else row_digest({"row": digest.hex(), "fork": request.fork.told()})
-
-
-def _of_another(request: JobRequest) -> JobConflict:
-    return JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
-
-
-def _shutting_down() -> JobCancelled:
-    return JobCancelled("the service is shutting down", kind=FailureKind.SHUTDOWN)

@@ -109,6 +109,15 @@ class JobRequest:
     held: bool = False
     fork: Fork | None = None
 
+    def digest(self) -> bytes:
+        """What tells two jobs of one id apart.
+
+        Raises:
+            CallerError: the row cannot be written as JSON.
+        """
+        digest = row_digest(self.row)
+        return digest if self.fork is None else row_digest({"row": digest.hex(), "fork": self.fork.told()})
+
 
 def row_digest(row: Mapping[str, Any]) -> bytes:
     """What tells two rows apart; equal for rows that are equal as JSON.

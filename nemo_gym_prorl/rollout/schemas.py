@@ -371,6 +371,7 @@ class EnvironmentView(BaseModel):
     default: bool = Field(default=False, description="Rows that no other takes are its own, too.")
     scores_groups_of: int = Field(default=1, description="How many of a group its verifier scores together.")
     budgets: dict[Stage, float] = Field(description="Seconds, of rollouts that bring none.")
+    max_attempts: int = Field(default=3, description="Of rollouts that bring none.")
     working: dict[Stage, int]
     waiting: dict[Stage, int]
     tool_errors: dict[int, int] = Field(
@@ -391,6 +392,7 @@ class EnvironmentView(BaseModel):
                 default=name == pipeline.environments.default,
                 scores_groups_of=environment.scores_groups_of,
                 budgets={stage: budgets.of(stage) for stage in Stage},
+                max_attempts=environment.max_attempts or pipeline.settings.max_attempts,
                 working={stage: counts[name, stage, True] for stage in Stage},
                 waiting={stage: counts[name, stage, False] for stage in Stage},
                 tool_errors=dict(environment.tool_errors),

@@ -1,64 +1,289 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the job API's routes ask of whoever runs the jobs: one node's pipeline, or the front of a fleet."""
+"""What a rollout service does with a job, whoever runs it: one node's pipeline, or the front of a fleet.
+
+It takes the job on, or says why not; it ends it once, and tells whoever waits. With a journal both are on disk before
+anybody is told: what was accepted outlives the service, and nobody has seen an outcome that is not kept.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from nemo_gym_prorl.failures import RolloutError
-from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.schemas import StatusView
-from nemo_gym_prorl.rollout.store import JobStore
+from nemo_gym_prorl.failures import Failure, FailureKind, JobCancelled, Origin, RolloutError
+from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
+from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, QueueFull
+from nemo_gym_prorl.rollout.settings import ServiceSettings
+from nemo_gym_prorl.rollout.store import JobStore, same_job
 
 
-class RolloutService(Protocol):
-    """Takes jobs on, ends each once, and remembers them."""
+if TYPE_CHECKING:  # clients have no database
+    from nemo_gym_prorl.rollout.journal.journal import Journal
+    from nemo_gym_prorl.rollout.schemas import StatusView
 
-    store: JobStore
-    draining: bool
-    on_finish: list[Callable[[Job], None]]
-    """Called with each job that reached its outcome."""
+LOGGER = logging.getLogger(__name__)
 
-    def submit(self, request: JobRequest, *, bounded: bool = True) -> Job:
-        """Take a job on; the same id and row again is the same job. Raises a CallerError where it is refused."""
-        ...
 
+class RolloutService(ABC):
+    """Takes jobs on, ends each once, and remembers them.
+
+    Args:
+        settings: bounds and defaults.
+        clock: monotonic seconds.
+        journal: what keeps its jobs over a restart, if anything; closed with it.
+    """
+
+    def __init__(
+        self, settings: ServiceSettings, clock: Callable[[], float] = time.monotonic, journal: Journal | None = None
+    ) -> None:
+        self.store = JobStore(settings.retain_bytes, settings.keep_unread_s, clock, journal)
+        self.draining = False
+        self.on_finish: list[Callable[[Job], None]] = []
+        """Called with each job that reached its outcome, e.g. by metrics; what one raises is logged."""
+        self._defaults = settings
+        self._done: dict[str, asyncio.Future[None]] = {}
+        """Of jobs without an outcome, also of those whose outcome is on its way to the disk."""
+        self._arriving: dict[str, asyncio.Task[Job]] = {}
+        """New jobs that are on their way to the disk."""
+        self._closing = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @abstractmethod
+    def _environments_now(self) -> Environments:
+        """Whose rollouts it runs. Raises a CallerError as long as that is not known."""
+
+    @abstractmethod
+    def _may_queue(self, client: str, most: int) -> bool:
+        """Whether a client may have one more job wait, where all together may have ``most``."""
+
+    @abstractmethod
+    def _run(self, job: Job) -> None:
+        """Begin with a job that is remembered."""
+
+    @abstractmethod
+    def request_cancel(self, job: Job, error: RolloutError) -> None:
+        """Cancel a job without waiting for it; a no-op on one that has its outcome or was cancelled before. The error
+        is how it ends."""
+
+    @abstractmethod
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
-        """Take jobs on that begin at a checkpoint of another one. Raises a CallerError where that can't be."""
-        ...
+        """Take jobs on that share the first turns of another one, and go on from there each for itself.
+
+        Args:
+            parent: live or ended.
+            turn: after which; the latest that there is a checkpoint of by default.
+            requests: what else is wished for each.
+
+        Raises:
+            QueueFull, JobConflict, RolloutForgotten, Draining: nothing was begun.
+            NoCheckpoint: of that turn.
+            CallerError: its environment, or this service, takes none.
+        """
+
+    @abstractmethod
+    def status(self) -> StatusView:
+        """Counts per stage, pool and state."""
+
+    # -- jobs come -----------------------------------------------------------------------------------------------
 
     async def accept(self, request: JobRequest) -> Job:
-        """The same, when it is on disk, where there is a journal."""
-        ...
+        """As :meth:`submit`, and return when the job is on disk, where there is a journal.
+
+        Raises:
+            JournalFails: it cannot be written.
+        """
+        journal = self.store.journal
+        if journal is None:
+            return self.submit(request)
+        digest = request.digest()
+        if (known := self.store.known(request, digest)) is not None:
+            return known
+        arriving = self._arriving.get(request.id or "")
+        if arriving is None:
+            job = self._new(request, digest, bounded=True)
+            arriving = asyncio.create_task(self._write_ahead(journal, job, named=request.id is not None))
+            self._arriving[job.id] = arriving
+            arriving.add_done_callback(lambda _: self._arriving.pop(job.id))
+        accepted = await asyncio.shield(arriving)  # whose caller hangs up is accepted all the same
+        return same_job(accepted, request, digest)
+
+    async def _write_ahead(self, journal: Journal, job: Job, *, named: bool) -> Job:
+        """The job, or that which had its id before."""
+        if await journal.accepted(job, named=named):
+            self._take_on(job)
+            return job
+        known = await self.store.fetch(job.id)
+        assert known is not None, "it is there or forgotten"
+        return known
+
+    def submit(self, request: JobRequest, *, bounded: bool = True) -> Job:
+        """Take a job on, in memory only; the same id and row again is the same job.
+
+        Args:
+            request: the job.
+            bounded: refuse when the queue is full. Gym's own route passes ``False``: its client would spin on a
+                refusal, and its open connections are bound enough.
+
+        Raises:
+            QueueFull, JobConflict, RolloutForgotten, Draining.
+            CallerError: the row cannot be written as JSON, or belongs to no environment that there is.
+        """
+        digest = request.digest()
+        if (known := self.store.known(request, digest)) is not None:
+            return known
+        if request.id in self._arriving:
+            raise JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
+        job = self._new(request, digest, bounded=bounded)
+        self._take_on(job)
+        return job
+
+    def _new(self, request: JobRequest, digest: bytes, *, bounded: bool) -> Job:
+        """The job of a request that nothing stands against.
+
+        Raises:
+            QueueFull, Draining, CallerError: as :meth:`submit`.
+        """
+        environment = self._environments_now().of_job(request)
+        if self.draining:
+            raise Draining("the service is draining and takes no new rollouts")
+        if self.store.journal is not None:
+            self.store.journal.check()
+        if bounded:
+            most = self._defaults.max_queued
+            if not self._may_queue(request.client, most - len(self._arriving)):
+                raise QueueFull(f"{most} rollouts are waiting already; try again later")
+            self.store.refuse_if_full(request.client)
+        budgets = environment.budgets or self._defaults.budgets
+        return Job(
+            id=request.id or uuid.uuid4().hex,
+            stored_row=request.row,
+            digest=digest,
+            environment=environment.name,
+            handler=environment.handler,
+            submitted_at=time.time(),
+            group=request.group,
+            client=request.client,
+            run=request.run,
+            priority=request.priority,
+            budgets=replace(budgets, **{stage.value: given for stage, given in request.budgets.items()}),
+            max_attempts=request.max_attempts or environment.max_attempts or self._defaults.max_attempts,
+            held=request.held,
+        )
+
+    def _take_on(self, job: Job) -> None:
+        self._remember(job)
+        self._run(job)
+        if self._closing:
+            self.request_cancel(job, shutting_down())
+
+    def _remember(self, job: Job) -> None:
+        self.store.add(job, time.time())
+        self._done[job.id] = asyncio.get_running_loop().create_future()
+
+    # -- whoever waits for them ----------------------------------------------------------------------------------
 
     async def wait(self, job: Job, timeout: float | None = None) -> bool:
         """Wait for a job's outcome; ``False`` if it has none after ``timeout`` seconds."""
-        ...
+        done = self.done(job)
+        if not done.done():
+            await asyncio.wait({done}, timeout=timeout)
+        return done.done()
 
     def done(self, job: Job) -> asyncio.Future[None]:
-        """Done when the job has its outcome."""
-        ...
+        """Done when the job has its outcome. Others wait for it too: it is not to be cancelled."""
+        if (done := self._done.get(job.id)) is not None:
+            return done
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        over.set_result(None)
+        return over
 
-    async def cancel(self, job: Job, reason: str = ...) -> None:
-        """Cancel a job, and return when it has its outcome."""
-        ...
-
-    def request_cancel(self, job: Job, error: RolloutError) -> None:
-        """Cancel a job without waiting for it."""
-        ...
+    async def cancel(self, job: Job, reason: str = "cancelled by the caller") -> None:
+        """Cancel a job, in whatever state, and return when it has its outcome. Its session is gone by then; one that
+        takes longer than the grace to come up goes when it is there."""
+        self.request_cancel(job, JobCancelled(reason))
+        await self.wait(job)
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Take no new jobs and wait until every job has its outcome; ``False`` if some have none in time."""
-        ...
+        """Take no new jobs and wait until every job has its outcome; ``False`` if some have none after ``timeout``."""
+        self.draining = True
+        if self._arriving:
+            await asyncio.wait([*self._arriving.values()], timeout=timeout)
+        if not self._done:
+            return True
+        _, left = await asyncio.wait([*self._done.values()], timeout=timeout)
+        return not left
 
     def resume(self) -> None:
         """Take jobs again after a drain."""
-        ...
+        self.draining = False
 
-    def status(self) -> StatusView:
-        """Counts per stage, pool and state."""
-        ...
+    # -- jobs end ------------------------------------------------------------------------------------------------
+
+    def _finish(self, job: Job, outcome: Outcome) -> None:
+        """End a job that nobody works on. Nobody is told of its outcome before it is on disk."""
+        job.pack()
+        if self.store.journal is None:
+            self._end(job, outcome, time.time())
+        else:
+            self._spawn(self._end_on_disk(job, outcome, time.time()))
+
+    async def _end_on_disk(self, job: Job, outcome: Outcome, at: float) -> None:
+        if await self.store.write_down(job, outcome, at):
+            self._end(job, outcome, at)
+        else:
+            self._done.pop(job.id).set_result(None)
+
+    def _end(self, job: Job, outcome: Outcome, at: float) -> None:
+        job.outcome = outcome
+        job.finished_at = at
+        self._move(job, outcome.state)
+        self._done.pop(job.id).set_result(None)
+        for callback in self.on_finish:
+            try:
+                callback(job)
+            except Exception:  # whoever looks on must not hold up the job, nor those who look on besides
+                LOGGER.exception("job %s: on_finish hook %r failed", job.id, callback)
+
+    def _move(self, job: Job, state: JobState) -> None:
+        was = job.state
+        job.move(state)
+        self.store.record(job, time.time(), was)
+
+    # -- its own tasks -------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            LOGGER.error("defect in %s", type(self).__name__, exc_info=error)
+
+    async def _settle(self) -> None:
+        """Return when nothing is under way any more, and the journal is another's to have."""
+        while pending := {*self._tasks, *self._arriving.values()}:
+            await asyncio.wait(pending)
+        if self.store.journal is not None:
+            await self.store.journal.close()
+
+
+def restarted(lives: int) -> Failure:
+    """What became of a job's attempt, for so many lives of the service."""
+    often = "was restarted" if lives == 1 else f"was restarted {lives} times"
+    why = f"the service {often} before it had an outcome"
+    return Failure(FailureKind.SHUTDOWN, Origin.INFRASTRUCTURE, None, why)
+
+
+def shutting_down() -> JobCancelled:
+    """How jobs end that a service ends with."""
+    return JobCancelled("the service is shutting down", kind=FailureKind.SHUTDOWN)

@@ -197,7 +197,7 @@ class JobStore:
         found = {job_id: self._jobs.get(job_id) for job_id in job_ids}
         missing = [job_id for job_id, job in found.items() if job is None]
         if missing and self.journal is not None:
-            kept = await self.journal.find(missing)
+            kept = await self.journal.outcomes.find(missing)
             for job_id in missing:
                 found[job_id] = self._jobs.get(job_id) or kept.get(job_id)
                 if job_id in kept and kept[job_id] is None:
@@ -206,7 +206,7 @@ class JobStore:
 
     async def in_group(self, group: str) -> list[Job]:
         """All jobs of a group, in no particular order."""
-        kept = [] if self.journal is None else await self.journal.listed(group=group)
+        kept = [] if self.journal is None else await self.journal.outcomes.listed(group=group)
         here = [self._jobs[job_id] for job_id in self._groups.get(group, ())]
         return [*here, *(job for job in kept if job.id not in self._jobs)]
 
@@ -231,7 +231,7 @@ class JobStore:
         """As :meth:`find`, with those that only the journal has; those from there have a result with ``content``."""
         kept: list[Job] = []
         if self.journal is not None and (state is None or state.terminal):
-            kept = await self.journal.listed(state=state, group=group, after=after, limit=limit, content=content)
+            kept = await self.journal.outcomes.listed(state=state, group=group, after=after, limit=limit, content=content)
         here = islice(self.find(state=state, group=group, after=after), limit)
         numbered = {job.number: job for job in kept if job.id not in self._jobs} | {job.number: job for job in here}
         return [numbered[number] for number in sorted(numbered)][:limit]
@@ -327,7 +327,7 @@ class JobStore:
         end = min(start + limit, self._log_length)
         found = {position: self._log[position] for position in range(start, end) if position in self._log}
         if len(found) < end - start and self.journal is not None:
-            found = await self.journal.between(start, end, content=content) | found
+            found = await self.journal.outcomes.between(start, end, content=content) | found
         if len(found) < end - start:
             raise CursorExpired(f"what lies behind {cursor} is being forgotten; list again and follow from there")
         return [found[position] for position in range(start, end)], Cursor(self.epoch, end)

@@ -80,7 +80,7 @@ async def deployment() -> AsyncIterator[tuple[Servers, Pipeline, GymEnvironmentH
     named = {name: GymServer(name, Address(f"http://127.0.0.1:{port}"), http) for name, port in servers.ports.items()}
     handler = GymEnvironmentHandler(GymContext(named["resources"], named["model"]))
     pipeline = Pipeline(
-        Environments.of(handler), PipelineSettings(PoolSizes(2, 2, 4, 2), probe_s=0.1, retry_delay_s=0.01)
+        Environments.of(handler), PipelineSettings(stages=PoolSizes(2, 2, 4, 2), probe_s=0.1, retry_delay_s=0.01)
     )
     for name in servers.ports:
         await servers.start(name)

@@ -8,17 +8,19 @@ has its own model server. So it costs the same whether a rollout has one turn or
 A job's node knows it under another id, which says whose front it is and which try: what a node that was lost still
 says of an earlier try concerns nobody. A lost node is nobody's attempt, as a dead server is none; but a job that met
 several is suspected of them and fails.
+
+With a journal the fleet's jobs outlive the front: what was at a node that is there still goes on, and its outcome is
+fetched; the rest begins again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -26,7 +28,6 @@ from nemo_gym_prorl.failures import (
     CallerError,
     Failure,
     FailureKind,
-    JobCancelled,
     Origin,
     RolloutError,
     Stage,
@@ -37,11 +38,15 @@ from nemo_gym_prorl.rollout.fleet.carrier import Loss
 from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
 from nemo_gym_prorl.rollout.fleet.nodes import Nodes
 from nemo_gym_prorl.rollout.handler import AgentHandler
-from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, failure_state
-from nemo_gym_prorl.rollout.request import Draining, JobRequest, QueueFull, row_digest
+from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, failure_state
+from nemo_gym_prorl.rollout.request import Draining, JobRequest
 from nemo_gym_prorl.rollout.schemas import MAX_ID, FailureView, JobView, StatusView, TokenForm
-from nemo_gym_prorl.rollout.store import JobStore
+from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
+from nemo_gym_prorl.rollout.settings import ServiceSettings
 
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.rollout.journal.journal import Journal
 
 LOGGER = logging.getLogger(__name__)
 
@@ -59,48 +64,37 @@ class NoNodes(Draining):
     retry_after_s = 5
 
 
-@dataclass(frozen=True, slots=True)
-class FrontSettings:
-    """Bounds of a front.
-
-    Attributes:
-        max_queued: jobs that may wait for a node before :class:`QueueFull`.
-        retain_bytes, keep_unread_s: as of a pipeline.
-    """
-
-    max_queued: int = 100_000
-    retain_bytes: int = 4 * 2**30
-    keep_unread_s: float = 3600.0
+SETTINGS = ServiceSettings(max_queued=100_000, retain_bytes=4 * 2**30)
 
 
 @dataclass(slots=True)
 class _Control:
     """A live job's bookkeeping."""
 
-    request: JobRequest
-    done: asyncio.Future[None]
     tries: int = 0
     rollout: str = ""
     """Its id at the node, of this try."""
     cancelled: RolloutError | None = None
 
 
-class Front:
-    """See the module. A :class:`~nemo_gym_prorl.rollout.service.RolloutService`.
+class Front(RolloutService):
+    """See the module.
 
     Args:
         nodes: where they come from.
         settings: bounds.
         say: told when a node is lost, away or back.
+        journal: what keeps its jobs over a restart, if anything; closed with it.
     """
 
     def __init__(
-        self, nodes: Nodes, settings: FrontSettings | None = None, say: Callable[[str], None] = LOGGER.warning
+        self,
+        nodes: Nodes,
+        settings: ServiceSettings = SETTINGS,
+        say: Callable[[str], None] = LOGGER.warning,
+        journal: Journal | None = None,
     ) -> None:
-        self.settings = settings or FrontSettings()
-        self.store = JobStore(self.settings.retain_bytes, self.settings.keep_unread_s)
-        self.draining = False
-        self.on_finish: list[Callable[[Job], None]] = []
+        super().__init__(settings, journal=journal)
         self.lost_nodes = 0
         """Tries that ended with their node."""
         self.dispatcher = Dispatcher(
@@ -111,6 +105,7 @@ class Front:
             broke=lambda node, error: LOGGER.error("node %s: %s", node, error),
             say=say,
             moved=self._moved,
+            placed=self._placed,
             surveyed=self._surveyed,
         )
         self._environments: Environments | None = None
@@ -120,112 +115,84 @@ class Front:
         self._life = uuid.uuid4().hex[:8]
 
     async def start(self) -> None:
-        """Begin with the nodes that are there."""
+        """Begin with the nodes that are there, and with what an earlier life had accepted."""
         await self.dispatcher.start()
+        if self.store.journal is not None:
+            for job, lives, node, rollout in self.store.journal.unfinished():
+                self._run_on(job, lives, node, rollout)
 
     async def close(self) -> None:
-        """Cancel every job, and return when all have their outcome, or nodes don't answer."""
-        self.draining = True
-        for job in self.store.live():
-            self.request_cancel(job, JobCancelled("the service is shutting down", kind=FailureKind.SHUTDOWN))
-        pending = [control.done for control in self._controls.values()]
-        if pending:
-            await asyncio.wait(pending, timeout=_CLOSE_S)
+        """Cancel every job, and return when all have their outcome, or nodes don't answer; with a journal, leave them
+        at their nodes for the front's next life."""
+        self.draining = self._closing = True
+        if self.store.journal is not None:
+            self.store.journal.stop_trying()
+        else:
+            for job in self.store.live():
+                self.request_cancel(job, shutting_down())
+            if self._done:
+                await asyncio.wait([*self._done.values()], timeout=_CLOSE_S)
         await self.dispatcher.close()
+        await self._settle()
+        for done in self._done.values():
+            done.set_result(None)  # whoever waits has waited for long enough
 
     # -- callers -------------------------------------------------------------------------------------------------
 
-    def submit(self, request: JobRequest, *, bounded: bool = True) -> Job:
-        """Take a job on; the same id and row again is the same job.
-
-        Raises:
-            QueueFull, JobConflict, RolloutForgotten, Draining, NoNodes.
-            CallerError: the row cannot be written as JSON, or belongs to no environment that there is.
-        """
-        digest = row_digest(request.row)
-        if (known := self.store.known(request, digest)) is not None:
-            return known
+    def _environments_now(self) -> Environments:
         if self._environments is None:
             raise NoNodes("no node is up yet; try again later")
-        environment = self._environments.of_job(request)
-        if self.draining:
-            raise Draining("the service is draining and takes no new rollouts")
-        if bounded:
-            if self.dispatcher.waiting >= self.settings.max_queued:
-                raise QueueFull(f"{self.settings.max_queued} rollouts are waiting already; try again later")
-            self.store.refuse_if_full(request.client)
-        job = Job(
-            id=request.id or uuid.uuid4().hex,
-            stored_row=request.row,
-            digest=digest,
-            environment=environment.name,
-            handler=environment.handler,
-            submitted_at=time.time(),
-            group=request.group,
-            client=request.client,
-            run=request.run,
-            priority=request.priority,
-            held=request.held,
-        )
-        self.store.add(job, job.submitted_at)
-        self._controls[job.id] = _Control(request, asyncio.get_running_loop().create_future())
-        self._begin(job)
-        return job
+        return self._environments
+
+    def _may_queue(self, client: str, most: int) -> bool:
+        return self.dispatcher.waiting < most
+
+    def _remember(self, job: Job) -> None:
+        super()._remember(job)
+        self._controls[job.id] = _Control()
+
+    def _run(self, job: Job) -> None:
+        control = self._controls[job.id]
+        control.tries += 1
+        which = f"~{self._life}-{job.number}-{control.tries}"
+        self._carry(job, job.id[: MAX_ID - len(which)] + which)
+
+    def _run_on(self, job: Job, lives: int, node: str | None, rollout: str | None) -> None:
+        """A job of an earlier life, which may be at its node still."""
+        self._remember(job)
+        if rollout is not None and node in self.dispatcher.nodes:
+            self._carry(job, rollout, node)
+        else:
+            job.failures.append(restarted(lives))
+            self._run(job)
+
+    def _carry(self, job: Job, rollout: str, node: str | None = None) -> None:
+        """Have it run under this id, at this node if it is there already."""
+        self._controls[job.id].rollout = rollout
+        self._jobs[rollout] = job
+        wishes: dict[str, Any] = {
+            "environment": job.environment,
+            "client": job.client,
+            "group": job.group,
+            "run": job.run,
+            "priority": job.priority,
+            "budgets": {stage.value: job.budgets.of(stage) for stage in Stage},
+            "max_attempts": job.max_attempts,
+        }
+        body = {"row": job.row, **{name: value for name, value in wishes.items() if value is not None}}
+        self.dispatcher.submit(rollout, body, node=node)
 
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
-        """Nothing: checkpoints are at their node.
-
-        Raises:
-            CallerError: always.
-        """
         raise CallerError("a front forks no rollouts: their checkpoints are at the nodes that ran them")
 
-    async def accept(self, request: JobRequest) -> Job:
-        """As :meth:`submit`: what a front has is in memory only."""
-        return self.submit(request)
-
-    async def wait(self, job: Job, timeout: float | None = None) -> bool:
-        """Wait for a job's outcome; ``False`` if it has none after ``timeout`` seconds."""
-        done = self.done(job)
-        if not done.done():
-            await asyncio.wait({done}, timeout=timeout)
-        return done.done()
-
-    def done(self, job: Job) -> asyncio.Future[None]:
-        """Done when the job has its outcome. Others wait for it too: it is not to be cancelled."""
-        if (control := self._controls.get(job.id)) is not None:
-            return control.done
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        over.set_result(None)
-        return over
-
-    async def cancel(self, job: Job, reason: str = "cancelled by the caller") -> None:
-        """Cancel a job, in whatever state, and return when it has its outcome and its sandbox is gone."""
-        self.request_cancel(job, JobCancelled(reason))
-        await self.wait(job)
-
     def request_cancel(self, job: Job, error: RolloutError) -> None:
-        """Cancel a job without waiting for it; a no-op on one that has its outcome or was cancelled before."""
         control = self._controls.get(job.id)
         if control is not None and control.cancelled is None:
             control.cancelled = error
             self.dispatcher.cancel(control.rollout)
 
-    async def drain(self, timeout: float | None = None) -> bool:
-        """Take no new jobs and wait until every job has its outcome; ``False`` if some have none in time."""
-        self.draining = True
-        pending = [control.done for control in self._controls.values()]
-        if not pending:
-            return True
-        _, left = await asyncio.wait(pending, timeout=timeout)
-        return not left
-
-    def resume(self) -> None:
-        """Take jobs again after a drain."""
-        self.draining = False
-
     def status(self) -> StatusView:
-        """The nodes' counts, summed, and the states of the jobs that the front remembers."""
+        # The nodes' counts, summed, and the states of the jobs that the front remembers.
         view = StatusView.sum(self.dispatcher.statuses.values())
         view.draining = self.draining
         view.stages[Stage.INIT].waiting += self.dispatcher.waiting
@@ -246,6 +213,8 @@ class Front:
                     view.handler,
                     _elsewhere,
                     frozenset(view.data_sources),
+                    Budgets(**{stage.value: seconds for stage, seconds in view.budgets.items()}),
+                    view.max_attempts,
                     scores_groups_of=view.scores_groups_of,
                 )
                 for name, view in views.items()
@@ -253,24 +222,9 @@ class Front:
             default,
         )
 
-    def _begin(self, job: Job) -> None:
-        control = self._controls[job.id]
-        control.tries += 1
-        which = f"~{self._life}-{job.number}-{control.tries}"
-        control.rollout = job.id[: MAX_ID - len(which)] + which
-        self._jobs[control.rollout] = job
-        request = control.request
-        wishes: dict[str, Any] = {
-            "environment": job.environment,
-            "client": job.client,
-            "group": job.group,
-            "run": job.run,
-            "priority": job.priority,
-            "budgets": {stage.value: seconds for stage, seconds in request.budgets.items()} or None,
-            "max_attempts": request.max_attempts,
-        }
-        body = {"row": request.row, **{name: value for name, value in wishes.items() if value is not None}}
-        self.dispatcher.submit(control.rollout, body)
+    def _placed(self, rollout: str, node: str) -> None:
+        if self.store.journal is not None and (job := self._jobs.get(rollout)) is not None:
+            self._spawn(self.store.journal.placed(job.id, node, rollout))
 
     def _moved(self, rollout: str, state: JobState) -> None:
         if (job := self._jobs.get(rollout)) is not None:
@@ -315,7 +269,7 @@ class Front:
             return
         if job.state is not JobState.QUEUED:
             self._advance(job, JobState.QUEUED)
-        self._begin(job)
+        self._run(job)
 
     def _advance(self, job: Job, state: JobState) -> None:
         """Make the transitions up to a state; some of them may not have been told."""
@@ -332,21 +286,8 @@ class Front:
         if outcome.state is JobState.SUCCEEDED:
             scored = job.times[Stage.EVAL].attempts
             self._advance(job, JobState.EVALUATING if scored else JobState.RUNNING)
-        job.outcome = outcome
-        job.finished_at = time.time()
-        job.pack()
-        self._move(job, outcome.state)
-        self._controls.pop(job.id).done.set_result(None)
-        for callback in self.on_finish:
-            try:
-                callback(job)
-            except Exception:  # whoever looks on must not hold up the job, nor those who look on besides
-                LOGGER.exception("job %s: on_finish hook %r failed", job.id, callback)
-
-    def _move(self, job: Job, state: JobState) -> None:
-        was = job.state
-        job.move(state)
-        self.store.record(job, time.time(), was)
+        del self._controls[job.id]
+        super()._finish(job, outcome)
 
 
 def _elsewhere() -> AgentHandler:

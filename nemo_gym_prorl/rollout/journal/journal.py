@@ -27,8 +27,10 @@ from sqlalchemy import BindParameter, Connection, Row, bindparam, delete, func, 
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
 from nemo_gym_prorl.rollout.journal.database import ENDED, FORGOTTEN, JOBS, KEPT, META, PLACED, Database
 from nemo_gym_prorl.rollout.journal.files import ContentFiles
-from nemo_gym_prorl.rollout.journal.records import ended_job, ended_record, job_record, job_to_run
+from nemo_gym_prorl.rollout.journal.outcomes import Outcomes
+from nemo_gym_prorl.rollout.journal.records import ended_record, job_record, job_to_run
 from nemo_gym_prorl.rollout.request import Draining
+from nemo_gym_prorl.rollout.settings import JOURNAL_KEEP_BYTES, JOURNAL_KEEP_S
 
 
 LOGGER = logging.getLogger(__name__)
@@ -89,10 +91,11 @@ class Journal:
         CallerError: it cannot be opened, or another process has it.
     """
 
-    def __init__(self, place: str, keep_s: float, keep_bytes: int) -> None:
+    def __init__(self, place: str, keep_s: float = JOURNAL_KEEP_S, keep_bytes: int = JOURNAL_KEEP_BYTES) -> None:
         self._keep_s, self._keep_bytes = keep_s, keep_bytes
         self._database = Database(place)
         self._files = ContentFiles(self._database.folder / "outcomes") if self._database.folder else None
+        self.outcomes = Outcomes(self._database, self._files)
         self._zstd = zstandard.ZstdCompressor(level=1)
         self.epoch, self.seal = self._database.epoch, self._database.seal
         with self._database.reading() as connection:
@@ -349,62 +352,6 @@ class Journal:
                 job = job_to_run(row.id, row.asked, row.row)
                 yield Unfinished(job, self._database.life - row.life, row.node, row.name)
 
-    async def find(self, ids: Sequence[str]) -> Mapping[str, Job | None]:
-        """Ended jobs by id; ``None`` for those that were forgotten. Those that are unknown are left out."""
-
-        def read() -> dict[str, Job | None]:
-            with self._database.reading() as connection:
-                found: dict[str, Job | None] = dict.fromkeys(connection.scalars(_IS_FORGOTTEN, {"ids": ids}))
-                wanted = _EVERY.where(ENDED.c.id.in_(ids), ~ENDED.c.held)
-                rows = connection.execute(wanted).all()
-            return found | {row.id: self._job(row, content=True) for row in rows}
-
-        return await asyncio.to_thread(read)
-
-    async def between(self, start: int, end: int, *, content: bool) -> dict[int, Job]:
-        """Those of these positions of the log that are kept."""
-
-        def read() -> dict[int, Job]:
-            with self._database.reading() as connection:
-                rows = connection.execute(_EVERY.where(ENDED.c.position >= start, ENDED.c.position < end)).all()
-            jobs = {row.position: self._job(row, content=content) for row in rows}
-            return {position: job for position, job in jobs.items() if job is not None}
-
-        return await asyncio.to_thread(read)
-
-    async def listed(
-        self,
-        *,
-        state: JobState | None = None,
-        group: str | None = None,
-        after: int = 0,
-        limit: int | None = None,
-        content: bool = False,
-    ) -> list[Job]:
-        """Ended jobs that fit, of a ``number`` above ``after``, by that; not those whose answer was taken away."""
-        wanted = _EVERY.where(~ENDED.c.held, ENDED.c.number > after)
-        if state is not None:
-            wanted = wanted.where(ENDED.c.state == state.value)
-        if group is not None:
-            wanted = wanted.where(ENDED.c.group == group)
-
-        def read() -> list[Job]:
-            with self._database.reading() as connection:
-                rows = connection.execute(wanted.order_by(ENDED.c.number).limit(limit)).all()
-            return [job for row in rows if (job := self._job(row, content=content)) is not None]
-
-        return await asyncio.to_thread(read)
-
-    def _job(self, row: Row[Any], *, content: bool) -> Job | None:
-        """``None`` if it is forgotten just now."""
-        stored: bytes | None = row.content if content else None
-        if content and stored is None and self._files is not None:
-            try:
-                stored = self._files.read(row.position)
-            except FileNotFoundError:
-                return None
-        return ended_job(row.id, row.about, stored)
-
 
 # Made once: to make a statement costs more than to carry it out.
 _IDS: BindParameter[Any] = bindparam("ids", expanding=True)
@@ -412,7 +359,6 @@ _INSERT_JOBS, _INSERT_PLACED, _INSERT_ENDED, _INSERT_KEPT = map(insert, (JOBS, P
 _DELETE_JOBS, _DELETE_PLACED = (delete(table).where(table.c.id.in_(_IDS)) for table in (JOBS, PLACED))
 _HAS_ENDED = select(ENDED.c.id).where(ENDED.c.id.in_(_IDS), ~ENDED.c.held)
 _IS_FORGOTTEN = select(FORGOTTEN.c.id).where(FORGOTTEN.c.id.in_(_IDS))
-_EVERY = select(ENDED.c.position, ENDED.c.id, KEPT).join(KEPT, KEPT.c.position == ENDED.c.position)
 
 
 def _tell(told: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:

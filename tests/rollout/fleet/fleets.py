@@ -11,12 +11,12 @@ from fastapi import FastAPI
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet.app import front_app
-from nemo_gym_prorl.rollout.fleet.front import Front, FrontSettings
+from nemo_gym_prorl.rollout.fleet.front import SETTINGS, Front
 from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.settings import PipelineSettings, ServiceSettings
 from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.rollout.handlers import Bench, PlannedHandler
 from tests.rollout.serving import serve
@@ -69,7 +69,7 @@ async def service(handler: PlannedHandler | None = None, stages: PoolSizes = SMA
 class Fleet:
     """A front, a client of it, and what is behind it."""
 
-    def __init__(self, services: list[Service], nodes: Changing, settings: FrontSettings | None) -> None:
+    def __init__(self, services: list[Service], nodes: Changing, settings: ServiceSettings) -> None:
         self.services, self.nodes = services, nodes
         self.said: list[str] = []
         self.front = Front(nodes, settings, self.said.append)
@@ -83,7 +83,7 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    count: int, stages: PoolSizes = SMALL, settings: FrontSettings | None = None, joined: int | None = None
+    count: int, stages: PoolSizes = SMALL, settings: ServiceSettings = SETTINGS, joined: int | None = None
 ) -> AsyncIterator[Fleet]:
     """A front before services, of which the first ``joined`` are there, and have said how they are; by default all."""
     async with AsyncExitStack() as stack:

@@ -16,7 +16,7 @@ from nemo_gym_prorl.failures import FailureKind, Origin
 from nemo_gym_prorl.rollout import schemas
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.fleet import dispatcher
-from nemo_gym_prorl.rollout.fleet.front import MAX_LOSSES, FrontSettings
+from nemo_gym_prorl.rollout.fleet.front import MAX_LOSSES
 from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
@@ -245,7 +245,7 @@ async def test_without_nodes_a_front_says_so_and_takes_nothing() -> None:
 
 
 async def test_a_front_has_bounds() -> None:
-    async with fleet(2, settings=FrontSettings(max_queued=2)) as there:
+    async with fleet(2, settings=ServiceSettings(max_queued=2)) as there:
         for i in range(10):  # two windows of 4, and 2
             await there.client.submit_once(HELD, id=f"r{i}")
         with pytest.raises(ApiError, match="429: 2 rollouts are waiting"):
