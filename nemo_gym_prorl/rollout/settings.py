@@ -13,6 +13,7 @@ from nemo_gym_prorl.rollout.scheduler import PoolSizes
 JOURNAL_KEEP_S = 7 * 24 * 3600.0
 JOURNAL_KEEP_BYTES = 16 * 2**30
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
     """Bounds of whatever takes jobs on; times in seconds.

@@ -231,7 +231,9 @@ class JobStore:
         """As :meth:`find`, with those that only the journal has; those from there have a result with ``content``."""
         kept: list[Job] = []
         if self.journal is not None and (state is None or state.terminal):
-            kept = await self.journal.outcomes.listed(state=state, group=group, after=after, limit=limit, content=content)
+            kept = await self.journal.outcomes.listed(
+                state=state, group=group, after=after, limit=limit, content=content
+            )
         here = islice(self.find(state=state, group=group, after=after), limit)
         numbered = {job.number: job for job in kept if job.id not in self._jobs} | {job.number: job for job in here}
         return [numbered[number] for number in sorted(numbered)][:limit]

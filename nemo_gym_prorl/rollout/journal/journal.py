@@ -17,14 +17,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import zstandard
-from sqlalchemy import BindParameter, Connection, Row, bindparam, delete, func, insert, select
+from sqlalchemy import BindParameter, Connection, bindparam, delete, func, insert, select
 
-from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
+from nemo_gym_prorl.rollout.job import Job, Outcome
 from nemo_gym_prorl.rollout.journal.database import ENDED, FORGOTTEN, JOBS, KEPT, META, PLACED, Database
 from nemo_gym_prorl.rollout.journal.files import ContentFiles
 from nemo_gym_prorl.rollout.journal.outcomes import Outcomes

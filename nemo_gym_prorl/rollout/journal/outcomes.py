@@ -35,7 +35,9 @@ class Outcomes:
 
         def read() -> dict[str, Job | None]:
             with self._database.reading() as connection:
-                found: dict[str, Job | None] = dict.fromkeys(connection.scalars(select(FORGOTTEN.c.id).where(FORGOTTEN.c.id.in_(ids))))
+                found: dict[str, Job | None] = dict.fromkeys(
+                    connection.scalars(select(FORGOTTEN.c.id).where(FORGOTTEN.c.id.in_(ids)))
+                )
                 wanted = _EVERY.where(ENDED.c.id.in_(ids), ~ENDED.c.held)
                 rows = connection.execute(wanted).all()
             return found | {row.id: self._job(row, content=True) for row in rows}

@@ -20,6 +20,7 @@ from nemo_gym_prorl.rollout.fleet.front import MAX_LOSSES
 from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
+from nemo_gym_prorl.rollout.settings import ServiceSettings
 from tests.dapo.test_runner import Scorer
 from tests.rollout.command_line import prorl, write
 from tests.rollout.fleet.fleets import Fleet, fleet, service
