@@ -48,6 +48,9 @@ Token = Annotated[
         help="The service's key. Better in PRORL_TOKEN: others can read command lines.",
     ),
 ]
+FrontKeys = Annotated[
+    Path | None, typer.Option("--keys-file", help="Of a front: clients with keys of their own, see prorl key.")
+]
 FrontJournal = Annotated[
     str | None,
     typer.Option(
@@ -153,6 +156,7 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="With --ray: where the front listens.")] = "127.0.0.1",
     token: Token = None,
+    keys_file: FrontKeys = None,
     journal: FrontJournal = None,
 ) -> None:
     """Serve environments: agent, job API, model server; a server that dies is started again. Ctrl-C ends it."""
@@ -175,7 +179,7 @@ def serve(
         head_port=head_port,
         log_dir=log_dir,
         ray=ray,
-        front=FrontOptions(host, head_port, token, journal),
+        front=FrontOptions(host, head_port, token, keys_file, journal),
         console=Console(highlight=False),
     )
     with contextlib.suppress(typer.Exit):  # an interrupt is its good end
@@ -188,6 +192,7 @@ def fleet(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port; where clients look first.")] = 11000,
     token: Token = None,
+    keys_file: FrontKeys = None,
     journal: FrontJournal = None,
 ) -> None:
     """One service before several: rollouts go where there is room, and begin elsewhere if a node is lost."""
@@ -196,7 +201,11 @@ def fleet(
     from nemo_gym_prorl.commands import fleet as command
 
     with contextlib.suppress(typer.Exit):  # an interrupt is its good end
-        _run(command.over_list(urls, command.FrontOptions(host, port, token, journal), Console(highlight=False)))
+        _run(
+            command.over_list(
+                urls, command.FrontOptions(host, port, token, keys_file, journal), Console(highlight=False)
+            )
+        )
 
 
 @app.command()

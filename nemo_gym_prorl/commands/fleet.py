@@ -30,13 +30,15 @@ class FrontOptions:
     Attributes:
         host, port: where it listens.
         token: its key, and the nodes'.
+        keys_file: of clients with keys of their own, besides.
         journal: a folder, or the URL of a PostgreSQL, in which its rollouts outlive it.
     """
 
     host: str
     port: int
     token: str | None
-    journal: str | None
+    keys_file: Path | None = None
+    journal: str | None = None
 
 
 async def over_list(urls: Sequence[str], options: FrontOptions, console: Console) -> None:
@@ -128,14 +130,15 @@ def _agent_of(environments: Sequence[str]) -> str:
 @contextlib.asynccontextmanager
 async def _front(nodes: Nodes, options: FrontOptions, console: Console) -> AsyncIterator[Front]:
     host, port = options.host, options.port
-    check_exposure(host, options.token, field="--token")
+    check_exposure(host, options.token, field="--token", others=options.keys_file is not None)
     journal = None if options.journal is None else await asyncio.to_thread(Journal, options.journal)
     front = Front(nodes, say=lambda what: console.print(what, markup=False, soft_wrap=True), journal=journal)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(front.close)
+        app = front_app(front, key=options.token, clients=options.keys_file)
         await front.start()
         try:
-            url = await stack.enter_async_context(served(front_app(front, key=options.token), host, port))
+            url = await stack.enter_async_context(served(app, host, port))
         except OSError as error:
             raise InfrastructureError(f"can't listen on {host}:{port}: {error.strerror}; choose another") from error
         console.print(f"Front at {url}; Ctrl-C ends it.", soft_wrap=True)

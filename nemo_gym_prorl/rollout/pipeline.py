@@ -202,8 +202,7 @@ class Pipeline(RolloutService):
         return begun
 
     def share(self, clients: Mapping[str, float]) -> None:
-        """From now on clients have these shares of slots and bounds; 1 where none is said."""
-        self.store.shares = clients
+        super().share(clients)
         self.scheduler.share(clients)
 
     def request_cancel(self, job: Job, error: RolloutError) -> None:

@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,10 @@ class RolloutService(ABC):
     @abstractmethod
     def status(self) -> StatusView:
         """Counts per stage, pool and state."""
+
+    def share(self, clients: Mapping[str, float]) -> None:
+        """From now on clients have these shares of slots and bounds; 1 where none is said."""
+        self.store.shares = clients
 
     # -- jobs come -----------------------------------------------------------------------------------------------
 

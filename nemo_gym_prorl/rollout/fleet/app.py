@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -15,8 +16,11 @@ from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.fleet.dispatcher import NodeView
 from nemo_gym_prorl.rollout.fleet.front import Front
 from nemo_gym_prorl.rollout.json_route import JsonRoute
+from nemo_gym_prorl.rollout.keys_file import KeysFile
 from nemo_gym_prorl.rollout.metrics import ServiceMetrics
-from nemo_gym_prorl.serving.access import KeyGuard
+from nemo_gym_prorl.rollout.ownership import ROUTES
+from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes
+from nemo_gym_prorl.serving.keys import Scope
 from nemo_gym_prorl.serving.problems import add_problem_handlers, no_other_parameters, problem_responses
 
 
@@ -46,16 +50,24 @@ class _Nodes(Collector):
         yield GaugeMetricFamily("prorl_fleet_lost_tries", "Tries that ended with their node.", value=lost)
 
 
-def front_app(front: Front, *, key: str | None) -> FastAPI:
+SCOPES = RouteScopes({**ROUTES, ("GET", "/server_instances"): Scope.READ})
+
+
+def front_app(front: Front, *, key: str | None, clients: Path | None = None) -> FastAPI:
     """The application of a front.
 
     Args:
         front: started and closed by the caller.
-        key: which every route but ``/healthz`` wants; ``None`` for none.
+        key: its own, which every route but ``/healthz`` wants; ``None`` for none.
+        clients: a file of those with keys of their own besides.
+
+    Raises:
+        CallerError: that cannot be read, or is wrong.
     """
+    keys = None if clients is None else KeysFile(clients, front.share)
     app = FastAPI(title="nemo-gym-prorl fleet")
     add_problem_handlers(app)
-    app.add_middleware(KeyGuard, key=key)
+    app.add_middleware(KeyGuard, key=key, clients=keys.caller if keys else None, scopes=SCOPES)
     app.include_router(rollout_router(front, ServiceMetrics(front, _Nodes(front))))
     router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
 

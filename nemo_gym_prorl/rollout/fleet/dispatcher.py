@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.client_shares import is_within_part
 from nemo_gym_prorl.rollout.fair_queue import FairQueue
 from nemo_gym_prorl.rollout.fleet.carrier import Carrier, Loss
 from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left, Nodes
@@ -118,6 +120,8 @@ class Dispatcher:
         self.placement = Placement()
         self._carriers: dict[str, Carrier] = {}
         self._waiting: dict[str, _Waiting] = {}
+        self._waiting_of: Counter[str] = Counter()
+        self._shares: Mapping[str, float] = {}
         self._queue = FairQueue(lambda client, environment: 0.0)
         self._sent: dict[str, _Waiting] = {}
         """What waited, of the rollouts that are at a node."""
@@ -141,6 +145,16 @@ class Dispatcher:
     def nodes(self) -> Mapping[str, bool]:
         """The nodes that are there, and whether each answers and takes what is new."""
         return {node: not carrier.away for node, carrier in self._carriers.items()}
+
+    def may_wait(self, client: str, bound: int) -> bool:
+        """Whether a client may have one more wait, where ``bound`` may in all: as long as there are fewer, or it has
+        less than its part."""
+        return len(self._waiting) < bound or is_within_part(client, bound, self._waiting_of, self._shares)
+
+    def share(self, clients: Mapping[str, float]) -> None:
+        """From now on clients have these shares of the nodes, in proportion to each other's; 1 where none is said."""
+        self._shares = clients
+        self._queue.share(clients)
 
     def views(self) -> list[NodeView]:
         """What there is to tell of each node."""
@@ -194,7 +208,8 @@ class Dispatcher:
 
     def cancel(self, rollout: str) -> None:
         """The outcome of a rollout is of no use. It is told all the same, when its sandbox is gone."""
-        if (waiting := self._waiting.pop(rollout, None)) is not None:
+        if rollout in self._waiting:
+            waiting = self._no_longer_waits(rollout)
             self._queue.remove(rollout, waiting.client, waiting.priority, "")
             why = "cancelled before it was submitted"
             asyncio.get_running_loop().call_soon(self._on_lost, rollout, Loss.CANCELLED, why)
@@ -298,14 +313,22 @@ class Dispatcher:
 
     def _wait(self, rollout: str, waiting: _Waiting) -> None:
         self._waiting[rollout] = waiting
+        self._waiting_of[waiting.client] += 1
         self._queue.push(rollout, waiting.client, waiting.priority, "")
         self._go_on()
+
+    def _no_longer_waits(self, rollout: str) -> _Waiting:
+        waiting = self._waiting.pop(rollout)
+        self._waiting_of[waiting.client] -= 1
+        if not self._waiting_of[waiting.client]:
+            del self._waiting_of[waiting.client]  # callers name themselves as they like
+        return waiting
 
     def _go_on(self) -> None:
         """Hand over whatever there is room for."""
         while self._queue and self._room():
             rollout = self._queue.pop()
-            waiting = self._waiting.pop(rollout)
+            waiting = self._no_longer_waits(rollout)
             self._queue.holds(waiting.client, 1)
             node = self._choose(waiting)
             assert node is not None, "there is room"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +145,11 @@ class Front(RolloutService):
         return self._environments
 
     def _may_queue(self, client: str, most: int) -> bool:
-        return self.dispatcher.waiting < most
+        return self.dispatcher.may_wait(client, most)
+
+    def share(self, clients: Mapping[str, float]) -> None:
+        super().share(clients)
+        self.dispatcher.share(clients)
 
     def _remember(self, job: Job) -> None:
         super()._remember(job)
@@ -170,10 +174,13 @@ class Front(RolloutService):
         """Have it run under this id, at this node if it is there already."""
         self._controls[job.id].rollout = rollout
         self._jobs[rollout] = job
+        group = job.group
+        if group is not None and job.client in self.store.shares:
+            group = f"{job.client}/{group}"  # another's group of the same name are no siblings; nodes know no shares
         wishes: dict[str, Any] = {
             "environment": job.environment,
             "client": job.client,
-            "group": job.group,
+            "group": group,
             "run": job.run,
             "priority": job.priority,
             "budgets": {stage.value: job.budgets.of(stage) for stage in Stage},

@@ -5,6 +5,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -83,16 +84,22 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    count: int, stages: PoolSizes = SMALL, settings: ServiceSettings = SETTINGS, joined: int | None = None
+    count: int,
+    stages: PoolSizes = SMALL,
+    settings: ServiceSettings = SETTINGS,
+    joined: int | None = None,
+    key: str | None = None,
+    clients: Path | None = None,
 ) -> AsyncIterator[Fleet]:
     """A front before services, of which the first ``joined`` are there, and have said how they are; by default all."""
     async with AsyncExitStack() as stack:
         services = [await stack.enter_async_context(service(stages=stages)) for _ in range(count)]
         there = [it.joined for it in services[: count if joined is None else joined]]
         it = Fleet(services, Changing(there), settings)
+        app = front_app(it.front, key=key, clients=clients)
         await it.front.start()
-        it.url = await stack.enter_async_context(serve(front_app(it.front, key=None)))
-        it.client = await stack.enter_async_context(RolloutClient(it.url))
+        it.url = await stack.enter_async_context(serve(app))
+        it.client = await stack.enter_async_context(RolloutClient(it.url, key))
         async with asyncio.timeout(30):
             while len(it.front.dispatcher.statuses) < len(there):
                 await asyncio.sleep(0.01)
