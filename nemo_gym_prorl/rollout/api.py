@@ -97,6 +97,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     async def submit(body: SubmitRequest, who: Who) -> JobView:
         """Submit a rollout. The same `id` and row again answer with the job that exists."""
         job = await service.accept(submitted_by(who, body.to_request(), service.store))
+        require_own(who, job, "id")  # it may have been another's, long ago
         return JobView.of(job)
 
     @router.post(

@@ -18,6 +18,7 @@ from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.journal.journal import Journal
 from nemo_gym_prorl.rollout.keys_file import KeysFile, hash_of, new_key
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.ownership import ROUTES
@@ -52,9 +53,11 @@ class Service:
 
 
 @asynccontextmanager
-async def service(folder: Path, settings: PipelineSettings = PipelineSettings()) -> AsyncIterator[Service]:
+async def service(
+    folder: Path, settings: PipelineSettings = PipelineSettings(), journal: Journal | None = None
+) -> AsyncIterator[Service]:
     bench = Bench(settings)
-    pipeline = bench.pipeline()
+    pipeline = bench.pipeline(journal)
     path = write(folder / "keys.json", OF["alice"], OF["bob"])
     keys = KeysFile(path, pipeline.share, lambda: asyncio.get_running_loop().time() * 100)
     app = FastAPI()
@@ -99,6 +102,16 @@ async def test_a_job_is_its_clients_and_nobody_elses(tmp_path: Path) -> None:
         assert (await at.admin.get("r")).reward == 1.0
         assert (await at.admin.submit(row(), client="bob")).client == "bob", "on behalf of one"
         assert (await at.admin.submit(row())).client == "default"
+
+
+async def test_what_memory_forgot_is_its_clients_still(tmp_path: Path) -> None:
+    none_kept = PipelineSettings(retain_bytes=1, keep_unread_s=0.0)
+    async with service(tmp_path, none_kept, Journal(str(tmp_path / "journal"))) as at:
+        await at.alice.wait((await at.alice.submit(row(), id="r")).id)
+        assert at.pipeline.store.get("r") is None
+        assert await refused(at.bob.submit(row(), id="r")) == (403, "not-yours", "id")
+        assert await refused(at.bob.get("r")) == (403, "not-yours", None)
+        assert (await at.alice.submit(row(), id="r")).reward == 1.0
 
 
 async def test_groups_of_one_name_do_not_mix(tmp_path: Path) -> None:
