@@ -16,6 +16,7 @@ fetched; the rest begins again.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -176,7 +177,8 @@ class Front(RolloutService):
         self._jobs[rollout] = job
         group = job.group
         if group is not None and job.client in self.store.shares:
-            group = f"{job.client}/{group}"  # another's group of the same name are no siblings; nodes know no shares
+            # Another's group of that name are no siblings, and nodes know of no clients.
+            group = hashlib.blake2b(repr((job.client, group)).encode(), digest_size=16).hexdigest()
         wishes: dict[str, Any] = {
             "environment": job.environment,
             "client": job.client,

@@ -17,7 +17,7 @@ from nemo_gym_prorl.rollout.fleet.front import Front
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.journal.journal import Journal, JournalFails
 from nemo_gym_prorl.rollout.request import JobRequest
-from tests.rollout.command_line import begin, prorl
+from tests.rollout.command_line import TOKEN, begin, prorl
 from tests.rollout.fleet.fleets import Changing, Service, service
 from tests.rollout.fleet.test_front import HELD, ROW, lasting, until
 
@@ -51,7 +51,7 @@ async def command(port: int, journal: Path, *urls: str) -> AsyncIterator[asyncio
 async def test_a_front_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    async with service() as one, service() as other, RolloutClient(f"http://127.0.0.1:{port}") as client:
+    async with service() as one, service() as other, RolloutClient(f"http://127.0.0.1:{port}", TOKEN) as client:
         cursor = "0"
         for life in range(3):
             async with command(port, tmp_path, one.url, other.url):
@@ -109,13 +109,14 @@ async def test_an_end_leaves_rollouts_at_their_nodes_and_a_node_that_is_gone_los
 async def test_a_second_front_is_refused_by_name(tmp_path: Path) -> None:
     async with service() as node:
         journal = Journal(str(tmp_path))
-        code, said = await prorl("fleet", node.url, "--port", "1", "--journal", str(tmp_path))
-        assert code == 1
-        assert f"journal: {tmp_path} is in use by process" in said.replace("\n", " ")
+        second = await begin("", "fleet", node.url, "--port", "1", "--journal", str(tmp_path))
+        said, _ = await asyncio.wait_for(second.communicate(), 60)
+        assert second.returncode == 1
+        assert f"journal: {tmp_path} is in use by process" in said.decode().replace("\n", " ")
         await journal.close()
-        code, said = await prorl("fleet", node.url, "--port", "1", "--journal", "here")
+        code, told = await prorl("fleet", node.url, "--port", "1", "--journal", "here")
         assert code == 1
-        assert "relative" in said
+        assert "relative" in told
 
 
 async def test_what_cannot_be_kept_is_not_taken(tmp_path: Path) -> None:

@@ -12,16 +12,11 @@ from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.fleet.app import front_app
 from nemo_gym_prorl.rollout.fleet.front import Front
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.settings import ServiceSettings
 from nemo_gym_prorl.serving.keys import authorization
 from tests.rollout.fleet.fleets import Changing, fleet
 from tests.rollout.fleet.test_front import HELD, ROW, until
 from tests.rollout.test_keys_file import OF, write
-
-
-WIDE = PoolSizes(init=4, ready=4, run=8, eval=8)
-"""A window of 16."""
 
 
 async def test_a_front_tells_its_clients_apart(tmp_path: Path) -> None:
@@ -48,7 +43,7 @@ async def test_a_front_tells_its_clients_apart(tmp_path: Path) -> None:
         (node,) = there.services
         await until(lambda: len(node.handler.sessions) == 2)
         groups = {job.group for job in node.pipeline.store.live()}
-        assert groups == {"alice/g", "bob/g"}, "at the node they are no siblings"
+        assert len(groups) == 2, "at the node they are no siblings"
         node.handler.let_go.set()
         done = await alice.wait("r")
         assert (done.state, done.group) == (JobState.SUCCEEDED, "g")
@@ -57,25 +52,23 @@ async def test_a_front_tells_its_clients_apart(tmp_path: Path) -> None:
 async def test_who_floods_a_front_has_no_more_than_its_share(tmp_path: Path) -> None:
     keys = write(tmp_path / "keys.json", OF["alice"], OF["bob"])  # 1 to 3
     async with (
-        fleet(1, WIDE, ServiceSettings(max_queued=40), key="admin", clients=keys) as there,
+        fleet(2, settings=ServiceSettings(max_queued=40), key="admin", clients=keys) as there,
         RolloutClient(there.url, "a", patience_s=0) as alice,
         RolloutClient(there.url, "b", patience_s=0) as bob,
     ):
-        for number in range(56):  # a window, and what may wait
+        for number in range(48):  # two windows of 4, and what may wait
             await alice.submit(HELD, id=f"a{number}")
         with pytest.raises(ApiError, match="429: 40 rollouts are waiting"):
             await alice.submit(HELD)
         for number in range(20):
             await bob.submit(HELD, id=f"b{number}")
-        (node,) = there.services
-        node.handler.let_go.set()
-        first = (await there.client.ended("0", wait=20, limit=1)).cursor
-        jobs, cursor = [], first
-        while len(jobs) < 55:
+        for node in there.services:
+            node.handler.let_go.set()
+        cursor, clients = "0", list[str]()
+        while len(clients) < 68:
             page = await there.client.ended(cursor, wait=20, limit=100)
-            jobs, cursor = jobs + page.rollouts, page.cursor
-        after_the_window = [job.client for job in jobs][15:39]
-        assert 15 <= after_the_window.count("bob") <= 20, "three of four, while it has any"
+            clients, cursor = clients + [job.client for job in page.rollouts], page.cursor
+        assert 15 <= clients[8:32].count("bob") <= 20, "three of four, while it has any"
         await alice.submit(ROW)
 
 
