@@ -59,7 +59,7 @@ async def test_who_floods_a_front_has_no_more_than_its_share(tmp_path: Path) -> 
         for number in range(48):  # two windows of 4, and what may wait
             await alice.submit(HELD, id=f"a{number}")
         with pytest.raises(ApiError, match="429: 40 rollouts are waiting"):
-            await alice.submit(HELD)
+            await alice.submit_once(HELD)
         for number in range(20):
             await bob.submit(HELD, id=f"b{number}")
         for node in there.services:
