@@ -70,6 +70,10 @@ class IllegalTransition(RuntimeError):
     """A defect of the service, never of a caller: a job was about to be moved where it cannot go."""
 
 
+_STAGES = tuple(Stage)
+"""To go through an enumeration costs more than all else in making a job."""
+
+
 @dataclass(frozen=True, slots=True)
 class Budgets:
     """How long each stage may work on a job, in seconds per attempt. Queue time is free."""
@@ -81,6 +85,11 @@ class Budgets:
     def of(self, stage: Stage) -> float:
         """The budget of one stage, seconds."""
         return float(getattr(self, stage.value))
+
+    @property
+    def by_stage(self) -> dict[str, float]:
+        """All of them, by their stage's name."""
+        return {"init": self.init, "run": self.run, "eval": self.eval}
 
 
 @dataclass(slots=True)
@@ -266,7 +275,7 @@ class Job:
     held: bool = False
     number: int = 0
     state: JobState = JobState.QUEUED
-    times: dict[Stage, StageTime] = field(default_factory=lambda: {stage: StageTime() for stage in Stage})
+    times: dict[Stage, StageTime] = field(default_factory=lambda: {stage: StageTime() for stage in _STAGES})
     failures: list[Failure] = field(default_factory=list)
     outcome: Outcome | None = None
     finished_at: float | None = None

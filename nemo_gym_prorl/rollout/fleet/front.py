@@ -185,7 +185,7 @@ class Front(RolloutService):
             "group": group,
             "run": job.run,
             "priority": job.priority,
-            "budgets": {stage.value: job.budgets.of(stage) for stage in Stage},
+            "budgets": job.budgets.by_stage,
             "max_attempts": job.max_attempts,
         }
         body = {"row": job.row, **{name: value for name, value in wishes.items() if value is not None}}

@@ -346,10 +346,11 @@ class Journal:
 
     def unfinished(self) -> Iterator[Unfinished]:
         """Jobs of earlier lives without an outcome, as they were accepted. Blocks: for the start."""
+        zstd = zstandard.ZstdDecompressor()
         with self._database.reading() as connection:
             every = select(JOBS, PLACED.c.node, PLACED.c.name).outerjoin(PLACED, PLACED.c.id == JOBS.c.id)
             for row in connection.execute(every.order_by(JOBS.c.seq)):
-                job = job_to_run(row.id, row.asked, row.row)
+                job = job_to_run(row.id, row.asked, zstd.decompress(row.row))
                 yield Unfinished(job, self._database.life - row.life, row.node, row.name)
 
 

@@ -59,8 +59,8 @@ def ended_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[bytes,
 
 
 def job_to_run(job_id: str, asked: bytes, row: bytes) -> Job:
-    """The job of a :func:`job_record` whose row is compressed."""
-    return _job(job_id, orjson.loads(asked), orjson.loads(zstandard.decompress(row)))
+    """The job of a :func:`job_record`."""
+    return _job(job_id, orjson.loads(asked), orjson.loads(row))
 
 
 def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
