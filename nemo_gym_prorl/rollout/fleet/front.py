@@ -112,6 +112,7 @@ class Front:
             say=say,
             moved=self._moved,
             surveyed=self._surveyed,
+            patient=True,
         )
         self._environments: Environments | None = None
         self._controls: dict[str, _Control] = {}
