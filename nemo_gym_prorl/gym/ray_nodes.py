@@ -39,6 +39,8 @@ LOOK_S = 2.0
 """So often Ray is asked which nodes there are."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Before a node on which the servers did not come up is tried again."""
+LATE_S = 60.0
+"""How long an actor may take to start in silence."""
 _END_S = 30.0
 
 _SHARE_S = 5.0
@@ -85,12 +87,14 @@ class NodeActor:
         host = ray.util.get_node_ip_address()
         if order.token is None and not is_loopback(host):
             raise CallerError(f"the node's agent would listen on {host} for everybody: give it a key", field="--token")
-        agent = {"host": host, **({} if order.token is None else {"control_token": order.token})}
+        agent = {} if order.token is None else {"control_token": order.token}
+        # Not in the private file: files that an environment's own names are read after that, and say "loopback".
+        listens = f"++{order.agent}.responses_api_agents.prorl_agent.host={host}"
         context = ray.get_runtime_context()
         node = context.get_node_id()[:12]
         work_dir = order.log_dir / f"node-{node}" if order.log_dir else None
         arguments = dict(order.deployment)
-        overrides = [*arguments.pop("overrides", ()), f"++ray_head_node_address={context.gcs_address}"]
+        overrides = [*arguments.pop("overrides", ()), listens, f"++ray_head_node_address={context.gcs_address}"]
         deployment = GymDeployment(
             **arguments,
             overrides=overrides,
@@ -208,7 +212,9 @@ class RayNodes:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             max_restarts=-1,
         ).remote()
-        actor.share.remote(len(self._actors))
+        begun = asyncio.ensure_future(_quietly(actor.share.remote(len(self._actors))))
+        if not (await asyncio.wait({begun}, timeout=LATE_S))[0]:
+            self._say(f"node {name}: its actor does not start; has another fleet this node, or is it busy?")
         while True:
             joined = False
             try:
