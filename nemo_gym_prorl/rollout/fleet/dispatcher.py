@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -232,6 +232,21 @@ class Dispatcher:
             raise InfrastructureError("its service is not there any more", kind=FailureKind.SESSION_LOST)
         return await self._carriers[node].result(rollout)
 
+    async def kept_turns(self, rollouts: Sequence[str]) -> list[int]:
+        """The turns after which a rollout can be forked that nodes have had under these ids: what the first id has of
+        which any node knows.
+
+        Raises:
+            InfrastructureError: no node answers.
+        """
+        for rollout in rollouts:
+            for carrier in [carrier for carrier in self._carriers.values() if not carrier.away]:
+                with suppress(ApiError, InfrastructureError):
+                    if turns := await carrier.client.checkpoints(rollout):
+                        return turns
+                    break
+        return []
+
     def drain(self, node: str, drained: bool = True) -> None:
         """Give a node nothing new, or again. What it has goes on.
 
@@ -292,7 +307,7 @@ class Dispatcher:
             with suppress(ApiError, InfrastructureError, TimeoutError):
                 async with asyncio.timeout(_ANSWER_S):
                     status = await client.status()
-                if (trouble := status.version_trouble()) and trouble != told:
+                if (trouble := status.version_trouble() or self._folder_trouble(status)) and trouble != told:
                     self._say(f"{node} gets no rollouts: {trouble}")
                 told = trouble or ""
                 self.statuses[node] = status
@@ -303,6 +318,14 @@ class Dispatcher:
                 self._go_on()
             pause = max(SURVEY_S, len(self._carriers) / _SURVEYS_PER_S)
             await asyncio.sleep(pause * random.uniform(0.8, 1.2) if node in self.statuses else 0.2)
+
+    def _folder_trouble(self, status: StatusView) -> str | None:
+        """Why a node could not go on with what others had; the first node's folder is the fleet's."""
+        first = next(iter(self.statuses.values()), status)
+        if status.checkpoint_folder == first.checkpoint_folder:
+            return None
+        its = "has none" if status.checkpoint_folder is None else "is another one"
+        return f"its checkpoint_folder {its} than the other nodes'; set the same at each, or at none"
 
     def _usable(self, node: str) -> None:
         if (carrier := self._carriers.get(node)) is not None:
