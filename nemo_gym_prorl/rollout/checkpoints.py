@@ -40,12 +40,14 @@ class Begin:
         parents: of a fork, those of the rollout that it was forked from.
         turn: after which it was.
         parent: that rollout's id as callers know it.
+        client: whose all of these are; ``None`` where an administrator vouches for them.
     """
 
     tries: tuple[str, ...] = ()
     parents: tuple[str, ...] = ()
     turn: int | None = None
     parent: str | None = None
+    client: str | None = None
 
     @property
     def fork(self) -> dict[str, Any] | None:

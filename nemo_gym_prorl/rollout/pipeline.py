@@ -161,7 +161,7 @@ class Pipeline(RolloutService):
         """Where a job of an earlier life is to begin: where it was, else where it began then."""
         if self.shared is None:
             return None
-        was = job.begin or Begin()
+        was = job.begin or Begin(client=job.client)
         if job.forked_from is not None and not was.parents:
             was = replace(was, parents=(job.forked_from["id"],), turn=job.forked_from["turn"])
         return replace(was, tries=(job.id, *was.tries))
@@ -196,7 +196,9 @@ class Pipeline(RolloutService):
         turn = turn_to_fork(parent.id, turn, kept, ended=parent.state.terminal)
         if (checkpoint := parent.checkpoints.get(turn)) is not None:
             return await self._accept_all(parent, requests, fork=Fork(parent.id, checkpoint))
-        return await self._accept_all(parent, requests, begin=Begin(parents=(parent.id,), turn=turn))
+        return await self._accept_all(
+            parent, requests, begin=Begin(parents=(parent.id,), turn=turn, client=parent.client)
+        )
 
     async def kept_turns(self, rollout: str) -> list[int]:
         job = await self.store.fetch(rollout)

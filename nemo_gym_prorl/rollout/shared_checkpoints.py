@@ -95,7 +95,7 @@ class SharedCheckpoints:
         own = any(self._written.get(one, Path()).parent == folder for one in job.checkpoints.values())
         after = max(((one.turn, one.borrowed) for one in job.checkpoints.values() if one.borrowed), default=None)
         try:
-            path = await asyncio.to_thread(self._write, folder, job.row, checkpoint, after, begin=not own)
+            path = await asyncio.to_thread(self._write, folder, job, checkpoint, after, begin=not own)
         except OSError as error:
             LOGGER.warning("job %s: turn %d is not in %s: %s", job.id, checkpoint.turn, CHECKPOINT_FOLDER, error)
             return
@@ -159,23 +159,24 @@ class SharedCheckpoints:
         return found
 
     def _find(self, begin: Begin, digest: bytes, read: Callable[[bytes], Any]) -> list[tuple[Checkpoint, _Place]]:
+        whose = _whose(begin.client, digest)
         found: list[tuple[Checkpoint, _Place]] = []
         for rollout in begin.tries:
             for _turn, place in sorted(self._line(rollout).items(), reverse=True):
-                if len(found) < _TAKEN and (checkpoint := _read(place[1], digest, read)) is not None:
+                if len(found) < _TAKEN and (checkpoint := _read(place[1], whose, read)) is not None:
                     found.append((checkpoint, place))
             if found:
                 return found
         for rollout in begin.parents:
             there = self._line(rollout).get(begin.turn or 0)
-            if there is not None and (checkpoint := _read(there[1], digest, read)) is not None:
+            if there is not None and (checkpoint := _read(there[1], whose, read)) is not None:
                 return [(checkpoint, there)]
         return []
 
     def _write(
         self,
         folder: Path,
-        row: Mapping[str, Any],
+        job: Job,
         checkpoint: Checkpoint,
         after: tuple[int, str] | None,
         *,
@@ -187,7 +188,7 @@ class SharedCheckpoints:
         if begin and after is not None:
             _put(folder / _AFTER, orjson.dumps(after))
         about = {name: getattr(checkpoint, name) for name in ("turn", "size", "spent_s", "lost")}
-        content = orjson.dumps(about | {"row": row_digest(row).hex()}) + b"\n" + checkpoint.state.pack()
+        content = orjson.dumps(about | _whose(job.client, row_digest(job.row))) + b"\n" + checkpoint.state.pack()
         path = folder / str(checkpoint.turn)
         _put(path, zstandard.ZstdCompressor(level=1, write_checksum=True).compress(content))
         self._sweep()
@@ -223,13 +224,17 @@ def _put(path: Path, content: bytes) -> None:
     fresh.rename(path)
 
 
-def _read(path: Path, digest: bytes, read: Callable[[bytes], Any]) -> Checkpoint | None:
-    """``None`` for one that is gone, damaged, or of another row."""
+def _whose(client: str | None, digest: bytes) -> dict[str, str | None]:
+    return {"row": digest.hex(), "client": client}
+
+
+def _read(path: Path, whose: Mapping[str, str | None], read: Callable[[bytes], Any]) -> Checkpoint | None:
+    """``None`` for one that is gone, damaged, or of another row or client."""
     try:
         about, packed = zstandard.decompress(path.read_bytes()).split(b"\n", 1)
         told = orjson.loads(about)
-        if told["row"] != digest.hex():
-            raise ValueError("it is of another row")
+        if any(told[name] != wanted for name, wanted in whose.items() if wanted is not None):
+            raise ValueError("it is another rollout's")
         state = read(packed)
         return Checkpoint(told["turn"], state, told["size"], told["spent_s"], tuple(told["lost"]))
     except (OSError, zstandard.ZstdError, ValueError, KeyError, TypeError) as error:

@@ -153,6 +153,15 @@ async def test_nobody_goes_on_with_another_row(services: tuple[Service, Service]
     assert (await other.went_on("try-2", "try-1", row={"task": 2})).latest_checkpoint is None
 
 
+async def test_nobody_goes_on_with_what_another_client_had_under_the_id(services: tuple[Service, Service]) -> None:
+    one, other = services
+    await one.keep(one.job("r"), 1)
+    for client, there in (("default", True), ("bob", False)):
+        job = other.job("r", Begin(("r",), client=client))
+        await other.shared.give(job, unpack)
+        assert bool(job.checkpoints) is there
+
+
 async def test_what_was_left_under_an_id_is_no_part_of_another_rollout(services: tuple[Service, Service]) -> None:
     one, _ = services
     await one.keep(one.job("r"), 1, 2, 3)

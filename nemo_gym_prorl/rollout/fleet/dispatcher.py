@@ -232,20 +232,25 @@ class Dispatcher:
             raise InfrastructureError("its service is not there any more", kind=FailureKind.SESSION_LOST)
         return await self._carriers[node].result(rollout)
 
-    async def kept_turns(self, rollouts: Sequence[str]) -> list[int]:
-        """The turns after which a rollout can be forked that nodes have had under these ids: what the first id has of
-        which any node knows.
-
-        Raises:
-            InfrastructureError: no node answers.
-        """
+    async def kept_turns(self, rollouts: Sequence[str]) -> list[int] | None:
+        """The turns after which a rollout can be forked that nodes have had under these ids: those of the first id of
+        which there are any. ``None`` if no node answers."""
         for rollout in rollouts:
-            for carrier in [carrier for carrier in self._carriers.values() if not carrier.away]:
-                with suppress(ApiError, InfrastructureError):
-                    if turns := await carrier.client.checkpoints(rollout):
-                        return turns
-                    break
+            turns = await self._kept_turns(rollout)
+            if turns is None or turns:
+                return turns
         return []
+
+    async def _kept_turns(self, rollout: str) -> list[int] | None:
+        for carrier in [carrier for carrier in self._carriers.values() if not carrier.away]:
+            try:
+                return await carrier.client.checkpoints(rollout)
+            except ApiError as error:
+                if error.problem.status == 404:
+                    return []
+            except InfrastructureError:
+                continue
+        return None
 
     def drain(self, node: str, drained: bool = True) -> None:
         """Give a node nothing new, or again. What it has goes on.
@@ -324,8 +329,8 @@ class Dispatcher:
         first = next(iter(self.statuses.values()), status)
         if status.checkpoint_folder == first.checkpoint_folder:
             return None
-        its = "has none" if status.checkpoint_folder is None else "is another one"
-        return f"its checkpoint_folder {its} than the other nodes'; set the same at each, or at none"
+        its = "is not set" if status.checkpoint_folder is None else "is another one"
+        return f"its checkpoint_folder {its}, unlike the first node's; set the same at each, or at none"
 
     def _usable(self, node: str) -> None:
         if (carrier := self._carriers.get(node)) is not None:

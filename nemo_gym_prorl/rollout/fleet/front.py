@@ -196,7 +196,7 @@ class Front(RolloutService):
             "priority": job.priority,
             "budgets": {stage.value: job.budgets.of(stage) for stage in Stage},
             "max_attempts": job.max_attempts,
-            "begin": asdict(begin) if begin != Begin() else None,
+            "begin": {name: told for name, told in asdict(begin).items() if told} or None,
         }
         body = {"row": job.row, **{name: value for name, value in wishes.items() if value is not None}}
         self.dispatcher.submit(rollout, body, node=node)
@@ -211,7 +211,12 @@ class Front(RolloutService):
 
     async def kept_turns(self, rollout: str) -> list[int]:
         job = await self.store.fetch(rollout)
-        return await self.dispatcher.kept_turns(job.tries[::-1]) if job is not None and self._shares else []
+        if job is None or not self._shares:
+            return []
+        turns = await self.dispatcher.kept_turns(job.tries[::-1])
+        if turns is None:
+            raise NoNodes("no node answers; try again later")
+        return turns
 
     def request_cancel(self, job: Job, error: RolloutError) -> None:
         control = self._controls.get(job.id)

@@ -92,7 +92,7 @@ def _job(job_id: str, told: dict[str, Any], row: dict[str, Any] | bytes) -> Job:
     job = Job(job_id, row, bytes.fromhex(told["digest"]), **asked)
     job.tries = told.get("tries", [])
     if (begin := told.get("begin")) is not None:
-        job.begin = Begin(tuple(begin["tries"]), tuple(begin["parents"]), begin["turn"], begin["parent"])
+        job.begin = Begin(**begin | {name: tuple(begin[name]) for name in ("tries", "parents")})
     return job
 
 

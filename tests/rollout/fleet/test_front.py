@@ -150,7 +150,7 @@ async def test_a_node_with_another_folder_is_named_and_gets_nothing(
         said = [what for what in there.said if "checkpoint_folder" in what]
         assert len(said) == 2
         assert "is another one" in said[0]
-        assert "has none" in said[1]
+        assert "is not set" in said[1]
 
 
 async def test_a_next_try_is_told_of_those_before_it() -> None:
