@@ -45,10 +45,11 @@ from nemo_gym_prorl.sandbox.images.building.default import KERNEL
 from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.serving import open_files
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
+from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 from nemo_gym_prorl.serving.problems import add_problem_handlers
 from nemo_gym_prorl.serving.server_config import ServerConfig
 from nemo_gym_prorl.serving.starter import end_with_starter
-from nemo_gym_prorl.task_sandboxes import TaskSandboxes
+from nemo_gym_prorl.task_sandboxes import OURS, TaskSandboxes
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import TOOL_NUMBERS, TOOL_USE, HasEnd, SandboxNeeds, Task
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
@@ -150,7 +151,10 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
         """Refuse what no session could be had with, before any rollout."""
         config = self.config
         if config.sandbox_provider is not None:
-            provider = resolve_provider_config(config.sandbox_provider, self.server_client.global_config_dict)
+            everything = self.server_client.global_config_dict
+            provider = resolve_provider_config(config.sandbox_provider, everything)
+            if (folder := everything.get(CHECKPOINT_FOLDER)) is not None and OURS in provider:
+                provider = {OURS: {**(provider[OURS] or {}), "snapshots": str(folder)}}
             self._sandboxes = TaskSandboxes(
                 provider, config.image, rows_name_images=self.rows_name_images, own_image=self.own_image
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import orjson
@@ -47,9 +48,11 @@ from nemo_gym_prorl.rollout.ownership import ROUTES, own_key, submitted_by
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, NotYours
 from nemo_gym_prorl.rollout.rows import WISHES, read_json
+from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
 from nemo_gym_prorl.rollout.trajectory import TRAJECTORY, gym_reads_trajectories, ng_trajectory
 from nemo_gym_prorl.rollout.wire import wire_router
 from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes, caller_in
+from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 from nemo_gym_prorl.serving.problems import ProblemError
 from nemo_gym_prorl.serving.tls import also_by_tls, check_certificate
 
@@ -96,7 +99,9 @@ class AgentService:
         environments = gym_environments(config, self._servers, base)
         keep = config.journal_keep_s, config.journal_keep_bytes
         journal = None if config.journal is None else Journal(config.journal, *keep)
-        self.pipeline = Pipeline(environments, config.pipeline_settings(), journal=journal)
+        folder = gym_config.get(CHECKPOINT_FOLDER)
+        shared = None if folder is None else SharedCheckpoints(Path(str(folder)), config.checkpoint_s)
+        self.pipeline = Pipeline(environments, config.pipeline_settings(), journal=journal, shared=shared)
         self.metrics = PipelineMetrics(self.pipeline)
         self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
         self._clients = KeysFile(config.keys_file, self.pipeline.share) if config.keys_file is not None else None

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import orjson
 
@@ -57,6 +57,32 @@ class GymCheckpoint:
         """The output items, made anew."""
         return [item for items in self.items for item in orjson.loads(items)]
 
+    def pack(self) -> bytes:
+        """All of it, for other services."""
+        parts = {
+            "path": self.path,
+            "session": self.session,
+            "told": [orjson.Fragment(b"[%b]" % turns) for turns in self.turns.told],
+            "began": self.turns.began,
+            "answers": self.turns.answers,
+            "waited_s": self.turns.waited_s,
+            "items": [orjson.Fragment(items) for items in self.items],
+            "envelope": orjson.Fragment(self.envelope),
+            "pending": self.pending,
+            "progress": orjson.Fragment(self.progress),
+        }
+        return orjson.dumps(parts)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Self:
+        """What was packed."""
+        parts = orjson.loads(packed)
+        told = tuple(orjson.dumps(turns)[1:-1] for turns in parts["told"])
+        turns = SavedTurns(told, parts["began"], tuple(parts["answers"]), parts["waited_s"])
+        items = tuple(map(orjson.dumps, parts["items"]))
+        envelope, progress = orjson.dumps(parts["envelope"]), orjson.dumps(parts["progress"])
+        return cls(parts["path"], parts["session"], turns, items, envelope, parts["pending"], progress)
+
 
 class Keeper:
     """Takes the checkpoints of one attempt, and has it begin from one.
@@ -68,7 +94,7 @@ class Keeper:
         conversation: with the policy.
         progress: of the rollout.
         every: a checkpoint is taken after so many turns; ``None`` for none.
-        keep: takes it.
+        keep: takes it; when it returns, the rollout goes on.
         refused_s: seconds so far in which tools refused to work.
         begin: the checkpoint that the session began from.
     """
@@ -81,7 +107,7 @@ class Keeper:
         conversation: Conversation,
         progress: Progress,
         every: int | None,
-        keep: Callable[[Checkpoint], None],
+        keep: Callable[[Checkpoint], Awaitable[None]],
         refused_s: Callable[[], float],
         begin: Checkpoint | None,
     ) -> None:
@@ -146,4 +172,4 @@ class Keeper:
         spent_s = time.monotonic() - self._begun_at - turns.waited_s - self._refused_s()
         spent_s += self._begin.spent_s if self._begin else 0.0
         size = session["size"] + len(added) + len(turns.new)
-        self._keep(Checkpoint(self._progress.turns, state, size, spent_s, tuple(session["lost"])))
+        await self._keep(Checkpoint(self._progress.turns, state, size, spent_s, tuple(session["lost"])))

@@ -36,7 +36,7 @@ from nemo_gym_prorl.failures import (
     Stage,
     TaskError,
 )
-from nemo_gym_prorl.handlers.checkpoints import Keeper
+from nemo_gym_prorl.handlers.checkpoints import GymCheckpoint, Keeper
 from nemo_gym_prorl.handlers.conversation import Conversation, waited
 from nemo_gym_prorl.handlers.failure_rows import empty_response, failure_row
 from nemo_gym_prorl.handlers.farewells import Farewells
@@ -46,6 +46,7 @@ from nemo_gym_prorl.handlers.tool_answers import ToolAnswers, Trouble
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits, ToolLoop
 from nemo_gym_prorl.rollout.checkpoints import Checkpoint
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.shared_checkpoints import begins_anew
 from nemo_gym_prorl.rollout.tasks import begin
 
 
@@ -303,6 +304,10 @@ class GymEnvironmentHandler:
             answer = await self._server.post(f"{path}/forget", {"snapshots": snapshots}, CookieJar())
             require_ok(answer, f"{self._server.name} {path}/forget", FailureKind.PROVIDER_UNAVAILABLE)
 
+    def unpack(self, packed: bytes) -> GymCheckpoint:
+        """The state of a checkpoint that another service has taken."""
+        return GymCheckpoint.unpack(packed)
+
     async def _seed_or_resume(self, job: Job) -> GymSession:
         """A session that goes on from the job's latest checkpoint that is still there; else a fresh one.
 
@@ -322,8 +327,8 @@ class GymEnvironmentHandler:
             session.checkpoint = checkpoint
             job.resume_at(checkpoint)
             return session
-        if job.forked_from is not None:
-            raise CallerError(f"what it was to begin from is gone: {gone}", field="turn")
+        if gone or job.forked_from is not None:
+            begins_anew(job, gone)
         return await self._seed("/seed_session", job.row)
 
     async def _seed(self, path: str, asked: dict[str, Any]) -> GymSession:

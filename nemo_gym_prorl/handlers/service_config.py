@@ -22,7 +22,7 @@ from nemo_gym_prorl.rollout.job import Budgets
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import BudgetsModel, Identifier, Seconds
 from nemo_gym_prorl.rollout.settings import JOURNAL_KEEP_BYTES, JOURNAL_KEEP_S, PipelineSettings
-from nemo_gym_prorl.serving.known_keys import KnownKeys
+from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER, KnownKeys
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -102,7 +102,8 @@ class ServiceConfig(EnvironmentSettings):
     def misplaced_keys(cls) -> Mapping[str, str]:
         """Those of an environment that the default one has not."""
         own = EnvironmentConfig.model_fields.keys() - cls.model_fields.keys()
-        return dict.fromkeys(own, "to one of the `environments`: the default one takes what no other does")
+        environments = dict.fromkeys(own, "to one of the `environments`: the default one takes what no other does")
+        return environments | {CHECKPOINT_FOLDER: "at the top of the configuration: the environments' servers read it"}
 
     further_model_servers: list[str] = Field(default_factory=list)
     """Instances that share the rollouts with the one in ``model_server``, each rollout staying at one of them."""

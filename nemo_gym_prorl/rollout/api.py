@@ -27,6 +27,7 @@ from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
     CancelRequest,
+    CheckpointsView,
     DrainAnswer,
     DrainRequest,
     ForkAnswer,
@@ -120,6 +121,16 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         wanted = (body or ForkRequest()).to_requests(parent, n)
         jobs = await service.fork(parent, turn, [submitted_by(who, one, service.store) for one in wanted])
         return ForkAnswer(rollouts=[JobView.of(job) for job in jobs])
+
+    @router.get("/v1/rollouts/{rollout_id}/checkpoints", tags=["rollouts"], responses=problem_responses(403, 404, 422))
+    async def checkpoints(rollout_id: str, who: Who) -> CheckpointsView:
+        """Where it can be forked. Administrators may ask of other services' rollouts by which this one can go on."""
+        if (job := await service.store.fetch(rollout_id)) is not None:
+            require_own(who, job)
+        turns = await service.kept_turns(rollout_id) if job is not None or who.is_admin else []
+        if job is None and not turns:
+            raise ProblemError(404, "unknown-rollout", f"no rollout {rollout_id!r}")
+        return CheckpointsView(turns=turns)
 
     @router.get(
         "/v1/rollouts/{rollout_id}",

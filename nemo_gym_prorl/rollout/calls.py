@@ -38,9 +38,11 @@ from nemo_gym_prorl.rollout.handler import (
     KeepsCheckpoints,
     TellsUnreachable,
     TellsWaiting,
+    UnpacksCheckpoints,
 )
 from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.masks import is_masked, masked
+from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints, begins_anew
 from nemo_gym_prorl.rollout.tasks import begin
 from nemo_gym_prorl.rollout.tokens import take_tokens
 
@@ -58,10 +60,18 @@ class HandlerCalls:
         handlers: them, by environment.
         release_s: how long a session may take to be released.
         cancel_grace_s: how long a call that was cancelled may take to come back before it is abandoned.
+        shared: where checkpoints of other services are.
     """
 
-    def __init__(self, handlers: Environments, release_s: float, cancel_grace_s: float) -> None:
+    def __init__(
+        self,
+        handlers: Environments,
+        release_s: float,
+        cancel_grace_s: float,
+        shared: SharedCheckpoints | None = None,
+    ) -> None:
         self._handlers = handlers
+        self._shared = shared
         self._release_s = release_s
         self._cancel_grace_s = cancel_grace_s
         self.abandoned = 0
@@ -76,6 +86,8 @@ class HandlerCalls:
         try:
             handler = self._handlers.get(job.environment)
             if stage is Stage.INIT:
+                if job.begin is not None:
+                    await self._begin(job, handler)
                 return await handler.init(job)
             if stage is Stage.RUN:
                 return self._trajectory(job, await handler.run(job, job.session))
@@ -83,6 +95,15 @@ class HandlerCalls:
             return self._scored(job, await handler.eval(job, job.trajectory))
         except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop, and with it everybody's rollouts
             raise _no_exception(error, job, stage) from error
+
+    async def _begin(self, job: Job, handler: AgentHandler) -> None:
+        if self._shared is None:
+            if job.forked_from is not None:
+                begins_anew(job, "this service has no checkpoint_folder")
+        elif not isinstance(handler, UnpacksCheckpoints):
+            begins_anew(job, f"handler {job.handler!r} takes no checkpoints of other services")
+        else:
+            await self._shared.give(job, handler.unpack)
 
     def result_of(self, task: asyncio.Task[Any], job: Job, stage: Stage) -> Any:
         """What the task of a finished :meth:`work` gave.

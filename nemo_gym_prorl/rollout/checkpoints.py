@@ -5,7 +5,8 @@
 What is in one is its handler's matter; here is how long it is kept. Of a job without its outcome the latest one always
 is, since it may be needed; all others are erased over a bound of bytes, those of jobs that ended longest ago first, or
 when their job has ended for so long. Several jobs may share one, as those that were forked there: it is erased when
-none has it any more.
+none has it any more. Where services share a folder (:mod:`~.shared_checkpoints`) a job may begin from what another
+service has taken, and then erases.
 """
 
 from __future__ import annotations
@@ -13,11 +14,45 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 
 if TYPE_CHECKING:
     from nemo_gym_prorl.rollout.job import Job
+    from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """The state of a checkpoint that others than its service can go on from."""
+
+    def pack(self) -> bytes:
+        """All of it; its handler's ``unpack`` makes the state of that."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Where a job is to begin that other services have had, or had a parent of.
+
+    Attributes:
+        tries: ids of its earlier tries, the latest first; where none has left anything, the job begins anew.
+        parents: of a fork, those of the rollout that it was forked from.
+        turn: after which it was.
+        parent: that rollout's id as callers know it.
+        client: whose all of these are; ``None`` where an administrator vouches for them.
+    """
+
+    tries: tuple[str, ...] = ()
+    parents: tuple[str, ...] = ()
+    turn: int | None = None
+    parent: str | None = None
+    client: str | None = None
+
+    @property
+    def fork(self) -> dict[str, Any] | None:
+        """As callers are told of it."""
+        return {"id": self.parent or self.parents[0], "turn": self.turn, "lost": []} if self.parents else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +65,7 @@ class Checkpoint:
         size: of what is kept for it, in bytes.
         spent_s: what the rollout had used of RUN's budget.
         lost: in a word each, what of its environment can't be carried over.
+        borrowed: the id under which another service has taken it, whose it is to erase.
     """
 
     turn: int
@@ -37,6 +73,7 @@ class Checkpoint:
     size: int
     spent_s: float = 0.0
     lost: tuple[str, ...] = ()
+    borrowed: str = ""
 
 
 class Checkpoints:
@@ -47,6 +84,7 @@ class Checkpoints:
         keep_s: how long those of a job are kept that has ended.
         erase: erases some that no job has any more; told of which environment they are.
         clock: monotonic seconds.
+        shared: where other services find them, too.
     """
 
     def __init__(
@@ -55,16 +93,26 @@ class Checkpoints:
         keep_s: float,
         erase: Callable[[str, list[Checkpoint]], None],
         clock: Callable[[], float],
+        shared: SharedCheckpoints | None = None,
     ) -> None:
         self._most_bytes = most_bytes
         self._keep_s = keep_s
         self._erase = erase
         self._clock = clock
+        self._shared = shared
         self._holders: Counter[Checkpoint] = Counter()
         self._live: OrderedDict[Job, None] = OrderedDict()
         self._ended: OrderedDict[Job, float] = OrderedDict()
         self.bytes = 0
         """What all take."""
+
+    async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
+        """A job has taken one, and goes on when it is where others find it."""
+        try:
+            if self._shared is not None:
+                await self._shared.write(job, checkpoint)
+        finally:
+            self.add(job, checkpoint)
 
     def add(self, job: Job, checkpoint: Checkpoint) -> None:
         """A job has one more."""

@@ -35,6 +35,7 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
+    CheckpointsView,
     DrainAnswer,
     JobView,
     Listing,
@@ -129,6 +130,10 @@ class RolloutClient:
         form."""
         query = {"wait": wait, "tokens": tokens.value}
         return await self._call(JobView, "GET", _path(rollout_id), query=query)
+
+    async def checkpoints(self, rollout_id: str) -> list[int]:
+        """The turns after which it can be forked."""
+        return (await self._call(CheckpointsView, "GET", f"{_path(rollout_id)}/checkpoints")).turns
 
     async def wait(self, rollout_id: str) -> JobView:
         """The rollout when it has its outcome, however long that takes."""

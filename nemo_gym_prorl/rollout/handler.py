@@ -106,6 +106,17 @@ class KeepsCheckpoints(Protocol):
 
 
 @runtime_checkable
+class UnpacksCheckpoints(Protocol):
+    """Optional: a handler whose jobs can go on from a checkpoint that another service has taken; its states have
+    ``pack`` (:class:`~.checkpoints.Packs`)."""
+
+    def unpack(self, packed: bytes) -> Any:
+        """The state that was packed. Whatever of ``ValueError``, ``KeyError`` and ``TypeError`` it raises says that it
+        is damaged. Called in a thread."""
+        ...
+
+
+@runtime_checkable
 class EndsScoring(Protocol):
     """Optional: a handler whose scoring may go on though the call was cut short, as where it is a server's."""
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 import orjson
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage, clean_text
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint, Checkpoints
+from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint, Checkpoints
 from nemo_gym_prorl.rollout.cohorts import Member
 from nemo_gym_prorl.rollout.steps import NO_STEPS, Step
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS, Turn, packed, put_tokens, take_tokens
@@ -258,6 +258,8 @@ class Job:
         spent_s: what attempts before this one have used of RUN's budget, up to the turn where this one goes on.
         resumed: where attempts went on: after which ``turn``, and what of the environment was ``lost``.
         forked_from: the ``id`` of the job at whose checkpoint it began, after which ``turn``, and what was ``lost``.
+        begin: where it is to go on that is looked for in INIT.
+        tries: of a front's job, its ids at nodes so far.
     """
 
     id: str
@@ -291,16 +293,18 @@ class Job:
     resumed: list[dict[str, Any]] = field(default_factory=list)
     forked_from: dict[str, Any] | None = None
     shelf: Checkpoints | None = None
+    begin: Begin | None = None
+    tries: list[str] = field(default_factory=list)
 
     @property
     def latest_checkpoint(self) -> Checkpoint | None:
         """Where an attempt goes on, if anywhere."""
         return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
-    def keep_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """A handler has taken one."""
+    async def keep_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """A handler has taken one; returns when it is as safe as it gets."""
         assert self.shelf is not None, "the pipeline keeps them"
-        self.shelf.add(self, checkpoint)
+        await self.shelf.keep(self, checkpoint)
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         """It turned out to be of no use."""
@@ -310,7 +314,8 @@ class Job:
     def resume_at(self, checkpoint: Checkpoint) -> None:
         """This attempt goes on from there; what was spent until then is spent."""
         self.spent_s = checkpoint.spent_s
-        if self.times[Stage.INIT].attempts > 1:
+        begun_at = self.forked_from["turn"] if self.forked_from else 0
+        if self.times[Stage.INIT].attempts > 1 or checkpoint.turn > begun_at:
             self.resumed.append({"turn": checkpoint.turn, "lost": [*checkpoint.lost]})
 
     @property

@@ -46,6 +46,7 @@ ROUTES = MappingProxyType(
             [
                 ("GET", "/v1/rollouts"),
                 ("GET", "/v1/rollouts/{rollout_id}"),
+                ("GET", "/v1/rollouts/{rollout_id}/checkpoints"),
                 ("GET", "/v1/events"),
                 ("GET", "/status"),
                 ("GET", "/metrics"),
@@ -95,7 +96,7 @@ def submitted_by(caller: Caller, wanted: JobRequest, store: JobStore) -> JobRequ
     """A job as its caller may submit it: under the name that belongs to its key.
 
     Raises:
-        NotYours: it names another client.
+        NotYours: it names another client, or where other services had a rollout, which may be anybody's.
         CallerError: its priority would go before other clients' rollouts, whatever their shares.
         JobConflict: its id is another client's.
     """
@@ -105,6 +106,8 @@ def submitted_by(caller: Caller, wanted: JobRequest, store: JobStore) -> JobRequ
         wanted = replace(wanted, client=caller.name)
     if caller.is_admin:
         return wanted
+    if wanted.begin is not None:
+        raise NotYours("is for administrators; fork a rollout of your own", field="begin")
     if wanted.client != caller.name:
         raise NotYours(
             f"{wanted.client!r} is not the client of this key, {caller.name!r}; leave it out", field="client"

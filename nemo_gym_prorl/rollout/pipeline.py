@@ -29,15 +29,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from nemo_gym_prorl.failures import (
     BudgetExceeded,
     CallerError,
     Failure,
     FailureKind,
     InfrastructureError,
-    JobCancelled,
     RolloutError,
     Stage,
     classify,
@@ -45,15 +42,16 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.rollout.attempts import Attempt
 from nemo_gym_prorl.rollout.calls import HandlerCalls
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint, Checkpoints
+from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint, Checkpoints
 from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory
 from nemo_gym_prorl.rollout.outages import Outage, OutageWatch
-from nemo_gym_prorl.rollout.request import CheckpointsForgotten, Fork, JobRequest, NoCheckpoint
+from nemo_gym_prorl.rollout.request import Fork, JobRequest, turn_to_fork
 from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
 from nemo_gym_prorl.rollout.schemas import StatusView
 from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
 from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
 from nemo_gym_prorl.serving.tracing import SpanGroup, failed, note, span
 
 
@@ -103,6 +101,7 @@ class Pipeline(RolloutService):
         settings: bounds and defaults.
         clock: monotonic seconds; what stages are charged by.
         journal: what keeps its jobs over a restart, if anything; closed with it. Call :meth:`start` then.
+        shared: where other services find its checkpoints, and it theirs.
     """
 
     def __init__(
@@ -111,20 +110,22 @@ class Pipeline(RolloutService):
         settings: PipelineSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         journal: Journal | None = None,
+        shared: SharedCheckpoints | None = None,
     ) -> None:
+        self.shared = shared
         self.environments = environments
         self.settings = settings or PipelineSettings()
         super().__init__(self.settings, clock, journal)
         every = [environments.environment(name) for name in environments.names]
         cohorts = {environment.name: environment.scores_groups_of for environment in every}
         self.scheduler = StageScheduler(self.settings.stages, environments.shares, cohorts)
-        self._calls = HandlerCalls(environments, self.settings.release_s, self.settings.cancel_grace_s)
+        self._calls = HandlerCalls(environments, self.settings.release_s, self.settings.cancel_grace_s, shared)
         self._outages = OutageWatch(
             self._calls, self.scheduler, self._carry_out, self._give_up_waiting, clock, self.settings.probe_s
         )
         self._clock = clock
         self.checkpoints = Checkpoints(
-            self.settings.checkpoint_bytes, self.settings.checkpoint_s, self._erase_checkpoints, clock
+            self.settings.checkpoint_bytes, self.settings.checkpoint_s, self._erase_checkpoints, clock, shared
         )
         self._controls: dict[str, _Control] = {}
 
@@ -144,8 +145,9 @@ class Pipeline(RolloutService):
             return
         for job, lives, *_ in self.store.journal.unfinished():
             job.failures.append(restarted(lives))
-            if job.environment in self.environments.names and job.forked_from is None:
+            if job.environment in self.environments.names and (job.forked_from is None or self.shared is not None):
                 job.handler = self.environments.environment(job.environment).handler
+                job.shelf, job.begin = self.checkpoints, self._begin_again(job)
                 self._take_on(job)
                 continue
             self._remember(job)
@@ -154,6 +156,15 @@ class Pipeline(RolloutService):
             )
             gone = InfrastructureError(f"the service was restarted without {what}")
             self._finish(job, Outcome(JobState.FAILED, {}, failure=classify(gone, None)))
+
+    def _begin_again(self, job: Job) -> Begin | None:
+        """Where a job of an earlier life is to begin: where it was, else where it began then."""
+        if self.shared is None:
+            return None
+        was = job.begin or Begin(client=job.client)
+        if job.forked_from is not None and not was.parents:
+            was = replace(was, parents=(job.forked_from["id"],), turn=job.forked_from["turn"])
+        return replace(was, tries=(job.id, *was.tries))
 
     # -- callers -------------------------------------------------------------------------------------------------
 
@@ -167,7 +178,6 @@ class Pipeline(RolloutService):
         job = super()._new(request, digest, bounded=bounded)
         job.shelf = self.checkpoints
         if request.fork is not None:
-            job.forked_from = request.fork.told()
             self.checkpoints.add(job, request.fork.checkpoint)
         return job
 
@@ -179,27 +189,21 @@ class Pipeline(RolloutService):
         self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment, job.group))
 
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
-        kept = sorted(parent.checkpoints)
+        kept = await self.kept_turns(parent.id)
         if not kept and self.environments.environment(parent.environment).checkpoint_turns is None:
             reason = f"environment {parent.environment!r} takes no checkpoints; set its checkpoint_turns"
             raise CallerError(reason, field="environment")
-        if not kept and parent.state.terminal:
-            raise CheckpointsForgotten(f"the checkpoints of rollout {parent.id!r} are erased, or it had none")
-        checkpoint = parent.latest_checkpoint if turn is None else parent.checkpoints.get(turn)
-        if checkpoint is None:
-            there = f"there are those after turn {', '.join(map(str, kept))}" if kept else "there is none yet"
-            raise NoCheckpoint(f"rollout {parent.id!r} has no checkpoint after turn {turn}; {there}", field="turn")
-        begun: list[Job] = []
-        try:
-            for request in requests:
-                row = orjson.loads(orjson.dumps(parent.row))
-                wanted = replace(request, row=row, run=parent.run, environment=parent.environment)
-                begun.append(await self.accept(replace(wanted, fork=Fork(parent.id, checkpoint))))
-        except CallerError:
-            for job in begun:
-                self.request_cancel(job, JobCancelled("its siblings could not be taken on"))
-            raise
-        return begun
+        turn = turn_to_fork(parent.id, turn, kept, ended=parent.state.terminal)
+        if (checkpoint := parent.checkpoints.get(turn)) is not None:
+            return await self._accept_all(parent, requests, fork=Fork(parent.id, checkpoint))
+        return await self._accept_all(
+            parent, requests, begin=Begin(parents=(parent.id,), turn=turn, client=parent.client)
+        )
+
+    async def kept_turns(self, rollout: str) -> list[int]:
+        job = await self.store.fetch(rollout)
+        shared = await self.shared.turns(rollout) if self.shared is not None else ()
+        return sorted({*shared, *(job.checkpoints if job is not None else ())})
 
     def share(self, clients: Mapping[str, float]) -> None:
         super().share(clients)
@@ -450,12 +454,17 @@ class Pipeline(RolloutService):
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
         if job.checkpoints:
-            self.checkpoints.ended(job, keep=not job.held and outcome.state is not JobState.CANCELLED)
+            # One that another service cancels here, since it was cut off, may go on there.
+            wanted = outcome.state is not JobState.CANCELLED or self.shared is not None
+            self.checkpoints.ended(job, keep=not job.held and wanted)
         del self._controls[job.id]
         super()._finish(job, outcome)
 
     def _erase_checkpoints(self, environment: str, checkpoints: list[Checkpoint]) -> None:
-        self._spawn(self._calls.forget(environment, checkpoints))
+        if own := [one for one in checkpoints if not one.borrowed]:
+            self._spawn(self._calls.forget(environment, own))
+            if self.shared is not None:
+                self._spawn(self.shared.erase(own))
 
     def _begin(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
         """Do something for a job, in the context of who submitted it."""

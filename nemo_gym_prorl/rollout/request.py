@@ -8,14 +8,14 @@ A refusal is an error of the caller and comes before a job exists: nothing has t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from nemo_gym_prorl.failures import CallerError, Stage
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint
+from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint
 
 
 NO_CLIENT = "default"
@@ -74,6 +74,28 @@ class Draining(CallerError):
     retry_after_s = 30
 
 
+def turn_to_fork(rollout: str, turn: int | None, kept: Sequence[int], *, ended: bool) -> int:
+    """After which turn a rollout is forked: the wanted one, by default the latest.
+
+    Args:
+        rollout: its id.
+        turn: that is wanted.
+        kept: those that there are checkpoints of, in order.
+        ended: it has its outcome.
+
+    Raises:
+        NoCheckpoint: of that turn.
+        CheckpointsForgotten: of any, and there will be none.
+    """
+    if not kept and ended:
+        raise CheckpointsForgotten(f"the checkpoints of rollout {rollout!r} are erased, or it had none")
+    wanted = kept[-1] if turn is None and kept else turn
+    if wanted is None or wanted not in kept:
+        there = f"there are those after turn {', '.join(map(str, kept))}" if kept else "there is none yet"
+        raise NoCheckpoint(f"rollout {rollout!r} has no checkpoint after turn {turn}; {there}", field="turn")
+    return wanted
+
+
 @dataclass(frozen=True, slots=True)
 class Fork:
     """Where a job begins that shares the first turns of another one."""
@@ -95,6 +117,7 @@ class JobRequest:
     ``budgets``: seconds by stage; those left out are the environment's.
     ``held``: the caller holds a connection for the job and takes its result away, so nobody else joins it.
     ``fork``: it begins where another job was after a turn.
+    ``begin``: the same, of jobs at other services, or where it was itself at one that is lost.
     """
 
     row: dict[str, Any]
@@ -108,6 +131,14 @@ class JobRequest:
     max_attempts: int | None = None
     held: bool = False
     fork: Fork | None = None
+    begin: Begin | None = None
+
+    @property
+    def forked_from(self) -> dict[str, Any] | None:
+        """As callers are told; ``None`` of what is no fork."""
+        if self.fork is not None:
+            return self.fork.told()
+        return self.begin.fork if self.begin is not None else None
 
     def digest(self) -> bytes:
         """What tells two jobs of one id apart.
@@ -116,7 +147,7 @@ class JobRequest:
             CallerError: the row cannot be written as JSON.
         """
         digest = row_digest(self.row)
-        return digest if self.fork is None else row_digest({"row": digest.hex(), "fork": self.fork.told()})
+        return digest if self.forked_from is None else row_digest({"row": digest.hex(), "fork": self.forked_from})
 
 
 def row_digest(row: Mapping[str, Any]) -> bytes:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import InitErrorDetails
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, Origin, Stage
+from nemo_gym_prorl.rollout.checkpoints import Begin
 from nemo_gym_prorl.rollout.job import Job, JobState, StageTime
 from nemo_gym_prorl.rollout.request import NO_CLIENT, JobRequest
 from nemo_gym_prorl.rollout.rows import WISHES, Row, as_submitted
@@ -65,6 +66,29 @@ class BudgetsModel(KnownKeys):
         return {Stage(name): seconds for name, seconds in self.model_dump(exclude_none=True).items()}
 
 
+class BeginModel(KnownKeys):
+    """Where a rollout is to go on that other services have had, by the folder that they share checkpoints in."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tries: list[Identifier] = Field(default_factory=list, description="Its ids there, the latest first.")
+    parents: list[Identifier] = Field(
+        default_factory=list, description="Of a fork: the ids of the rollout that it is forked from, likewise."
+    )
+    turn: int | None = Field(default=None, ge=1, description="After which it is.")
+    parent: Identifier | None = Field(default=None, description="That rollout's id as its callers know it.")
+
+    @model_validator(mode="after")
+    def _a_fork_has_both(self) -> Self:
+        if bool(self.parents) != (self.turn is not None):
+            raise ValueError("a fork has `parents` and a `turn`")
+        return self
+
+    def to_begin(self) -> Begin:
+        """As the pipeline takes it."""
+        return Begin(tuple(self.tries), tuple(self.parents), self.turn, self.parent)
+
+
 class SubmitRequest(KnownKeys):
     """A rollout to run."""
 
@@ -82,6 +106,7 @@ class SubmitRequest(KnownKeys):
     priority: int = Field(default=0, ge=-1000, le=1000, description="Higher goes first, in every queue.")
     budgets: BudgetsModel | None = None
     max_attempts: int | None = Field(default=None, ge=1, le=100)
+    begin: BeginModel | None = Field(default=None, description="For administrators: where it goes on.")
 
     @model_validator(mode="before")
     @classmethod
@@ -112,6 +137,7 @@ class SubmitRequest(KnownKeys):
             priority=self.priority,
             budgets=self.budgets.given() if self.budgets else {},
             max_attempts=self.max_attempts,
+            begin=self.begin.to_begin() if self.begin else None,
         )
 
 
@@ -148,6 +174,12 @@ class ForkRequest(KnownKeys):
             )
             for number in range(count)
         ]
+
+
+class CheckpointsView(BaseModel):
+    """Where a rollout can be forked."""
+
+    turns: list[int] = Field(description="After each of these.")
 
 
 class ForkAnswer(BaseModel):
@@ -415,6 +447,9 @@ class StatusView(BaseModel):
     retained_bytes: int = Field(default=0, description="What finished rollouts keep.")
     unread_bytes: int = Field(default=0, description="Of that, results that nobody has read.")
     abandoned: int = Field(description="Handler calls that ignored their cancellation.")
+    checkpoint_folder: str | None = Field(
+        default=None, description="Which folder it shares checkpoints in, by the name in there."
+    )
     environments: dict[str, EnvironmentView]
 
     def version_trouble(self) -> str | None:
@@ -484,5 +519,6 @@ class StatusView(BaseModel):
             retained_bytes=store.retained_bytes,
             unread_bytes=store.unread_bytes,
             abandoned=pipeline.abandoned,
+            checkpoint_folder=pipeline.shared.identity if pipeline.shared is not None else None,
             environments=EnvironmentView.all_of(pipeline),
         )

@@ -17,7 +17,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym_prorl.failures import Failure, FailureKind, JobCancelled, Origin, RolloutError
+import orjson
+
+from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, JobCancelled, Origin, RolloutError
 from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, QueueFull
@@ -87,6 +89,10 @@ class RolloutService(ABC):
             NoCheckpoint: of that turn.
             CallerError: its environment, or this service, takes none.
         """
+
+    @abstractmethod
+    async def kept_turns(self, rollout: str) -> list[int]:
+        """The turns after which a rollout can be forked, in order; none of one that is unknown."""
 
     @abstractmethod
     def status(self) -> StatusView:
@@ -180,7 +186,27 @@ class RolloutService(ABC):
             budgets=replace(budgets, **{stage.value: given for stage, given in request.budgets.items()}),
             max_attempts=request.max_attempts or environment.max_attempts or self._defaults.max_attempts,
             held=request.held,
+            forked_from=request.forked_from,
+            begin=request.begin,
         )
+
+    async def _accept_all(self, parent: Job, requests: Sequence[JobRequest], **begin: Any) -> list[Job]:
+        """Take jobs on that begin where another one was, all or none; ``begin`` says where.
+
+        Raises:
+            CallerError: one of them is refused.
+        """
+        begun: list[Job] = []
+        try:
+            for request in requests:
+                row = orjson.loads(orjson.dumps(parent.row))
+                wanted = replace(request, row=row, run=parent.run, environment=parent.environment, **begin)
+                begun.append(await self.accept(wanted))
+        except CallerError:
+            for job in begun:
+                self.request_cancel(job, JobCancelled("its siblings could not be taken on"))
+            raise
+        return begun
 
     def _take_on(self, job: Job) -> None:
         self._remember(job)

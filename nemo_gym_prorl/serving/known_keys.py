@@ -16,6 +16,11 @@ from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 
+CHECKPOINT_FOLDER = "checkpoint_folder"
+"""A key of ours at the top of Gym's whole configuration, since several servers read it: a folder that all nodes of a
+fleet see, in which rollouts are kept for each other."""
+
+
 class KnownKeys(BaseModel):
     """Mixed into a configuration. An unknown key is named, with the nearest that there is."""
 

@@ -3,23 +3,29 @@
 """``prorl serve --ray`` as a user runs it: nodes of a real Ray cluster, one of which dies."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
-from benchmarks.raylets import ENVIRONMENT, raylets
+from benchmarks.raylets import ENVIRONMENT, Raylets, raylets
 from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.gym.command_line import MARK_NAME
 from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.scripted.text import MODEL_NAME
+from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from tests.handlers.test_resume import counting
+from tests.handlers.test_resume_over_nodes import sampled
 
 
 KEY = "fleet-key"
@@ -35,37 +41,48 @@ def row(number: int, variant: str) -> dict[str, Any]:
     return row_for(problem, script)
 
 
-@pytest.mark.gym
-@pytest.mark.sandbox
-@pytest.mark.timeout(900)
-async def test_a_node_dies_and_every_rollout_has_its_reward(scripted_policy: str, tmp_path: Path) -> None:
+@contextlib.asynccontextmanager
+async def served(
+    nodes: int, folder: Path, policy_url: str, *overrides: str
+) -> AsyncIterator[tuple[Raylets, str, Path]]:
+    """``prorl serve prorl_code --ray`` over so many nodes: the cluster, the front's address and its log. When it has
+    ended in order nothing is left."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     mark = ProcessMark("PRORL_TEST_FLEET", os.urandom(8).hex())
-    options = {
-        "policy-url": scripted_policy,
-        "policy-model": MODEL_NAME,
-        "head-port": port,
-        "log-dir": tmp_path / "gym",
-    }
-    log = tmp_path / "serve.log"
-    async with raylets(2) as cluster, asyncio.timeout(600):
+    options = {"policy-url": policy_url, "policy-model": MODEL_NAME, "head-port": port, "log-dir": folder / "gym"}
+    log = folder / "serve.log"
+    async with raylets(nodes) as cluster:
         words = [f"--{name}={value}" for name, value in {**options, "ray": cluster.address}.items()]
         with log.open("wb") as stream:
             front = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", "serve", "prorl_code", *words),
-                cwd=tmp_path,
+                *(sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()"),
+                *("serve", "prorl_code", *words, *overrides),
+                cwd=folder,
                 env={**os.environ, **ENVIRONMENT, mark.name: mark.value, "PRORL_TOKEN": KEY},
                 stdout=stream,
                 stderr=stream,
                 start_new_session=True,
             )
-        while "2 nodes" not in log.read_text():
+        while f"{nodes} nodes" not in log.read_text():
             assert front.returncode is None, log.read_text()
             await asyncio.sleep(0.5)
+        yield cluster, f"http://127.0.0.1:{port}", log
+        front.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(front.wait(), 90)
+        assert await mark.kill(settle_s=5) == {}
+    everything = ProcessMark(MARK_NAME, "").processes()
+    assert not [command for command in everything.values() if str(folder) in command]
+
+
+@pytest.mark.gym
+@pytest.mark.sandbox
+@pytest.mark.timeout(900)
+async def test_a_node_dies_and_every_rollout_has_its_reward(scripted_policy: str, tmp_path: Path) -> None:
+    async with asyncio.timeout(600), served(2, tmp_path, scripted_policy) as (cluster, url, log):
         for node, address in zip(cluster.nodes, ("127.0.0.2", "127.0.0.3"), strict=True):
             assert f"{node} up at http://{address}:" in log.read_text(), "it listens where Ray says that the node is"
-        async with RolloutClient(f"http://127.0.0.1:{port}", KEY) as client:
+        async with RolloutClient(url, KEY) as client:
             jobs = [
                 await client.submit(row(i, "reference" if i % 3 else "stub"), id=f"r{i}", group=f"g{i // 2}")
                 for i in range(12)
@@ -80,8 +97,53 @@ async def test_a_node_dies_and_every_rollout_has_its_reward(scripted_policy: str
             ended = [await client.wait(job.id) for job in jobs]
         assert [job.reward for job in ended] == [float(i % 3 > 0) for i in range(12)]
         assert any(failure.kind == "session_lost" for job in ended for failure in job.failed_attempts)
-        front.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(front.wait(), 90)
-        assert await mark.kill(settle_s=5) == {}
-    everything = ProcessMark(MARK_NAME, "").processes()
-    assert not [command for command in everything.values() if str(tmp_path) in command]
+
+
+async def _turns(url: str) -> dict[str, int]:
+    """What each rollout of a node has taken, by the front's id."""
+    async with RolloutClient(url, KEY) as client:
+        return {job.id.split("~")[0]: job.turns async for job in client.every() if not job.state.terminal}
+
+
+@pytest.mark.gym
+@pytest.mark.sandbox
+@pytest.mark.timeout(1800)
+@pytest.mark.long(
+    "starts three deployments and runs thousands of turns; tests/handlers/test_resume_over_nodes.py is short"
+)
+@pytest.mark.parametrize(("rollouts", "turns"), [(64, 30)])
+async def test_a_node_dies_and_no_rollout_loses_more_than_a_turn(
+    rollouts: int, turns: int, scripted_policy: str, tmp_path: Path
+) -> None:
+    (tmp_path / "shared").mkdir()
+    agent = "++prorl_code_agent.responses_api_agents.prorl_agent"
+    settings = [f"++checkpoint_folder={tmp_path / 'shared'}", f"{agent}.checkpoint_turns=1", f"{agent}.stages.run=16"]
+    async with (
+        asyncio.timeout(1500),
+        served(3, tmp_path, scripted_policy, *settings) as (cluster, url, _),
+        RolloutClient(url, KEY) as client,
+    ):
+        await client.submit(counting(turns), id="undisturbed")
+        wanted = await client.wait("undisturbed")
+        assert (wanted.reward, wanted.turns, wanted.resumed) == (1.0, turns + 1, []), wanted.failure
+        names = [f"r{number}" for number in range(rollouts)]
+        for name in names:
+            await client.submit(counting(turns, latency_s=0.5), id=name)
+        async with aiohttp.ClientSession(headers=authorization(KEY)) as http:
+            nodes = {node["node"]: node["url"] for node in await (await http.get(f"{url}/v1/nodes")).json()}
+        lost = cluster.nodes[0]
+        while max((taken := await _turns(nodes[lost])).values(), default=0) < turns // 2:
+            await asyncio.sleep(0.1)
+        await cluster.kill(lost)
+        ended = [await client.wait(name) for name in names]
+        again = [job for job in ended if job.failed_attempts]
+        gone_on = [job.resumed[0].turn if job.resumed else 0 for job in again]
+        late = [taken.get(job.id, 0) - turn for job, turn in zip(again, gone_on, strict=True)]
+        print(f"{len(again)} of {rollouts} were on the lost node and went on after turns {sorted(gone_on)};")
+        print(f"turns lost of those that were counted just before: {sorted(late)}")
+        for job in ended:
+            assert (job.reward, job.turns) == (1.0, turns + 1), job.failed_attempts
+            assert sampled(job) == sampled(wanted)
+        assert len(again) >= 8
+        assert max(gone_on) >= turns // 2 - 1
+        assert max(late) <= 1

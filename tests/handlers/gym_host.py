@@ -17,12 +17,14 @@ import json
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import uvicorn
+from fastapi import FastAPI
+from omegaconf import OmegaConf
 
 
 ROOT = Path(__file__).parents[2]
@@ -92,15 +94,11 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-async def serve(names: list[str]) -> None:
-    """Serve instances of what the environment describes."""
-    from nemo_gym.global_config import get_global_config_dict
+def applications(config: Any, names: Sequence[str]) -> Iterator[tuple[FastAPI, Any]]:
+    """Instances of a merged configuration as applications, each with its settings."""
     from nemo_gym.server_utils import BaseServerConfig, ServerClient, SimpleServer
-    from omegaconf import OmegaConf
 
-    config = get_global_config_dict()
     client = ServerClient(head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=config)
-    running = []
     for name in names:
         [(server_type, implementations)] = config[name].items()
         [(implementation, settings)] = implementations.items()
@@ -115,6 +113,15 @@ async def serve(names: list[str]) -> None:
         server = server_class(config=server_config, server_client=client)
         app = server.setup_webserver()
         server.setup_exception_middleware(app)
+        yield app, settings
+
+
+async def serve(names: list[str]) -> None:
+    """Serve instances of what the environment describes."""
+    from nemo_gym.global_config import get_global_config_dict
+
+    running = []
+    for app, settings in applications(get_global_config_dict(), names):
         options = uvicorn.Config(
             app, host=settings.host, port=settings.port, log_level="warning", timeout_keep_alive=30
         )

@@ -25,6 +25,7 @@ KEYS = {"all": [*Scope]} | {
 }
 OTHERS = {
     "GET /v1/rollouts/{rollout_id}": None,
+    "GET /v1/rollouts/{rollout_id}/checkpoints": None,
     "DELETE /v1/rollouts/{rollout_id}": None,
     "POST /v1/rollouts/{rollout_id}/fork": {},
     "POST /v1/rollouts/cancel": {"ids": ["theirs"]},

@@ -19,7 +19,7 @@ class Shelf:
     def job(self, *turns: int, size: int = 10) -> Job:
         job = Job("job", {}, row_digest({}), "planned", "planned", 0.0, shelf=self.store)
         for turn in turns:
-            job.keep_checkpoint(Checkpoint(turn, None, size))
+            self.store.add(job, Checkpoint(turn, None, size))
         return job
 
     def turns(self) -> list[int]:
@@ -41,9 +41,9 @@ def test_what_has_ended_goes_first_and_by_age() -> None:
     shelf.store.ended(ended, keep=True)
     shelf.store.ended(later, keep=True)
     assert shelf.turns() == []
-    live.keep_checkpoint(Checkpoint(5, None, 10))
+    shelf.store.add(live, Checkpoint(5, None, 10))
     assert shelf.turns() == []
-    live.keep_checkpoint(Checkpoint(6, None, 10))
+    shelf.store.add(live, Checkpoint(6, None, 10))
     assert shelf.turns() == [1, 2]
     assert shelf.store.bytes == 40
     shelf.now = 10.0
@@ -79,6 +79,7 @@ def test_one_that_is_shared_counts_once_and_goes_with_the_last() -> None:
 def test_an_attempt_that_goes_on_has_spent_what_the_first_had() -> None:
     shelf = Shelf()
     job = shelf.job()
+    job.forked_from = {"id": "parent", "turn": 3, "lost": []}
     job.resume_at(Checkpoint(3, None, 1, spent_s=7.0, lost=("kernel",)))
     assert (job.spent_s, job.resumed) == (7.0, [])
     job.times[Stage.INIT].attempts = 2

@@ -90,6 +90,11 @@ async def test_a_job_is_its_clients_and_nobody_elses(tmp_path: Path) -> None:
         assert (await at.call("b", "DELETE", "/v1/rollouts/r"))[0] == 403
         assert await refused(at.bob.submit(row(run=[Act("held")]), id="r")) == (409, "id-conflict", "id")
         assert await refused(at.bob.submit(row(), client="alice")) == (403, "not-yours", "client")
+        begin = {"tries": ["r"]}
+        assert await refused(at.bob.submit(row(), begin=begin)) == (403, "not-yours", "begin"), "nor begins there"
+        assert await refused(at.bob.checkpoints("r")) == (403, "not-yours", None)
+        assert await at.alice.checkpoints("r") == []
+        assert (await at.admin.submit(row(), begin=begin)).failed_attempts == []
         assert await refused(at.bob.submit(row(), priority=1)) == (422, "invalid-request", "priority")
         assert (await at.bob.submit(row(), priority=-1)).priority == -1
         assert (await at.admin.submit(row(), priority=1)).priority == 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -233,6 +233,26 @@ class Dispatcher:
             raise InfrastructureError("its service is not there any more", kind=FailureKind.SESSION_LOST)
         return await self._carriers[node].result(rollout)
 
+    async def kept_turns(self, rollouts: Sequence[str]) -> list[int] | None:
+        """The turns after which a rollout can be forked that nodes have had under these ids: those of the first id of
+        which there are any. ``None`` if no node answers."""
+        for rollout in rollouts:
+            turns = await self._kept_turns(rollout)
+            if turns is None or turns:
+                return turns
+        return []
+
+    async def _kept_turns(self, rollout: str) -> list[int] | None:
+        for carrier in [carrier for carrier in self._carriers.values() if not carrier.away]:
+            try:
+                return await carrier.client.checkpoints(rollout)
+            except ApiError as error:
+                if error.problem.status == 404:
+                    return []
+            except InfrastructureError:
+                continue
+        return None
+
     def drain(self, node: str, drained: bool = True) -> None:
         """Give a node nothing new, or again. What it has goes on.
 
@@ -300,7 +320,7 @@ class Dispatcher:
             except (ApiError, InfrastructureError):
                 pass  # its carrier finds that out
             else:
-                if (trouble := status.version_trouble()) and trouble != told:
+                if (trouble := status.version_trouble() or self._folder_trouble(status)) and trouble != told:
                     self._say(f"{node} gets no rollouts: {trouble}")
                 told = trouble or ""
                 self.statuses[node] = status
@@ -312,6 +332,14 @@ class Dispatcher:
                 self._usable(node)
             pause = max(SURVEY_S, len(self._carriers) / _SURVEYS_PER_S)
             await asyncio.sleep(pause * random.uniform(0.8, 1.2) if node in self.statuses else 0.2)
+
+    def _folder_trouble(self, status: StatusView) -> str | None:
+        """Why a node could not go on with what others had; the first node's folder is the fleet's."""
+        first = next(iter(self.statuses.values()), status)
+        if status.checkpoint_folder == first.checkpoint_folder:
+            return None
+        its = "is not set" if status.checkpoint_folder is None else "is another one"
+        return f"its checkpoint_folder {its}, unlike the first node's; set the same at each, or at none"
 
     def _usable(self, node: str) -> None:
         if (carrier := self._carriers.get(node)) is not None:

@@ -7,7 +7,8 @@ has its own model server. So it costs the same whether a rollout has one turn or
 
 A job's node knows it under another id, which says whose front it is and which try: what a node that was lost still
 says of an earlier try concerns nobody. A lost node is nobody's attempt, as a dead server is none; but a job that met
-several is suspected of them and fails.
+several is suspected of them and fails. Where nodes share a folder for checkpoints, the next try, which is told the ids
+of those before it, goes on where they were.
 
 With a journal the fleet's jobs outlive the front: what was at a node that is there still goes on, and its outcome is
 fetched; the rest begins again.
@@ -20,7 +21,7 @@ import hashlib
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -34,16 +35,18 @@ from nemo_gym_prorl.failures import (
     Stage,
     classify,
 )
+from nemo_gym_prorl.rollout.checkpoints import Begin
 from nemo_gym_prorl.rollout.environments import Environment, Environments
 from nemo_gym_prorl.rollout.fleet.carrier import Loss
 from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
 from nemo_gym_prorl.rollout.fleet.nodes import Nodes
 from nemo_gym_prorl.rollout.handler import AgentHandler
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, failure_state
-from nemo_gym_prorl.rollout.request import Draining, JobRequest
+from nemo_gym_prorl.rollout.request import Draining, JobRequest, turn_to_fork
 from nemo_gym_prorl.rollout.schemas import MAX_ID, FailureView, JobView, StatusView, TokenForm
 from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
 from nemo_gym_prorl.rollout.settings import ServiceSettings
+from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 
 
 if TYPE_CHECKING:
@@ -115,6 +118,8 @@ class Front(RolloutService):
         self._jobs: dict[str, Job] = {}
         """Live jobs by their ids at nodes."""
         self._life = uuid.uuid4().hex[:8]
+        self._shares = False
+        """Nodes have a folder for checkpoints."""
 
     async def start(self) -> None:
         """Begin with the nodes that are there, and with what an earlier life had accepted."""
@@ -170,6 +175,7 @@ class Front(RolloutService):
             self._carry(job, rollout, node)
         else:
             job.failures.append(restarted(lives))
+            job.tries += [rollout] if rollout is not None else []
             self._run(job)
 
     def _carry(self, job: Job, rollout: str, node: str | None = None) -> None:
@@ -180,6 +186,9 @@ class Front(RolloutService):
         if group is not None and job.client in self.store.shares:
             # Another's group of that name are no siblings, and nodes know of no clients.
             group = hashlib.blake2b(repr((job.client, group)).encode(), digest_size=16).hexdigest()
+        begin = job.begin or Begin()
+        begin = replace(begin, tries=(*job.tries[::-1], *begin.tries))
+        job.tries.append(rollout)
         wishes: dict[str, Any] = {
             "environment": job.environment,
             "client": job.client,
@@ -188,12 +197,27 @@ class Front(RolloutService):
             "priority": job.priority,
             "budgets": job.budgets.by_stage,
             "max_attempts": job.max_attempts,
+            "begin": {name: told for name, told in asdict(begin).items() if told} or None,
         }
         body = {"row": job.row, **{name: value for name, value in wishes.items() if value is not None}}
         self.dispatcher.submit(rollout, body, node=node)
 
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
-        raise CallerError("a front forks no rollouts: their checkpoints are at the nodes that ran them")
+        if not self._shares:
+            reason = "no node of this fleet has one, so checkpoints are at the nodes that took them; set it at each"
+            raise CallerError(reason, field=CHECKPOINT_FOLDER)
+        turn = turn_to_fork(parent.id, turn, await self.kept_turns(parent.id), ended=parent.state.terminal)
+        begin = Begin(parents=tuple(parent.tries[::-1]), turn=turn, parent=parent.id)
+        return await self._accept_all(parent, requests, begin=begin)
+
+    async def kept_turns(self, rollout: str) -> list[int]:
+        job = await self.store.fetch(rollout)
+        if job is None or not self._shares:
+            return []
+        turns = await self.dispatcher.kept_turns(job.tries[::-1])
+        if turns is None:
+            raise NoNodes("no node answers; try again later")
+        return turns
 
     def request_cancel(self, job: Job, error: RolloutError) -> None:
         control = self._controls.get(job.id)
@@ -214,6 +238,7 @@ class Front(RolloutService):
 
     def _surveyed(self, node: str) -> None:
         """Nodes of a fleet run the same environments: the newest word counts."""
+        self._shares = self._shares or self.dispatcher.statuses[node].checkpoint_folder is not None
         views = self.dispatcher.statuses[node].environments
         default = next((name for name, view in views.items() if view.default), None)
         self._environments = Environments(
@@ -250,6 +275,7 @@ class Front(RolloutService):
             return
         job.failures += failures
         job.resumed = [place.model_dump() for place in view.resumed]
+        job.forked_from = view.forked_from.model_dump() if view.forked_from else None
         job.times = view.timings
         labels = [{"first": label, "last": label} for label in view.weight_versions]
         job.progress = Progress(view.turns, view.tool_calls, view.finish_reason, labels, view.steps or [])  # type: ignore[arg-type]
@@ -297,6 +323,8 @@ class Front(RolloutService):
             scored = job.times[Stage.EVAL].attempts
             self._advance(job, JobState.EVALUATING if scored else JobState.RUNNING)
         del self._controls[job.id]
+        if not self._shares:
+            job.tries = []  # of use to nobody, and a journal keeps them
         super()._finish(job, outcome)
 
 

@@ -17,6 +17,7 @@ import orjson
 import zstandard
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.rollout.checkpoints import Begin
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, StageTime
 from nemo_gym_prorl.rollout.steps import NO_STEPS
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS
@@ -82,12 +83,17 @@ def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
 
 
 def _asked(job: Job) -> dict[str, Any]:
-    return {"digest": job.digest.hex(), **{name: getattr(job, name) for name in _ASKED}}
+    asked = {"digest": job.digest.hex(), **{name: getattr(job, name) for name in _ASKED}}
+    return asked | {name: value for name in ("begin", "tries") if (value := getattr(job, name))}
 
 
 def _job(job_id: str, told: dict[str, Any], row: dict[str, Any] | bytes) -> Job:
     asked = {name: told[name] for name in _ASKED} | {"budgets": Budgets(**told["budgets"])}
-    return Job(job_id, row, bytes.fromhex(told["digest"]), **asked)
+    job = Job(job_id, row, bytes.fromhex(told["digest"]), **asked)
+    job.tries = told.get("tries", [])
+    if (begin := told.get("begin")) is not None:
+        job.begin = Begin(**begin | {name: tuple(begin[name]) for name in ("tries", "parents")})
+    return job
 
 
 def _failure(told: dict[str, Any]) -> Failure:

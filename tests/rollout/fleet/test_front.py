@@ -21,6 +21,7 @@ from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 from nemo_gym_prorl.rollout.settings import ServiceSettings
+from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
 from tests.dapo.test_runner import Scorer
 from tests.rollout.command_line import prorl, write
 from tests.rollout.fleet.fleets import Fleet, fleet, service
@@ -109,6 +110,68 @@ async def test_what_a_lost_node_ran_is_run_elsewhere_and_what_it_says_later_conc
         await asyncio.sleep(0.2)
         assert len((await there.client.ended("0")).rollouts) == 8
         assert [said for said in there.said if "unplugged" in said]
+
+
+async def test_without_a_folder_that_nodes_share_nothing_is_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "SURVEY_S", 0.05)
+    async with fleet(1) as there, aiohttp.ClientSession(there.url) as http:
+        await there.client.submit(ROW, id="r")
+        await there.client.wait("r")
+        async with http.post("/v1/rollouts/r/fork") as response:
+            assert (response.status, (await response.json())["errors"][0]["field"]) == (422, "checkpoint_folder")
+        there.services[0].pipeline.shared = SharedCheckpoints(tmp_path, 1.0)
+        await until(lambda: there.front.status().environments and there.front._shares)
+        async with http.post("/v1/rollouts/r/fork") as response:
+            assert (response.status, (await response.json())["type"].rpartition(":")[2]) == (
+                410,
+                "checkpoints-forgotten",
+            )
+        assert await there.client.checkpoints("r") == []
+
+
+async def test_a_node_with_another_folder_is_named_and_gets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "SURVEY_S", 0.05)
+    async with fleet(3, joined=0) as there:
+        for number, node in enumerate(there.services):
+            if number < 2:
+                folder = tmp_path / str(number)
+                folder.mkdir()
+                node.pipeline.shared = SharedCheckpoints(folder, 1.0)
+            there.nodes.tell(node.joined)
+            await until(lambda: len(there.front.dispatcher.statuses) > number)  # noqa: B023
+        for i in range(8):
+            await there.client.submit(lasting(0.2), id=f"r{i}")
+        await outcomes(there, 8)
+        assert [bool(node.handler.calls) for node in there.services] == [True, False, False]
+        said = [what for what in there.said if "checkpoint_folder" in what]
+        assert len(said) == 2
+        assert "is another one" in said[0]
+        assert "is not set" in said[1]
+
+
+async def test_a_next_try_is_told_of_those_before_it() -> None:
+    async with fleet(3) as there:
+        await there.client.submit(HELD, id="r")
+        for lost in range(2):
+            await until(lambda: sum(len(it.sessions) for it in there.handlers) > lost)  # noqa: B023
+            node = there.front.dispatcher.placement.node_of(next(iter(there.front._jobs)))
+            there.nodes.tell(Left(str(node), "gone"))
+            await until(lambda: len(there.front.dispatcher.nodes) == 2 - lost)  # noqa: B023
+        await until(lambda: all(it.sessions for it in there.handlers))
+        tries = sorted((job for it in there.services for job in it.pipeline.store.live()), key=lambda job: job.id)
+        one, two, three = (one.id for one in tries)
+        told = [one.begin.tries if one.begin else None for one in tries]
+        assert told == [None, (one,), (two, one)]
+        (live,) = there.front.store.live()
+        assert live.tries == [one, two, three]
+        for handler in there.handlers:
+            handler.let_go.set()
+        (job,) = await outcomes(there, 1)
+        assert [failure.kind for failure in job.failed_attempts] == [FailureKind.SESSION_LOST] * 2
 
 
 async def test_a_job_that_is_lost_with_every_node_fails() -> None:
