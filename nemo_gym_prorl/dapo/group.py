@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from nemo_gym_prorl.dapo.fates import Usage
+from nemo_gym_prorl.dapo.prefixes import NOTHING_KEPT, Helper, Kept, Search
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Member:
         accuracy: what the filter looks at.
         masked: whether it gets no loss.
         usage: of the scored rollout.
+        kept: where that one can be gone on from.
         failures: tries that ended without a reward.
         restarts: tries that were too old to be used.
     """
@@ -42,6 +44,7 @@ class Member:
     accuracy: float = 0.0
     masked: bool = False
     usage: Usage = field(default_factory=Usage)
+    kept: Kept = NOTHING_KEPT
     failures: int = 0
     restarts: int = 0
 
@@ -68,6 +71,7 @@ class Member:
         self.accuracy = 0.0
         self.masked = False
         self.usage = Usage()
+        self.kept = NOTHING_KEPT
 
 
 @dataclass(slots=True)
@@ -75,20 +79,28 @@ class Group:
     """The members of one prompt.
 
     Attributes:
-        number: its prompt's place in the stream; groups with lower ones are older.
+        number: its place in the order of groups; those with lower ones are older.
+        prompt: its prompt's place in the stream.
         key: its prompt's name.
         members: as many as the batch wants of a prompt.
+        search: where they begin, if not at the prompt.
     """
 
     number: int
+    prompt: int
     key: str
     members: list[Member]
+    search: Search | None = None
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Self:
         """The group that :meth:`state` told of."""
-        members = [Member(**(member | {"usage": Usage(**member["usage"])})) for member in saved["members"]]
-        return cls(saved["number"], saved["key"], members)
+        members = [
+            Member(**(member | {"usage": Usage(**member["usage"]), "kept": Kept(**member["kept"])}))
+            for member in saved["members"]
+        ]
+        search = Search.of_saved(saved["search"]) if saved["search"] else None
+        return cls(saved["number"], saved["prompt"], saved["key"], members, search)
 
     @property
     def complete(self) -> bool:
@@ -101,16 +113,25 @@ class Group:
         return [member for member in self.members if member.reward is not None]
 
     @property
+    def varies(self) -> bool:
+        """Whether two accuracies differ, as they are: a standard deviation of equal floats need not be 0."""
+        return len({member.accuracy for member in self.scored}) > 1
+
+    @property
     def teaches(self) -> bool:
-        """Whether two accuracies differ, as they are (a standard deviation of equal floats need not be 0), and some
-        member gets a loss."""
-        scored = self.scored
-        return len({member.accuracy for member in scored}) > 1 and not all(member.masked for member in scored)
+        """Whether it varies, and some member gets a loss."""
+        return self.varies and not all(member.masked for member in self.scored)
 
     @property
     def version(self) -> int:
         """The oldest weights that any of its rollouts began under; there must be one."""
         return min(member.version for member in self.members if not member.waits)
+
+    @property
+    def helpers(self) -> list[Helper]:
+        """Its rollouts that are worth a loss, as others may begin from them."""
+        scored = [member for member in self.scored if not member.masked]
+        return [Helper(str(member.rollout), member.accuracy, member.kept) for member in scored]
 
     def older_than(self, version: int) -> Iterator[Member]:
         """Members whose rollout began under older weights."""
