@@ -21,6 +21,13 @@ Bias is the mean of what was trained on over the mean of first tries of the same
 which stand for tokens here, and in reward. 1 is unbiased; below 1 in length, long ones are trained on less than they
 are sampled. The goal is held against the distance from 1. The sampler's own estimate of its bias is held against the
 truth in 100 runs of 8 prompts a batch, in either order.
+
+Prefix sampling is held against the same without it, in rollouts of turns: right is one whose prompt's ease and whose
+turns' luck are above 0 in sum, with 12 turns, of which a fork takes some over and samples and costs only the others;
+what is slow has less luck. The prompts are 512, again and again, of a spread that leaves so many with variance; the
+policy learns nothing. What begins at its prompt is held to the bias of the others; of all groups told are bias, the
+share that began at a prefix, and that of the gradient (by the luck of a turn) on the first half of the turns, which is
+0.5 without.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 
+from benchmarks import prefixes
 from benchmarks.report import Figure, publish
 from benchmarks.schedules import PROMPTS, RUN, SLOTS, EarlyTermination, FirstComplete, Run, World, drive
 from benchmarks.synchronous import Rounds
@@ -155,6 +163,7 @@ def main() -> None:
         worlds = [World(seed, variation, informative, size, **more) for seed in range(1 if quick else 3)]
         figures += compare(name, worlds, 10 if quick else 24)
     figures += coverage(5 if quick else 100, 60)
+    figures += prefixes.figures(range(1 if quick else 3), 10 if quick else 24, [0.2] if quick else [0.2, 0.5])
     publish("dapo", figures, packages=(), quick=quick)
 
 

@@ -130,6 +130,7 @@ class Run:
     Attributes:
         steps: times at which batches were trained.
         trained: prompt, seconds and reward of each rollout that was trained on.
+        groups: rollouts of each group that was trained on.
         lags: versions that they were behind.
         prompts: numbers of those of batches, at most.
         used_s: seconds that went into rollouts of batches, and of groups without variance.
@@ -137,6 +138,7 @@ class Run:
 
     steps: list[float] = field(default_factory=list)
     trained: list[tuple[int, float, float]] = field(default_factory=list)
+    groups: list[list[str]] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
     prompts: int = 0
     used_s: float = 0.0
@@ -180,6 +182,7 @@ def drive(world: World, steps: int, schedule: Schedule) -> Run:
                 schedule.cancelled(rollout, Usage())
         for batch in decision.batches:
             batches.append(batch.number)
+            run.groups += [[scored.rollout for scored in group] for group in batch.groups.values()]
             run.prompts = max(run.prompts, *(number + 1 for number in batch.groups))
             for number, scored in ((number, scored) for number, group in batch.groups.items() for scored in group):
                 run.trained.append((number, *ended.pop(scored.rollout)))

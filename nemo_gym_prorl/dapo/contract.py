@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from nemo_gym_prorl.dapo.prefixes import Prefix
 from nemo_gym_prorl.failures import CallerError
 
 
@@ -45,6 +46,8 @@ class SamplerConfig:
         max_fruitless: so many groups in a row without variance end the training.
         max_dropped: so many groups in a row that can't be run end it, too.
         first_version: weights of the first batch.
+        prefix_tries: groups that are begun from a prefix in place of one without variance, at most, which is faster
+            where most have none and **trains on other prompts and states** (:mod:`nemo_gym_prorl.dapo.prefixes`).
     """
 
     groups_per_batch: int
@@ -60,6 +63,7 @@ class SamplerConfig:
     max_fruitless: int = 1000
     max_dropped: int = 32
     first_version: int = 0
+    prefix_tries: int = 0
 
     def __post_init__(self) -> None:
         if self.agent_failures not in (names := [*AgentFailures]):
@@ -69,7 +73,7 @@ class SamplerConfig:
         if not isinstance(self.reference_share, int | float) or not 0 <= self.reference_share <= 1:
             raise CallerError("it must be a share, from 0 to 1", field="reference_share")
         least = {"groups_per_batch": 1, "group_size": 2, "max_in_flight": 1, "max_fruitless": 1, "max_dropped": 1}
-        for name in ("max_staleness", "max_failures", "max_restarts"):
+        for name in ("max_staleness", "max_failures", "max_restarts", "prefix_tries"):
             least[name] = 0
         for name, bound in least.items():
             value = getattr(self, name)
@@ -100,6 +104,7 @@ class Submission:
         prompt: number of its prompt in the stream.
         version: weights of now.
         urgent: whether siblings wait for it already.
+        prefix: where it begins, if not at the prompt.
     """
 
     rollout: str
@@ -107,6 +112,7 @@ class Submission:
     prompt: int
     version: int
     urgent: bool
+    prefix: Prefix | None = None
 
 
 @dataclass(frozen=True, slots=True)

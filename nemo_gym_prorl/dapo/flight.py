@@ -11,6 +11,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nemo_gym_prorl.dapo.bias import BiasMeter
@@ -48,7 +49,8 @@ class Flight:
         """Another try of a member."""
         member.begin(rollout, version)
         self.running[rollout] = (group, member)
-        return self._submission(rollout, group.number, version, urgent=bool(group.scored))
+        submission = self._submission(rollout, group.number, version, urgent=bool(group.scored))
+        return replace(submission, prefix=group.search.prefix) if group.search else submission
 
     def heard(self, rollout: str, length: float, accuracy: float) -> None:
         """An outcome came: for the meter, if it is the first of a member."""

@@ -11,10 +11,11 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from nemo_gym_prorl.dapo.fates import Usage
+from nemo_gym_prorl.dapo.prefixes import NOTHING_KEPT, Helper, Kept, Search
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Member:
         accuracy: what the filter looks at.
         masked: whether it gets no loss.
         usage: of the scored rollout.
+        kept: where that one can be gone on from.
         failures: tries that ended without a reward.
         restarts: tries that were too old to be used.
     """
@@ -42,6 +44,7 @@ class Member:
     accuracy: float = 0.0
     masked: bool = False
     usage: Usage = field(default_factory=Usage)
+    kept: Kept = NOTHING_KEPT
     failures: int = 0
     restarts: int = 0
 
@@ -68,6 +71,7 @@ class Member:
         self.accuracy = 0.0
         self.masked = False
         self.usage = Usage()
+        self.kept = NOTHING_KEPT
 
 
 @dataclass(slots=True)
@@ -78,17 +82,28 @@ class Group:
         number: its prompt's place in the stream; groups with lower ones are older.
         key: its prompt's name.
         members: as many as the batch wants of a prompt.
+        search: where they begin, if not at the prompt.
+        first: the members then as they began at the prompt; their results are gone.
     """
 
     number: int
     key: str
     members: list[Member]
+    search: Search | None = None
+    first: list[Member] = field(default_factory=list)
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Self:
         """The group that :meth:`state` told of."""
-        members = [Member(**(member | {"usage": Usage(**member["usage"])})) for member in saved["members"]]
-        return cls(saved["number"], saved["key"], members)
+        members, first = (
+            [
+                Member(**(member | {"usage": Usage(**member["usage"]), "kept": Kept(**member["kept"])}))
+                for member in saved[which]
+            ]
+            for which in ("members", "first")
+        )
+        search = Search.of_saved(saved["search"]) if saved["search"] else None
+        return cls(saved["number"], saved["key"], members, search, first)
 
     @property
     def complete(self) -> bool:
@@ -101,16 +116,43 @@ class Group:
         return [member for member in self.members if member.reward is not None]
 
     @property
+    def varies(self) -> bool:
+        """Whether two accuracies differ, as they are: a standard deviation of equal floats need not be 0."""
+        return len({member.accuracy for member in self.scored}) > 1
+
+    @property
     def teaches(self) -> bool:
-        """Whether two accuracies differ, as they are (a standard deviation of equal floats need not be 0), and some
-        member gets a loss."""
-        scored = self.scored
-        return len({member.accuracy for member in scored}) > 1 and not all(member.masked for member in scored)
+        """Whether it varies, and some member gets a loss."""
+        return self.varies and not all(member.masked for member in self.scored)
 
     @property
     def version(self) -> int:
         """The oldest weights that any of its rollouts began under; there must be one."""
         return min(member.version for member in self.members if not member.waits)
+
+    @property
+    def first_tries(self) -> list[Member]:
+        """What the policy samples for the prompt itself."""
+        return self.first or self.members
+
+    @property
+    def helpers(self) -> list[Helper]:
+        """Its rollouts that are worth a loss, as others may begin from them."""
+        scored = [member for member in self.scored if not member.masked]
+        return [Helper(str(member.rollout), member.accuracy, member.kept) for member in scored]
+
+    def begin_at(self, search: Search) -> None:
+        """All members wait again, to begin where the search is."""
+        self.search = search
+        self.first = self.first or [replace(member) for member in self.members]
+        for member in self.members:
+            member.reset()
+
+    def end_search(self) -> None:
+        """It is as its first tries left it. Members must have no rollouts any more, or none that count."""
+        for first, member in zip(self.first, self.members, strict=True):
+            first.tries = member.tries
+        self.members, self.search, self.first = self.first, None, []
 
     def older_than(self, version: int) -> Iterator[Member]:
         """Members whose rollout began under older weights."""

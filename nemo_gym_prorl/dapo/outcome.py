@@ -61,9 +61,14 @@ def outcome_of(job: JobView, filter_on: str | None) -> Outcome | Origin:
     return job.failure.origin
 
 
+def inherited(job: JobView) -> int:
+    """Turns that it has of the rollout from which it was forked."""
+    return job.forked_from.turn if job.forked_from else 0
+
+
 def usage_of(job: JobView) -> Usage:
-    """Seconds of work in all stages, and tokens that the policy wrote."""
-    tokens = sum(turn.length for turn in job.tokens or ())
+    """Seconds of work in all stages, and tokens that the policy wrote, but for those that it took over."""
+    tokens = sum(turn.length for turn in (job.tokens or ())[inherited(job) :])
     return Usage(sum(timing.worked_s for timing in job.timings.values()), float(tokens))
 
 

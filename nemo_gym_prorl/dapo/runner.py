@@ -24,13 +24,14 @@ from typing import Any, Self
 import orjson
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, Submission
-from nemo_gym_prorl.dapo.outcome import Outcome, outcome_of, usage_of
+from nemo_gym_prorl.dapo.outcome import Outcome, inherited, outcome_of, usage_of
+from nemo_gym_prorl.dapo.prefixes import Kept
 from nemo_gym_prorl.dapo.prompts import PromptStream
 from nemo_gym_prorl.dapo.rollout_metrics import RolloutMetrics
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Origin
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.fleet.carrier import Loss
+from nemo_gym_prorl.rollout.fleet.carrier import FORK, Loss
 from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
 from nemo_gym_prorl.rollout.fleet.nodes import NodeList
 from nemo_gym_prorl.rollout.job import JobState
@@ -55,6 +56,7 @@ class TrainedRollout:
         version: weights it began under.
         masked: whether it counts in its group only, and gets no loss.
         tokens: of each turn of the policy.
+        inherited: so many turns, the first ones, are those of the rollout from whose prefix it began, and get no loss.
         body: the result as JSON: thousands are held, and as objects they would take several times the memory.
     """
 
@@ -64,6 +66,7 @@ class TrainedRollout:
     version: int
     masked: bool
     tokens: Sequence[Turn] = ()
+    inherited: int = 0
     body: bytes = b"{}"
 
     @property
@@ -131,8 +134,8 @@ class Runner:
         """Services by rollout, while it is in flight or its result is kept here; ``None`` where it waits for one."""
         self._resumed: set[str] = set()
         """Rollouts that were in flight when the state was saved from which this runner goes on."""
-        self._results: dict[str, tuple[list[Turn], bytes]] = {}
-        """Tokens and body of those that may be trained on."""
+        self._results: dict[str, tuple[list[Turn], int, bytes]] = {}
+        """Tokens, inherited turns, and body of those that may be trained on."""
         self._batches: asyncio.Queue[TrainingBatch | None] = asyncio.Queue()
         self._handed_over = sampler.emitted
         self._broken: BaseException | None = None
@@ -257,7 +260,9 @@ class Runner:
         if self.sampler.wants(job.id) and counts:
             self._results[job.id] = _kept(job)
         if isinstance(outcome, Outcome):
-            self.sampler.scored(job.id, outcome.reward, usage, accuracy=outcome.accuracy, masked=outcome.masked)
+            kept = Kept(self._at[job.id], () if job.forked_from else job.checkpoints)
+            accuracy, masked = outcome.accuracy, outcome.masked
+            self.sampler.scored(job.id, outcome.reward, usage, accuracy=accuracy, masked=masked, kept=kept)
         else:
             self.sampler.failed(job.id, outcome, usage, why=why)
         if job.id not in self._results:
@@ -280,7 +285,8 @@ class Runner:
 
     def _lost(self, rollout: str, loss: Loss, why: str) -> None:
         # An id that is another run's is that of an earlier life of this one, which other weights sampled.
-        origin = Origin.CALLER if loss in (Loss.REFUSED, Loss.CANCELLED) else Origin.INFRASTRUCTURE
+        refused = loss in (Loss.REFUSED, Loss.CANCELLED, Loss.UNFORKABLE)
+        origin = Origin.CALLER if refused else Origin.INFRASTRUCTURE
         LOG.warning("%s has no outcome: %s", rollout, why)
         if rollout in self._resumed and origin is Origin.INFRASTRUCTURE:
             self.sampler.interrupted(rollout)
@@ -320,7 +326,13 @@ class Runner:
         prompt = self._prompts[submission.prompt]
         if prompt is None:
             raise AssertionError(f"there is no prompt {submission.prompt}")
-        body = {"row": prompt.row, "group": submission.group, "client": self._client, **self._options}
+        options = self._options
+        if (prefix := submission.prefix) is not None:
+            # Environment and run are those of the rollout that is forked.
+            options = {name: value for name, value in options.items() if name not in ("environment", "run")}
+            options[FORK] = {"rollout_id": prefix.rollout, "turn": prefix.turn}
+            node = prefix.node
+        body = {"row": prompt.row, "group": submission.group, "client": self._client, **options}
         self._at[submission.rollout] = None
         self._services.submit(submission.rollout, body | {"priority": int(submission.urgent)}, node=node)
 
@@ -345,5 +357,6 @@ class Runner:
         return TrainingBatch(batch.number, batch.version, groups)
 
 
-def _kept(job: JobView) -> tuple[list[Turn], bytes]:
-    return [Turn.unpacked(turn.model_dump()) for turn in job.tokens or ()], orjson.dumps(job.result or {})
+def _kept(job: JobView) -> tuple[list[Turn], int, bytes]:
+    turns = [Turn.unpacked(turn.model_dump()) for turn in job.tokens or ()]
+    return turns, inherited(job), orjson.dumps(job.result or {})

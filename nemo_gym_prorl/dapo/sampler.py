@@ -23,6 +23,9 @@ complete, or were found to have no variance. With ``max_staleness`` 0 these are 
 ``max_restarts`` times, and are trained on less than they are sampled. :mod:`~nemo_gym_prorl.dapo.bias` tells by
 how much, in either order.
 
+**Prefixes.** With ``prefix_tries`` a group without variance may begin again from a prefix (:mod:`prefixes`), in its
+own place of the order, which batches then wait for. Begun again for its age, it begins at its prompt.
+
 **Failures** of machines are no rewards: the member is tried again; a group that can't be completed is dropped, never
 filled up with a copy of a sibling. What the policy itself brought to a bad end has an outcome (``agent_failures``).
 
@@ -50,6 +53,7 @@ from nemo_gym_prorl.dapo.contract import (
 from nemo_gym_prorl.dapo.fates import Fate, Fates, Usage
 from nemo_gym_prorl.dapo.flight import Flight, place_of
 from nemo_gym_prorl.dapo.group import Group, Member
+from nemo_gym_prorl.dapo.prefixes import NOTHING_KEPT, Kept, Prefixes, Search
 from nemo_gym_prorl.dapo.prompts import Curriculum, PromptStream
 from nemo_gym_prorl.dapo.queue import Queue
 from nemo_gym_prorl.failures import CallerError, Origin
@@ -99,6 +103,7 @@ class DynamicSampler:
         self._why = ""
         self._exhausted = False
         self._admission = Admission(config)
+        self.prefixes = Prefixes(config.prefix_tries)
         self._bias = BiasMeter(config.reference_share, self._run)
         self._queue = Queue()
         self._flight = Flight(self._run, self._bias, self.fates)
@@ -114,6 +119,7 @@ class DynamicSampler:
         *,
         accuracy: float | None = None,
         masked: bool = False,
+        kept: Kept = NOTHING_KEPT,
     ) -> None:
         """A rollout has its outcome.
 
@@ -123,6 +129,7 @@ class DynamicSampler:
             usage: what it cost.
             accuracy: what the filter looks at; by default the reward.
             masked: it counts in its group, and gets no loss.
+            kept: where others can go on from it.
 
         Raises:
             ValueError: the reward is no number. Nothing was changed; tell it as a failure.
@@ -134,7 +141,8 @@ class DynamicSampler:
         if (landed := self._flight.landed(rollout, usage)) is None:
             return
         group, member = landed
-        member.reward, member.accuracy, member.masked, member.usage = reward, accuracy, masked, usage
+        member.reward, member.accuracy, member.masked = reward, accuracy, masked
+        member.usage, member.kept = usage, kept
         if group.complete:
             self._complete(group)
 
@@ -151,7 +159,10 @@ class DynamicSampler:
         member.failures += 1
         member.reset()
         refused = origin in (Origin.TASK, Origin.CALLER)
-        if refused or member.failures > self.config.max_failures:
+        if refused and group.search is not None:
+            self.prefixes.refused(group.key, group.search)
+            self._end_search(group)
+        elif refused or member.failures > self.config.max_failures:
             self._unrun += 1
             self._why = why
             self._bias.gave_up(group.number)
@@ -325,6 +336,9 @@ class DynamicSampler:
             raise CallerError(f"groups that were saved have {sizes.pop()} rollouts", field="group_size")
         self._flight = Flight(self._run, self._bias, self.fates)
         again = self._flight.restore(state["flight"], groups)
+        for group in [*self._queue.open.values()]:  # who keeps prefixes may have forgotten them, or us
+            if group.search is not None:
+                self._end_search(group)
         if not self.config.in_order:  # it may have been until now
             self._settle_fruitless(math.inf)
         self._end_stale()
@@ -356,16 +370,49 @@ class DynamicSampler:
         if group.teaches:
             self._fruitless = 0
             self._queue.ready[group.number] = group
+            if group.search is not None:
+                self.prefixes.counts["helped"] += 1
+            else:
+                self.prefixes.saw(group.key, group.helpers)
+            if not self.config.in_order:
+                self._settle(group)
+            return
+        for member in group.members:
+            self.fates.add(Fate.NO_VARIANCE, member.usage)
+            self._decision.forget.append(str(member.rollout))
+        if (search := self._prefix_for(group)) is not None:
+            group.begin_at(search)
+            self._queue.put(group)
+            return
+        if group.search is not None:
+            group.end_search()
+        self._throw_away(group)
+
+    def _prefix_for(self, group: Group) -> Search | None:
+        """Where a group without variance begins again, if anywhere."""
+        accuracy = group.members[0].accuracy
+        if group.search is not None:
+            return group.search if self.prefixes.goes_on(group.search, accuracy) else None
+        search = None if group.varies else self.prefixes.search(group.key, accuracy)
+        self.prefixes.saw(group.key, group.helpers)
+        return search
+
+    def _throw_away(self, group: Group) -> None:
+        """A group has no variance, and nothing is to be done about it."""
+        self._fruitless += 1
+        self.dropped["no_variance"] += 1
+        if self.config.in_order:
+            self._queue.fruitless[group.number] = group
         else:
-            self._fruitless += 1
-            self.dropped["no_variance"] += 1
-            for member in group.members:
-                self.fates.add(Fate.NO_VARIANCE, member.usage)
-                self._decision.forget.append(str(member.rollout))
-            if self.config.in_order:
-                self._queue.fruitless[group.number] = group
-        if not self.config.in_order:
             self._settle(group)
+
+    def _end_search(self, group: Group) -> None:
+        """It can't begin at its prefix: it is thrown away, as without one."""
+        for member in group.members:
+            self._void(group, member, Fate.LEFT_OVER)
+        self._queue.drop(group.number)
+        group.end_search()
+        self._throw_away(group)
 
     def _drop(self, group: Group, why: str, fate: Fate) -> None:
         """Lets go of a group: cancels what runs; what was scored meets its fate."""
@@ -421,7 +468,7 @@ class DynamicSampler:
         """It counts: nothing of it is sampled again."""
         self._admission.settled(taught=group.teaches)
         if self._curriculum:
-            self._curriculum.saw(group.key, [member.accuracy for member in group.members])
+            self._curriculum.saw(group.key, [member.accuracy for member in group.first_tries])
 
     def _scored(self, number: int) -> list[Scored]:
         group = self._queue.ready.pop(number)
@@ -450,6 +497,7 @@ class DynamicSampler:
     def _begin_again(self, group: Group, fate: Fate) -> None:
         """All of its members, whatever they gave: if only some were sampled again, which ones would matter."""
         results_are_gone = group.number in self._queue.fruitless
+        group.search, group.first = None, []
         for member in group.members:
             member.restarts += not member.waits
             if results_are_gone:

@@ -105,6 +105,7 @@ def metrics_of(runner: Runner) -> dict[str, float]:
     sampler = runner.sampler
     found = {f"prorl/rollouts/{fate.value}": float(sampler.fates[fate].rollouts) for fate in Fate}
     found |= {f"prorl/dropped_groups/{why}": float(count) for why, count in [*sampler.dropped.items()]}
+    found |= {f"prorl/prefix_groups/{what}": float(count) for what, count in [*sampler.prefixes.counts.items()]}
     found["prorl/in_flight"] = float(sampler.in_flight)
     found["prorl/wasted_share"] = sampler.fates.wasted
     for name, bias in (("length", sampler.length_bias), ("accuracy", sampler.accuracy_bias)):

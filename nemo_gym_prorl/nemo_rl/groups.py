@@ -7,8 +7,10 @@ answered alternate with what was sampled. NeMo RL knows the latter by its log-pr
 not trained on.
 
 A rollout whose tokens cannot be trusted, or that has none, keeps its reward, which is true, and gets no loss: it
-counts in its group's baseline and teaches nothing itself. A group in which no rollout has tokens is a deployment that
-does not keep them, and an error.
+counts in its group's baseline and teaches nothing itself. What a rollout has of the one from whose prefix it began
+belongs to its prompt: nothing of it is trained on, and NeMo RL, which tells groups apart by their prompts, does not
+take it for one that began elsewhere. A group in which no rollout has tokens is a deployment that does not keep them,
+and an error.
 
 Pure, but for :func:`record_of`, which needs NeMo RL and torch.
 """
@@ -16,14 +18,15 @@ Pure, but for :func:`record_of`, which needs NeMo RL and torch.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.tokens import Turn
-from nemo_gym_prorl.serving.routed_experts import RoutedExperts
+from nemo_gym_prorl.serving.routed_experts import RoutedExperts, continued
 
 
 if TYPE_CHECKING:
@@ -72,24 +75,40 @@ class Group:
         return min(member.version for member in self.members)
 
 
-def turns_of(tokens: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The turns in which something was sampled.
+def turns_of(tokens: Sequence[Turn], inherited: int = 0) -> tuple[Turn, ...]:
+    """The turns in which something was sampled; of the first one, all that was inherited counts as observed.
 
     Raises:
         ValueError: there are none, or they are not one sequence.
     """
     turns: list[Turn] = []
-    seen = 0
-    for turn in tokens:
+    seen, taken_over = 0, 0
+    for place, turn in enumerate(tokens):
         if not turn.sampled:
             continue
         if turn.kept != seen:
             raise ValueError(f"the prompt of response.output.{turn.item} does not begin with the tokens before it")
         turns.append(turn)
+        taken_over += place < inherited
         seen += len(turn.observed) + len(turn.sampled)
+    if taken_over:
+        turns[: taken_over + 1] = _as_prompt(turns[:taken_over], turns[taken_over:])
     if not turns:
         raise ValueError("no item of response.output has ids that were sampled, with a log-probability for each")
     return tuple(turns)
+
+
+def _as_prompt(inherited: Sequence[Turn], others: Sequence[Turn]) -> list[Turn]:
+    """The first of the other turns, if there is one, with all tokens that were inherited as part of its prompt."""
+    if not others:
+        return []
+    prompt, experts = array[int]("i"), None
+    for turn in inherited:
+        prompt += turn.observed + turn.sampled
+        experts = continued(experts, turn.routed_experts, len(prompt))
+    prompt += others[0].observed
+    experts = continued(experts, others[0].routed_experts, len(prompt) + len(others[0].sampled))
+    return [replace(others[0], kept=0, observed=prompt, routed_experts=experts)]
 
 
 def group_of(rollouts: Sequence[TrainedRollout], shape: Shape) -> Group:
@@ -101,7 +120,7 @@ def group_of(rollouts: Sequence[TrainedRollout], shape: Shape) -> Group:
     members, prompts, why = [], [], ""
     for rollout in rollouts:
         try:
-            turns = turns_of(rollout.tokens)
+            turns = turns_of(rollout.tokens, rollout.inherited)
         except ValueError as error:
             why = str(error)
             LOG.warning("%s gets no loss: %s", rollout.id, why)

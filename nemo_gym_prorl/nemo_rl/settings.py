@@ -105,6 +105,8 @@ class ProrlSettings(_Block):
             is 0 or 1.
         agent_failures: what a rollout counts as that the policy brought to a bad end.
         reference_share: of prompts whose first tries always run to their end, as what bias is measured against.
+        prefix_tries: groups that are begun from a prefix in place of one without variance, at most. Not dynamic
+            sampling's gradient (docs/dapo.md).
         overlong: shaping of rewards by length; after the filter, which looks at what the environment gave.
         reward_scaling: scaling of rewards; after the filter, and before the shaping.
         skip_solved: a prompt that all of a group solved this often is not sampled any more.
@@ -126,6 +128,7 @@ class ProrlSettings(_Block):
     filter_on: str | None = None
     agent_failures: AgentFailures = AgentFailures.ZERO
     reference_share: float = Field(0.125, ge=0, le=1)
+    prefix_tries: int = Field(0, ge=0)
     overlong: Overlong | None = None
     reward_scaling: RewardScaling | None = None
     skip_solved: int | None = Field(None, ge=1)
@@ -165,6 +168,7 @@ class ProrlSettings(_Block):
             max_fruitless=self.max_fruitless,
             max_dropped=self.max_dropped,
             first_version=first_version,
+            prefix_tries=self.prefix_tries,
         )
 
 

@@ -36,6 +36,7 @@ from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
     DrainAnswer,
+    ForkAnswer,
     JobView,
     Listing,
     StatusView,
@@ -123,6 +124,29 @@ class RolloutClient:
     async def submit_once(self, row: dict[str, Any], **options: Any) -> JobView:
         """The same without waiting: a service that asks to come back is an :class:`ApiError` that says when."""
         return await self._once(JobView, "POST", "/v1/rollouts", {"row": row, **options}, {})
+
+    async def fork(self, rollout_id: str, turn: int | None = None, n: int = 1, **wishes: Any) -> list[JobView]:
+        """Submit rollouts that go on from a turn of another one; waits while the queue is full.
+
+        Args:
+            rollout_id: of the other one, which may have ended.
+            turn: after which; by default the latest that is kept.
+            n: how many.
+            **wishes: ``ids``, one for each, ``group``, ``client``, ``priority``, ``budgets``, ``max_attempts``; by
+                default they are the other one's, but for ids.
+
+        Raises:
+            ApiError: nothing is kept of that turn (409, 410), its environment keeps nothing (422), or the service
+                refuses it for any other reason. None of them was begun.
+        """
+        query = {"turn": turn, "n": n}
+        return (await self._call(ForkAnswer, "POST", f"{_path(rollout_id)}/fork", wishes, query)).rollouts
+
+    async def fork_once(self, rollout_id: str, turn: int, *, id: str, **wishes: Any) -> JobView:
+        """The same for one rollout, without waiting. The same id again is the same rollout."""
+        body = {"ids": [id], **wishes}
+        [job] = (await self._once(ForkAnswer, "POST", f"{_path(rollout_id)}/fork", body, {"turn": turn})).rollouts
+        return job
 
     async def get(self, rollout_id: str, wait: float = 0.0, tokens: TokenForm = TokenForm.ITEMS) -> JobView:
         """The rollout as it is now, or within ``wait`` seconds (at most 60) when it ends; with its tokens in which

@@ -239,6 +239,7 @@ class JobView(BaseModel):
     forked_from: ForkedView | None = Field(
         default=None, description="The rollout whose first turns are its own, which it has not sampled."
     )
+    checkpoints: list[int] = Field(default_factory=list, description="Turns after which it can be forked.")
     result: dict[str, Any] | None = Field(default=None, description="What the environment's /verify answered.")
     tokens: list[TurnView] | None = Field(default=None, description="With `tokens=packed`, those of the result.")
     steps: list[dict[str, Any]] | None = Field(
@@ -272,6 +273,7 @@ class JobView(BaseModel):
             failed_attempts=[FailureView.model_validate(failure) for failure in job.failures],
             resumed=[ResumedView(**place) for place in job.resumed],
             forked_from=ForkedView(**job.forked_from) if job.forked_from else None,
+            checkpoints=sorted(job.checkpoints),
         )
 
 

@@ -25,6 +25,7 @@ from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, Stage
 from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.checkpoints import Checkpoint
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
@@ -43,11 +44,15 @@ SETTINGS = PipelineSettings(
 
 
 class Scorer(PlannedHandler):
-    """Rewards by member, the first of ``rewards`` for the first one; a member that is ``late`` works for a while."""
+    """Rewards by member, the first of ``rewards`` for the first one; a member that is ``late`` works for a while. Each
+    of its ``turns`` can be forked from; ``then`` are the rewards from the second epoch on, and ``forked`` those of
+    forks, by turn."""
 
     async def run(self, job: Job, session: int) -> Trajectory:
         if _member(job) in job.row.get("late", []):
             await asyncio.sleep(job.row["late_s"])
+        for turn in range(1, job.row.get("turns", 0) + 1):
+            job.keep_checkpoint(Checkpoint(turn, None, 1))
         return await super().run(job, session)
 
     async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
@@ -56,6 +61,10 @@ class Scorer(PlannedHandler):
             first = job.id.endswith(":0")
             job.progress.weight_versions = [{"turn": 0, "first": "0", "last": labels[0] if first else "0"}]
         rewards = job.row["rewards"]
+        if job.forked_from is not None:
+            rewards = job.row["forked"][str(job.forked_from["turn"])]
+        elif job.id.split(":")[1] != "0" and "then" in job.row:
+            rewards = job.row["then"]
         reward = float(rewards[_member(job) % len(rewards)])
         output = said_at_length() if job.row.get("long") else said(_member(job))
         told = {name: values[_member(job)] for name in ("accuracy",) if (values := job.row.get(name))}
@@ -469,3 +478,71 @@ async def test_an_agent_that_runs_out_of_time_is_an_outcome_and_not_drawn_again(
         rollouts = [(r.reward, r.masked) for group in batch.groups for r in group]
         assert rollouts == [(0.0, treatment is AgentFailures.MASK), (1.0, False)]
         assert driver.sampler.submitted == 2
+
+
+def unlucky() -> list[dict[str, Any]]:
+    """A prompt that is solved once, in the first epoch, and from the middle of that rollout on every other time."""
+    return rows(1, then=[0], turns=7, forked={"4": [0], "6": [1], "5": [0, 1]})
+
+
+async def test_a_group_without_variance_begins_again_where_another_one_succeeded() -> None:
+    config = SamplerConfig(1, 2, 2, reference_share=0.0, prefix_tries=3)
+    async with (
+        nodes(2) as up,
+        runner(up, unlucky(), config, epochs=2, budgets={"run": 77.0}, environment="planned") as driver,
+    ):
+        first, second = await driver.batch(), await driver.batch()
+        assert first is not None
+        assert second is not None
+        [solved] = [rollout.id for rollout in first.groups[0] if rollout.reward]
+        [group] = second.groups
+        assert [rollout.reward for rollout in group] == [0.0, 1.0]
+        assert [rollout.inherited for rollout in group] == [5, 5]
+        jobs = [job for node in up for job in node.pipeline.store.find(state=None, group=None) if job.forked_from]
+        assert {job.forked_from["id"] for job in jobs if job.forked_from} == {solved}
+        assert [job.forked_from["turn"] for job in jobs if job.forked_from] == [4, 4, 6, 6, 5, 5]
+        assert {job.budgets.of(Stage.RUN) for job in jobs} == {77.0}
+        assert driver.sampler.prefixes.counts == {"begun": 3, "helped": 1}
+        assert driver.sampler.dropped == {}
+
+
+@pytest.mark.parametrize("how", ["erased", "forgotten", "given up"])
+async def test_what_cannot_be_forked_is_thrown_away_as_without_prefixes(how: str) -> None:
+    """In the third epoch nobody is known any more who could help, but for who could not."""
+    dataset = rows(1, then=[0], turns=7, forked={"4": [0], "6": [0], "7": [0]})
+    config = SamplerConfig(1, 2, 2, reference_share=0.0, prefix_tries=3)
+    async with nodes() as up, runner(up, dataset, config, epochs=3) as driver:
+        pipeline = up[0].pipeline
+        assert await driver.batch() is not None
+
+        async def fault(method: str, path: str) -> int | None:
+            if path.endswith("/fork") and how != "given up":
+                if how == "forgotten":
+                    return 404
+                for job in pipeline.store.find(state=None, group=None):
+                    for checkpoint in [*job.checkpoints.values()]:
+                        job.drop_checkpoint(checkpoint)
+            return None
+
+        up[0].fault = fault
+        assert await driver.batch() is None
+        counts = driver.sampler.prefixes.counts
+        assert driver.sampler.dropped == {"no_variance": 2}
+        assert counts == ({"begun": 6, "given_up": 2} if how == "given up" else {"begun": 1, "refused": 1})
+        assert not pipeline.store.live()
+
+
+async def test_forks_that_ran_when_a_trainer_left_are_ended_and_their_group_thrown_away() -> None:
+    dataset = rows(1, then=[0], turns=7, forked={"4": [0, 1]}, late=[1], late_s=0.5)
+    config = SamplerConfig(1, 2, 2, reference_share=0.0, prefix_tries=3)
+    async with nodes() as up:
+        first = await runner(up, dataset, config, epochs=2).__aenter__()
+        assert await first.batch() is not None
+        while first.sampler.held != 1 or not first.sampler.prefixes.counts["begun"]:
+            await asyncio.sleep(0.01)
+        state = json.loads(json.dumps(first.state()))
+        await kill(first)
+        async with runner(up, dataset, config, epochs=2, state=state) as second:
+            assert await second.batch() is None
+        assert second.sampler.dropped == {"no_variance": 1}
+        assert not up[0].pipeline.store.live()

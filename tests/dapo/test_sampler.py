@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, NothingToLearn, SamplerConfig, Submission
 from nemo_gym_prorl.dapo.fates import Fate, Usage
+from nemo_gym_prorl.dapo.prefixes import Kept
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, Origin
@@ -25,6 +26,7 @@ from nemo_gym_prorl.failures import CallerError, Origin
 ROWS = [{"prompt": number} for number in range(7)]
 REWARDS = [0.0, 1.0, 0.1 + 0.2, 0.3]
 """The last two are not the same, however close."""
+KEPT = Kept("node", (1, 2, 5))
 
 
 class Sampling(RuleBasedStateMachine):
@@ -39,6 +41,7 @@ class Sampling(RuleBasedStateMachine):
         restarts=st.integers(0, 2),
         in_order=st.booleans(),
         references=st.sampled_from([0.0, 0.5, 1.0]),
+        prefix_tries=st.sampled_from([0, 2]),
         epochs=st.sampled_from([None, 3]),
     )
     def begin(
@@ -51,6 +54,7 @@ class Sampling(RuleBasedStateMachine):
         restarts: int,
         in_order: bool,
         references: float,
+        prefix_tries: int,
         epochs: int | None,
     ) -> None:
         self.config = SamplerConfig(
@@ -65,6 +69,7 @@ class Sampling(RuleBasedStateMachine):
             max_fruitless=10**6,
             max_dropped=10**6,
             first_version=5,
+            prefix_tries=prefix_tries,
         )
         self.prompts = Epochs(ROWS, epochs=epochs)
         self.sampler = DynamicSampler(self.config, self.prompts, run="dapo")
@@ -85,6 +90,10 @@ class Sampling(RuleBasedStateMachine):
         for submission in decision.submit:
             assert submission.rollout not in self.known, "an id is given out once"
             assert submission.version == self.sampler.version
+            if submission.prefix is not None:
+                assert self.config.prefix_tries
+                assert submission.prefix.rollout in self.known.keys() - self.live.keys()
+                assert submission.prefix.turn in KEPT.turns
             self.known[submission.rollout] = None
             self.live[submission.rollout] = submission
         for batch in decision.batches:
@@ -116,7 +125,7 @@ class Sampling(RuleBasedStateMachine):
     def ends(self, rollout: str, reward: float) -> None:
         if self.sampler.wants(rollout):
             self.scored[rollout] = reward
-        self.sampler.scored(rollout, reward, Usage(1.0, 2.0))
+        self.sampler.scored(rollout, reward, Usage(1.0, 2.0), kept=KEPT)
         self.over(rollout)
 
     def pick(self, data: st.DataObject) -> str:
@@ -190,8 +199,13 @@ class Sampling(RuleBasedStateMachine):
         again = self.sampler.restore(state)
         for submission in again.submit:
             assert replace(submission, urgent=self.live[submission.rollout].urgent) == self.live[submission.rollout]
-        assert {submission.rollout for submission in again.submit} == set(self.live) - self.cancelling
-        assert set(again.cancel) == self.cancelling
+        assert {submission.rollout for submission in again.submit} == set(self.live) - set(again.cancel)
+        ended = set(again.cancel) - self.cancelling
+        assert set(again.cancel) >= self.cancelling
+        assert all(self.live[rollout].prefix for rollout in ended), "forks begin again at their prompt"
+        self.cancelling |= ended
+        for rollout in again.forget:
+            del self.scored[rollout]
 
     @rule(rewards=st.permutations([0.0, 1.0]))
     def goes_well_from_here(self, rewards: list[float]) -> None:

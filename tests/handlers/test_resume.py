@@ -16,8 +16,11 @@ import pytest_asyncio
 from fastapi import FastAPI
 from omegaconf import OmegaConf
 
+from nemo_gym_prorl.dapo.outcome import inherited, usage_of
 from nemo_gym_prorl.handlers.agent_service import AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 from nemo_gym_prorl.sandbox.compose.snapshots import default_folder
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
@@ -90,13 +93,16 @@ class Stage:
         app.include_router(service.router())
         add_problem_handlers(app)
         async with serve(app) as url, aiohttp.ClientSession(url) as http:
-            yield Service(service, http)
+            yield Service(service, http, url)
             await service.close()
 
 
 class Service:
-    def __init__(self, service: AgentService, http: aiohttp.ClientSession) -> None:
-        self.pipeline, self._http = service.pipeline, http
+    def __init__(self, service: AgentService, http: aiohttp.ClientSession, url: str) -> None:
+        self.pipeline, self._http, self._url = service.pipeline, http, url
+
+    def client(self) -> RolloutClient:
+        return RolloutClient(self._url)
 
     async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         async with self._http.request(method, path, json=body) as response:
@@ -112,6 +118,10 @@ class Service:
             assert status == 200, body
             if body["finished_at"] is not None:
                 return dict(body)
+
+    async def packed(self, rollout: str) -> JobView:
+        async with self.client() as client:
+            return await client.get(rollout, tokens=TokenForm.PACKED)
 
     async def turns(self, rollout: str, turns: int) -> None:
         """Wait until it has taken so many."""
@@ -195,6 +205,32 @@ async def test_siblings_share_what_was_and_nothing_of_what_comes(stage: Stage) -
         assert {count for count, *_ in said} == {"2"}, "each sees the log and its own file, and nobody else's"
         assert len({name for _, name, *_ in said}) == 9
         assert [step["items"] for step in jobs[0]["steps"][:10]] == [step["items"] for step in parent["steps"][:10]]
+        # A trainer is told whose turns they are, and takes the others' tokens.
+        packed = [await service.packed(job["id"]) for job in [parent, *jobs]]
+        assert [inherited(job) for job in packed] == [0] + [10] * 8
+        assert all(job.tokens and packed[0].tokens and job.tokens[:10] == packed[0].tokens[:10] for job in packed)
+        whole = usage_of(packed[0]).length
+        assert all(0 < usage_of(job).length < whole / 2 for job in packed[1:]), "what it took over is not counted"
+
+
+async def test_the_client_forks(stage: Stage) -> None:
+    async with stage.service(checkpoint_turns=2) as service, service.client() as client:
+        parent = await client.submit(scripted(*["true"] * 5), group="g", budgets={"run": 77.0})
+        ended = await client.wait(parent.id)
+        assert ended.checkpoints == [2, 4]
+        [latest] = await client.fork(parent.id)
+        named = await client.fork(parent.id, 2, 2, ids=["a", "b"], group="h", client="me", budgets={"run": 66.0})
+        again = await client.fork_once(parent.id, 2, id="a", group="h", client="me", budgets={"run": 66.0})
+        assert latest.forked_from is not None
+        assert (latest.forked_from.turn, latest.group) == (4, "g")
+        assert [(job.id, job.group, job.client) for job in [*named, again]] == [
+            ("a", "h", "me"),
+            ("b", "h", "me"),
+            ("a", "h", "me"),
+        ]
+        assert (await client.wait("a")).turns == 6
+        with pytest.raises(ApiError, match="after turn 2, 4"):
+            await client.fork(parent.id, 3)
 
 
 async def test_what_cannot_be_forked_is_said(stage: Stage) -> None:

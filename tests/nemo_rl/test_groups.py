@@ -45,6 +45,20 @@ def test_turns_put_together_are_the_last_prompt_and_what_it_led_to(pieces: list[
     assert [[*turn.log_probs] for turn in turns] == [[-float(token) for token in said] for _, said in pieces]
 
 
+@given(st.lists(st.tuples(tokens, tokens), min_size=2, max_size=6), st.data())
+def test_what_was_taken_over_is_prompt(pieces: list[tuple[list[int], list[int]]], data: st.DataObject) -> None:
+    inherited = data.draw(st.integers(1, len(pieces) - 1))
+    first, *others = turns_of(take_tokens(result(*pieces)["response"]), inherited)
+    before = [token for observed, said in pieces[:inherited] for token in observed + said]
+    assert [*first.observed] == before + pieces[inherited][0]
+    own = [[*turn.sampled] for turn in (first, *others)]
+    assert own == [said for _, said in pieces[inherited:]]
+    assert [[*turn.observed] for turn in others] == [observed for observed, _ in pieces[inherited + 1 :]]
+    assert [[*turn.log_probs] for turn in (first, *others)] == [[-float(token) for token in said] for said in own]
+    with pytest.raises(ValueError, match="no item"):
+        turns_of(take_tokens(result(*pieces)["response"]), len(pieces))
+
+
 def test_rewards_are_shaped_by_the_whole_sequence() -> None:
     long = result(([1, 2], [3, 4, 5]), ([6], [7, 8]))
     group = group_of(

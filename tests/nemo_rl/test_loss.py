@@ -48,12 +48,18 @@ class Row:
     Attributes:
         tokens: of the whole sequence.
         sampled: for each, its log-probability if the policy chose it.
+        inherited: turns that it took over.
     """
 
     reward: float
     tokens: list[int] = dataclasses.field(default_factory=list)
     sampled: list[float | None] = dataclasses.field(default_factory=list)
     output: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    inherited: int = 0
+
+    def fork(self, reward: float) -> "Row":
+        """One that takes all of it over."""
+        return Row(reward, [*self.tokens], [None] * len(self.tokens), [*self.output], len(self.output))
 
     def turn(self, observed: list[int], said: list[int], log_probs: list[float]) -> None:
         prompt = [*self.tokens, *observed]
@@ -111,6 +117,12 @@ def recorded(policy: "Policy") -> list[Trained]:
     return done
 
 
+def rollout_of(row: Row, name: str) -> TrainedRollout:
+    """As the runner has it."""
+    tokens = take_tokens({"output": copy.deepcopy(row.output)})
+    return TrainedRollout(name, {}, row.reward, 0, False, tokens, row.inherited)
+
+
 def batch(rows: list[list[Row]], shape: Any, plane: Any) -> tuple[Any, list[str]]:
     """Through our groups into NeMo RL's own buffer: the meta-data of a whole batch, and its samples in order."""
     from nemo_rl.algorithms.async_utils.replay_buffer import TQReplayBuffer
@@ -124,10 +136,7 @@ def batch(rows: list[list[Row]], shape: Any, plane: Any) -> tuple[Any, list[str]
     async def committed() -> list[Any]:
         found = []
         for number, group in enumerate(rows):
-            rollouts = [
-                TrainedRollout(f"g{number}:{member}:0", {}, row.reward, 0, False, take_tokens({"output": row.output}))
-                for member, row in enumerate(group)
-            ]
+            rollouts = [rollout_of(row, f"g{number}:{member}:0") for member, row in enumerate(group)]
             record = record_of(group_of(rollouts, shape), number)
             slot = buffer.reserve(weight_version=0, target_step=0)
             found.append(await buffer.commit(slot, record, start_weight_version=0, end_weight_version=0))
@@ -232,6 +241,70 @@ def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) ->
     assert metrics["probs_ratio_max"] > 1.01
     assert metrics["global_valid_toks"] == sum(chosen is not None for row in flat for chosen in row.sampled)
     print(f"{len(flat)} rows, {sum(len(row.tokens) for row in flat)} tokens, losses {[one.loss for one in done]}")
+
+
+def forks_and_their_like() -> list[list[Row]]:
+    """Groups of one prompt: one that began there, and two that began after the second and third turn of its first."""
+    draw = random.Random(5)
+
+    def ids(least: int) -> list[int]:
+        return [draw.randrange(256) for _ in range(draw.randint(least, 9))]
+
+    def turns(row: Row, count: int) -> Row:
+        for _ in range(count):
+            said = ids(1)
+            row.turn(ids(0) if row.tokens else [1, 2, 3], said, [-draw.randint(1, 6000) / 1024 for _ in said])
+        return row
+
+    prefixes = [Row(0.0), turns(Row(0.0), 2), turns(Row(0.0), 3)]
+    return [[turns(prefix.fork(float(place % 2)), 1 + place) for place in range(SIZE)] for prefix in prefixes]
+
+
+@pytest.mark.parametrize("loop", ["single_controller", "synchronous"])
+def test_what_a_fork_took_over_gets_no_loss(tmp_path: Path, loop: str) -> None:
+    """By NeMo RL's own masks, in either of its loops; and groups that began elsewhere are other groups to it."""
+    import torch
+    from nemo_rl.algorithms.grpo import add_grpo_token_loss_masks_and_generation_logprobs
+    from nemo_rl.algorithms.loss import ClippedPGLossFn
+    from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
+
+    from nemo_gym_prorl.nemo_rl.synchronous import results_of
+    from tests.nemo_rl.controller import PARTITION, Policy
+
+    torch.manual_seed(0)
+    rows = forks_and_their_like()
+    flat = [row for group in rows for row in group]
+    chosen = [[log_prob is not None for log_prob in row.sampled] for row in flat]
+    assert sum(row.inherited for row in flat) == 5 * SIZE
+    if loop == "synchronous":
+        found, prompts = [], []
+        for group in rows:
+            rollouts = [rollout_of(row, "r") for row in group]
+            for told in results_of(rollouts, group_of(rollouts, lambda raw, length: raw)):
+                log = [message | {"token_ids": torch.tensor(message["token_ids"])} for message in told["message_log"]]
+                add_grpo_token_loss_masks_and_generation_logprobs([log])
+                ids, mask = (torch.cat([one[name] for one in log]) for name in ("token_ids", "token_loss_mask"))
+                found.append((ids.tolist(), mask.bool().tolist()))
+                prompts.append(tuple(told["input_message_log"][0]["token_ids"]))
+        assert found == [(row.tokens, mask) for row, mask in zip(flat, chosen, strict=True)]
+        assert [len({*prompts[first : first + SIZE]}) for first in range(0, len(flat), SIZE)] == [1, 1, 1]
+        assert len({*prompts}) == 3
+        return
+    master, *_ = configured()
+    plane = NoOpDataPlaneClient()
+    policy = Policy(plane, tmp_path)
+    meta, samples = batch(rows, lambda raw, length: raw, plane)
+    meta = prepared(policy, plane, meta, master, SIZE)
+    metrics = stepped(MiniBatches(policy, 1), meta, ClippedPGLossFn(master.loss_fn))
+    got = plane.get_samples(samples, PARTITION, ["advantages", "input_ids", "token_mask"])
+    advantages = normalized([row.reward for row in rows[0]]) * len(rows)
+    for place, (row, mask) in enumerate(zip(flat, chosen, strict=True)):
+        assert got["input_ids"][place][: len(row.tokens)].tolist() == row.tokens
+        assert got["token_mask"][place][: len(row.tokens)].tolist() == mask
+        assert got["advantages"][place][: len(row.tokens)].tolist() == pytest.approx(
+            [advantages[place]] * len(row.tokens), abs=5e-7
+        )
+    assert metrics["global_valid_toks"] == sum(map(sum, chosen))
 
 
 SHORT = {"max_sequence_length": 1200, "buffer_length": 600}

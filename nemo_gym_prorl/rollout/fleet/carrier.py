@@ -59,10 +59,16 @@ class Loss(StrEnum):
     """The service was away for too long, and another one is there."""
     UNTAKEN = "untaken"
     """The service takes nothing new, and another one does."""
+    UNFORKABLE = "unforkable"
+    """It was to go on from another one, of which that service keeps nothing."""
 
+
+FORK = "fork"
+"""Where a rollout's body says that it goes on from a turn of another one: ``rollout_id`` and ``turn``."""
 
 # The row's fault are the same statuses as of an environment, see ``handlers/gym_http.py``.
 _LOSSES = dict.fromkeys((400, 413, 415, 422), Loss.REFUSED) | {409: Loss.TAKEN, 410: Loss.FORGOTTEN}
+_FORK_LOSSES = dict.fromkeys((404, 409, 410, 422), Loss.UNFORKABLE)
 
 
 @dataclass(eq=False, slots=True)
@@ -208,7 +214,9 @@ class Carrier:
 
     async def _accepted(self, it: _Carried) -> bool:
         """Whether the service has it now; else it is settled."""
-        options = {name: value for name, value in it.body.items() if name != "row"}
+        options = {name: value for name, value in it.body.items() if name not in ("row", FORK)}
+        fork = it.body.get(FORK)
+        losses = _LOSSES | _FORK_LOSSES if fork else _LOSSES
         while not it.is_unwanted():
             pause, before = RETRY_S, it.sent
             try:
@@ -216,7 +224,10 @@ class Carrier:
                     if it.is_unwanted():
                         break
                     it.sent = True
-                    job = await self.client.submit_once(dict(it.body["row"]), id=it.id, **options)
+                    if fork:
+                        job = await self.client.fork_once(**fork, id=it.id, **options)
+                    else:
+                        job = await self.client.submit_once(dict(it.body["row"]), id=it.id, **options)
                 self._is_back(it, takes=True)
                 if not self._follows(job):
                     self._carried.pop(it.id, None)
@@ -226,7 +237,7 @@ class Carrier:
                 return True
             except ApiError as error:
                 it.sent = before or error.problem.status >= 500
-                if (loss := _LOSSES.get(error.problem.status)) is not None:
+                if (loss := losses.get(error.problem.status)) is not None:
                     return self._settle(it, loss, error.problem.detail)
                 if not _is_passing(error):
                     raise
