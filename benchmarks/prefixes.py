@@ -8,7 +8,6 @@ as GRPO's. Dynamic sampling's is the same in all turns; that of forks is 0 in th
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
@@ -32,8 +31,9 @@ SIZE = 8
 TRIES = 3
 SLOWNESS = 0.4
 """Of the spread of a rollout's luck, what slow ones lack."""
-SPREADS = {0.5: 2.3, 0.2: 6.5}
-"""Of ease, by the share of prompts that have variance then."""
+EASE = {"3 or 97% right": (1.88, 0.0), "most always or never right": (0.0, 6.5)}
+"""How far from even prompts are, and the spread of that, in spreads of a rollout's luck. A fifth of groups vary in
+either; where the others lie decides who can help them."""
 UNBIASED = 0.03
 """What bench-dapo calls so."""
 
@@ -43,27 +43,42 @@ class Walk(World):
     """A workload of turns.
 
     Attributes:
-        spread: of the ease of prompts, in spreads of a rollout's luck.
+        ease: of prompts.
         begun: rollouts that are forks, and where they begin.
+        prompts: places in the stream of groups' prompts, where it is not the group's number.
     """
 
-    spread: float = 1.0
+    ease: tuple[float, float] = (0.0, 1.0)
     begun: dict[str, Prefix] = field(default_factory=dict, compare=False, repr=False)
+    prompts: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
 
     def _outcome(self, rollout: str) -> tuple[float, float]:
         seconds, spent = self._seconds(rollout)
         if spent + seconds > self.budget_s:
             return max(self.budget_s - spent, 0.0), 0.0
-        ease = random.Random(f"{self.seed}:ease:{_prompt(rollout)}").gauss(0, self.spread)
+        drawn, (skew, spread) = random.Random(f"{self.seed}:ease:{self._prompt(rollout)}"), self.ease
+        ease = drawn.choice((-skew, skew)) + drawn.gauss(0, spread)
         return seconds, float(ease + sum(self.luck(rollout)) > 0)
 
     def _seconds(self, rollout: str) -> tuple[float, float]:
         """Its own, and those of the turns that it took over."""
-        drawn = self._drawn(_prompt(rollout), _sample(rollout))
+        drawn = self._drawn(self._prompt(rollout), _sample(rollout))
         if (prefix := self.begun.get(rollout)) is None:
             return drawn, 0.0
-        own, before = (TURNS - prefix.turn) / TURNS, self._drawn(_prompt(rollout), _sample(prefix.rollout))
+        own, before = (TURNS - prefix.turn) / TURNS, self._drawn(self._prompt(rollout), _sample(prefix.rollout))
         return drawn * own, before * (1 - own)
+
+    def _prompt(self, rollout: str) -> int:
+        number = int(rollout.split(":")[1])
+        return self.prompts.get(number, number) % ROWS
+
+    def true(self, prompts: int) -> tuple[float, float]:
+        """Of groups that began at their prompt."""
+        at_prefixes = {int(rollout.split(":")[1]) for rollout in self.begun}
+        groups = [self.first_tries(number) for number in range(prompts) if number not in at_prefixes]
+        outcomes = [one for group in groups if len({reward for _, reward in group}) > 1 for one in group]
+        seconds, rewards = zip(*outcomes, strict=True)
+        return statistics.fmean(seconds), statistics.fmean(rewards)
 
     def luck(self, rollout: str) -> list[float]:
         """Of each turn."""
@@ -73,11 +88,6 @@ class Walk(World):
         spread = math.sqrt((1 - SLOWNESS**2) / TURNS)
         own = [drawn.gauss(0, spread) - SLOWNESS * slowness / TURNS for _ in range(TURNS)]
         return own if prefix is None else self.luck(prefix.rollout)[: prefix.turn] + own[prefix.turn :]
-
-    @functools.cached_property
-    def informative_share(self) -> float:
-        """Of prompts, those whose first tries vary."""
-        return statistics.fmean(len({reward for _, reward in self.first_tries(number)}) > 1 for number in range(ROWS))
 
 
 class WithPrefixes(DynamicSampler):
@@ -94,20 +104,23 @@ class WithPrefixes(DynamicSampler):
 
     def decide(self) -> Decision:
         decision = super().decide()
-        self._world.begun.update((one.rollout, one.prefix) for one in decision.submit if one.prefix is not None)
+        for one in decision.submit:
+            self._world.prompts[int(one.group.split(":")[1])] = one.prompt
+            if one.prefix is not None:
+                self._world.begun[one.rollout] = one.prefix
         return decision
 
 
-def figures(seeds: Sequence[int], steps: int, shares: Sequence[float]) -> list[Figure]:
-    """With against without, in either share and with two bounds of staleness."""
+def figures(seeds: Sequence[int], steps: int) -> list[Figure]:
+    """With against without, with two bounds of staleness."""
     made = []
-    for share, staleness in itertools.product(shares, (1, 4)):
+    for (name, ease), staleness in itertools.product(EASE.items(), (1, 4)):
         runs: dict[int, list[tuple[Walk, Run]]] = {0: [], TRIES: []}
         for seed, tries in itertools.product(seeds, runs):
-            world = Walk(seed, 2.0, share, SIZE, spread=SPREADS[share])
+            world = Walk(seed, 2.0, 0.0, SIZE, ease=ease)
             runs[tries].append((world, drive(world, steps, WithPrefixes(world, staleness, tries))))
         plain, ours = runs[0], runs[TRIES]
-        label = f"prefixes, {share:.0%} informative, staleness {staleness}"
+        label = f"prefixes, {name}, staleness {staleness}"
         steps_s = [[run.step_s for _, run in each] for each in (ours, plain)]
         ratio = statistics.fmean(steps_s[1]) / statistics.fmean(steps_s[0])
         bias = [[run.bias(world) for world, run in each] for each in (ours, plain)]
@@ -116,7 +129,7 @@ def figures(seeds: Sequence[int], steps: int, shares: Sequence[float]) -> list[F
         shares_begun = [statistics.fmean(group[0] in world.begun for group in run.groups) for world, run in ours]
         made += [
             Figure.of(f"{label}: seconds per step", steps_s[0], "s", peers={"without": steps_s[1]}),
-            Figure(f"{label}: without over with", ratio, "times", ">= 1.5" if share <= 0.2 else None),
+            Figure(f"{label}: without over with", ratio, "times", ">= 1.5"),
             Figure.of(f"{label}: groups that began at a prefix", shares_begun, ""),
             *(
                 _biased(f"{label}: bias, {what}, of groups that began at their prompt", [one[place] for one in alone])
@@ -169,23 +182,20 @@ def _first_half(world: Walk, run: Run) -> float:
 def _own_prefix(seeds: Sequence[int]) -> Figure:
     """Why nobody of the group itself helps: forks in the middle of one of it, against as many tries at the prompt."""
     helped: dict[str, list[bool]] = {"middle": [], "prompt": []}
+    name, ease = next(iter(EASE.items()))
     for seed in seeds:
-        world = Walk(seed, 2.0, 0.2, SIZE, spread=SPREADS[0.2])
+        world = Walk(seed, 2.0, 0.0, SIZE, ease=ease)
         for number in range(ROWS):
             if len({reward for _, reward in world.first_tries(number)}) > 1:
                 continue
-            for name, turn in (("middle", TURNS // 2), ("prompt", 0)):
+            for where, turn in (("middle", TURNS // 2), ("prompt", 0)):
                 ids = [f"{RUN}:{number}:{place}:{1 + (turn > 0)}" for place in range(SIZE)]
                 if turn:
                     world.begun.update((one, Prefix(f"{RUN}:{number}:0:0", turn, None)) for one in ids)
-                helped[name].append(len({world.outcome(one)[1] for one in ids}) > 1)
-    shares = {name: statistics.fmean(found) for name, found in helped.items()}
-    name = "prefixes, 20% informative: groups without variance that have it from the middle of one of their own"
-    return Figure(name, shares["middle"], "", peers={"from the prompt": shares["prompt"]})
-
-
-def _prompt(rollout: str) -> int:
-    return int(rollout.split(":")[1]) % ROWS
+                helped[where].append(len({world.outcome(one)[1] for one in ids}) > 1)
+    shares = {where: statistics.fmean(found) for where, found in helped.items()}
+    told = f"prefixes, {name}: groups without variance that have it from the middle of one of their own"
+    return Figure(told, shares["middle"], "", peers={"from the prompt": shares["prompt"]})
 
 
 def _sample(rollout: str) -> str:

@@ -46,8 +46,8 @@ class SamplerConfig:
         max_fruitless: so many groups in a row without variance end the training.
         max_dropped: so many groups in a row that can't be run end it, too.
         first_version: weights of the first batch.
-        prefix_tries: groups that are begun from a prefix in place of one without variance, at most, which is faster
-            where most have none and **trains on other prompts and states** (:mod:`nemo_gym_prorl.dapo.prefixes`).
+        prefix_tries: groups that begin at a prefix after one without variance, at most. Faster where most have none,
+            and **trains on other prompts and states** (:mod:`nemo_gym_prorl.dapo.prefixes`).
     """
 
     groups_per_batch: int
@@ -139,12 +139,14 @@ class Batch:
     Attributes:
         number: of the batch, from 0.
         version: weights that it is meant for.
-        groups: by prompt's number, its rollouts in the order of members.
+        groups: by group's number, its rollouts in the order of members.
+        prompts: by group's number, that of its prompt in the stream.
     """
 
     number: int
     version: int
     groups: dict[int, list[Scored]]
+    prompts: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from nemo_gym_prorl.dapo.bias import BiasMeter
@@ -34,8 +33,8 @@ class Flight:
         self.running: dict[str, tuple[Group, Member]] = {}
         self._ending: set[str] = set()
         """Cancelled."""
-        self._references: dict[str, int] = {}
-        """Versions."""
+        self._references: dict[str, tuple[int, int]] = {}
+        """Versions and prompts."""
 
     def __len__(self) -> int:
         return len(self.running) + len(self._ending) + len(self._references)
@@ -49,8 +48,7 @@ class Flight:
         """Another try of a member."""
         member.begin(rollout, version)
         self.running[rollout] = (group, member)
-        submission = self._submission(rollout, group.number, version, urgent=bool(group.scored))
-        return replace(submission, prefix=group.search.prefix) if group.search else submission
+        return self._submission(rollout, group, version)
 
     def heard(self, rollout: str, length: float, accuracy: float) -> None:
         """An outcome came: for the meter, if it is the first of a member."""
@@ -76,7 +74,7 @@ class Flight:
         rollout = str(member.rollout)
         del self.running[rollout]
         if self._bias.cut(group.number, member.place):
-            self._references[rollout] = member.version
+            self._references[rollout] = (member.version, group.prompt)
             return []
         self._ending.add(rollout)
         return [rollout]
@@ -94,24 +92,30 @@ class Flight:
 
     def restore(self, state: Mapping[str, Any], groups: list[Group]) -> Decision:
         """Goes on from there: what is to be submitted again under its id, and cancelled again."""
-        self._ending, self._references = set(state["ending"]), dict(state["references"])
+        self._ending = set(state["ending"])
+        self._references = {rollout: (version, prompt) for rollout, (version, prompt) in state["references"].items()}
         decision = Decision(cancel=sorted(self._ending))
         for group in groups:
             for member in group.members:
                 if member.runs:
                     self.running[str(member.rollout)] = (group, member)
         for rollout, (group, member) in self.running.items():
-            urgent = bool(group.scored)
-            decision.submit.append(self._submission(rollout, group.number, member.version, urgent=urgent))
-        for rollout, version in self._references.items():
-            decision.submit.append(self._submission(rollout, place_of(rollout)[0], version, urgent=False))
+            decision.submit.append(self._submission(rollout, group, member.version))
+        for rollout, (version, prompt) in self._references.items():
+            group_id = self._group_id(place_of(rollout)[0])
+            decision.submit.append(Submission(rollout, group_id, prompt, version, urgent=False))
         return decision
 
-    def _submission(self, rollout: str, number: int, version: int, *, urgent: bool) -> Submission:
-        return Submission(rollout, f"{self._run}:{number}", number, version, urgent)
+    def _submission(self, rollout: str, group: Group, version: int) -> Submission:
+        prefix = group.search.prefix if group.search else None
+        group_id = self._group_id(group.number)
+        return Submission(rollout, group_id, group.prompt, version, bool(group.scored), prefix)
+
+    def _group_id(self, number: int) -> str:
+        return f"{self._run}:{number}"
 
 
 def place_of(rollout: str) -> tuple[int, int]:
-    """Numbers of the prompt and of the member: ids are ``run:prompt:member:try``."""
+    """Numbers of the group and of the member: ids are ``run:group:member:try``."""
     _, number, place, _ = rollout.rsplit(":", 3)
     return int(number), int(place)

@@ -11,7 +11,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from nemo_gym_prorl.dapo.fates import Usage
@@ -79,31 +79,28 @@ class Group:
     """The members of one prompt.
 
     Attributes:
-        number: its prompt's place in the stream; groups with lower ones are older.
+        number: its place in the order of groups; those with lower ones are older.
+        prompt: its prompt's place in the stream.
         key: its prompt's name.
         members: as many as the batch wants of a prompt.
         search: where they begin, if not at the prompt.
-        first: the members then as they began at the prompt; their results are gone.
     """
 
     number: int
+    prompt: int
     key: str
     members: list[Member]
     search: Search | None = None
-    first: list[Member] = field(default_factory=list)
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Self:
         """The group that :meth:`state` told of."""
-        members, first = (
-            [
-                Member(**(member | {"usage": Usage(**member["usage"]), "kept": Kept(**member["kept"])}))
-                for member in saved[which]
-            ]
-            for which in ("members", "first")
-        )
+        members = [
+            Member(**(member | {"usage": Usage(**member["usage"]), "kept": Kept(**member["kept"])}))
+            for member in saved["members"]
+        ]
         search = Search.of_saved(saved["search"]) if saved["search"] else None
-        return cls(saved["number"], saved["key"], members, search, first)
+        return cls(saved["number"], saved["prompt"], saved["key"], members, search)
 
     @property
     def complete(self) -> bool:
@@ -131,28 +128,10 @@ class Group:
         return min(member.version for member in self.members if not member.waits)
 
     @property
-    def first_tries(self) -> list[Member]:
-        """What the policy samples for the prompt itself."""
-        return self.first or self.members
-
-    @property
     def helpers(self) -> list[Helper]:
         """Its rollouts that are worth a loss, as others may begin from them."""
         scored = [member for member in self.scored if not member.masked]
         return [Helper(str(member.rollout), member.accuracy, member.kept) for member in scored]
-
-    def begin_at(self, search: Search) -> None:
-        """All members wait again, to begin where the search is."""
-        self.search = search
-        self.first = self.first or [replace(member) for member in self.members]
-        for member in self.members:
-            member.reset()
-
-    def end_search(self) -> None:
-        """It is as its first tries left it. Members must have no rollouts any more, or none that count."""
-        for first, member in zip(self.first, self.members, strict=True):
-            first.tries = member.tries
-        self.members, self.search, self.first = self.first, None, []
 
     def older_than(self, version: int) -> Iterator[Member]:
         """Members whose rollout began under older weights."""

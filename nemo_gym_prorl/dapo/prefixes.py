@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix sampling (arXiv 2605.05112): a group without variance begins again part of the way along a rollout that ended
-otherwise, instead of being thrown away.
+"""Prefix sampling (arXiv 2605.05112): after a group without variance comes one that begins part of the way along a
+rollout that ended otherwise.
 
 Where all failed, that is a rollout of the same prompt that succeeded: its first turns are a head start. Where all
 succeeded it is one that failed, and they are a handicap. So who can help is never of the group itself, which has
 nothing but equals: it is of an earlier epoch. A group's own prefix is no help: from there the outcome is surer than
 from the start, for all that is known (``benchmarks/prefixes.py`` has the figure), so where no other is known, or its
-checkpoints are erased, the group is thrown away, as it would be.
+checkpoints are erased, nothing comes of the group, as it would be.
 
 From the start the prompt ends in one way, from the end of the helping rollout in the other. Somewhere between both
 come about, and bisection finds it: a group that is still as the first one was began too early, one that is all as the
@@ -29,7 +29,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.dapo.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ class Prefixes:
     """Who could help, of all prompts, and what came of it.
 
     Args:
-        tries: groups that are begun again in place of one; 0 for none.
+        tries: groups that may come after one; 0 for none.
     """
 
     def __init__(self, tries: int) -> None:
@@ -134,8 +138,24 @@ class Prefixes:
         self.counts: Counter[str] = Counter()
         """Groups: ``begun`` from a prefix, ``helped`` to variance by it, ``given_up``, ``refused`` by the service."""
 
-    def saw(self, key: str, ended: Sequence[Helper]) -> None:
-        """A prompt's first tries have ended."""
+    def after(self, group: Group) -> Search | None:
+        """A group is complete: where one is to begin that comes after it, for its want of variance."""
+        accuracy = group.members[0].accuracy
+        if group.search is not None:
+            if group.teaches:
+                self.counts["helped"] += 1
+            return group.search if not group.varies and self._goes_on(group.search, accuracy) else None
+        search = self._search(group.key, accuracy) if self._tries and not group.varies else None
+        self._saw(group.key, group.helpers)
+        return search
+
+    def refused(self, key: str, search: Search) -> None:
+        """Nothing is kept of it any more."""
+        self.counts["refused"] += 1
+        helpers = [helper for helper in self._helpers.pop(key, ()) if helper.rollout != search.helper.rollout]
+        self._saw(key, helpers)
+
+    def _saw(self, key: str, ended: Sequence[Helper]) -> None:
         for helper in ended if self._tries else ():
             if helper.kept.turns:
                 worst, best = self._helpers.get(key, [helper, helper])
@@ -143,8 +163,7 @@ class Prefixes:
                 best = helper if helper.accuracy >= best.accuracy else best
                 self._helpers[key] = [worst, best]
 
-    def search(self, key: str, accuracy: float) -> Search | None:
-        """For a prompt whose first tries were all as accurate; ``None`` if nobody is known who ended otherwise."""
+    def _search(self, key: str, accuracy: float) -> Search | None:
         others = [helper for helper in self._helpers.get(key, ()) if helper.accuracy != accuracy]
         if not others:
             return None
@@ -152,18 +171,10 @@ class Prefixes:
         self.counts["begun"] += 1
         return Search(helper, accuracy, -1, len(helper.kept.turns))
 
-    def goes_on(self, search: Search, accuracy: float) -> bool:
-        """Whether to begin once more, after a group that began at a prefix had no variance either."""
+    def _goes_on(self, search: Search, accuracy: float) -> bool:
         search.ended(accuracy)
         if search.tries > self._tries or search.over:
             self.counts["given_up"] += 1
             return False
         self.counts["begun"] += 1
         return True
-
-    def refused(self, key: str, search: Search) -> None:
-        """Nothing is kept of it any more."""
-        self.counts["refused"] += 1
-        helpers = [helper for helper in self._helpers.get(key, ()) if helper.rollout != search.helper.rollout]
-        self._helpers.pop(key, None)
-        self.saw(key, helpers)

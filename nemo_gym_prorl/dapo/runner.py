@@ -346,7 +346,7 @@ class Runner:
     def _training_batch(self, batch: Batch) -> TrainingBatch:
         groups = []
         for number, members in batch.groups.items():
-            prompt = self._prompts[number]
+            prompt = self._prompts[batch.prompts[number]]
             row = prompt.row if prompt else {}
             group = []
             for member in members:

@@ -23,8 +23,8 @@ complete, or were found to have no variance. With ``max_staleness`` 0 these are 
 ``max_restarts`` times, and are trained on less than they are sampled. :mod:`~nemo_gym_prorl.dapo.bias` tells by
 how much, in either order.
 
-**Prefixes.** With ``prefix_tries`` a group without variance may begin again from a prefix (:mod:`prefixes`), in its
-own place of the order, which batches then wait for. Begun again for its age, it begins at its prompt.
+**Prefixes.** With ``prefix_tries`` a group without variance may be followed by one that begins at a prefix
+(:mod:`prefixes`). It comes in the place of the next prompt, so that no batch waits for it, and is a group like others.
 
 **Failures** of machines are no rewards: the member is tried again; a group that can't be completed is dropped, never
 filled up with a copy of a sibling. What the policy itself brought to a bad end has an outcome (``agent_failures``).
@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,8 +95,12 @@ class DynamicSampler:
         """Drawn when a state is restored, and part of ids: what was submitted after it was saved must not be met
         again, nor what another run submitted that began from it."""
         self._next_prompt = 0
+        self._next_number = 0
+        """Of a group. Those that begin at a prefix have numbers, too, and no prompt of their own in the stream."""
+        self._backlog: deque[tuple[int, str, Search]] = deque()
+        """Prompts, with their names, of groups to come that begin at a prefix."""
         self._passed = 0
-        """Prompts that a batch has passed over. Only in order."""
+        """Groups that a batch has passed over. Only in order."""
         self._fruitless = 0
         self._unrun = 0
         """Groups in a row that could not be run, and why the last one."""
@@ -161,7 +165,7 @@ class DynamicSampler:
         refused = origin in (Origin.TASK, Origin.CALLER)
         if refused and group.search is not None:
             self.prefixes.refused(group.key, group.search)
-            self._end_search(group)
+            self._drop(group, "refused", Fate.GROUP_FAILED)
         elif refused or member.failures > self.config.max_failures:
             self._unrun += 1
             self._why = why
@@ -254,12 +258,12 @@ class DynamicSampler:
     @property
     def finished(self) -> bool:
         """Whether there are no more prompts, and nothing in flight: no batch will come."""
-        return self._exhausted and not self._queue.open and not self._flight.abandoned
+        return self._exhausted and not (self._backlog or self._queue.open or self._flight.abandoned)
 
     @property
     def _settled(self) -> int:
         """Prompts before this one are trained on, or dropped for good."""
-        return self._passed if self.config.in_order else int(self._queue.first_open(self._next_prompt))
+        return self._passed if self.config.in_order else int(self._queue.first_open(self._next_number))
 
     @property
     def length_bias(self) -> Estimate | None:
@@ -278,6 +282,7 @@ class DynamicSampler:
             self._drop(group, "left_over", Fate.LEFT_OVER)
         self._decision.cancel += self._flight.end_references()
         self._exhausted = True
+        self._backlog.clear()
         self._unrun = 0  # that nothing could be run is no news to who does not go on
         decision, self._decision = self._decision, Decision()
         return decision
@@ -292,6 +297,7 @@ class DynamicSampler:
             "emitted": self.emitted,
             "submitted": self.submitted,
             "next_prompt": self._next_prompt,
+            "next_number": self._next_number,
             "passed": self._passed,
             "fruitless": self._fruitless,
             "unrun": self._unrun,
@@ -321,7 +327,8 @@ class DynamicSampler:
         self._unrun, self._why = state["unrun"], state["why"]
         self.version, self.emitted = state["version"], state["emitted"]
         self.asked = self.emitted
-        self.submitted, self._next_prompt = state["submitted"], state["next_prompt"]
+        self.submitted = state["submitted"]
+        self._next_prompt, self._next_number = state["next_prompt"], state["next_number"]
         self._passed = state["passed"]
         self._fruitless = state["fruitless"]
         self._bias.restore(state["bias"], self._run)
@@ -338,7 +345,7 @@ class DynamicSampler:
         again = self._flight.restore(state["flight"], groups)
         for group in [*self._queue.open.values()]:  # who keeps prefixes may have forgotten them, or us
             if group.search is not None:
-                self._end_search(group)
+                self._drop(group, "left_over", Fate.LEFT_OVER)
         if not self.config.in_order:  # it may have been until now
             self._settle_fruitless(math.inf)
         self._end_stale()
@@ -370,49 +377,23 @@ class DynamicSampler:
         if group.teaches:
             self._fruitless = 0
             self._queue.ready[group.number] = group
-            if group.search is not None:
-                self.prefixes.counts["helped"] += 1
-            else:
-                self.prefixes.saw(group.key, group.helpers)
-            if not self.config.in_order:
-                self._settle(group)
-            return
-        for member in group.members:
-            self.fates.add(Fate.NO_VARIANCE, member.usage)
-            self._decision.forget.append(str(member.rollout))
-        if (search := self._prefix_for(group)) is not None:
-            group.begin_at(search)
-            self._queue.put(group)
-            return
-        if group.search is not None:
-            group.end_search()
-        self._throw_away(group)
-
-    def _prefix_for(self, group: Group) -> Search | None:
-        """Where a group without variance begins again, if anywhere."""
-        accuracy = group.members[0].accuracy
-        if group.search is not None:
-            return group.search if self.prefixes.goes_on(group.search, accuracy) else None
-        search = None if group.varies else self.prefixes.search(group.key, accuracy)
-        self.prefixes.saw(group.key, group.helpers)
-        return search
-
-    def _throw_away(self, group: Group) -> None:
-        """A group has no variance, and nothing is to be done about it."""
-        self._fruitless += 1
-        self.dropped["no_variance"] += 1
-        if self.config.in_order:
-            self._queue.fruitless[group.number] = group
         else:
+            self._fruitless += 1
+            self.dropped["no_variance"] += 1
+            for member in group.members:
+                self.fates.add(Fate.NO_VARIANCE, member.usage)
+                self._decision.forget.append(str(member.rollout))
+            if self.config.in_order and group.search is None:
+                self._queue.fruitless[group.number] = group
+        if not self._is_followed(group) and (search := self.prefixes.after(group)) is not None:
+            self._backlog.append((group.prompt, group.key, search))
+        if not self.config.in_order or not (group.teaches or group.search is None):
             self._settle(group)
 
-    def _end_search(self, group: Group) -> None:
-        """It can't begin at its prefix: it is thrown away, as without one."""
-        for member in group.members:
-            self._void(group, member, Fate.LEFT_OVER)
-        self._queue.drop(group.number)
-        group.end_search()
-        self._throw_away(group)
+    def _is_followed(self, group: Group) -> bool:
+        """Whether one from a prefix is there already, since this one began again for its age."""
+        at_prefixes = [it.prompt for it in self._queue.kept if it.search is not None and it is not group]
+        return group.search is None and group.prompt in [*at_prefixes, *(prompt for prompt, *_ in self._backlog)]
 
     def _drop(self, group: Group, why: str, fate: Fate) -> None:
         """Lets go of a group: cancels what runs; what was scored meets its fate."""
@@ -445,7 +426,9 @@ class DynamicSampler:
             numbers = sorted(ready, key=lambda number: ready[number].version)[:wanted]
         if len(numbers) < wanted:
             return None
-        batch = Batch(self.emitted, self._due, {number: self._scored(number) for number in sorted(numbers)})
+        numbers = sorted(numbers)
+        prompts = {number: ready[number].prompt for number in numbers}
+        batch = Batch(self.emitted, self._due, {number: self._scored(number) for number in numbers}, prompts)
         self.emitted += 1
         if self.config.in_order:
             self._passed = numbers[-1] + 1
@@ -467,8 +450,8 @@ class DynamicSampler:
     def _settle(self, group: Group) -> None:
         """It counts: nothing of it is sampled again."""
         self._admission.settled(taught=group.teaches)
-        if self._curriculum:
-            self._curriculum.saw(group.key, [member.accuracy for member in group.first_tries])
+        if self._curriculum and group.search is None:
+            self._curriculum.saw(group.key, [member.accuracy for member in group.members])
 
     def _scored(self, number: int) -> list[Scored]:
         group = self._queue.ready.pop(number)
@@ -497,7 +480,6 @@ class DynamicSampler:
     def _begin_again(self, group: Group, fate: Fate) -> None:
         """All of its members, whatever they gave: if only some were sampled again, which ones would matter."""
         results_are_gone = group.number in self._queue.fruitless
-        group.search, group.first = None, []
         for member in group.members:
             member.restarts += not member.waits
             if results_are_gone:
@@ -529,7 +511,9 @@ class DynamicSampler:
     def _next_group(self) -> tuple[Group, Member] | None:
         """Opens the next group, if it can be of use to a batch that today's weights are good for."""
         behind = self._due - self.version
-        if self._exhausted or not self._admission.admits(len(self._queue.ready), len(self._queue.open), behind):
+        if (self._exhausted and not self._backlog) or not self._admission.admits(
+            len(self._queue.ready), len(self._queue.open), behind
+        ):
             return None
         if self._unrun >= self.config.max_dropped:
             raise self._nothing_runs()
@@ -539,17 +523,23 @@ class DynamicSampler:
                 "for the policy, or its rewards are broken",
                 field="max_fruitless",
             )
+        if self._backlog:
+            return self._open(*self._backlog.popleft())
         for _ in range(self._prompts.size):
-            number = self._next_prompt
-            prompt = self._prompts[number]
+            place = self._next_prompt
+            prompt = self._prompts[place]
             if prompt is None:
                 self._exhausted = True
                 return None
             self._next_prompt += 1
             if self._curriculum and self._curriculum.skips(prompt.key):
                 continue
-            group = Group(number, prompt.key, [Member(place) for place in range(self.config.group_size)])
-            self._queue.put(group)
-            self._bias.opened(number, len(group.members))
-            return self._queue.next_waiting()
+            self._bias.opened(self._next_number, self.config.group_size)
+            return self._open(place, prompt.key)
         raise NothingToLearn("the curriculum leaves out every prompt there is", field="curriculum")
+
+    def _open(self, prompt: int, key: str, search: Search | None = None) -> tuple[Group, Member] | None:
+        members = [Member(place) for place in range(self.config.group_size)]
+        self._queue.put(Group(self._next_number, prompt, key, members, search))
+        self._next_number += 1
+        return self._queue.next_waiting()

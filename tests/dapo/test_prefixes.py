@@ -7,18 +7,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig, Submission
 from nemo_gym_prorl.dapo.fates import Usage
-from nemo_gym_prorl.dapo.prefixes import Helper, Kept, Prefixes
+from nemo_gym_prorl.dapo.group import Group, Member
+from nemo_gym_prorl.dapo.prefixes import Kept, Prefixes
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 
 
-def helper(rollout: str, accuracy: float, turns: Sequence[int] = (1, 2, 3)) -> Helper:
-    return Helper(rollout, accuracy, Kept("node", turns))
+def group(*ended: tuple[str, float], key: str = "p", turns: Sequence[int] = (1, 2, 3)) -> Group:
+    """A complete one, of rollouts with their accuracies."""
+    members = [
+        Member(place, rollout=rollout, reward=accuracy, accuracy=accuracy, kept=Kept("node", turns))
+        for place, (rollout, accuracy) in enumerate(ended)
+    ]
+    return Group(0, 0, key, members)
 
 
 @given(
@@ -34,23 +41,23 @@ def test_the_turn_from_which_both_come_about_is_found(
     early, late = ends
     ours, its = (0.0, 1.0) if failed else (1.0, 0.0)
     prefixes = Prefixes(tries)
-    prefixes.saw("p", [helper("it", its, turns), helper("like us", ours, turns)])
-    search = prefixes.search("p", ours)
-    assert search is not None
-    asked = []
-    while True:
+    assert prefixes.after(group(("it", its), ("like us", ours), turns=turns)) is None
+    asked: list[int] = []
+    at_prefix = group(("a", ours), ("b", ours))
+    while (search := prefixes.after(at_prefix)) is not None:
         assert search.prefix.rollout == "it"
         asked.append(search.prefix.turn)
         place = turns.index(asked[-1])
-        if early <= place < late:
-            break
-        if not prefixes.goes_on(search, ours if place < early else its):
-            break
+        rewards = [ours, its] if early <= place < late else [ours if place < early else its] * 2
+        at_prefix = group(*zip("ab", rewards, strict=True))
+        at_prefix.search = search
     assert len(asked) == len({*asked}) <= tries
     assert prefixes.counts["begun"] == len(asked)
-    if not prefixes.counts["given_up"]:
+    assert prefixes.counts["helped"] + prefixes.counts["given_up"] == 1
+    if prefixes.counts["helped"]:
         return
-    left = range(search.early + 1, search.late)
+    assert at_prefix.search is not None
+    left = range(at_prefix.search.early + 1, at_prefix.search.late)
     assert len(asked) == tries or not left
     assert {*range(early, min(late, len(turns)))} <= {*left}, "what was not tried is where it could be"
     assert len(left) <= len(turns) / 2 ** len(asked)
@@ -59,21 +66,23 @@ def test_the_turn_from_which_both_come_about_is_found(
 
 def test_who_helps_ended_otherwise_and_is_the_newest_of_those_that_did_so_most() -> None:
     prefixes = Prefixes(1)
-    assert prefixes.search("p", 0.0) is None
-    prefixes.saw("p", [helper("a", 0.0), helper("b", 1.0), helper("c", 0.5)])
-    prefixes.saw("p", [helper("keeps nothing", 1.0, ()), helper("d", 1.0), helper("e", 0.5)])
-    prefixes.saw("q", [helper("f", 1.0)])
-    assert [search and search.helper.rollout for search in (prefixes.search("p", x) for x in (0.0, 0.4, 1.0))] == [
-        "d",
-        "d",
-        "a",
-    ]
-    assert prefixes.search("q", 1.0) is None, "all are alike"
-    found = prefixes.search("p", 0.0)
+
+    def helper(accuracy: float, key: str = "p") -> str | None:
+        search = prefixes.after(group(("x", accuracy), ("y", accuracy), key=key, turns=()))
+        return search and search.helper.rollout
+
+    assert helper(0.0) is None
+    prefixes.after(group(("a", 0.0), ("b", 1.0), ("c", 0.5)))
+    prefixes.after(group(("keeps nothing", 1.0), ("at all", 0.0), turns=()))
+    prefixes.after(group(("d", 1.0), ("e", 0.5)))
+    prefixes.after(group(("f", 1.0), ("g", 1.0), key="q"))
+    assert [helper(0.0), helper(0.4), helper(1.0)] == ["d", "d", "a"]
+    assert helper(1.0, "q") is None, "all are alike"
+    found = prefixes.after(group(("x", 0.0), ("y", 0.0), turns=()))
     assert found is not None
     prefixes.refused("p", found)
-    assert prefixes.search("p", 0.0) is None
-    assert prefixes.search("p", 1.0) is not None, "who failed is still kept"
+    assert helper(0.0) is None
+    assert helper(1.0) == "a", "who failed is still kept"
 
 
 KEPT = Kept("node", (1, 2, 3))
@@ -82,9 +91,20 @@ KEPT = Kept("node", (1, 2, 3))
 class Service:
     """Does what the sampler says, with two rollouts a group of one prompt."""
 
-    def __init__(self, tries: int, curriculum: SkipSolved | None = None, staleness: int = 4) -> None:
-        config = SamplerConfig(1, 2, 2, staleness, reference_share=0.0, prefix_tries=tries, max_fruitless=10)
-        self.sampler = DynamicSampler(config, Epochs([{}]), curriculum, run="dapo")
+    def __init__(
+        self,
+        tries: int,
+        curriculum: SkipSolved | None = None,
+        *,
+        staleness: int = 4,
+        groups: int = 1,
+        in_flight: int = 2,
+        epochs: int | None = None,
+    ) -> None:
+        config = SamplerConfig(
+            groups, 2, in_flight, staleness, reference_share=0.0, prefix_tries=tries, max_fruitless=10
+        )
+        self.sampler = DynamicSampler(config, Epochs([{}], epochs=epochs), curriculum, run="dapo")
         for _ in range(10):
             self.sampler.ask()
         self.decision = self.sampler.decide()
@@ -102,17 +122,22 @@ def begun(submissions: list[Submission]) -> list[tuple[int, str, int] | int]:
     return [(it.prompt, it.prefix.rollout, it.prefix.turn) if it.prefix else it.prompt for it in submissions]
 
 
-def test_failed_groups_get_a_head_start_and_solved_ones_a_handicap() -> None:
+def test_failed_groups_are_followed_by_a_head_start_and_solved_ones_by_a_handicap() -> None:
     service = Service(2)
     assert begun(service.end(0, 1)) == [1, 1]
     assert begun(service.end(0, 0)) == [(1, "dapo:0:1:0", 2)] * 2
-    assert {it.rollout for it in service.decision.submit} == {"dapo:1:0:1", "dapo:1:1:1"}
+    assert {it.rollout for it in service.decision.submit} == {"dapo:2:0:0", "dapo:2:1:0"}
     assert begun(service.end(1, 1)) == [(1, "dapo:0:1:0", 1)] * 2, "it was too late"
-    assert begun(service.end(0, 1)) == [2, 2]
+    assert begun(service.end(0, 1)) == [2, 2], "the next prompt"
     [batch] = service.decision.batches
-    assert [scored.rollout for scored in batch.groups[1]] == ["dapo:1:0:2", "dapo:1:1:2"]
-    # The first tries of a group are remembered, and never its forks.
+    assert [scored.rollout for scored in batch.groups[3]] == ["dapo:3:0:0", "dapo:3:1:0"]
+    assert batch.prompts == {3: 1}
+    # First tries are remembered, and forks never.
     assert begun(service.end(1, 1)) == [(2, "dapo:1:1:0", 2)] * 2
+    assert begun(service.end(1, 1)) == [(2, "dapo:1:1:0", 3)] * 2
+    assert begun(service.end(1, 1)) == [3, 3], "it is given up"
+    assert service.sampler.prefixes.counts == {"begun": 4, "helped": 1, "given_up": 1}
+    assert service.sampler.dropped == {"no_variance": 5}
 
 
 def test_by_default_nothing_begins_at_a_prefix() -> None:
@@ -122,28 +147,61 @@ def test_by_default_nothing_begins_at_a_prefix() -> None:
 
 
 def test_the_curriculum_hears_of_first_tries_only() -> None:
-    service = Service(1, SkipSolved(2))
+    service = Service(2, SkipSolved(2))
     service.end(0, 1)
     service.end(1, 1)  # solved once
-    service.end(0, 1)  # from a handicap
-    assert not service.sampler.finished
-    assert [it.prompt for it in service.decision.submit] == [2, 2]
-    service.end(1, 1)
+    assert [it.prefix is not None for it in service.end(1, 1)] == [True, True], "solved from a handicap"
+    service.end(0, 1)
     assert service.sampler._curriculum is not None
+    assert not service.sampler._curriculum.skips("0")
+    service.end(1, 1)
     service.end(0, 1)
     assert service.sampler._curriculum.skips("0"), "solved twice"
 
 
-def test_a_group_that_is_too_old_begins_again_at_its_prompt() -> None:
-    service = Service(1, staleness=0)
-    assert begun(service.end(0, 1)) == []
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_group_that_is_too_old_begins_again_where_it_began(ends: bool) -> None:
+    """It, and the one that it came after, which nothing follows then for a second time."""
+    service = Service(2, staleness=0, groups=2, in_flight=6)
+    number = {it.rollout: int(it.rollout.split(":")[1]) for it in service.decision.submit}
+    assert [*number.values()] == [0, 0, 1, 1, 2, 2]
+    first = service.decision.submit
+    for it, reward in zip(first[:2], (0, 1), strict=True):
+        service.sampler.scored(it.rollout, reward, kept=KEPT)
+    for it in first[2:4]:
+        service.sampler.scored(it.rollout, 0, kept=KEPT)
+    decision = service.sampler.decide()
+    at_prefix = [it for it in decision.submit if it.prefix]
+    assert begun(at_prefix) == [(1, "dapo:0:1:0", 2)] * 2
+    if ends:
+        for it in at_prefix:
+            service.sampler.scored(it.rollout, it.rollout == at_prefix[0].rollout, kept=KEPT)
+    for it, reward in zip(first[4:], (0, 1), strict=True):
+        service.sampler.scored(it.rollout, reward, kept=KEPT)
+    decision = service.sampler.decide()
+    assert [[*batch.groups] for batch in decision.batches] == [[0, 2]]
+    for rollout in decision.cancel:
+        service.sampler.cancelled(rollout)
     service.sampler.weights(1)
-    service.decision = service.sampler.decide()
-    assert begun(service.end(0, 0)) == [(1, "dapo:0:1:0", 2)] * 2
+    again = service.sampler.decide().submit
+    numbers = {int(it.rollout.split(":")[1]): it.prefix for it in again}
+    [number_at_prefix] = {int(it.rollout.split(":")[1]) for it in at_prefix}
+    assert numbers[number_at_prefix] == at_prefix[0].prefix
+    assert sum(prefix is not None for prefix in numbers.values()) == 1
 
 
-def test_a_group_that_varies_but_teaches_nothing_begins_nowhere_again() -> None:
+def test_a_group_that_varies_but_teaches_nothing_is_followed_by_none() -> None:
     service = Service(1)
     service.end(0, 1)
     assert begun(service.end(0, 1, masked=True)) == [2, 2]
     assert begun(service.end(1, 1)) == [(2, "dapo:0:0:0", 2)] * 2, "what is masked helps nobody"
+
+
+def test_the_last_prompt_is_followed_too() -> None:
+    service = Service(1, epochs=2)
+    service.end(0, 1)
+    assert begun(service.end(0, 0)) == [(1, "dapo:0:1:0", 2)] * 2
+    assert not service.sampler.finished
+    assert service.end(0, 1) == []
+    assert len(service.decision.batches) == 1
+    assert service.sampler.finished
