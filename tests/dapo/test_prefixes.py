@@ -159,35 +159,58 @@ def test_the_curriculum_hears_of_first_tries_only() -> None:
     assert service.sampler._curriculum.skips("0"), "solved twice"
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_group_that_is_too_old_begins_again_where_it_began(ends: bool) -> None:
-    """It, and the one that it came after, which nothing follows then for a second time."""
+@pytest.mark.parametrize("ends", [(), (0, 1), (1, 1)], ids=["it runs", "it varies", "it was too late"])
+def test_a_group_that_is_too_old_begins_again_where_it_began(ends: tuple[int, ...]) -> None:
+    """It, and the one that it came after, which nothing follows for a second time."""
     service = Service(2, staleness=0, groups=2, in_flight=6)
-    number = {it.rollout: int(it.rollout.split(":")[1]) for it in service.decision.submit}
-    assert [*number.values()] == [0, 0, 1, 1, 2, 2]
-    first = service.decision.submit
-    for it, reward in zip(first[:2], (0, 1), strict=True):
-        service.sampler.scored(it.rollout, reward, kept=KEPT)
-    for it in first[2:4]:
-        service.sampler.scored(it.rollout, 0, kept=KEPT)
-    decision = service.sampler.decide()
-    at_prefix = [it for it in decision.submit if it.prefix]
+    sampler, first = service.sampler, service.decision.submit
+    assert [number_of(it) for it in first] == [0, 0, 1, 1, 2, 2]
+    for it, reward in zip(first[:4], (0, 1, 0, 0), strict=True):
+        sampler.scored(it.rollout, reward, kept=KEPT)
+    at_prefix = [it for it in sampler.decide().submit if it.prefix]
     assert begun(at_prefix) == [(1, "dapo:0:1:0", 2)] * 2
-    if ends:
-        for it in at_prefix:
-            service.sampler.scored(it.rollout, it.rollout == at_prefix[0].rollout, kept=KEPT)
+    for it, reward in zip(at_prefix if ends else [], ends, strict=True):
+        sampler.scored(it.rollout, reward, kept=KEPT)
     for it, reward in zip(first[4:], (0, 1), strict=True):
-        service.sampler.scored(it.rollout, reward, kept=KEPT)
-    decision = service.sampler.decide()
+        sampler.scored(it.rollout, reward, kept=KEPT)
+    decision = sampler.decide()
     assert [[*batch.groups] for batch in decision.batches] == [[0, 2]]
     for rollout in decision.cancel:
-        service.sampler.cancelled(rollout)
-    service.sampler.weights(1)
-    again = service.sampler.decide().submit
-    numbers = {int(it.rollout.split(":")[1]): it.prefix for it in again}
-    [number_at_prefix] = {int(it.rollout.split(":")[1]) for it in at_prefix}
-    assert numbers[number_at_prefix] == at_prefix[0].prefix
-    assert sum(prefix is not None for prefix in numbers.values()) == 1
+        sampler.cancelled(rollout)
+    sampler.weights(1)
+    again = sampler.decide().submit
+    number = number_of(at_prefix[0])
+    turns = {number_of(it): it.prefix.turn for it in again if it.prefix}
+    assert turns == ({max(turns): 1} if ends == (1, 1) else {number: 2})
+    assert ends != (1, 1) or number not in turns
+    for it in again:
+        if it.prompt == 1 and it.prefix is None:
+            sampler.scored(it.rollout, 0, kept=KEPT)
+    assert not [it for it in sampler.decide().submit if it.prefix]
+
+
+def number_of(submission: Submission) -> int:
+    return int(submission.rollout.split(":")[1])
+
+
+def test_a_search_goes_on_where_the_prompts_have_ended() -> None:
+    service = Service(1, staleness=0, in_flight=6, epochs=3)
+    sampler = service.sampler
+    service.decision.submit = service.decision.submit[:2]
+    service.end(0, 1)
+    for rollout in service.decision.cancel:
+        sampler.cancelled(rollout)
+    sampler.weights(1)
+    service.decision = sampler.decide()
+    assert begun(service.decision.submit) == [1, 1, 2, 2]
+    assert service.end(0, 0, 0, 1) == []
+    assert [[*batch.groups] for batch in service.decision.batches] == [[2]]
+    assert not sampler.finished
+    sampler.weights(2)
+    service.decision = sampler.decide()
+    assert begun(service.decision.submit) == [(1, "dapo:0:1:0", 2)] * 2
+    service.end(0, 1)
+    assert sampler.finished
 
 
 def test_a_group_that_varies_but_teaches_nothing_is_followed_by_none() -> None:

@@ -498,6 +498,7 @@ async def test_a_group_without_variance_is_followed_by_one_that_begins_where_ano
         [group] = second.groups
         assert [rollout.reward for rollout in group] == [0.0, 1.0]
         assert [rollout.inherited for rollout in group] == [5, 5]
+        assert [rollout.prompt["turns"] for rollout in group] == [7, 7]
         jobs = [job for node in up for job in node.pipeline.store.find(state=None, group=None) if job.forked_from]
         assert {job.forked_from["id"] for job in jobs if job.forked_from} == {solved}
         assert [job.forked_from["turn"] for job in jobs if job.forked_from] == [4, 4, 6, 6, 5, 5]

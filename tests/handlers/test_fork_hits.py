@@ -45,7 +45,7 @@ def counted(url: str) -> Counter[str]:
 @pytest.mark.timeout(900)
 async def test_a_real_engine_has_what_forks_begin_with(tmp_path: Path) -> None:
     model = tiny_model()
-    with vllm(model, tmp_path / "vllm.log", "--block-size", "16") as (engine, _):
+    with vllm(model, tmp_path / "vllm.log", "--block-size", "32") as (engine, _):
         shipped = containers.shipped_config()
         code = shipped["prorl_code"]["resources_servers"]["prorl_code"] | {"image": containers.image()}
         policy = {

@@ -55,6 +55,11 @@ def test_what_was_taken_over_is_prompt(pieces: list[tuple[list[int], list[int]]]
     assert own == [said for _, said in pieces[inherited:]]
     assert [[*turn.observed] for turn in others] == [observed for observed, _ in pieces[inherited + 1 :]]
     assert [[*turn.log_probs] for turn in (first, *others)] == [[-float(token) for token in said] for said in own]
+    fork = TrainedRollout("dapo:0:0:0", {}, 1.0, 3, False, take_tokens(result(*pieces)["response"]), inherited)
+    group = group_of([fork, fork], lambda raw, length: -length)
+    assert [member.turns for member in group.members] == [(first, *others)] * 2
+    assert [*group.prompt] == [*first.observed], "by which NeMo RL tells it from a group that began elsewhere"
+    assert group.members[0].reward == -sum(map(len, sum(pieces, ())))
     with pytest.raises(ValueError, match="no item"):
         turns_of(take_tokens(result(*pieces)["response"]), len(pieces))
 
