@@ -183,10 +183,11 @@ def test_a_group_that_is_too_old_begins_again_where_it_began(ends: tuple[int, ..
     turns = {number_of(it): it.prefix.turn for it in again if it.prefix}
     assert turns == ({max(turns): 1} if ends == (1, 1) else {number: 2})
     assert ends != (1, 1) or number not in turns
+    before = sampler.prefixes.counts["begun"]
     for it in again:
         if it.prompt == 1 and it.prefix is None:
             sampler.scored(it.rollout, 0, kept=KEPT)
-    assert not [it for it in sampler.decide().submit if it.prefix]
+    assert sampler.prefixes.counts["begun"] == before
 
 
 def number_of(submission: Submission) -> int:
