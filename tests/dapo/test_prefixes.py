@@ -165,16 +165,16 @@ def test_a_group_that_is_too_old_begins_again_where_it_began(ends: tuple[int, ..
     service = Service(2, staleness=0, groups=2, in_flight=6)
     sampler, first = service.sampler, service.decision.submit
     assert [number_of(it) for it in first] == [0, 0, 1, 1, 2, 2]
-    for it, reward in zip(first[:4], (0, 1, 0, 0), strict=True):
+    for it, reward in zip(first[:2] + first[4:], (0, 1, 0, 0), strict=True):
         sampler.scored(it.rollout, reward, kept=KEPT)
     at_prefix = [it for it in sampler.decide().submit if it.prefix]
-    assert begun(at_prefix) == [(1, "dapo:0:1:0", 2)] * 2
+    assert begun(at_prefix) == [(2, "dapo:0:1:0", 2)] * 2
     for it, reward in zip(at_prefix if ends else [], ends, strict=True):
         sampler.scored(it.rollout, reward, kept=KEPT)
-    for it, reward in zip(first[4:], (0, 1), strict=True):
+    for it, reward in zip(first[2:4], (0, 1), strict=True):
         sampler.scored(it.rollout, reward, kept=KEPT)
     decision = sampler.decide()
-    assert [[*batch.groups] for batch in decision.batches] == [[0, 2]]
+    assert [[*batch.groups] for batch in decision.batches] == [[0, 1]]
     for rollout in decision.cancel:
         sampler.cancelled(rollout)
     sampler.weights(1)
@@ -184,9 +184,10 @@ def test_a_group_that_is_too_old_begins_again_where_it_began(ends: tuple[int, ..
     assert turns == ({max(turns): 1} if ends == (1, 1) else {number: 2})
     assert ends != (1, 1) or number not in turns
     before = sampler.prefixes.counts["begun"]
-    for it in again:
-        if it.prompt == 1 and it.prefix is None:
-            sampler.scored(it.rollout, 0, kept=KEPT)
+    unlucky = [it for it in again if it.prompt == 2 and it.prefix is None]
+    assert len(unlucky) == 2
+    for it in unlucky:
+        sampler.scored(it.rollout, 0, kept=KEPT)
     assert sampler.prefixes.counts["begun"] == before
 
 
