@@ -24,10 +24,12 @@ truth in 100 runs of 8 prompts a batch, in either order.
 
 Prefix sampling is held against the same without it, in rollouts of turns: right is one whose prompt's ease and whose
 turns' luck are above 0 in sum, with 12 turns, of which a fork takes some over and samples and costs only the others;
-what is slow has less luck. The prompts are 512, again and again, of a spread that leaves so many with variance; the
-policy learns nothing. What begins at its prompt is held to the bias of the others; of all groups told are bias, the
-share that began at a prefix, and that of the gradient (by the luck of a turn) on the first half of the turns, which is
-0.5 without.
+what is slow has less luck. There are 512 prompts, again and again, and the policy learns nothing. A fifth of the
+groups vary: where each prompt is solved by 3 % or by 97 % of rollouts, somebody who can help comes with time; where
+most are solved always or never, hardly anybody. Nothing is more than twice as fast, since training takes half of the
+time that generating does without. Groups that begin at their prompt are held to the bias of the others. Of all groups,
+told are bias (in what they sampled themselves), the share that began at a prefix, and that of the gradient (by the luck
+of a turn, with advantages as GRPO's) on the first half of the turns, which is 0.5 without.
 """
 
 from __future__ import annotations
@@ -163,7 +165,7 @@ def main() -> None:
         worlds = [World(seed, variation, informative, size, **more) for seed in range(1 if quick else 3)]
         figures += compare(name, worlds, 10 if quick else 24)
     figures += coverage(5 if quick else 100, 60)
-    figures += prefixes.figures(range(1 if quick else 3), 10 if quick else 24, [0.2] if quick else [0.2, 0.5])
+    figures += prefixes.figures(range(1 if quick else 3), 10 if quick else 24)
     publish("dapo", figures, packages=(), quick=quick)
 
 

@@ -31,9 +31,14 @@ SIZE = 8
 TRIES = 3
 SLOWNESS = 0.4
 """Of the spread of a rollout's luck, what slow ones lack."""
-EASE = {"3 or 97% right": (1.88, 0.0), "most always or never right": (0.0, 6.5)}
+SKEWED, HOPELESS = (1.88, 0.0), (0.0, 6.5)
 """How far from even prompts are, and the spread of that, in spreads of a rollout's luck. A fifth of groups vary in
-either; where the others lie decides who can help them."""
+either; whether anybody ever helps the others is the difference."""
+WORKLOADS = {
+    "light tail, prompts 3% or 97% right": (0.4, SKEWED),
+    "heavy tail, prompts 3% or 97% right": (2.0, SKEWED),
+    "light tail, most prompts always or never right": (0.4, HOPELESS),
+}
 UNBIASED = 0.03
 """What bench-dapo calls so."""
 
@@ -112,12 +117,12 @@ class WithPrefixes(DynamicSampler):
 
 
 def figures(seeds: Sequence[int], steps: int) -> list[Figure]:
-    """With against without, with two bounds of staleness."""
+    """With against without, on each workload and with two bounds of staleness."""
     made = []
-    for (name, ease), staleness in itertools.product(EASE.items(), (1, 4)):
+    for (name, (variation, ease)), staleness in itertools.product(WORKLOADS.items(), (1, 4)):
         runs: dict[int, list[tuple[Walk, Run]]] = {0: [], TRIES: []}
         for seed, tries in itertools.product(seeds, runs):
-            world = Walk(seed, 2.0, 0.0, SIZE, ease=ease)
+            world = Walk(seed, variation, 0.0, SIZE, ease=ease)
             runs[tries].append((world, drive(world, steps, WithPrefixes(world, staleness, tries))))
         plain, ours = runs[0], runs[TRIES]
         label = f"prefixes, {name}, staleness {staleness}"
@@ -182,9 +187,8 @@ def _first_half(world: Walk, run: Run) -> float:
 def _own_prefix(seeds: Sequence[int]) -> Figure:
     """Why nobody of the group itself helps: forks in the middle of one of it, against as many tries at the prompt."""
     helped: dict[str, list[bool]] = {"middle": [], "prompt": []}
-    name, ease = next(iter(EASE.items()))
     for seed in seeds:
-        world = Walk(seed, 2.0, 0.0, SIZE, ease=ease)
+        world = Walk(seed, 0.4, 0.0, SIZE, ease=SKEWED)
         for number in range(ROWS):
             if len({reward for _, reward in world.first_tries(number)}) > 1:
                 continue
@@ -194,8 +198,10 @@ def _own_prefix(seeds: Sequence[int]) -> Figure:
                     world.begun.update((one, Prefix(f"{RUN}:{number}:0:0", turn, None)) for one in ids)
                 helped[where].append(len({world.outcome(one)[1] for one in ids}) > 1)
     shares = {where: statistics.fmean(found) for where, found in helped.items()}
-    told = f"prefixes, {name}: groups without variance that have it from the middle of one of their own"
-    return Figure(told, shares["middle"], "", peers={"from the prompt": shares["prompt"]})
+    name = (
+        "prefixes, prompts 3% or 97% right: groups without variance that have it from the middle of one of their own"
+    )
+    return Figure(name, shares["middle"], "", peers={"from the prompt": shares["prompt"]})
 
 
 def _sample(rollout: str) -> str:
