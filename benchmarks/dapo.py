@@ -28,8 +28,8 @@ what is slow has less luck. There are 512 prompts, again and again, and the poli
 groups vary: where each prompt is solved by 3 % or by 97 % of rollouts, somebody who can help comes with time; where
 most are solved always or never, hardly anybody. Nothing is more than twice as fast, since training takes half of the
 time that generating does without. Groups that begin at their prompt are held to the bias of the others. Of all groups,
-told are bias (in what they sampled themselves), the share that began at a prefix, and that of the gradient (by the luck
-of a turn, with advantages as GRPO's) on the first half of the turns, which is 0.5 without.
+told are bias (in what they sampled themselves), the share that began at a prefix, and that of the gradient (by the
+luck of a turn, with advantages as GRPO's) on the first half of the turns, which is 0.5 without.
 """
 
 from __future__ import annotations
