@@ -52,7 +52,7 @@ class Scorer(PlannedHandler):
         if _member(job) in job.row.get("late", []):
             await asyncio.sleep(job.row["late_s"])
         for turn in range(1, job.row.get("turns", 0) + 1):
-            job.keep_checkpoint(Checkpoint(turn, None, 1))
+            await job.keep_checkpoint(Checkpoint(turn, None, 1))
         return await super().run(job, session)
 
     async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
