@@ -51,6 +51,8 @@ BETWEEN, WITHIN = 0.8, 0.6
 IDLE_S = 10.0
 """For how long it is looked what the front uses while nothing runs, which is not the rollouts'."""
 KEY = "bench-fleet"
+AGENT = "++prorl_code_agent.responses_api_agents.prorl_agent"
+"""What is said of it on the command line begins so."""
 UP_S = 900.0
 
 
@@ -85,8 +87,8 @@ async def _makespan(
 class _Fleet:
     """A front in a process of its own."""
 
-    def __init__(self, cluster: Raylets, url: str, pid: int, log: Path) -> None:
-        self.cluster, self.url, self.pid, self._log = cluster, url, pid, log
+    def __init__(self, cluster: Raylets, url: str, pid: int) -> None:
+        self.cluster, self.url, self.pid = cluster, url, pid
 
     async def grow(self, size: int) -> None:
         """Up to so many nodes, each of which is up."""
@@ -106,33 +108,44 @@ class _Fleet:
 
 
 @contextlib.asynccontextmanager
-async def _fleet(folder: Path) -> AsyncIterator[_Fleet]:
+async def front(ray: str, policy: str, log: Path, key: str, *words: str) -> AsyncIterator[tuple[str, int]]:
+    """``prorl serve prorl_code --ray`` in a process of its own, with further words of its command line; yields its URL
+    and process id. It may have been killed in the end."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
+    options = {"policy-url": policy, "policy-model": MODEL_NAME, "head-port": port, "ray": ray}
+    options_as_words = [f"--{name}={value}" for name, value in options.items()]
+    program = [sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()"]
+    with log.open("wb") as stream:
+        process = await asyncio.create_subprocess_exec(
+            *(*program, "serve", "prorl_code", *words, *options_as_words),
+            env={**os.environ, **ENVIRONMENT, "PRORL_TOKEN": key},
+            stdout=stream,
+            stderr=stream,
+        )
+    try:
+        async with asyncio.timeout(120):
+            while b"Front at" not in log.read_bytes():  # noqa: ASYNC240
+                if process.returncode is not None:
+                    raise RuntimeError(log.read_text())  # noqa: ASYNC240
+                await asyncio.sleep(0.2)
+        yield f"http://127.0.0.1:{port}", process.pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def _fleet(folder: Path) -> AsyncIterator[_Fleet]:
+    words = [f"{AGENT}.stages.{stage}={SLOTS}" for stage in ("init", "ready", "run", "eval")]
     log = folder / "front.log"
-    async with scripted(ScriptedConfig()) as policy, raylets(1) as cluster:
-        agent = "++prorl_code_agent.responses_api_agents.prorl_agent.stages"
-        words = [f"{agent}.init={SLOTS}", f"{agent}.ready={SLOTS}", f"{agent}.run={SLOTS}", f"{agent}.eval={SLOTS}"]
-        options = {"policy-url": policy, "policy-model": MODEL_NAME, "head-port": port, "ray": cluster.address}
-        words += [f"--{name}={value}" for name, value in options.items()]
-        with log.open("wb") as stream:
-            front = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", "serve", "prorl_code", *words),
-                env={**os.environ, **ENVIRONMENT, "PRORL_TOKEN": KEY},
-                stdout=stream,
-                stderr=stream,
-            )
-        try:
-            async with asyncio.timeout(120):
-                while b"Front at" not in log.read_bytes():
-                    if front.returncode is not None:
-                        raise RuntimeError(log.read_text())
-                    await asyncio.sleep(0.2)
-            yield _Fleet(cluster, f"http://127.0.0.1:{port}", front.pid, log)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                front.terminate()
-            await front.wait()
+    async with (
+        scripted(ScriptedConfig()) as policy,
+        raylets(1) as cluster,
+        front(cluster.address, policy, log, KEY, *words) as (url, pid),
+    ):
+        yield _Fleet(cluster, url, pid)
 
 
 def _heavy(nodes: int) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Ray cluster of many nodes on one machine, for what needs a fleet: each node is a raylet of its own.
 
-Run as a program it is that cluster: it tells its address, and then obeys ``kill NODE`` and ``add`` on its input.
+Run as a program it is that cluster: it tells its address, and then obeys ``kill NODE`` and ``add [NAME=VALUE ...]`` on
+its input.
 """
 
 from __future__ import annotations
@@ -50,9 +51,12 @@ class Raylets:
         await self._say(f"kill {node}")
         self.nodes.remove(node)
 
-    async def add(self) -> str:
-        """One more; gives its id."""
-        node = await self._say("add")
+    async def add(self, **variables: str) -> str:
+        """One more, with these variables in its environment; gives its id.
+
+        ``ADDRESS`` is the one that it is to have of the machine's, by default that of all.
+        """
+        node = await self._say(" ".join(["add", *(f"{name}={value}" for name, value in variables.items())]))
         self.nodes.append(node)
         return node
 
@@ -103,8 +107,16 @@ def _main(count: int) -> None:
     head = {"num_cpus": 0, "object_store_memory": _STORE_BYTES, "include_dashboard": False, "_system_config": _HEALTH}
     cluster = Cluster(initialize_head=True, head_node_args=head)
 
-    def add() -> str:
-        raylet = cluster.add_node(num_cpus=1, resources={"prorl_node": 1}, object_store_memory=_STORE_BYTES)
+    def add(*pairs: str) -> str:
+        variables = dict(pair.split("=", 1) for pair in pairs)
+        address = {"node_ip_address": variables.pop("ADDRESS")} if "ADDRESS" in variables else {}
+        raylet = cluster.add_node(
+            num_cpus=1,
+            resources={"prorl_node": 1},
+            object_store_memory=_STORE_BYTES,
+            env_vars=variables,
+            **address,
+        )
         by_id[raylet.node_id[:12]] = raylet
         return str(raylet.node_id[:12])
 
@@ -115,8 +127,8 @@ def _main(count: int) -> None:
             case ["kill", node]:
                 cluster.remove_node(by_id.pop(node), allow_graceful=False)
                 print("cluster:", node, flush=True)
-            case ["add"]:
-                print("cluster:", add(), flush=True)
+            case ["add", *pairs]:
+                print("cluster:", add(*pairs), flush=True)
     cluster.shutdown()
 
 

@@ -174,6 +174,13 @@ def _wishes(order: Order, row: Mapping[str, Any]) -> dict[str, Any]:
     return {**usual, **{name: value for name, value in said.items() if value is not None}}
 
 
+async def _usable(client: RolloutClient) -> None:
+    """Ask a service whether it is one, of our version and ours to use."""
+    await client.list(limit=1)
+    if trouble := (await client.status()).version_trouble():
+        raise InfrastructureError(f"{client.url} is of no use: {trouble}")
+
+
 @dataclass(eq=False, slots=True)
 class _Rollout:
     place: Place
@@ -223,6 +230,7 @@ class Run:
             follows=self._follows,
             placed=self._at.__setitem__,
             bounded=not order.detach,
+            patient=len(clients) > 1,
         )
         self._waiting: deque[_Rollout] = deque()
         self._open: dict[str, _Rollout] = {}
@@ -234,7 +242,7 @@ class Run:
     async def __aenter__(self) -> Self:
         await self._services.start()
         try:
-            asked = [client.list(limit=1) for client in self._clients]
+            asked = [_usable(client) for client in self._clients]
             answers = await asyncio.gather(*asked, return_exceptions=True)
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
             if len(errors) == len(answers):

@@ -290,14 +290,19 @@ class GymDeployment:
 
     def _deaths(self) -> list[Death]:
         lines = self._events.read_bytes().splitlines(keepends=True) if self._events.exists() else []
-        return [Death(**orjson.loads(line)) for line in lines if line.endswith(b"\n")]
+        found = []
+        for line in lines:
+            with contextlib.suppress(orjson.JSONDecodeError):  # half of one, of a disk that was full
+                found.append(Death(**orjson.loads(line)))
+        return found
 
     def _open_log(self) -> IO[bytes]:
         return self.log_path.open("wb")
 
     @property
     def _private_file(self) -> Path:
-        return self.work_dir.absolute() / "private.yaml"
+        # There, since whoever outlives this process, killed, removes it.
+        return self._ray_dir / "private.yaml"
 
     def _write_private(self) -> Path:
         path = self._private_file

@@ -39,6 +39,8 @@ LOOK_S = 2.0
 """So often Ray is asked which nodes there are."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Before a node on which the servers did not come up is tried again."""
+LATE_S = 60.0
+"""How long an actor may take to start in silence."""
 _END_S = 30.0
 
 _SHARE_S = 5.0
@@ -208,7 +210,9 @@ class RayNodes:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             max_restarts=-1,
         ).remote()
-        actor.share.remote(len(self._actors))
+        begun = asyncio.ensure_future(_quietly(actor.share.remote(len(self._actors))))
+        if not (await asyncio.wait({begun}, timeout=LATE_S))[0]:
+            self._say(f"node {name}: its actor does not start; has another fleet this node, or is it busy?")
         while True:
             joined = False
             try:

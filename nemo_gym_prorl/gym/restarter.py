@@ -91,10 +91,11 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 def _tell(events: Path, status: int, lived_s: float, pause_s: float) -> None:
     name = os.environ.get("NEMO_GYM_CONFIG_PATH", "")
     how = f"killed by signal {-status}" if status < 0 else f"status {status}"
-    print(f"prorl: {name} ended ({how}) after {lived_s:.0f} s; starting it again in {pause_s:g} s", flush=True)
     line = json.dumps({"name": name, "how": how, "lived_s": lived_s, "pause_s": pause_s})
-    # The deployment removes its folder when it ends; that is no reason to end with a traceback.
-    with contextlib.suppress(FileNotFoundError), events.open("a") as stream:
+    # The deployment removes its folder when it ends, and a disk may be full: no reason to end, and the server with us.
+    with contextlib.suppress(OSError):
+        print(f"prorl: {name} ended ({how}) after {lived_s:.0f} s; starting it again in {pause_s:g} s", flush=True)
+    with contextlib.suppress(OSError), events.open("a") as stream:
         stream.write(line + "\n")
 
 

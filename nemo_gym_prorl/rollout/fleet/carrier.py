@@ -103,6 +103,7 @@ class Carrier:
         replaceable: whether its rollouts could be begun elsewhere now.
         moved: told of every state that a rollout without an outcome is seen in.
         turned: told when it goes away and when it is back.
+        patient: go on asking a service that refuses us altogether, or is none: others do its work meanwhile.
     """
 
     def __init__(
@@ -118,8 +119,9 @@ class Carrier:
         replaceable: Callable[[], bool] = lambda: False,
         moved: Callable[[str, JobState], None] = lambda rollout, state: None,
         turned: Callable[[bool], None] = lambda away: None,
+        patient: bool = False,
     ) -> None:
-        self.client = client
+        self.client, self._patient = client, patient
         self._moved, self._turned = moved, turned
         self._tokens = tokens
         self._ended, self._lost, self._broke, self._say = ended, lost, broke, say
@@ -163,6 +165,17 @@ class Carrier:
         for it in [*self._carried.values()]:
             self._settle(it, Loss.AWAY, why)
 
+    def heard(self, error: BaseException | None) -> None:
+        """Somebody else asked it. What hangs, or is cut off, breaks no connection by which our calls would end."""
+        if error is None:
+            self._is_back()
+            return
+        self._is_away(error)
+        for it in [*self._carried.values()]:
+            if self._is_hopeless(it):
+                self._give_up(it)
+                self._cancel(it)  # should its call still end
+
     def submit(self, rollout: str, body: Mapping[str, Any]) -> None:
         """Carry a rollout there."""
         self._carried[rollout] = carried = _Carried(rollout, body)
@@ -171,8 +184,11 @@ class Carrier:
     def cancel(self, rollout: str) -> None:
         """The outcome of a rollout is of no use. It is told all the same, when its sandbox is gone."""
         if carried := self._carried.get(rollout):
-            carried.cancelling = True
-            carried.news.set()
+            self._cancel(carried)
+
+    def _cancel(self, it: _Carried) -> None:
+        it.cancelling = True
+        it.news.set()
 
     def cancel_unknown(self, rollout: str) -> None:
         """Cancel what an earlier process submitted."""
@@ -228,9 +244,9 @@ class Carrier:
                 it.sent = before or error.problem.status >= 500
                 if (loss := _LOSSES.get(error.problem.status)) is not None:
                     return self._settle(it, loss, error.problem.detail)
-                if not _is_passing(error):
+                if not (_is_passing(error) or self._patient):
                     raise
-                if error.problem.status >= 500:
+                if error.problem.status not in _LATER:
                     self._is_away(error, refuses=True)
                     if error.problem.type == _DRAINING and not before and self._replaceable():
                         it.sent = False
@@ -273,10 +289,10 @@ class Carrier:
                     return False
                 if error.problem.status == 410:
                     return not self._settle(it, Loss.FORGOTTEN, error.problem.detail)
-                if not _is_passing(error):
+                if not (_is_passing(error) or self._patient):
                     raise
                 it.news.set()
-                if error.problem.status >= 500 and self._is_hopeless(it):
+                if error.problem.status not in _LATER and self._is_hopeless(it):
                     return not self._give_up(it)
                 await asyncio.sleep(error.retry_after_s or RETRY_S)
             except InfrastructureError as error:
@@ -351,10 +367,10 @@ class Carrier:
                     if job.id in self._carried:
                         self._carried[job.id].news.set()
             except ApiError as error:
-                if error.problem.status != 410 and not _is_passing(error):
+                if error.problem.status != 410 and not (_is_passing(error) or self._patient):
                     raise
                 cursor = None
-                if error.problem.status >= 500:  # perhaps of a proxy's, before a service that is gone
+                if error.problem.status not in (410, *_LATER):  # perhaps of a proxy's, before a service that is gone
                     self._is_away(error)
                     self._ask_all()
                 await asyncio.sleep(0 if error.problem.status == 410 else error.retry_after_s or RETRY_S)

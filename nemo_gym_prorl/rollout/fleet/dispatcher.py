@@ -14,14 +14,13 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Stage
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.client import ApiError
 from nemo_gym_prorl.rollout.client_shares import is_within_part
 from nemo_gym_prorl.rollout.fair_queue import FairQueue
 from nemo_gym_prorl.rollout.fleet.carrier import Carrier, Loss
@@ -94,6 +93,7 @@ class Dispatcher:
         placed: told where a rollout goes, before it does.
         surveyed: told when a node has said how it is.
         bounded: hold back what no node works on; else each goes to a node at once, and waits there.
+        patient: as for a carrier.
     """
 
     def __init__(
@@ -110,10 +110,11 @@ class Dispatcher:
         placed: Callable[[str, str], None] = lambda rollout, node: None,
         surveyed: Callable[[str], None] = lambda node: None,
         bounded: bool = True,
+        patient: bool = False,
     ) -> None:
         self.statuses: dict[str, StatusView] = {}
         """What each node said of itself last."""
-        self._nodes, self._bounded = nodes, bounded
+        self._nodes, self._bounded, self._patient = nodes, bounded, patient
         self._tokens, self._say, self._follows = tokens, say, follows
         self._on_ended, self._on_lost, self._on_broke = ended, lost, broke
         self._on_moved, self._on_placed, self._on_surveyed = moved, placed, surveyed
@@ -267,10 +268,12 @@ class Dispatcher:
             replaceable=lambda: any(not other.away for other in self._carriers.values() if other is not carrier),
             moved=self._moved,
             turned=lambda away: self._usable(node),
+            patient=self._patient,
         )
         self.placement.join(node)
+        self._usable(node)
         carrier.start()
-        self._surveys[node] = asyncio.create_task(self._survey(node, client))
+        self._surveys[node] = asyncio.create_task(self._survey(node, carrier))
         self._go_on()
 
     def _leave(self, left: Left) -> None:
@@ -285,28 +288,34 @@ class Dispatcher:
         carrier.give_up(f"{left.node} is gone: {left.why}")
         self._spawn(_closed(carrier))
 
-    async def _survey(self, node: str, client: RolloutClient) -> None:
-        """Ask a node again and again how large it is. Whether it answers is its carrier's to find out."""
+    async def _survey(self, node: str, carrier: Carrier) -> None:
+        """Ask a node again and again how large it is. It gets nothing before it has said so."""
         told = ""
         while True:
-            with suppress(ApiError, InfrastructureError, TimeoutError):
+            try:
                 async with asyncio.timeout(_ANSWER_S):
-                    status = await client.status()
+                    status = await carrier.client.status()
+            except TimeoutError:
+                carrier.heard(InfrastructureError(f"no answer in {_ANSWER_S:g} s"))
+            except (ApiError, InfrastructureError):
+                pass  # its carrier finds that out
+            else:
                 if (trouble := status.version_trouble()) and trouble != told:
                     self._say(f"{node} gets no rollouts: {trouble}")
                 told = trouble or ""
                 self.statuses[node] = status
+                carrier.heard(None)
                 run = status.stages[Stage.RUN].slots
                 window = status.stages[Stage.INIT].slots + status.ready_slots + run
                 self.placement.resize(node, Capacity(run, 0 if status.draining or trouble else window))
                 self._on_surveyed(node)
-                self._go_on()
+                self._usable(node)
             pause = max(SURVEY_S, len(self._carriers) / _SURVEYS_PER_S)
             await asyncio.sleep(pause * random.uniform(0.8, 1.2) if node in self.statuses else 0.2)
 
     def _usable(self, node: str) -> None:
         if (carrier := self._carriers.get(node)) is not None:
-            self.placement.use(node, not carrier.away and node not in self._drained)
+            self.placement.use(node, not carrier.away and node not in self._drained and node in self.statuses)
             self._go_on()
 
     # Rollouts

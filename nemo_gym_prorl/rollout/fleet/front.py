@@ -108,6 +108,7 @@ class Front(RolloutService):
             moved=self._moved,
             placed=self._placed,
             surveyed=self._surveyed,
+            patient=True,
         )
         self._environments: Environments | None = None
         self._controls: dict[str, _Control] = {}

@@ -1,0 +1,551 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts of a fleet under a storm: whatever dies, each has one outcome, none a wrong reward, and nothing is left.
+
+``prorl serve --ray`` over 8 nodes, each a raylet with a deployment, an address and a disk of its own on this one
+machine; HumanEval rollouts in real sandboxes, whose scripted policy is right, wrong or cheats, or whose rows are
+broken. Each row knows its truth: its reward, and the verdict that its like had before the storm.
+
+While they run, at random: SIGKILL of raylets, of the actor, the reaper, Gym and the restarters that keep a deployment,
+of agents, environment and model servers, of supervisors of sandboxes and of single sandboxes; a disk is full; a node's
+address is nobody's any more, so that packets to it vanish while it goes on, for shorter and for longer than Ray waits;
+an agent is stopped, and answers late.
+
+A rollout may fail with what was done to its node, never with a reward. What was lost is told in turns: those that the
+policy was asked for and that are in no scored rollout.
+
+Run with ``python -m benchmarks.fleet_soak [--quick] [--rollouts N] [--nodes N] [--faults NAME,NAME] [--every S]
+[--seed N]`` as root, since it has network interfaces and mounts of its own. Quick takes 2 nodes and 60 rollouts; where
+faults are named, each of them strikes once for every 15 rollouts, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from starlette.types import Message, Receive, Scope, Send
+
+from benchmarks import processes
+from benchmarks.fleet import AGENT, front
+from benchmarks.raylets import Raylets, raylets
+from benchmarks.report import Figure, publish
+from nemo_gym_prorl import proc_files
+from nemo_gym_prorl.demo_scripts import create, script_for
+from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Origin
+from nemo_gym_prorl.processes import ProcessMark
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.schemas import JobView
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.scripted.server import create_app
+from nemo_gym_prorl.scripted.turns import call, turn
+from nemo_gym_prorl.serving.embedded import served
+from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+
+
+NODES, ROLLOUTS, EVERY_S = 8, 10_000, 8.0
+QUICK_NODES, QUICK_ROLLOUTS = 2, 60
+SLOTS = 4
+"""Of RUN, of a node."""
+DISK_MIB = 256
+SHORT_S, LONG_S = 2.0, 20.0
+"""Of partitions: Ray gives a node up after 3 to 5 seconds."""
+STOPPED_S, FULL_S = 25.0, 8.0
+GONE_S = 20.0
+"""In which all that a dead node ran must be gone."""
+UP_S = 900.0
+KEY = "fleet-soak"
+
+KINDS = {
+    **{"right": 52, "reference": 8, "repair": 6},
+    **{"stub": 16, "forge_tests": 8, "text_only": 4},
+    **{"refused": 3, "mute": 3},
+}
+"""What rollouts do, and how often."""
+REWARDS = {
+    **dict.fromkeys(("right", "reference", "repair"), 1.0),
+    **dict.fromkeys(("stub", "forge_tests", "text_only"), 0.0),
+}
+"""Others have none."""
+SERVERS = {"prorl_code": "environment", "policy_model": "model", "prorl_code_agent": "agent"}
+COMMANDS = {
+    "ray::NodeActor": "actor",
+    "processes.py PRORL_GYM_DEPLOYMENT": "reaper",
+    "restarter.py": "restarter",
+    "supervisor import server": "supervisor",
+    "/gym env start": "gym",
+}
+FAULTS = {
+    **{"sandbox": 6, "environment": 3, "model": 3, "agent": 3, "supervisor": 3, "restarter": 1},
+    **{"raylet": 2, "actor": 1, "reaper": 1, "gym": 1},
+    **{"full": 2, "cut_short": 2, "cut_long": 1, "stopped": 1},
+}
+"""What is done to nodes, and how often."""
+
+
+def row_of(number: int, kind: str, seed: int) -> dict[str, Any]:
+    """The row of a rollout; its turns take some seconds, else there would be little to kill."""
+    rng = random.Random(f"{seed}-{number}")
+    problem = rng.choice([*problems().values()])
+    if kind == "right":
+        check = call("bash", command=f"python3 -c 'import solution; print(solution.{problem.entry_point})'")
+        turns = [*(turn("Next.", each) for each in (create(problem.reference_source), check, call("submit")))]
+        script: dict[str, Any] = {"turns": [*turns, turn("Submitted.")]}
+    else:
+        script = dict(script_for(problem, kind if kind in REWARDS else "stub"))
+    script["turns"] = [{**each, "latency_s": rng.uniform(0.3, 2.5)} for each in script["turns"]]
+    row = row_for(problem, script)
+    if kind == "refused":
+        row["task_id"] = "HumanEval/none"
+    if kind == "mute":  # the policy refuses to answer
+        row["responses_create_params"]["metadata"]["script"] = "{"
+    return row
+
+
+@dataclass
+class Book:
+    """What was accepted, what came of it, and whatever is wrong with that."""
+
+    kinds: dict[str, str] = field(default_factory=dict)
+    """By id."""
+    ended: dict[str, JobView] = field(default_factory=dict)
+    verdicts: dict[str, Any] = field(default_factory=dict)
+    """By kind, of the first, which are before the storm."""
+    wrong: list[str] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    """Of rollouts that should have had a reward."""
+    again: Counter[str] = field(default_factory=Counter)
+    """Of attempts, of all."""
+
+    def note(self, what: str) -> None:
+        """Something is wrong."""
+        self.wrong.append(what)
+        print(f"WRONG: {what}", flush=True)
+
+    def take(self, job: JobView) -> None:
+        """An outcome, as the log tells it."""
+        kind = self.kinds.get(job.id)
+        if kind is None or job.id in self.ended:
+            self.note(f"{job.id} was not submitted, or has another outcome already: {self.ended.get(job.id)}, {job}")
+            return
+        self.ended[job.id] = job.model_copy(update={"result": None, "steps": None, "tokens": None})
+        self.again.update(failure.kind.value for failure in job.failed_attempts)
+        right = REWARDS.get(kind)
+        if job.reward is not None:
+            verdict = (job.result or {}).get("verdict")
+            if job.reward != right or verdict != self.verdicts.setdefault(kind, verdict):
+                self.note(f"{job.id} ({kind}) has reward {job.reward} and verdict {verdict!r}: {job.result}")
+        elif job.failure is None or not job.masked:
+            self.note(f"{job.id} ({kind}) has neither a reward nor a failure: {job}")
+        elif job.failure.origin is Origin.INFRASTRUCTURE and right is not None:
+            self.failures[job.failure.kind.value] += 1
+        elif right is not None or job.failure.kind is not FailureKind.AGENT_REQUEST_FAILED:
+            self.note(f"{job.id} ({kind}) is blamed for what was done to it: {job.failure}")
+
+
+class Policy:
+    """The scripted policy, which counts the turns that it gave."""
+
+    def __init__(self) -> None:
+        self._app = create_app()
+        self.turns = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start" and scope["path"].endswith("completions"):
+                self.turns += message["status"] == 200
+            await send(message)
+
+        await self._app(scope, receive, told)
+
+
+@dataclass
+class Place:
+    """Where one node is, and then the next."""
+
+    number: int
+    folder: Path
+    node: str = ""
+    struck: bool = False
+    """Something is being done to it."""
+
+    @property
+    def address(self) -> str:
+        """Its own."""
+        return f"10.77.0.{self.number + 1}"
+
+    @property
+    def state(self) -> Path:
+        """Of its sandboxes."""
+        return self.folder / "s"
+
+    def running(self) -> dict[int, str]:
+        """What runs there, outside of sandboxes."""
+        return ProcessMark("PRORL_STATE", str(self.state)).processes()
+
+    def victims(self, kind: str) -> list[int]:
+        """Processes of a kind."""
+        if kind == "sandbox":
+            return [space.init for owner in self.state.glob("s-*") for space in state_dir.spaces_of(owner)]
+        found = defaultdict(list)
+        for pid, command in self.running().items():
+            found[_kind_of(pid, command)].append(pid)
+        return found[kind]
+
+
+def _kind_of(pid: int, command: str) -> str | None:
+    for part, kind in COMMANDS.items():
+        if part in command:
+            return kind
+    if command.endswith("app.py") and not command.startswith("/bin/bash"):
+        with contextlib.suppress(OSError):
+            for variable in proc_files.variables(pid):
+                name, _, value = variable.decode(errors="replace").partition("=")
+                if name == "NEMO_GYM_CONFIG_PATH":
+                    return SERVERS.get(value)
+    return None
+
+
+class Storm:
+    """What is done to nodes."""
+
+    def __init__(self, cluster: Raylets, places: list[Place], book: Book, url: str, seed: int) -> None:
+        self._cluster, self.places, self._book, self._url = cluster, places, book, url
+        self._rng = random.Random(seed)
+        self._one = asyncio.Lock()
+        """The cluster takes one order at a time."""
+        self.done: Counter[str] = Counter()
+        self.slowest_end_s = 0.0
+        self._striking: set[asyncio.Task[None]] = set()
+        others: dict[str, Callable[[Place], Awaitable[None]]] = {
+            "raylet": self._replace,
+            "full": self._full,
+            "cut_short": lambda place: self._cut(place, SHORT_S),
+            "cut_long": lambda place: self._cut(place, LONG_S),
+            "stopped": self._stopped,
+        }
+        self._ways = others
+
+    async def add(self, place: Place) -> None:
+        """A node."""
+        for folder in (place.state, place.folder / "t"):
+            folder.mkdir(mode=0o711, exist_ok=True)
+        about = {"ADDRESS": place.address, "PRORL_STATE": str(place.state), "TMPDIR": str(place.folder / "t")}
+        async with self._one:
+            place.node = await self._cluster.add(**about)
+
+    async def usable(self) -> set[str]:
+        """The nodes that the front uses."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            headers = {"Authorization": f"Bearer {KEY}"}
+            async with aiohttp.ClientSession(headers=headers) as http, http.get(f"{self._url}/v1/nodes") as answer:
+                return {view["node"] for view in await answer.json() if view["usable"] and view["run_slots"]}
+        return set()
+
+    async def all_up(self) -> None:
+        """Wait until the front uses every node."""
+        async with asyncio.timeout(UP_S):
+            while not {place.node for place in self.places} <= await self.usable():  # noqa: ASYNC110
+                await asyncio.sleep(1)
+
+    async def strike(self, fault: str) -> bool:
+        """Do something to a node that is up, as a task; whether there was anything to do it to."""
+        usable = await self.usable()
+        able = [place for place in self.places if place.node in usable and not place.struck]
+        self._rng.shuffle(able)
+        for place in able:
+            if fault in self._ways:
+                work = self._ways[fault](place)
+            elif pids := await asyncio.to_thread(place.victims, fault):
+                work = _kill(self._rng.choice(pids))
+            else:
+                continue
+            self.done[fault] += 1
+            print(f"{time.strftime('%X')} {fault} at {place.number} ({place.node})", flush=True)
+            task = asyncio.create_task(self._struck(place, work))
+            self._striking.add(task)
+            return True
+        return False
+
+    async def rage(self, every_s: float) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._rng.expovariate(1 / every_s))
+            (fault,) = self._rng.choices([*FAULTS], [*FAULTS.values()])
+            await self.strike(fault)
+
+    async def over(self) -> None:
+        """Wait for what is being done."""
+        await asyncio.gather(*self._striking)
+
+    async def _struck(self, place: Place, work: Awaitable[None]) -> None:
+        place.struck = True
+        try:
+            await work
+        finally:
+            place.struck = False
+
+    async def _replace(self, place: Place) -> None:
+        async with self._one:
+            await self._cluster.kill(place.node)
+        started = time.monotonic()
+        while left := await asyncio.to_thread(place.running):
+            if time.monotonic() - started > GONE_S:
+                self._book.note(f"processes of a dead node live on: {left}")
+                break
+            await asyncio.sleep(0.1)
+        self.slowest_end_s = max(self.slowest_end_s, time.monotonic() - started)
+        await self.add(place)
+
+    async def _full(self, place: Place) -> None:
+        await asyncio.to_thread(_fill, place.folder / "filler")
+        await asyncio.sleep(FULL_S)
+        (place.folder / "filler").unlink()
+
+    async def _cut(self, place: Place, seconds: float) -> None:
+        await _call(f"ip addr del {place.address}/32 dev lo")
+        await asyncio.sleep(seconds)
+        await _call(f"ip addr add {place.address}/32 dev lo")
+        if seconds >= LONG_S:  # Ray has given it up, and it must find that out
+            await self._replace(place)
+
+    async def _stopped(self, place: Place) -> None:
+        pids = await asyncio.to_thread(place.victims, "agent")
+        for number, pause in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, 0.0)):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            await asyncio.sleep(pause)
+
+
+async def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _fill(path: Path) -> None:
+    with path.open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+async def _call(words: str) -> None:
+    process = await asyncio.create_subprocess_exec(*words.split())
+    if await process.wait():
+        raise RuntimeError(f"{words}: status {process.returncode}")
+
+
+async def _submit(client: RolloutClient, book: Book, name: str, kind: str, row: dict[str, Any]) -> None:
+    book.kinds[name] = kind
+    while True:
+        try:
+            await client.submit(row, id=name, group=f"{kind}-{len(book.kinds) // 8}")
+            return
+        except (ApiError, InfrastructureError) as error:
+            print(f"front: {error}", flush=True)
+            await asyncio.sleep(1)
+
+
+async def _follow(client: RolloutClient, book: Book, told: Callable[[], None]) -> None:
+    cursor = "0"
+    while True:
+        page = await client.ended(cursor, wait=30, results=True)
+        cursor = page.cursor
+        for job in page.rollouts:
+            book.take(job)
+            told()
+
+
+def world(mark: ProcessMark, places: list[Place]) -> set[str]:
+    """Whatever could be left."""
+    found = {f"process {pid}: {command}" for pid, command in mark.processes().items()}
+    found |= {f"{path}" for folder in ("/tmp", "/dev/shm") for path in Path(folder).iterdir()}
+    found |= {f"{path}" for place in places for path in place.folder.glob("*/*")}
+    found |= {f"mount {line.split()[1]}" for line in Path("/proc/self/mounts").read_text().splitlines()}
+    found |= {f"cgroup {path}" for path in Path("/sys/fs/cgroup").rglob("*prorl*")}
+    for table in ("unix", "tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if table == "unix" and len(words) > 7:
+                found.add(f"socket {words[7]}")
+            elif table != "unix" and words[3] == "0A":
+                found.add(f"port {words[1]}")
+    return found
+
+
+async def soak(options: argparse.Namespace, folder: Path, mark: ProcessMark) -> list[Figure]:
+    """The whole of it."""
+    faults = options.faults.split(",") if options.faults else []
+    book, policy = Book(), Policy()
+    places = [Place(number, folder / str(number)) for number in range(options.nodes)]
+    for place in places:
+        place.folder.mkdir(mode=0o711)
+        await _call(f"mount -t tmpfs -o size={DISK_MIB}m,mode=711 tmpfs {place.folder}")
+        await _call(f"ip addr add {place.address}/32 dev lo")
+    before = await asyncio.to_thread(world, mark, places)
+    words = [f"{AGENT}.stages.{stage}={SLOTS}" for stage in ("init", "ready", "run", "eval")]
+    async with (
+        served(policy) as policy_url,
+        raylets(0) as cluster,
+        front(cluster.address, f"{policy_url}/v1", folder / "front.log", KEY, *words) as (url, pid),
+        RolloutClient(url, KEY) as client,
+    ):
+        storm = Storm(cluster, places, book, url, options.seed)
+        for place in places:
+            await storm.add(place)
+        await storm.all_up()
+        gate = asyncio.Semaphore(options.nodes * SLOTS * 3)
+        following = asyncio.create_task(_follow(client, book, gate.release))
+
+        async def run(name: str, kinds: list[str]) -> None:
+            for number, kind in enumerate(kinds):
+                await gate.acquire()
+                if following.done():
+                    following.result()
+                await _submit(client, book, f"{name}-{number}", kind, row_of(number, kind, options.seed))
+
+        async def end() -> None:
+            while len(book.ended) < len(book.kinds):
+                if following.done():
+                    following.result()
+                await asyncio.sleep(0.2)
+
+        used, started = processes.core_seconds(os.getpid()), time.monotonic()
+        calm = [*KINDS] * 4
+        await run("calm", calm)
+        await end()
+        used = (processes.core_seconds(os.getpid()) - used) / len(calm)
+        print(f"calm: {used:.2f} core-seconds a rollout; {book.verdicts}; {book.failures}", flush=True)
+        memory = processes.memory_mib([pid])
+
+        started = time.monotonic()
+        rng = random.Random(options.seed)
+        raging = asyncio.create_task(_faults(storm, faults, options))
+        try:
+            await run("storm", rng.choices([*KINDS], [*KINDS.values()], k=options.rollouts))
+        finally:
+            if not faults:
+                raging.cancel()
+            await asyncio.gather(raging, return_exceptions=not faults)
+        await storm.over()
+        await end()
+        seconds = time.monotonic() - started
+        await storm.all_up()
+        await run("after", calm)
+        await end()
+        following.cancel()
+        _check(book, [job async for job in client.every()], calm)
+        status = await client.status()
+        boxes = [str(box) for place in places for box in place.state.glob("s-*/b-*")]
+        if status.sessions or boxes:
+            book.note(f"{status.sessions} sessions and {boxes} while nothing runs")
+        grown = processes.memory_mib([pid]) - memory
+    left = await asyncio.to_thread(world, mark, places) - before
+    for one in left:
+        book.note(f"left: {one}")
+    for place in places:
+        await _call(f"umount --lazy {place.folder}")
+    return _figures(book, storm, policy, options, seconds, used, grown, len(left))
+
+
+async def _faults(storm: Storm, faults: list[str], options: argparse.Namespace) -> None:
+    """The storm, or each of some faults again and again."""
+    if not faults:
+        await storm.rage(options.every)
+    for fault in faults * max(1, options.rollouts // (15 * len(faults))):
+        await asyncio.sleep(options.every / 2)
+        while not await storm.strike(fault):  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+        await storm.over()
+        await storm.all_up()
+
+
+def _check(book: Book, listed: list[JobView], calm: list[str]) -> None:
+    """That the front says in the end what it said when each ended, and that no harm lasts."""
+    for job in listed:
+        ended = book.ended.get(job.id)
+        if ended is None or (ended.state, ended.reward) != (job.state, job.reward):
+            book.note(f"{job.id} ended as {ended}, and is listed as {job}")
+    if missing := book.kinds.keys() - book.ended.keys():
+        book.note(f"without an outcome: {sorted(missing)}")
+    for number, kind in enumerate(calm):
+        job = book.ended[f"after-{number}"]
+        if job.reward != REWARDS.get(kind) or job.failed_attempts:
+            book.note(f"after the storm: {job}")
+
+
+def _figures(
+    book: Book,
+    storm: Storm,
+    policy: Policy,
+    options: argparse.Namespace,
+    seconds: float,
+    used: float,
+    grown: float,
+    left: int,
+) -> list[Figure]:
+    done = ", ".join(f"{count} {fault}" for fault, count in sorted(storm.done.items()))
+    scored = sum(job.turns for job in book.ended.values() if job.reward is not None)
+    print(f"attempts that failed: {dict(book.again)}; rollouts: {dict(book.failures)}", flush=True)
+    accepted = len(book.kinds)
+    return [
+        Figure(f"rollouts with an outcome, of {accepted}, {options.nodes} nodes", len(book.ended), "",
+               goal=f">= {accepted}"),
+        Figure("wrong rewards, second outcomes and whatever else is wrong", len(book.wrong) - left, "", goal="<= 0"),
+        Figure("processes, sockets, files, mounts and control groups left", left, "", goal="<= 0"),
+        Figure(f"faults: {done}", sum(storm.done.values()), ""),
+        Figure("rollouts that failed by what was done to them", sum(book.failures.values()) / accepted, "share"),
+        Figure("turns that are in no scored rollout", 1 - scored / policy.turns, "share"),
+        Figure("until all that a dead node ran was gone, at most", storm.slowest_end_s, "s", goal=f"<= {GONE_S:g}"),
+        Figure("rollouts a second in the storm", options.rollouts / seconds, "1/s"),
+        Figure("a rollout without a storm, all of it", used, "core-s"),
+        Figure("the front's memory for each 1,000 rollouts", grown / accepted * 1000, "MiB"),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Measure and publish."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rollouts", type=int)
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--faults", help="only these, one after the other")
+    parser.add_argument("--every", type=float, default=EVERY_S, help="mean seconds between faults")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    options.nodes = options.nodes or (QUICK_NODES if options.quick else NODES)
+    options.rollouts = options.rollouts or (QUICK_ROLLOUTS if options.quick else ROLLOUTS)
+    mark = ProcessMark("PRORL_SOAK", str(os.getppid()))
+    if os.environ.get(mark.name) is None:
+        os.environ[mark.name] = str(os.getpid())
+        os.execvp("unshare", ["unshare", "--net", "--mount", *sys.orig_argv])
+    mark = ProcessMark(mark.name, os.environ[mark.name])
+    processes.subreaper()
+    for words in (("link", "set", "lo", "up"), ("route", "add", "10.77.0.0/24", "dev", "lo")):
+        subprocess.run(["ip", *words], check=True)
+    folder = Path(tempfile.mkdtemp(prefix="prorl-soak-", dir="/tmp"))
+    folder.chmod(0o711)
+    figures = asyncio.run(soak(options, folder, mark))
+    shutil.rmtree(folder)  # unless there was an error
+    publish("fleet_soak", figures, packages=("nemo-gym", "ray"), quick=options.quick or bool(options.faults))
+
+
+if __name__ == "__main__":
+    main()
