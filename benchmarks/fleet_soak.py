@@ -16,7 +16,7 @@ policy was asked for and that are in no scored rollout.
 
 Run with ``python -m benchmarks.fleet_soak [--quick] [--rollouts N] [--nodes N] [--faults NAME,NAME] [--every S]
 [--seed N]`` as root, since it has network interfaces and mounts of its own. Quick takes 2 nodes and 60 rollouts; where
-faults are named, each of them strikes once for every 15 rollouts, and nothing is written.
+faults are named, each of them strikes once, one after the other, and nothing is written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from nemo_gym_prorl.demo_scripts import create, script_for
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Origin
 from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.fleet.dispatcher import SURVEY_S
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from nemo_gym_prorl.scripted.server import create_app
@@ -144,8 +145,9 @@ class Book:
             self.note(f"{job.id} was not submitted, or has another outcome already: {self.ended.get(job.id)}, {job}")
             return
         self.ended[job.id] = job.model_copy(update={"result": None, "steps": None, "tokens": None})
-        self.again.update(failure.kind.value for failure in job.failed_attempts)
         right = REWARDS.get(kind)
+        if right is not None:
+            self.again.update(failure.kind.value for failure in job.failed_attempts)
         if job.reward is not None:
             verdict = (job.result or {}).get("verdict")
             if job.reward != right or verdict != self.verdicts.setdefault(kind, verdict):
@@ -195,8 +197,14 @@ class Place:
         return self.folder / "s"
 
     def running(self) -> dict[int, str]:
-        """What runs there, outside of sandboxes."""
-        return ProcessMark("PRORL_STATE", str(self.state)).processes()
+        """What runs there, outside of sandboxes. Their supervisor has no variables, but is told its folder."""
+        found = ProcessMark("PRORL_STATE", str(self.state)).processes()
+        for pid in state_dir.process_ids():
+            with contextlib.suppress(OSError):
+                words = proc_files.command_line(pid)
+                if f"{self.state}/".encode() in words:
+                    found[pid] = words.replace(b"\0", b" ").decode(errors="replace")
+        return found
 
     def victims(self, kind: str) -> list[int]:
         """Processes of a kind."""
@@ -377,7 +385,8 @@ def world(mark: ProcessMark, places: list[Place]) -> set[str]:
     """Whatever could be left."""
     found = {f"process {pid}: {command}" for pid, command in mark.processes().items()}
     found |= {f"{path}" for folder in ("/tmp", "/dev/shm") for path in Path(folder).iterdir()}
-    found |= {f"{path}" for place in places for path in place.folder.glob("*/*")}
+    # Gym imports wandb, which has folders that it removes at its end, unless that is SIGKILL.
+    found |= {f"{path}" for place in places for path in place.folder.glob("*/*") if "wandb" not in path.name}
     found |= {f"mount {line.split()[1]}" for line in Path("/proc/self/mounts").read_text().splitlines()}
     found |= {f"cgroup {path}" for path in Path("/sys/fs/cgroup").rglob("*prorl*")}
     for table in ("unix", "tcp", "tcp6"):
@@ -414,7 +423,7 @@ async def soak(options: argparse.Namespace, folder: Path, mark: ProcessMark) -> 
         gate = asyncio.Semaphore(options.nodes * SLOTS * 3)
         following = asyncio.create_task(_follow(client, book, gate.release))
 
-        async def run(name: str, kinds: list[str]) -> None:
+        async def run(name: str, kinds: Iterable[str]) -> None:
             for number, kind in enumerate(kinds):
                 await gate.acquire()
                 if following.done():
@@ -428,7 +437,7 @@ async def soak(options: argparse.Namespace, folder: Path, mark: ProcessMark) -> 
                 await asyncio.sleep(0.2)
 
         used, started = processes.core_seconds(os.getpid()), time.monotonic()
-        calm = [*KINDS] * 4
+        calm = [*KINDS] * (1 if faults else 4)
         await run("calm", calm)
         await end()
         used = (processes.core_seconds(os.getpid()) - used) / len(calm)
@@ -439,11 +448,10 @@ async def soak(options: argparse.Namespace, folder: Path, mark: ProcessMark) -> 
         rng = random.Random(options.seed)
         raging = asyncio.create_task(_faults(storm, faults, options))
         try:
-            await run("storm", rng.choices([*KINDS], [*KINDS.values()], k=options.rollouts))
+            await run("storm", _drawn(rng, options.rollouts, lambda: bool(faults) and not raging.done()))
         finally:
-            if not faults:
-                raging.cancel()
-            await asyncio.gather(raging, return_exceptions=not faults)
+            raging.cancel()
+            await asyncio.gather(raging, return_exceptions=True)
         await storm.over()
         await end()
         seconds = time.monotonic() - started
@@ -452,11 +460,12 @@ async def soak(options: argparse.Namespace, folder: Path, mark: ProcessMark) -> 
         await end()
         following.cancel()
         _check(book, [job async for job in client.every()], calm)
-        status = await client.status()
+        await asyncio.sleep(2 * SURVEY_S)  # nodes have said how they are since
         boxes = [str(box) for place in places for box in place.state.glob("s-*/b-*")]
-        if status.sessions or boxes:
-            book.note(f"{status.sessions} sessions and {boxes} while nothing runs")
+        if (sessions := (await client.status()).sessions) or boxes:
+            book.note(f"{sessions} sessions and {boxes} while nothing runs")
         grown = processes.memory_mib([pid]) - memory
+    print((folder / "front.log").read_text(), flush=True)
     left = await asyncio.to_thread(world, mark, places) - before
     for one in left:
         book.note(f"left: {one}")
@@ -465,12 +474,19 @@ async def soak(options: argparse.Namespace, folder: Path, mark: ProcessMark) -> 
     return _figures(book, storm, policy, options, seconds, used, grown, len(left))
 
 
+def _drawn(rng: random.Random, count: int, longer: Callable[[], bool]) -> Iterator[str]:
+    """Kinds of rollouts: so many, and then as long as there are to be any."""
+    while count > 0 or longer():
+        count -= 1
+        yield rng.choices([*KINDS], [*KINDS.values()])[0]
+
+
 async def _faults(storm: Storm, faults: list[str], options: argparse.Namespace) -> None:
     """The storm, or each of some faults again and again."""
     if not faults:
         await storm.rage(options.every)
-    for fault in faults * max(1, options.rollouts // (15 * len(faults))):
-        await asyncio.sleep(options.every / 2)
+    for fault in faults:
+        await asyncio.sleep(options.every)
         while not await storm.strike(fault):  # noqa: ASYNC110
             await asyncio.sleep(0.5)
         await storm.over()
@@ -487,7 +503,7 @@ def _check(book: Book, listed: list[JobView], calm: list[str]) -> None:
         book.note(f"without an outcome: {sorted(missing)}")
     for number, kind in enumerate(calm):
         job = book.ended[f"after-{number}"]
-        if job.reward != REWARDS.get(kind) or job.failed_attempts:
+        if job.reward != REWARDS.get(kind) or (job.failed_attempts and kind in REWARDS):
             book.note(f"after the storm: {job}")
 
 

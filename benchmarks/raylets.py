@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import sys
 import tempfile
@@ -54,7 +55,7 @@ class Raylets:
     async def add(self, **variables: str) -> str:
         """One more, with these variables in its environment; gives its id.
 
-        ``ADDRESS`` is the one that it is to have of the machine's, by default that of all.
+        ``ADDRESS`` is the one that it is to have of the machine's, by default the next of the loopback device.
         """
         node = await self._say(" ".join(["add", *(f"{name}={value}" for name, value in variables.items())]))
         self.nodes.append(node)
@@ -105,22 +106,28 @@ def _main(count: int) -> None:
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 0, "object_store_memory": _STORE_BYTES, "include_dashboard": False, "_system_config": _HEALTH}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for tries_left in (2, 1, 0):
+        try:
+            cluster = Cluster(initialize_head=True, head_node_args=head)
+            break
+        except Exception:  # of a machine that is too busy
+            if not tries_left:
+                raise
 
     def add(*pairs: str) -> str:
         variables = dict(pair.split("=", 1) for pair in pairs)
-        address = {"node_ip_address": variables.pop("ADDRESS")} if "ADDRESS" in variables else {}
         raylet = cluster.add_node(
             num_cpus=1,
             resources={"prorl_node": 1},
             object_store_memory=_STORE_BYTES,
+            node_ip_address=variables.pop("ADDRESS", f"127.0.0.{next(numbers)}"),
             env_vars=variables,
-            **address,
         )
         by_id[raylet.node_id[:12]] = raylet
         return str(raylet.node_id[:12])
 
     by_id: dict[str, object] = {}
+    numbers = itertools.count(2)
     print("cluster:", cluster.address, *(add() for _ in range(count)), flush=True)
     for line in sys.stdin:
         match line.split():

@@ -87,12 +87,14 @@ class NodeActor:
         host = ray.util.get_node_ip_address()
         if order.token is None and not is_loopback(host):
             raise CallerError(f"the node's agent would listen on {host} for everybody: give it a key", field="--token")
-        agent = {"host": host, **({} if order.token is None else {"control_token": order.token})}
+        agent = {} if order.token is None else {"control_token": order.token}
+        # Not in the private file: files that an environment's own names are read after that, and say "loopback".
+        listens = f"++{order.agent}.responses_api_agents.prorl_agent.host={host}"
         context = ray.get_runtime_context()
         node = context.get_node_id()[:12]
         work_dir = order.log_dir / f"node-{node}" if order.log_dir else None
         arguments = dict(order.deployment)
-        overrides = [*arguments.pop("overrides", ()), f"++ray_head_node_address={context.gcs_address}"]
+        overrides = [*arguments.pop("overrides", ()), listens, f"++ray_head_node_address={context.gcs_address}"]
         deployment = GymDeployment(
             **arguments,
             overrides=overrides,

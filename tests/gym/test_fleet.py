@@ -63,6 +63,8 @@ async def test_a_node_dies_and_every_rollout_has_its_reward(scripted_policy: str
         while "2 nodes" not in log.read_text():
             assert front.returncode is None, log.read_text()
             await asyncio.sleep(0.5)
+        for node, address in zip(cluster.nodes, ("127.0.0.2", "127.0.0.3"), strict=True):
+            assert f"{node} up at http://{address}:" in log.read_text(), "it listens where Ray says that the node is"
         async with RolloutClient(f"http://127.0.0.1:{port}", KEY) as client:
             jobs = [
                 await client.submit(row(i, "reference" if i % 3 else "stub"), id=f"r{i}", group=f"g{i // 2}")
