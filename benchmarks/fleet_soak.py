@@ -71,6 +71,8 @@ GONE_S = 20.0
 """In which all that a dead node ran must be gone."""
 UP_S = 900.0
 KEY = "fleet-soak"
+INSIDE = "PRORL_SOAK"
+"""Set where this is the process that has a network of its own."""
 
 KINDS = {
     **{"right": 52, "reference": 8, "repair": 6},
@@ -381,9 +383,17 @@ async def _follow(client: RolloutClient, book: Book, told: Callable[[], None]) -
             told()
 
 
-def world(mark: ProcessMark, places: list[Place]) -> set[str]:
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def world(places: list[Place]) -> set[str]:
     """Whatever could be left."""
-    found = {f"process {pid}: {command}" for pid, command in mark.processes().items()}
+    # Whoever lost its parent is this process's child, see processes.subreaper; sandboxes have no variables of ours.
+    found = {f"process {pid}" for pid in processes.below(os.getpid()) - {os.getpid()} if _lives(pid)}
     found |= {f"{path}" for folder in ("/tmp", "/dev/shm") for path in Path(folder).iterdir()}
     # Gym imports wandb, which has folders that it removes at its end, unless that is SIGKILL.
     found |= {f"{path}" for place in places for path in place.folder.glob("*/*") if "wandb" not in path.name}
@@ -399,7 +409,7 @@ def world(mark: ProcessMark, places: list[Place]) -> set[str]:
     return found
 
 
-async def soak(options: argparse.Namespace, folder: Path, mark: ProcessMark) -> list[Figure]:
+async def soak(options: argparse.Namespace, folder: Path) -> list[Figure]:
     """The whole of it."""
     faults = options.faults.split(",") if options.faults else []
     book, policy = Book(), Policy()
@@ -408,7 +418,7 @@ async def soak(options: argparse.Namespace, folder: Path, mark: ProcessMark) -> 
         place.folder.mkdir(mode=0o711)
         await _call(f"mount -t tmpfs -o size={DISK_MIB}m,mode=711 tmpfs {place.folder}")
         await _call(f"ip addr add {place.address}/32 dev lo")
-    before = await asyncio.to_thread(world, mark, places)
+    before = await asyncio.to_thread(world, places)
     words = [f"{AGENT}.stages.{stage}={SLOTS}" for stage in ("init", "ready", "run", "eval")]
     async with (
         served(policy) as policy_url,
@@ -463,10 +473,11 @@ async def soak(options: argparse.Namespace, folder: Path, mark: ProcessMark) -> 
         await asyncio.sleep(2 * SURVEY_S)  # nodes have said how they are since
         boxes = [str(box) for place in places for box in place.state.glob("s-*/b-*")]
         if (sessions := (await client.status()).sessions) or boxes:
-            book.note(f"{sessions} sessions and {boxes} while nothing runs")
+            locks = await asyncio.to_thread(Path("/proc/locks").read_text)
+            book.note(f"{sessions} sessions and {boxes} while nothing runs; {locks}")
         grown = processes.memory_mib([pid]) - memory
     print((folder / "front.log").read_text(), flush=True)
-    left = await asyncio.to_thread(world, mark, places) - before
+    left = await asyncio.to_thread(world, places) - before
     for one in left:
         book.note(f"left: {one}")
     for place in places:
@@ -548,17 +559,15 @@ def main() -> None:
     options = parser.parse_args()
     options.nodes = options.nodes or (QUICK_NODES if options.quick else NODES)
     options.rollouts = options.rollouts or (QUICK_ROLLOUTS if options.quick else ROLLOUTS)
-    mark = ProcessMark("PRORL_SOAK", str(os.getppid()))
-    if os.environ.get(mark.name) is None:
-        os.environ[mark.name] = str(os.getpid())
+    if INSIDE not in os.environ:
+        os.environ[INSIDE] = "1"
         os.execvp("unshare", ["unshare", "--net", "--mount", *sys.orig_argv])
-    mark = ProcessMark(mark.name, os.environ[mark.name])
     processes.subreaper()
     for words in (("link", "set", "lo", "up"), ("route", "add", "10.77.0.0/24", "dev", "lo")):
         subprocess.run(["ip", *words], check=True)
     folder = Path(tempfile.mkdtemp(prefix="prorl-soak-", dir="/tmp"))
     folder.chmod(0o711)
-    figures = asyncio.run(soak(options, folder, mark))
+    figures = asyncio.run(soak(options, folder))
     shutil.rmtree(folder)  # unless there was an error
     publish("fleet_soak", figures, packages=("nemo-gym", "ray"), quick=options.quick or bool(options.faults))
 
