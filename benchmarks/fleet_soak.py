@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts of a fleet under a storm: whatever dies, each has one outcome, none a wrong reward, and nothing is left.
 
-``prorl serve --ray`` over 8 nodes, each a raylet with a deployment, an address and a disk of its own on this one
-machine; HumanEval rollouts in real sandboxes, whose scripted policy is right, wrong or cheats, or whose rows are
-broken. Each row knows its truth: its reward, and the verdict that its like had before the storm.
+``prorl serve --ray`` over nodes, each a raylet with a deployment, an address and a disk of its own on one machine;
+HumanEval rollouts in real sandboxes, whose scripted policy is right, wrong or cheats, or whose rows are broken. Each
+row knows its truth: its reward, and the verdict that its like had before the storm.
 
 While they run, at random: SIGKILL of raylets, of the actor, the reaper, Gym and the restarters that keep a deployment,
 of agents, environment and model servers, of supervisors of sandboxes and of single sandboxes; a disk is full; a node's
