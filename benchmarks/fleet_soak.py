@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts of a fleet under a storm: whatever dies, each has one outcome, none a wrong reward, and nothing is left.
 
-``prorl serve --ray`` over 8 nodes, each a raylet with a deployment, an address and a disk of its own on this one
-machine; HumanEval rollouts in real sandboxes, whose scripted policy is right, wrong or cheats, or whose rows are
-broken. Each row knows its truth: its reward, and the verdict that its like had before the storm.
+``prorl serve --ray`` over nodes, each a raylet with a deployment, an address and a disk of its own on one machine;
+HumanEval rollouts in real sandboxes, whose scripted policy is right, wrong or cheats, or whose rows are broken. Each
+row knows its truth: its reward, and the verdict that its like had before the storm.
 
 While they run, at random: SIGKILL of raylets, of the actor, the reaper, Gym and the restarters that keep a deployment,
 of agents, environment and model servers, of supervisors of sandboxes and of single sandboxes; a disk is full; a node's
@@ -343,6 +343,23 @@ class Storm:
             await asyncio.sleep(pause)
 
 
+def _note_end(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):  # somebody else's
+        os.waitpid(pid, os.WNOHANG)
+
+
+async def _reap() -> None:
+    """Take note of the ends of those who lost their parents, as an init does: what nobody has taken note of keeps the
+    namespace alive that it was in, and so a sandbox."""
+    seen: set[int] = set()
+    while True:
+        dead = {pid for pid in processes.below(os.getpid()) if not _lives(pid)}
+        for pid in dead & seen:  # our own are taken note of at once
+            _note_end(pid)
+        seen = dead
+        await asyncio.sleep(1)
+
+
 async def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -419,6 +436,7 @@ async def soak(options: argparse.Namespace, folder: Path) -> list[Figure]:
         await _call(f"mount -t tmpfs -o size={DISK_MIB}m,mode=711 tmpfs {place.folder}")
         await _call(f"ip addr add {place.address}/32 dev lo")
     before = await asyncio.to_thread(world, places)
+    reaping = asyncio.create_task(_reap())
     words = [f"{AGENT}.stages.{stage}={SLOTS}" for stage in ("init", "ready", "run", "eval")]
     async with (
         served(policy) as policy_url,
@@ -477,6 +495,7 @@ async def soak(options: argparse.Namespace, folder: Path) -> list[Figure]:
             book.note(f"{sessions} sessions and {boxes} while nothing runs; {locks}")
         grown = processes.memory_mib([pid]) - memory
     print((folder / "front.log").read_text(), flush=True)
+    reaping.cancel()
     left = await asyncio.to_thread(world, places) - before
     for one in left:
         book.note(f"left: {one}")

@@ -14,8 +14,9 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 from nemo_gym_prorl.gym.command_line import RAY_START_S
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
@@ -102,27 +103,25 @@ async def raylets(count: int) -> AsyncIterator[Raylets]:
         await mark.kill(settle_s=0)
 
 
+def _tried[T](start: Callable[[], T]) -> T:
+    """Ray gives its own processes a fixed time, which a busy machine may exceed."""
+    for _ in range(2):
+        with contextlib.suppress(Exception):
+            return start()
+    return start()
+
+
 def _main(count: int) -> None:
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 0, "object_store_memory": _STORE_BYTES, "include_dashboard": False, "_system_config": _HEALTH}
-    for tries_left in (2, 1, 0):
-        try:
-            cluster = Cluster(initialize_head=True, head_node_args=head)
-            break
-        except Exception:  # of a machine that is too busy
-            if not tries_left:
-                raise
+    cluster = _tried(lambda: Cluster(initialize_head=True, head_node_args=head))
 
     def add(*pairs: str) -> str:
         variables = dict(pair.split("=", 1) for pair in pairs)
-        raylet = cluster.add_node(
-            num_cpus=1,
-            resources={"prorl_node": 1},
-            object_store_memory=_STORE_BYTES,
-            node_ip_address=variables.pop("ADDRESS", f"127.0.0.{next(numbers)}"),
-            env_vars=variables,
-        )
+        address = variables.pop("ADDRESS", f"127.0.0.{next(numbers)}")
+        node: dict[str, Any] = {"num_cpus": 1, "resources": {"prorl_node": 1}, "object_store_memory": _STORE_BYTES}
+        raylet = _tried(lambda: cluster.add_node(**node, node_ip_address=address, env_vars=variables))
         by_id[raylet.node_id[:12]] = raylet
         return str(raylet.node_id[:12])
 
