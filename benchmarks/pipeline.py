@@ -40,10 +40,10 @@ from benchmarks.report import Figure, publish
 from nemo_gym_prorl.failures import Failure, Stage
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.environments import Environments
-from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state, row_digest
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.journal.journal import Journal
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.request import JobRequest, row_digest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes, StageScheduler, Start
 from nemo_gym_prorl.rollout.schemas import TokenForm
 from nemo_gym_prorl.rollout.settings import PipelineSettings
