@@ -5,6 +5,7 @@
 import asyncio
 import os
 import signal
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -253,9 +254,13 @@ async def test_a_reaper_ends_as_its_command_does(tmp_path: Path):
 
 def test_the_policys_key_is_readable_by_the_user_only(tmp_path: Path):
     gym = GymDeployment(policy_base_url="http://127.0.0.1:1/v1", policy_api_key="secret", work_dir=tmp_path)
-    path = gym._write_private()
-    assert path.stat().st_mode & 0o077 == 0
-    assert "secret" in path.read_text()
+    gym._ray_dir.mkdir(mode=0o700)
+    try:
+        path = gym._write_private()
+        assert path.stat().st_mode & 0o077 == 0
+        assert "secret" in path.read_text()
+    finally:
+        shutil.rmtree(gym._ray_dir)
 
 
 async def test_a_port_that_somebody_elses_deployment_has_is_named(tmp_path: Path):
