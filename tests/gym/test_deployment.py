@@ -4,8 +4,8 @@
 
 import asyncio
 import os
-import signal
 import shutil
+import signal
 import socket
 import sys
 from pathlib import Path
