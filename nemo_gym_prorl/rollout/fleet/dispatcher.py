@@ -14,6 +14,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -36,6 +37,9 @@ _SURVEYS_PER_S = 100.0
 """Of all nodes together, so that a thousand of them are no load."""
 _ANSWER_S = 10.0
 """How long it may take to say so."""
+
+_FIRST_S = 1.0
+"""How long a start waits for nodes to say how large they are: the first to do so would get all there is."""
 
 _HELD = frozenset({JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState.RUNNING})
 
@@ -130,6 +134,8 @@ class Dispatcher:
         """Those of them that count as their clients', since they have a place in a node's window."""
         self._drained: set[str] = set()
         self._surveys: dict[str, asyncio.Task[None]] = {}
+        self._heard: dict[str, asyncio.Event] = {}
+        """Set when a node has said how large it is."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -181,6 +187,9 @@ class Dispatcher:
         """Begin with the nodes that are there, and watch for others."""
         for joined in self._nodes.present:
             await self._join(joined)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_S):
+                await asyncio.gather(*(heard.wait() for heard in self._heard.values()))
         self._spawn(self._watch())
 
     async def close(self) -> None:
@@ -293,6 +302,7 @@ class Dispatcher:
         self.placement.join(node)
         self._usable(node)
         carrier.start()
+        self._heard[node] = asyncio.Event()
         self._surveys[node] = asyncio.create_task(self._survey(node, carrier))
         self._go_on()
 
@@ -303,6 +313,7 @@ class Dispatcher:
         self.statuses.pop(left.node, None)
         self._drained.discard(left.node)
         self._surveys.pop(left.node).cancel()
+        del self._heard[left.node]
         self.placement.leave(left.node)
         self._say(f"{left.node} is gone: {left.why}")
         carrier.give_up(f"{left.node} is gone: {left.why}")
@@ -324,6 +335,7 @@ class Dispatcher:
                     self._say(f"{node} gets no rollouts: {trouble}")
                 told = trouble or ""
                 self.statuses[node] = status
+                self._heard[node].set()
                 carrier.heard(None)
                 run = status.stages[Stage.RUN].slots
                 window = status.stages[Stage.INIT].slots + status.ready_slots + run
