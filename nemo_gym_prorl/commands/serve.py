@@ -77,6 +77,11 @@ async def serve(
         raise CallerError(f"there is no {unknown[0]}{near(unknown[0], known)}", field="environment")
     if policy_url is None and model_type != "prorl_model":
         raise CallerError(f"{model_type} cannot be given engines later: name its endpoint", field="--policy-url")
+    for option, given in (("keys_file", front.keys_file), ("journal", front.journal)):
+        if given is not None and ray is None:
+            setting = f"++AGENT.responses_api_agents.prorl_agent.{option}"
+            complaint = f"is a front's, so it needs --ray; one service has it as {setting}"
+            raise CallerError(complaint, field=f"--{option.replace('_', '-')}")
     overrides = [word for word in words if "=" in word]
     check_overrides(overrides, environments, model_type)
     with socket.socket() as probe:

@@ -257,6 +257,8 @@ def test_what_it_cannot_do_it_says_in_a_line(tmp_path: Path, monkeypatch: pytest
     assert "name at least one" in said("++a=b")
     assert "--policy-url: vllm_model cannot be given engines" in said("prorl_code", "--model-type", "vllm_model")
     assert "'--head-port'" in said("prorl_code", "--head-port", "118812")
+    assert "--journal: is a front's, so it needs --ray" in said("prorl_code", "--journal", str(tmp_path))
+    assert "--keys-file: is a front's" in said("prorl_code", "--keys-file", str(tmp_path / "keys"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"port {port} is taken" in said("prorl_code", "--head-port", port)
