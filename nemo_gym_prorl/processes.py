@@ -8,7 +8,8 @@ variable at its root and found by reading ``/proc``. Linux only, like the sandbo
 
 :class:`ProcessMark` finds and ends such a tree from outside. Run as a program, this module is its *reaper*: it starts
 a command and ends everything that carries the mark when the command ends, when it is told to (SIGTERM, SIGINT), and
-when its own parent dies, however it dies. The tree's scratch folder goes with it. The reaper proper is a child of the
+when its own parent dies, however it dies. The tree's scratch folder goes with it, and so does what only a parent that
+has died could have removed. The reaper proper is a child of the
 process that its parent knows: what ends there, as a worker of Ray does, may kill its children first.
 """
 
@@ -18,6 +19,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -134,7 +136,9 @@ def _open_files(pid: int) -> set[str]:
     return found
 
 
-def reaper_command(mark: ProcessMark, command: list[str], python: str, scratch: Path) -> list[str]:
+def reaper_command(
+    mark: ProcessMark, command: list[str], python: str, scratch: Path, owners: Path | None = None
+) -> list[str]:
     """The command line that runs ``command`` under a reaper; the environment has to carry the mark.
 
     Args:
@@ -142,9 +146,10 @@ def reaper_command(mark: ProcessMark, command: list[str], python: str, scratch: 
         command: the command to keep.
         python: an interpreter; it needs no package.
         scratch: a folder that is removed when the tree has ended.
+        owners: one that is removed then if the process that started this has ended, too.
     """
     # -P: this folder's modules must not stand in for the standard library's.
-    return [python, "-P", __file__, mark.name, mark.value, str(scratch), *command]
+    return [python, "-P", __file__, mark.name, mark.value, str(scratch), str(owners or ""), *command]
 
 
 class _Stop(Exception):
@@ -155,13 +160,19 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     raise _Stop
 
 
-def _reap(mark: ProcessMark, scratch: Path, command: list[str]) -> int:
+def _go_on_whatever_is_said() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _reap(mark: ProcessMark, command: list[str]) -> int:
     status = 128 + signal.SIGTERM
     try:
         child = subprocess.Popen(command)
         try:
             status = child.wait()
         except _Stop:
+            _go_on_whatever_is_said()  # a parent that dies says it again, and the grace is the command's all the same
             child.send_signal(signal.SIGINT)
             try:
                 child.wait(INTERRUPT_GRACE_S)
@@ -169,11 +180,8 @@ def _reap(mark: ProcessMark, scratch: Path, command: list[str]) -> int:
                 child.kill()
                 child.wait()
     finally:
-        # From here on nothing stops the end; the owner may still kill us, and then looks for itself.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+        _go_on_whatever_is_said()  # the owner may still kill us, and then looks for itself
         asyncio.run(mark.kill(spared={os.getppid()}))
-        shutil.rmtree(scratch, ignore_errors=True)
     return status if status >= 0 else 128 - status
 
 
@@ -181,7 +189,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
-def _stand_before(mark: ProcessMark, scratch: Path, command: list[str]) -> int:
+def _stand_before(mark: ProcessMark, scratch: str, owners: str, command: list[str]) -> int:
     """Fork the reaper, pass on what we are told, and end as it does; if we are killed, it is told to end."""
     reaper = 0
     told: list[int] = []
@@ -196,17 +204,22 @@ def _stand_before(mark: ProcessMark, scratch: Path, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, tell)
     _die_with_parent()
-    ours = os.getpid()
+    ours, owner = os.getpid(), os.pidfd_open(os.getppid())
     reaper = os.fork()
     if not reaper:
         _die_with_parent()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stop)
-        return _reap(mark, scratch, command) if os.getppid() == ours else 1
+        try:
+            return _reap(mark, command) if os.getppid() == ours else 1
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            if owners and select.select([owner], [], [], 0)[0]:  # it has ended
+                shutil.rmtree(owners, ignore_errors=True)
     for signum in told:
         os.kill(reaper, signum)
     return os.waitstatus_to_exitcode(os.waitpid(reaper, 0)[1])
 
 
 if __name__ == "__main__":
-    sys.exit(_stand_before(ProcessMark(sys.argv[1], sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))
+    sys.exit(_stand_before(ProcessMark(sys.argv[1], sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:]))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,8 @@ async def over_ray(
         await asyncio.to_thread(ray.init, address=address, log_to_driver=False, namespace="prorl")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InfrastructureError(f"no Ray is to be had at {address}: {error}") from error
+    # Ray takes SIGTERM for a crash: it passes it on, and aborts this process three seconds later, whatever that does.
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     try:
         nodes = RayNodes(order, say)
         try:

@@ -268,7 +268,7 @@ class GymDeployment:
         mark = self.cli.mark
         with self._open_log() as log:
             self._process = await asyncio.create_subprocess_exec(
-                *reaper_command(mark, [*words, *self._overrides], sys.executable, self._ray_dir),
+                *reaper_command(mark, [*words, *self._overrides], sys.executable, self._ray_dir, self._temporary),
                 cwd=cwd,
                 env=env | {mark.name: mark.value},
                 stdin=asyncio.subprocess.DEVNULL,
@@ -276,6 +276,10 @@ class GymDeployment:
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    @property
+    def _temporary(self) -> Path | None:
+        return None if self._keeps_work_dir else self.work_dir.absolute()
 
     @property
     def _up(self) -> Path:

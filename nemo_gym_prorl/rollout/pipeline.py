@@ -56,7 +56,7 @@ from nemo_gym_prorl.serving.tracing import SpanGroup, failed, note, span
 
 
 if TYPE_CHECKING:  # clients have no database
-    from nemo_gym_prorl.rollout.journal.journal import Journal
+    from nemo_gym_prorl.rollout.journal.journal import Journal, Unfinished
 
 LOGGER = logging.getLogger(__name__)
 
@@ -140,22 +140,21 @@ class Pipeline(RolloutService):
         return self._outages.all
 
     def start(self) -> None:
-        """Take on again what an earlier life of the service had accepted."""
-        if self.store.journal is None:
+        """Begin to take on again what an earlier life of the service had accepted."""
+        self._take_on_earlier()
+
+    def _run_on(self, earlier: Unfinished) -> None:
+        job = earlier.job
+        job.failures.append(restarted(earlier.lives))
+        if job.environment in self.environments.names and (job.forked_from is None or self.shared is not None):
+            job.handler = self.environments.environment(job.environment).handler
+            job.shelf, job.begin = self.checkpoints, self._begin_again(job)
+            self._take_on(job)
             return
-        for job, lives, *_ in self.store.journal.unfinished():
-            job.failures.append(restarted(lives))
-            if job.environment in self.environments.names and (job.forked_from is None or self.shared is not None):
-                job.handler = self.environments.environment(job.environment).handler
-                job.shelf, job.begin = self.checkpoints, self._begin_again(job)
-                self._take_on(job)
-                continue
-            self._remember(job)
-            what = (
-                f"its environment {job.environment!r}" if job.forked_from is None else "the turn that it goes on from"
-            )
-            gone = InfrastructureError(f"the service was restarted without {what}")
-            self._finish(job, Outcome(JobState.FAILED, {}, failure=classify(gone, None)))
+        self._remember(job)
+        what = f"its environment {job.environment!r}" if job.forked_from is None else "the turn that it goes on from"
+        gone = InfrastructureError(f"the service was restarted without {what}")
+        self._finish(job, Outcome(JobState.FAILED, {}, failure=classify(gone, None)))
 
     def _begin_again(self, job: Job) -> Begin | None:
         """Where a job of an earlier life is to begin: where it was, else where it began then."""

@@ -28,10 +28,14 @@ from nemo_gym_prorl.rollout.store import JobStore, same_job
 
 
 if TYPE_CHECKING:  # clients have no database
-    from nemo_gym_prorl.rollout.journal.journal import Journal
+    from nemo_gym_prorl.rollout.journal.journal import Journal, Unfinished
     from nemo_gym_prorl.rollout.schemas import StatusView
 
 LOGGER = logging.getLogger(__name__)
+
+_AT_ONCE = 100
+"""Jobs of an earlier life that are taken on between two looks at whatever else there is to do."""
+_RETRY_S = 1.0
 
 
 class RolloutService(ABC):
@@ -69,6 +73,10 @@ class RolloutService(ABC):
     @abstractmethod
     def _run(self, job: Job) -> None:
         """Begin with a job that is remembered."""
+
+    @abstractmethod
+    def _run_on(self, earlier: Unfinished) -> None:
+        """Take on again what an earlier life of the service had accepted."""
 
     @abstractmethod
     def request_cancel(self, job: Job, error: RolloutError) -> None:
@@ -113,6 +121,8 @@ class RolloutService(ABC):
         journal = self.store.journal
         if journal is None:
             return self.submit(request)
+        if request.id is not None and self.store.get(request.id) is None:
+            await self.store.all_here()
         digest = request.digest()
         if (known := self.store.known(request, digest)) is not None:
             return known
@@ -208,6 +218,31 @@ class RolloutService(ABC):
             raise
         return begun
 
+    def _take_on_earlier(self) -> None:
+        """Begin to take on what an earlier life had accepted, beside all else: it may be a hundred thousand jobs. Who
+        asks for one that is not here yet waits."""
+        if self.store.journal is not None:
+            self.store.arriving = asyncio.ensure_future(self._take_on_all(self.store.journal))
+            self._spawn(self.store.arriving)
+
+    async def _take_on_all(self, journal: Journal) -> None:
+        left: list[str] | None = None
+        while left is None or left:
+            try:
+                if left is None:
+                    left = await asyncio.to_thread(journal.unfinished)
+                some = await asyncio.to_thread(journal.found, left[:_AT_ONCE])
+            except Exception:  # of a database: it may be back in a moment, and they are all there
+                LOGGER.exception("the journal cannot be read, which is tried again")
+                await asyncio.sleep(_RETRY_S)
+                some = []
+            else:
+                left = left[_AT_ONCE:]
+            if self._closing:
+                return  # they are the next life's
+            for earlier in some:
+                self._run_on(earlier)
+
     def _take_on(self, job: Job) -> None:
         self._remember(job)
         self._run(job)
@@ -244,6 +279,7 @@ class RolloutService(ABC):
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new jobs and wait until every job has its outcome; ``False`` if some have none after ``timeout``."""
         self.draining = True
+        await self.store.all_here(timeout)
         if self._arriving:
             await asyncio.wait([*self._arriving.values()], timeout=timeout)
         if not self._done:

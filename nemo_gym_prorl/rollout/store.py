@@ -116,6 +116,8 @@ class JobStore:
         self._seq = 0
         self._submitted = 0 if journal is None else journal.numbered
         self._wake: asyncio.Event = asyncio.Event()
+        self.arriving: asyncio.Future[None] | None = None
+        """Done when all jobs are here that an earlier life had accepted."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -197,6 +199,7 @@ class JobStore:
         found = {job_id: self._jobs.get(job_id) for job_id in job_ids}
         missing = [job_id for job_id, job in found.items() if job is None]
         if missing and self.journal is not None:
+            await self.all_here()
             kept = await self.journal.outcomes.find(missing)
             for job_id in missing:
                 found[job_id] = self._jobs.get(job_id) or kept.get(job_id)
@@ -206,9 +209,15 @@ class JobStore:
 
     async def in_group(self, group: str) -> list[Job]:
         """All jobs of a group, in no particular order."""
+        await self.all_here()
         kept = [] if self.journal is None else await self.journal.outcomes.listed(group=group)
         here = [self._jobs[job_id] for job_id in self._groups.get(group, ())]
         return [*here, *(job for job in kept if job.id not in self._jobs)]
+
+    async def all_here(self, timeout: float | None = None) -> None:
+        """Return when the jobs are here that an earlier life had accepted and not ended, or after ``timeout`` s."""
+        if self.arriving is not None and not self.arriving.done():
+            await asyncio.wait({self.arriving}, timeout=timeout)
 
     def live(self) -> list[Job]:
         """Jobs without an outcome."""
@@ -229,6 +238,7 @@ class JobStore:
         self, *, state: JobState | None, group: str | None, after: int, limit: int, content: bool
     ) -> list[Job]:
         """As :meth:`find`, with those that only the journal has; those from there have a result with ``content``."""
+        await self.all_here()
         kept: list[Job] = []
         if self.journal is not None and (state is None or state.terminal):
             kept = await self.journal.outcomes.listed(

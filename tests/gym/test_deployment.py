@@ -225,10 +225,11 @@ async def test_marked_processes_are_found_in_their_own_sessions_and_killed():
 async def test_a_tree_ends_with_the_process_that_its_owner_knows(number: signal.Signals, tmp_path: Path):
     """A worker of Ray that ends kills its children."""
     mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
-    scratch = tmp_path / "scratch"
+    scratch, owners = tmp_path / "scratch", tmp_path / "owners"
     scratch.mkdir()
+    owners.mkdir()
     known = await asyncio.create_subprocess_exec(
-        *reaper_command(mark, ["sh", "-c", "setsid sleep 600 & exec sleep 600"], sys.executable, scratch),
+        *reaper_command(mark, ["sh", "-c", "setsid sleep 600 & exec sleep 600"], sys.executable, scratch, owners),
         env={**os.environ, mark.name: mark.value},
         start_new_session=True,
     )
@@ -241,6 +242,43 @@ async def test_a_tree_ends_with_the_process_that_its_owner_knows(number: signal.
     async with asyncio.timeout(5):
         while await asyncio.to_thread(scratch.exists):
             await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)
+    assert owners.exists(), "we live, and may want to read it"
+
+
+SLOW_TO_END = """
+import signal, time
+signal.signal(signal.SIGINT, lambda *_: None)
+print("up", flush=True)
+signal.pause()
+time.sleep(2)
+print("ended in peace", flush=True)
+"""
+
+
+async def test_what_only_a_killed_owner_could_remove_goes_with_the_tree(tmp_path: Path):
+    """And the command has its grace, though two processes say that it is over."""
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    owners = tmp_path / "owners"
+    owners.mkdir()
+    (owners / "log").write_text("")
+    words = reaper_command(mark, [sys.executable, "-c", SLOW_TO_END], sys.executable, tmp_path / "scratch", owners)
+    owner = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", *words),
+        env={**os.environ, mark.name: mark.value},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert owner.stdout is not None
+    assert await owner.stdout.readline() == b"up\n"
+    children = await asyncio.to_thread(Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text)
+    os.kill(int(children), signal.SIGTERM)
+    await asyncio.sleep(0.5)
+    owner.kill()
+    async with asyncio.timeout(30):
+        assert await owner.stdout.read() == b"ended in peace\n"
+        while await asyncio.to_thread(owners.exists):
+            await asyncio.sleep(0.02)
+    assert await mark.wait_gone(20) == {}
 
 
 async def test_a_reaper_ends_as_its_command_does(tmp_path: Path):

@@ -8,8 +8,9 @@ import resource
 import shutil
 import sqlite3
 import tempfile
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl import disks
 from nemo_gym_prorl.failures import CallerError, FailureKind, JobCancelled, Origin
+from nemo_gym_prorl.rollout import service as service_module
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.journal import journal as journal_module
 from nemo_gym_prorl.rollout.journal.database import Database
-from nemo_gym_prorl.rollout.journal.journal import Journal, JournalFails
+from nemo_gym_prorl.rollout.journal.journal import Journal, JournalFails, Unfinished
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, RolloutForgotten
 from nemo_gym_prorl.rollout.schemas import TokenForm, job_json
@@ -289,6 +291,7 @@ async def test_a_commit_of_which_nobody_knows_counts_once(tmp_path: Path, monkey
         await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 60.0)]}}, id="c"))
     async with life(tmp_path) as (pipeline, _):
         assert await log_of(pipeline) == ["a", "b"]
+        await pipeline.store.all_here()
         assert [job.id for job in pipeline.store.live()] == ["c"], "what was refused is not begun"
 
 
@@ -312,6 +315,78 @@ async def test_a_shutdown_is_no_end_of_a_rollout(tmp_path: Path) -> None:
         assert await pipeline.wait(again, 60)
         assert again.state is JobState.SUCCEEDED
         assert await pipeline.store.fetch(held.id) is None, "its caller has it, or none of what there was"
+
+
+@pytest.fixture
+def slow_reading(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A journal of which nothing is found before the event is set, and that breaks once then."""
+    may, found, broke = threading.Event(), Journal.found, False
+
+    def slow(journal: Journal, ids: Sequence[str]) -> list[Unfinished]:
+        nonlocal broke
+        assert may.wait(60)
+        if not broke:
+            broke = True
+            raise OSError("the connection broke")
+        return found(journal, ids)
+
+    monkeypatch.setattr(Journal, "found", slow)
+    monkeypatch.setattr(service_module, "_RETRY_S", 0.05)
+    return may
+
+
+async def test_jobs_of_an_earlier_life_are_waited_for_while_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_reading: threading.Event
+) -> None:
+    """And nothing else is: a service of which a hundred thousand were accepted serves at once."""
+    monkeypatch.setattr(service_module, "_AT_ONCE", 3)
+    slow_reading.set()
+    names = [f"job-{number}" for number in range(10)]
+    async with life(tmp_path) as (pipeline, _):
+        for name in names:
+            await pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id=name, group="g"))
+    slow_reading.clear()
+    async with life(tmp_path) as (pipeline, bench):
+        bench.handler.let_go.set()
+        new = await pipeline.accept(JobRequest({}))
+        assert await pipeline.wait(new, 30)
+        assert await log_of(pipeline) == [new.id]
+        asked = [
+            asyncio.ensure_future(each)
+            for each in (
+                pipeline.store.fetch("job-9"),
+                pipeline.store.in_group("g"),
+                pipeline.store.page(state=None, group=None, after=0, limit=100, content=False),
+                pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id="job-9", group="g")),
+                pipeline.drain(),
+            )
+        ]
+        done, _ = await asyncio.wait(asked, timeout=0.3)
+        assert not done
+        slow_reading.set()
+        job, group, page, again, drained = await asyncio.wait_for(asyncio.gather(*asked), 30)
+        assert job is again
+        assert {each.id for each in group} == {*names}
+        assert {each.id for each in page} == {*names, new.id}
+        assert drained
+        assert sorted(await log_of(pipeline)) == sorted([*names, new.id]), "each once"
+
+
+async def test_an_end_before_all_are_here_loses_none(tmp_path: Path, slow_reading: threading.Event) -> None:
+    slow_reading.set()
+    async with life(tmp_path) as (pipeline, _):
+        await pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id="a"))
+    slow_reading.clear()
+    async with life(tmp_path) as (pipeline, bench):
+        asyncio.get_running_loop().call_later(0.3, slow_reading.set)
+        bench.handler.let_go.set()
+    assert not bench.handler.most_sessions, "it was not begun"
+    async with life(tmp_path) as (pipeline, bench):
+        bench.handler.let_go.set()
+        job = await pipeline.store.fetch("a")
+        assert job is not None
+        assert await pipeline.wait(job, 30)
+        assert "restarted 2 times" in job.failures[-1].reason
 
 
 async def test_ids_are_known_whatever_memory_has(tmp_path: Path) -> None:
@@ -379,7 +454,7 @@ async def test_a_clock_that_jumps_does_no_harm(tmp_path: Path, monkeypatch: pyte
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + jump)
     async with life(tmp_path) as (pipeline, _):
-        assert pipeline.store.get(waits.id) is not None
+        assert await pipeline.store.fetch(waits.id) is not None
         await run(pipeline, "c")
         assert await log_of(pipeline, cursor) == ["c"]
         assert await log_of(pipeline) == ["a", "c"]

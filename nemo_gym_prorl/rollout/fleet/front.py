@@ -50,7 +50,7 @@ from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.journal.journal import Journal
+    from nemo_gym_prorl.rollout.journal.journal import Journal, Unfinished
 
 LOGGER = logging.getLogger(__name__)
 
@@ -124,9 +124,7 @@ class Front(RolloutService):
     async def start(self) -> None:
         """Begin with the nodes that are there, and with what an earlier life had accepted."""
         await self.dispatcher.start()
-        if self.store.journal is not None:
-            for job, lives, node, rollout in self.store.journal.unfinished():
-                self._run_on(job, lives, node, rollout)
+        self._take_on_earlier()
 
     async def close(self) -> None:
         """Cancel every job, and return when all have their outcome, or nodes don't answer; with a journal, leave them
@@ -168,8 +166,8 @@ class Front(RolloutService):
         which = f"~{self._life}-{job.number}-{control.tries}"
         self._carry(job, job.id[: MAX_ID - len(which)] + which)
 
-    def _run_on(self, job: Job, lives: int, node: str | None, rollout: str | None) -> None:
-        """A job of an earlier life, which may be at its node still."""
+    def _run_on(self, earlier: Unfinished) -> None:
+        job, lives, node, rollout = earlier  # which may be at its node still
         self._remember(job)
         if rollout is not None and node in self.dispatcher.nodes:
             self._carry(job, rollout, node)

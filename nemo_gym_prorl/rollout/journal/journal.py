@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -344,17 +344,32 @@ class Journal:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def unfinished(self) -> Iterator[Unfinished]:
-        """Jobs of earlier lives without an outcome, as they were accepted. Blocks: for the start."""
-        zstd = zstandard.ZstdDecompressor()
+    def unfinished(self) -> list[str]:
+        """Ids of the jobs of earlier lives without an outcome: those at nodes first, which have places there, the
+        others as they came. Blocks."""
+        earlier = select(JOBS.c.id).where(JOBS.c.life < self._database.life)
         with self._database.reading() as connection:
-            every = select(JOBS, PLACED.c.node, PLACED.c.name).outerjoin(PLACED, PLACED.c.id == JOBS.c.id)
-            for row in connection.execute(every.order_by(JOBS.c.seq)):
-                job = job_to_run(row.id, row.asked, zstd.decompress(row.row))
-                yield Unfinished(job, self._database.life - row.life, row.node, row.name)
+            return [*connection.scalars(earlier.outerjoin(*_PLACED).order_by(PLACED.c.id.is_(None), JOBS.c.seq))]
+
+    def found(self, ids: Sequence[str]) -> list[Unfinished]:
+        """These of them, as they were accepted. Blocks."""
+        zstd, order = zstandard.ZstdDecompressor(), {job_id: place for place, job_id in enumerate(ids)}
+        some = select(JOBS, PLACED.c.node, PLACED.c.name).outerjoin(*_PLACED).where(JOBS.c.id.in_(ids))
+        with self._database.reading() as connection:
+            rows = sorted(connection.execute(some), key=lambda row: order[row.id])
+        return [
+            Unfinished(
+                job_to_run(row.id, row.asked, zstd.decompress(row.row)),
+                self._database.life - row.life,
+                row.node,
+                row.name,
+            )
+            for row in rows
+        ]
 
 
 # Made once: to make a statement costs more than to carry it out.
+_PLACED = (PLACED, PLACED.c.id == JOBS.c.id)
 _IDS: BindParameter[Any] = bindparam("ids", expanding=True)
 _INSERT_JOBS, _INSERT_PLACED, _INSERT_ENDED, _INSERT_KEPT = map(insert, (JOBS, PLACED, ENDED, KEPT))
 _DELETE_JOBS, _DELETE_PLACED = (delete(table).where(table.c.id.in_(_IDS)) for table in (JOBS, PLACED))

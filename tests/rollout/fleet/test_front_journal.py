@@ -93,6 +93,7 @@ async def test_an_end_leaves_rollouts_at_their_nodes_and_a_node_that_is_gone_los
 
         front = Front(Changing([stays.joined]), journal=Journal(str(tmp_path)))
         await front.start()
+        await front.store.all_here()
         assert {job.id for job in front.store.live()} == {f"r{i}" for i in range(6)}
         for job in front.store.live():
             assert await front.wait(job, 30)
