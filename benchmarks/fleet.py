@@ -21,6 +21,7 @@ import contextlib
 import math
 import os
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -107,33 +108,55 @@ class _Fleet:
             return [node["url"] for node in await answer.json() if node["usable"] and node["run_slots"]]
 
 
-@contextlib.asynccontextmanager
-async def front(ray: str, policy: str, log: Path, key: str, *words: str) -> AsyncIterator[tuple[str, int]]:
-    """``prorl serve prorl_code --ray`` in a process of its own, with further words of its command line; yields its URL
-    and process id. It may have been killed in the end."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    options = {"policy-url": policy, "policy-model": MODEL_NAME, "head-port": port, "ray": ray}
-    options_as_words = [f"--{name}={value}" for name, value in options.items()]
-    program = [sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()"]
-    with log.open("wb") as stream:
-        process = await asyncio.create_subprocess_exec(
-            *(*program, "serve", "prorl_code", *words, *options_as_words),
-            env={**os.environ, **ENVIRONMENT, "PRORL_TOKEN": key},
-            stdout=stream,
-            stderr=stream,
-        )
-    try:
-        async with asyncio.timeout(120):
-            while b"Front at" not in log.read_bytes():  # noqa: ASYNC240
-                if process.returncode is not None:
-                    raise RuntimeError(log.read_text())  # noqa: ASYNC240
+class FrontProcess:
+    """``prorl serve prorl_code --ray`` in a process of its own, with further words of its command line."""
+
+    def __init__(self, ray: str, policy: str, log: Path, key: str, *words: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        options = {"policy-url": policy, "policy-model": MODEL_NAME, "head-port": port, "ray": ray}
+        self._words = [*words, *(f"--{name}={value}" for name, value in options.items())]
+        self._log, self._environ = log, {**os.environ, **ENVIRONMENT, "PRORL_TOKEN": key}
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that it is now."""
+        assert self._process is not None, "it runs"
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start it, for the first time or again; return when it listens."""
+        program = [sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()"]
+        with self._log.open("ab") as stream:
+            begin = stream.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                *(*program, "serve", "prorl_code", *self._words), env=self._environ, stdout=stream, stderr=stream
+            )
+        async with asyncio.timeout(UP_S):
+            while b"Front at" not in self._log.read_bytes()[begin:]:
+                if self._process.returncode is not None:
+                    raise RuntimeError(self._log.read_text())
                 await asyncio.sleep(0.2)
-        yield f"http://127.0.0.1:{port}", process.pid
-    finally:
+
+    async def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End it."""
+        assert self._process is not None, "it was started"
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
+            self._process.send_signal(number)
+        await self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def front(ray: str, policy: str, log: Path, key: str, *words: str) -> AsyncIterator[FrontProcess]:
+    """One that has been started, and is ended."""
+    process = FrontProcess(ray, policy, log, key, *words)
+    try:
+        await process.start()
+        yield process
+    finally:
+        await process.end()
 
 
 @contextlib.asynccontextmanager
@@ -143,9 +166,9 @@ async def _fleet(folder: Path) -> AsyncIterator[_Fleet]:
     async with (
         scripted(ScriptedConfig()) as policy,
         raylets(1) as cluster,
-        front(cluster.address, policy, log, KEY, *words) as (url, pid),
+        front(cluster.address, policy, log, KEY, *words) as process,
     ):
-        yield _Fleet(cluster, url, pid)
+        yield _Fleet(cluster, process.url, process.pid)
 
 
 def _heavy(nodes: int) -> list[dict[str, Any]]:

@@ -6,17 +6,17 @@
 HumanEval rollouts in real sandboxes, whose scripted policy is right, wrong or cheats, or whose rows are broken. Each
 row knows its truth: its reward, and the verdict that its like had before the storm.
 
-While they run, at random: SIGKILL of raylets, of the actor, the reaper, Gym and the restarters that keep a deployment,
-of agents, environment and model servers, of supervisors of sandboxes and of single sandboxes; a disk is full; a node's
-address is nobody's any more, so that packets to it vanish while it goes on, for shorter and for longer than Ray waits;
-an agent is stopped, and answers late.
+While they run, at random: SIGKILL of the front, which begins again with its journal, of raylets, of the actor, the
+reaper, Gym and the restarters that keep a deployment, of agents, environment and model servers, of supervisors of
+sandboxes and of single sandboxes; a disk is full; a node's address is nobody's any more, so that packets to it vanish
+while it goes on, for shorter and for longer than Ray waits; an agent is stopped, and answers late.
 
 A rollout may fail with what was done to its node, never with a reward. What was lost is told in turns: those that the
 policy was asked for and that are in no scored rollout.
 
-Run with ``python -m benchmarks.fleet_soak [--quick] [--rollouts N] [--nodes N] [--faults NAME,NAME] [--every S]
-[--seed N]`` as root, since it has network interfaces and mounts of its own. Quick takes 2 nodes and 60 rollouts; where
-faults are named, each of them strikes once, one after the other, and nothing is written.
+Run with ``python -m benchmarks.fleet_soak [--quick] [--rollouts N] [--within S] [--nodes N] [--faults NAME,NAME]
+[--every S] [--seed N]`` as root, since it has network interfaces and mounts of its own. Quick takes 2 nodes and 60
+rollouts; where faults are named, each of them strikes once, one after the other, and nothing is written.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -35,6 +36,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 
 from benchmarks import processes
-from benchmarks.fleet import AGENT, front
+from benchmarks.fleet import AGENT, FrontProcess, front
 from benchmarks.raylets import Raylets, raylets
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl import proc_files
@@ -96,7 +98,7 @@ COMMANDS = {
 FAULTS = {
     **{"sandbox": 6, "environment": 3, "model": 3, "agent": 3, "supervisor": 3, "restarter": 1},
     **{"raylet": 2, "actor": 1, "reaper": 1, "gym": 1},
-    **{"full": 2, "cut_short": 2, "cut_long": 1, "stopped": 1},
+    **{"full": 2, "cut_short": 2, "cut_long": 1, "stopped": 1, "front": 1},
 }
 """What is done to nodes, and how often."""
 
@@ -234,8 +236,8 @@ def _kind_of(pid: int, command: str) -> str | None:
 class Storm:
     """What is done to nodes."""
 
-    def __init__(self, cluster: Raylets, places: list[Place], book: Book, url: str, seed: int) -> None:
-        self._cluster, self.places, self._book, self._url = cluster, places, book, url
+    def __init__(self, cluster: Raylets, places: list[Place], book: Book, front: FrontProcess, seed: int) -> None:
+        self._cluster, self.places, self._book, self._front = cluster, places, book, front
         self._rng = random.Random(seed)
         self._one = asyncio.Lock()
         """The cluster takes one order at a time."""
@@ -248,6 +250,7 @@ class Storm:
             "cut_short": lambda place: self._cut(place, SHORT_S),
             "cut_long": lambda place: self._cut(place, LONG_S),
             "stopped": self._stopped,
+            "front": lambda _: self._restart(),
         }
         self._ways = others
 
@@ -263,7 +266,10 @@ class Storm:
         """The nodes that the front uses."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             headers = {"Authorization": f"Bearer {KEY}"}
-            async with aiohttp.ClientSession(headers=headers) as http, http.get(f"{self._url}/v1/nodes") as answer:
+            async with (
+                aiohttp.ClientSession(headers=headers) as http,
+                http.get(f"{self._front.url}/v1/nodes") as answer,
+            ):
                 return {view["node"] for view in await answer.json() if view["usable"] and view["run_slots"]}
         return set()
 
@@ -334,6 +340,10 @@ class Storm:
         if seconds >= LONG_S:  # Ray has given it up, and it must find that out
             await self._replace(place)
 
+    async def _restart(self) -> None:
+        await self._front.end(signal.SIGKILL)
+        await self._front.start()
+
     async def _stopped(self, place: Place) -> None:
         pids = await asyncio.to_thread(place.victims, "agent")
         for number, pause in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, 0.0)):
@@ -393,7 +403,11 @@ async def _submit(client: RolloutClient, book: Book, name: str, kind: str, row: 
 async def _follow(client: RolloutClient, book: Book, told: Callable[[], None]) -> None:
     cursor = "0"
     while True:
-        page = await client.ended(cursor, wait=30, results=True)
+        try:
+            page = await client.ended(cursor, wait=30, results=True)
+        except InfrastructureError:  # the front was killed
+            await asyncio.sleep(1)
+            continue
         cursor = page.cursor
         for job in page.rollouts:
             book.take(job)
@@ -437,14 +451,15 @@ async def soak(options: argparse.Namespace, folder: Path) -> list[Figure]:
         await _call(f"ip addr add {place.address}/32 dev lo")
     before = await asyncio.to_thread(world, places)
     reaping = asyncio.create_task(_reap())
-    words = [f"{AGENT}.stages.{stage}={SLOTS}" for stage in ("init", "ready", "run", "eval")]
+    words = [f"--journal={folder / 'journal'}"]
+    words += [f"{AGENT}.stages.{stage}={SLOTS}" for stage in ("init", "ready", "run", "eval")]
     async with (
         served(policy) as policy_url,
         raylets(0) as cluster,
-        front(cluster.address, f"{policy_url}/v1", folder / "front.log", KEY, *words) as (url, pid),
-        RolloutClient(url, KEY) as client,
+        front(cluster.address, f"{policy_url}/v1", folder / "front.log", KEY, *words) as process,
+        RolloutClient(process.url, KEY) as client,
     ):
-        storm = Storm(cluster, places, book, url, options.seed)
+        storm = Storm(cluster, places, book, process, options.seed)
         for place in places:
             await storm.add(place)
         await storm.all_up()
@@ -470,13 +485,13 @@ async def soak(options: argparse.Namespace, folder: Path) -> list[Figure]:
         await end()
         used = (processes.core_seconds(os.getpid()) - used) / len(calm)
         print(f"calm: {used:.2f} core-seconds a rollout; {book.verdicts}; {book.failures}", flush=True)
-        memory = processes.memory_mib([pid])
 
         started = time.monotonic()
         rng = random.Random(options.seed)
         raging = asyncio.create_task(_faults(storm, faults, options))
         try:
-            await run("storm", _drawn(rng, options.rollouts, lambda: bool(faults) and not raging.done()))
+            kinds = _drawn(rng, options.rollouts, lambda: bool(faults) and not raging.done())
+            await run("storm", takewhile(lambda _: time.monotonic() < started + options.within, kinds))
         finally:
             raging.cancel()
             await asyncio.gather(raging, return_exceptions=True)
@@ -493,7 +508,6 @@ async def soak(options: argparse.Namespace, folder: Path) -> list[Figure]:
         if (sessions := (await client.status()).sessions) or boxes:
             locks = await asyncio.to_thread(Path("/proc/locks").read_text)
             book.note(f"{sessions} sessions and {boxes} while nothing runs; {locks}")
-        grown = processes.memory_mib([pid]) - memory
     print((folder / "front.log").read_text(), flush=True)
     reaping.cancel()
     left = await asyncio.to_thread(world, places) - before
@@ -501,7 +515,7 @@ async def soak(options: argparse.Namespace, folder: Path) -> list[Figure]:
         book.note(f"left: {one}")
     for place in places:
         await _call(f"umount --lazy {place.folder}")
-    return _figures(book, storm, policy, options, seconds, used, grown, len(left))
+    return _figures(book, storm, policy, options, seconds, used, len(left))
 
 
 def _drawn(rng: random.Random, count: int, longer: Callable[[], bool]) -> Iterator[str]:
@@ -544,7 +558,6 @@ def _figures(
     options: argparse.Namespace,
     seconds: float,
     used: float,
-    grown: float,
     left: int,
 ) -> list[Figure]:
     done = ", ".join(f"{count} {fault}" for fault, count in sorted(storm.done.items()))
@@ -560,9 +573,8 @@ def _figures(
         Figure("rollouts that failed by what was done to them", sum(book.failures.values()) / accepted, "share"),
         Figure("turns that are in no scored rollout", 1 - scored / policy.turns, "share"),
         Figure("until all that a dead node ran was gone, at most", storm.slowest_end_s, "s", goal=f"<= {GONE_S:g}"),
-        Figure("rollouts a second in the storm", options.rollouts / seconds, "1/s"),
+        Figure("rollouts a second in the storm", len(book.kinds) / seconds, "1/s"),
         Figure("a rollout without a storm, all of it", used, "core-s"),
-        Figure("the front's memory for each 1,000 rollouts", grown / accepted * 1000, "MiB"),
     ]  # fmt: skip
 
 
@@ -571,6 +583,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rollouts", type=int)
+    parser.add_argument("--within", type=float, default=math.inf, help="seconds after which no more are submitted")
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--faults", help="only these, one after the other")
     parser.add_argument("--every", type=float, default=EVERY_S, help="mean seconds between faults")

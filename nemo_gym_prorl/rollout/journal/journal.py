@@ -40,7 +40,7 @@ REMEMBERED_IDS = 1_000_000
 _IN_TABLE = 32 * 1024
 """Contents up to this size, compressed, are not worth a file."""
 _MOST_AT_ONCE = 500
-_APART_S = 0.02
+_APART_S = 0.05
 """From the begin of a commit to that of the next. What comes after a longer pause is written at once."""
 _RETRY_S = 1.0
 _LOOK_S = 60.0
