@@ -15,7 +15,7 @@ A rollout may fail with what was done to its node, never with a reward. What was
 policy was asked for and that are in no scored rollout.
 
 Run with ``python -m benchmarks.fleet_soak [--quick] [--rollouts N] [--within S] [--nodes N] [--faults NAME,NAME]
-[--every S] [--seed N]`` as root, since it has network interfaces and mounts of its own. Quick takes 2 nodes and 60
+[--every S] [--seed N]`` as root, since it has a network and mounts of its own, from a folder that is not below /tmp. Quick takes 2 nodes and 60
 rollouts; where faults are named, each of them strikes once, one after the other, and nothing is written.
 """
 
@@ -75,6 +75,8 @@ UP_S = 900.0
 KEY = "fleet-soak"
 INSIDE = "PRORL_SOAK"
 """Set where this is the process that has a network of its own."""
+OWN = (Path("/tmp"), Path("/dev/shm"))
+"""Of which it has its own, too."""
 
 KINDS = {
     **{"right": 52, "reference": 8, "repair": 6},
@@ -425,9 +427,10 @@ def world(places: list[Place]) -> set[str]:
     """Whatever could be left."""
     # Whoever lost its parent is this process's child, see processes.subreaper; sandboxes have no variables of ours.
     found = {f"process {pid}" for pid in processes.below(os.getpid()) - {os.getpid()} if _lives(pid)}
-    found |= {f"{path}" for folder in ("/tmp", "/dev/shm") for path in Path(folder).iterdir()}
+    paths = [*(path for folder in OWN for path in folder.iterdir())]
+    paths += [path for place in places for path in place.folder.glob("*/*")]
     # Gym imports wandb, which has folders that it removes at its end, unless that is SIGKILL.
-    found |= {f"{path}" for place in places for path in place.folder.glob("*/*") if "wandb" not in path.name}
+    found |= {f"{path}" for path in paths if "wandb" not in path.name}
     found |= {f"mount {line.split()[1]}" for line in Path("/proc/self/mounts").read_text().splitlines()}
     found |= {f"cgroup {path}" for path in Path("/sys/fs/cgroup").rglob("*prorl*")}
     for table in ("unix", "tcp", "tcp6"):
@@ -595,9 +598,11 @@ def main() -> None:
         os.environ[INSIDE] = "1"
         os.execvp("unshare", ["unshare", "--net", "--mount", *sys.orig_argv])
     processes.subreaper()
+    for folder in OWN:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", folder], check=True)
     for words in (("link", "set", "lo", "up"), ("route", "add", "10.77.0.0/24", "dev", "lo")):
         subprocess.run(["ip", *words], check=True)
-    folder = Path(tempfile.mkdtemp(prefix="prorl-soak-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="prorl-soak-"))
     folder.chmod(0o711)
     figures = asyncio.run(soak(options, folder))
     shutil.rmtree(folder)  # unless there was an error

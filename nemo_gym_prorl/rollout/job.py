@@ -255,6 +255,7 @@ class Job:
         tokens: of a job with its outcome, as JSON (:func:`~.tokens.packed`).
         steps: of a job with its outcome, as JSON.
         checkpoints: where it can go on, by the turns that were taken; ``shelf`` keeps them.
+        kept_turns: the same, as its node says, where it ran at a node of a fleet.
         spent_s: what attempts before this one have used of RUN's budget, up to the turn where this one goes on.
         resumed: where attempts went on: after which ``turn``, and what of the environment was ``lost``.
         forked_from: the ``id`` of the job at whose checkpoint it began, after which ``turn``, and what was ``lost``.
@@ -289,6 +290,7 @@ class Job:
     tokens: bytes = NO_TOKENS
     steps: bytes = NO_STEPS
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    kept_turns: list[int] = field(default_factory=list)
     spent_s: float = 0.0
     resumed: list[dict[str, Any]] = field(default_factory=list)
     forked_from: dict[str, Any] | None = None

@@ -305,7 +305,7 @@ class JobView(BaseModel):
             failed_attempts=[FailureView.model_validate(failure) for failure in job.failures],
             resumed=[ResumedView(**place) for place in job.resumed],
             forked_from=ForkedView(**job.forked_from) if job.forked_from else None,
-            checkpoints=sorted(job.checkpoints),
+            checkpoints=sorted(job.checkpoints) or job.kept_turns,
         )
 
 

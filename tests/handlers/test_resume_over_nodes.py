@@ -188,6 +188,7 @@ async def test_siblings_begin_at_any_node_where_their_parent_was(fleet: Fleet) -
     parent = await client.wait("parent")
     assert parent.reward is not None, parent.failure
     assert await client.checkpoints("parent") == [*range(1, 13)]
+    assert (await client.get("parent")).checkpoints == [*range(1, 13)], "an outcome says so, too"
     status, answer = await fleet.fork("parent", 10, n=8)
     assert status == 202, answer
     forked = [one["id"] for one in answer["rollouts"]]

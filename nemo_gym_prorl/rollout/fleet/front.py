@@ -273,6 +273,7 @@ class Front(RolloutService):
             return
         job.failures += failures
         job.resumed = [place.model_dump() for place in view.resumed]
+        job.kept_turns = view.checkpoints if self._shares else []
         job.forked_from = view.forked_from.model_dump() if view.forked_from else None
         job.times = view.timings
         labels = [{"first": label, "last": label} for label in view.weight_versions]

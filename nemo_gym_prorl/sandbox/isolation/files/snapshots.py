@@ -20,14 +20,13 @@ import base64
 import binascii
 import contextlib
 import errno
-import io
 import os
 import resource
 import shutil
 import stat
 import sys
 import tarfile
-from typing import IO, Any, cast
+from typing import IO, Any
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from nemo_gym_prorl.sandbox.isolation import joining, syscalls
@@ -48,8 +47,8 @@ MOST_ENTRIES = 1 << 20
 MEMORY = 2 << 30
 """Bytes of address space for who reads an archive, whose headers may be as large as they like."""
 
-_AT_ONCE = 1 << 16
-"""Larger files are copied by themselves."""
+_AT_ONCE = 1 << 20
+"""Bytes that are read and written at once."""
 
 BLOCK = 4096
 """Bytes in which file systems count, each file for itself."""
@@ -83,7 +82,7 @@ def pack(place: joining.Place, upper: str, header: str, limit: int, target: int)
     links: dict[int, str] = {}
     count = 0
     with (
-        os.fdopen(os.dup(target), "wb", _AT_ONCE) as file,
+        os.fdopen(os.dup(target), "wb", 1 << 16) as file,
         tarfile.open(
             fileobj=file,
             mode="w",
@@ -91,6 +90,7 @@ def pack(place: joining.Place, upper: str, header: str, limit: int, target: int)
             encoding="utf-8",
             errors="surrogateescape",
             pax_headers={HEADER: header},
+            copybufsize=_AT_ONCE,
         ) as archive,
     ):
         for folder, folders, files in os.walk(".", onerror=_fail):
@@ -149,28 +149,8 @@ def _add(archive: tarfile.TarFile, path: str, links: dict[int, str], limit: int)
     if limit and archive.offset + entry.size > limit:
         raise OSError(errno.EFBIG, f"its files have more than the {limit >> 20} MiB that it may write")
     with content or contextlib.nullcontext():
-        if isinstance(content, io.BufferedReader) and isinstance(content.raw, io.FileIO) and entry.size > _AT_ONCE:
-            _send(archive, entry, content.raw)
-        else:
-            archive.addfile(entry, content)
+        archive.addfile(entry, content)
     return True
-
-
-def _send(archive: tarfile.TarFile, entry: tarfile.TarInfo, content: io.FileIO) -> None:
-    """As ``addfile``, but the kernel copies what is in the file: nothing passes through this process."""
-    file = cast("IO[bytes]", archive.fileobj)
-    header = entry.tobuf(archive.format, archive.encoding or "utf-8", archive.errors or "strict")
-    file.write(header)
-    file.flush()
-    left = entry.size
-    while left:
-        sent = os.sendfile(file.fileno(), content.fileno(), None, left)
-        if not sent:
-            raise OSError(errno.EBUSY, f"{entry.name} is changed while it is read")
-        left -= sent
-    padding = -entry.size % tarfile.BLOCKSIZE
-    file.write(bytes(padding))
-    archive.offset += len(header) + entry.size + padding
 
 
 def _attributes(path: str) -> dict[str, str]:
