@@ -15,8 +15,9 @@ A rollout may fail with what was done to its node, never with a reward. What was
 policy was asked for and that are in no scored rollout.
 
 Run with ``python -m benchmarks.fleet_soak [--quick] [--rollouts N] [--within S] [--nodes N] [--faults NAME,NAME]
-[--every S] [--seed N]`` as root, since it has a network and mounts of its own, from a folder that is not below /tmp. Quick takes 2 nodes and 60
-rollouts; where faults are named, each of them strikes once, one after the other, and nothing is written.
+[--every S] [--seed N]`` as root, since it has a network and mounts of its own, from a folder that is not below /tmp.
+Quick takes 2 nodes and 60 rollouts; where faults are named, each of them strikes once, one after the other, and
+nothing is written.
 """
 
 from __future__ import annotations

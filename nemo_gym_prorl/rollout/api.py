@@ -22,7 +22,7 @@ from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.json_route import JsonRoute
 from nemo_gym_prorl.rollout.metrics import ServiceMetrics
-from nemo_gym_prorl.rollout.ownership import Places, ended_of, is_own, require_own, submitted_by
+from nemo_gym_prorl.rollout.ownership import Places, ended_of, is_own, require_own, require_own_id, submitted_by
 from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
@@ -98,7 +98,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     async def submit(body: SubmitRequest, who: Who) -> JobView:
         """Submit a rollout. The same `id` and row again answer with the job that exists."""
         job = await service.accept(submitted_by(who, body.to_request(), service.store))
-        require_own(who, job, "id")  # it may have been another's, long ago
+        require_own_id(who, job)  # it may have been another's, long ago
         return JobView.of(job)
 
     @router.post(

@@ -98,7 +98,7 @@ class CallerWatch:
         """
         store = self._pipeline.store
         if wanted.id is not None and store.get(wanted.id) is None and await store.fetch(wanted.id) is not None:
-            raise JobConflict(f"job {wanted.id!r} belongs to another caller; choose another id", field="id")
+            raise JobConflict.with_anothers(wanted.id)
         call = self._join_or_submit(wanted, key)
         call.callers += 1
         gone = begin(_disconnected(connection))

@@ -117,9 +117,19 @@ def submitted_by(caller: Caller, wanted: JobRequest, store: JobStore) -> JobRequ
             "above 0 is for administrators: it goes before all other clients, not your own", field="priority"
         )
     known = None if wanted.id is None else store.get(wanted.id)
-    if known is not None and not known.delivered and known.client != caller.name:
-        raise JobConflict(f"job {wanted.id!r} belongs to another caller; choose another id", field="id")
+    if known is not None and not known.delivered:
+        require_own_id(caller, known)
     return wanted
+
+
+def require_own_id(caller: Caller, job: Job) -> None:
+    """Refuse to submit under the id of another client's job.
+
+    Raises:
+        JobConflict: it is one.
+    """
+    if not is_own(caller, job):
+        raise JobConflict.with_anothers(job.id)
 
 
 def own_key(caller: Caller, key: bytes | None) -> bytes | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import orjson
 
@@ -43,6 +43,11 @@ class JobConflict(CallerError):
 
     http_status = 409
     problem = "id-conflict"
+
+    @classmethod
+    def with_anothers(cls, job_id: str | None) -> Self:
+        """The id belongs to a job of somebody else."""
+        return cls(f"job {job_id!r} belongs to another caller; choose another id", field="id")
 
 
 class NotYours(CallerError):

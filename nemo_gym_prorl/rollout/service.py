@@ -160,7 +160,7 @@ class RolloutService(ABC):
         if (known := self.store.known(request, digest)) is not None:
             return known
         if request.id in self._arriving:
-            raise JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
+            raise JobConflict.with_anothers(request.id)
         job = self._new(request, digest, bounded=bounded)
         self._take_on(job)
         return job

@@ -457,7 +457,7 @@ def same_job(known: Job, request: JobRequest, digest: bytes) -> Job:
         JobConflict: it is another one, or one of both is held by a connection.
     """
     if known.held or request.held:
-        raise JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
+        raise JobConflict.with_anothers(request.id)
     if known.digest != digest or known.run != request.run:
         other = "of another run" if known.digest == digest else "with another row"
         raise JobConflict(f"job {request.id!r} exists {other}; choose another id", field="id")

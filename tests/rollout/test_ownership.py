@@ -114,7 +114,7 @@ async def test_what_memory_forgot_is_its_clients_still(tmp_path: Path) -> None:
     async with service(tmp_path, none_kept, Journal(str(tmp_path / "journal"))) as at:
         await at.alice.wait((await at.alice.submit(row(), id="r")).id)
         assert at.pipeline.store.get("r") is None
-        assert await refused(at.bob.submit(row(), id="r")) == (403, "not-yours", "id")
+        assert await refused(at.bob.submit(row(), id="r")) == (409, "id-conflict", "id"), "as when it runs"
         assert await refused(at.bob.get("r")) == (403, "not-yours", None)
         assert (await at.alice.submit(row(), id="r")).reward == 1.0
 
