@@ -78,12 +78,9 @@ class ProcessMark:
                 continue
             # A process may end, or belong to somebody else, at any of these reads.
             with contextlib.suppress(OSError):
-                if needle in proc_files.variables(int(entry.name)):
-                    # An empty command line is a zombie's or a kernel thread's.
+                if needle in proc_files.variables(int(entry.name)):  # a zombie has none
                     words = proc_files.command_line(int(entry.name)).replace(b"\0", b" ")
-                    command = words.decode(errors="replace").strip()
-                    if command:
-                        found[int(entry.name)] = command
+                    found[int(entry.name)] = words.decode(errors="replace").strip()
         return found
 
     async def wait_gone(self, timeout_s: float, spared: Container[int] = ()) -> dict[int, str]:
@@ -139,7 +136,7 @@ def _open_files(pid: int) -> set[str]:
 def reaper_command(
     mark: ProcessMark, command: list[str], python: str, scratch: Path, owners: Path | None = None
 ) -> list[str]:
-    """The command line that runs ``command`` under a reaper; the environment has to carry the mark.
+    """The command line by which this process runs ``command`` under a reaper; the environment has to carry the mark.
 
     Args:
         mark: what the whole tree carries.
@@ -149,20 +146,21 @@ def reaper_command(
         owners: one that is removed then if the process that started this has ended, too.
     """
     # -P: this folder's modules must not stand in for the standard library's.
-    return [python, "-P", __file__, mark.name, mark.value, str(scratch), str(owners or ""), *command]
+    return [python, "-P", __file__, str(os.getpid()), mark.name, mark.value, str(scratch), str(owners or ""), *command]
 
 
 class _Stop(Exception):
     pass
 
 
-def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    raise _Stop
-
-
 def _go_on_whatever_is_said() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    _go_on_whatever_is_said()  # a parent that dies says it again, and the command has its grace all the same
+    raise _Stop
 
 
 def _reap(mark: ProcessMark, command: list[str]) -> int:
@@ -172,7 +170,6 @@ def _reap(mark: ProcessMark, command: list[str]) -> int:
         try:
             status = child.wait()
         except _Stop:
-            _go_on_whatever_is_said()  # a parent that dies says it again, and the grace is the command's all the same
             child.send_signal(signal.SIGINT)
             try:
                 child.wait(INTERRUPT_GRACE_S)
@@ -185,11 +182,13 @@ def _reap(mark: ProcessMark, command: list[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> bool:
+    """Be told to end when that ends; false if it has."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    return os.getppid() == parent
 
 
-def _stand_before(mark: ProcessMark, scratch: str, owners: str, command: list[str]) -> int:
+def _stand_before(owner: int, mark: ProcessMark, scratch: str, owners: str, command: list[str]) -> int:
     """Fork the reaper, pass on what we are told, and end as it does; if we are killed, it is told to end."""
     reaper = 0
     told: list[int] = []
@@ -203,18 +202,20 @@ def _stand_before(mark: ProcessMark, scratch: str, owners: str, command: list[st
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, tell)
-    _die_with_parent()
-    ours, owner = os.getpid(), os.pidfd_open(os.getppid())
+    life: int | None = None
+    with contextlib.suppress(ProcessLookupError):
+        life = os.pidfd_open(owner)
+    wanted, ours = _die_with_parent(owner), os.getpid()
     reaper = os.fork()
     if not reaper:
-        _die_with_parent()
+        wanted = _die_with_parent(ours) and wanted
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stop)
         try:
-            return _reap(mark, command) if os.getppid() == ours else 1
+            return _reap(mark, command) if wanted else 1
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            if owners and select.select([owner], [], [], 0)[0]:  # it has ended
+            if owners and (life is None or select.select([life], [], [], 0)[0]):  # whose it was has ended
                 shutil.rmtree(owners, ignore_errors=True)
     for signum in told:
         os.kill(reaper, signum)
@@ -222,4 +223,5 @@ def _stand_before(mark: ProcessMark, scratch: str, owners: str, command: list[st
 
 
 if __name__ == "__main__":
-    sys.exit(_stand_before(ProcessMark(sys.argv[1], sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:]))
+    pid, name, value, scratch, owners, *command = sys.argv[1:]
+    sys.exit(_stand_before(int(pid), ProcessMark(name, value), scratch, owners, command))

@@ -256,15 +256,28 @@ print("ended in peace", flush=True)
 """
 
 
+OWNER = """
+import os, subprocess, sys
+from pathlib import Path
+from nemo_gym_prorl.processes import ProcessMark, reaper_command
+program, scratch, owners, *mark = sys.argv[1:]
+command = [sys.executable, "-c", program]
+words = reaper_command(ProcessMark(*mark), command, sys.executable, Path(scratch), Path(owners))
+reaper = subprocess.Popen(words)
+if not program:
+    os._exit(0)
+reaper.wait()
+"""
+
+
 async def test_what_only_a_killed_owner_could_remove_goes_with_the_tree(tmp_path: Path):
     """And the command has its grace, though two processes say that it is over."""
     mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
     owners = tmp_path / "owners"
     owners.mkdir()
     (owners / "log").write_text("")
-    words = reaper_command(mark, [sys.executable, "-c", SLOW_TO_END], sys.executable, tmp_path / "scratch", owners)
     owner = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", *words),
+        *(sys.executable, "-c", OWNER, SLOW_TO_END, str(tmp_path / "scratch"), str(owners), mark.name, mark.value),
         env={**os.environ, mark.name: mark.value},
         stdout=asyncio.subprocess.PIPE,
     )
@@ -279,6 +292,31 @@ async def test_what_only_a_killed_owner_could_remove_goes_with_the_tree(tmp_path
         while await asyncio.to_thread(owners.exists):
             await asyncio.sleep(0.02)
     assert await mark.wait_gone(20) == {}
+
+
+async def test_a_reaper_whose_owner_is_gone_before_it_looks_starts_nothing(tmp_path: Path):
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    for folder in ("scratch", "owners"):
+        (tmp_path / folder).mkdir()
+    owner = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", OWNER, "", str(tmp_path / "scratch"), str(tmp_path / "owners"), mark.name, mark.value),
+        env={**os.environ, mark.name: mark.value},
+    )
+    await owner.wait()
+    assert await mark.wait_gone(20) == {}
+    assert not await asyncio.to_thread(lambda: [*tmp_path.iterdir()])
+
+
+async def test_a_process_without_a_command_line_is_found(tmp_path: Path):
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    blank = await asyncio.create_subprocess_exec(
+        " ", executable=sys.executable, stdin=asyncio.subprocess.PIPE, env={**os.environ, mark.name: mark.value}
+    )
+    async with asyncio.timeout(20):
+        while blank.pid not in await asyncio.to_thread(mark.processes):
+            await asyncio.sleep(0.02)
+    assert await mark.kill(settle_s=0) == {}
+    assert await blank.wait() == -signal.SIGKILL
 
 
 async def test_a_reaper_ends_as_its_command_does(tmp_path: Path):
