@@ -24,6 +24,10 @@ from nemo_gym_prorl.serving.access import check_exposure
 from nemo_gym_prorl.serving.embedded import served
 
 
+_LISTENS_S = 10.0
+"""How long Ray's head may take to answer at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class FrontOptions:
     """How a front is to be had.
@@ -100,6 +104,7 @@ async def over_ray(
     def say(what: str) -> None:
         console.print(what, markup=False, soft_wrap=True)
 
+    await _require_listener(address)
     try:
         await asyncio.to_thread(ray.init, address=address, log_to_driver=False, namespace="prorl")
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -116,6 +121,24 @@ async def over_ray(
             await nodes.close()
     finally:
         ray.shutdown()
+
+
+async def _require_listener(address: str) -> None:
+    """Ray asks for minutes what nobody answers, and nothing interrupts it.
+
+    Raises:
+        InfrastructureError: nobody listens there.
+    """
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return  # "auto", say
+    try:
+        async with asyncio.timeout(_LISTENS_S):
+            _reader, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError) as error:
+        why = str(error) or f"no answer in {_LISTENS_S:g} s"
+        raise InfrastructureError(f"no Ray is to be had at {address}: {why}") from error
+    writer.close()
 
 
 def _agent_of(environments: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ from nemo_gym_prorl.commands.rows import Place, Refusal, Results, read_rows
 from nemo_gym_prorl.commands.watch import pools
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.fleet.carrier import Loss
+from nemo_gym_prorl.rollout.fleet.carrier import MAX_LOSSES, Loss
 from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
 from nemo_gym_prorl.rollout.fleet.nodes import NodeList
 from nemo_gym_prorl.rollout.job import JobState
@@ -348,9 +348,9 @@ class Run:
 
     def _lost(self, rollout_id: str, loss: Loss, why: str) -> None:
         rollout = self._open.pop(rollout_id)
-        if loss is Loss.FORGOTTEN:
+        if loss in (Loss.FORGOTTEN, Loss.AWAY) and rollout.take < MAX_LOSSES:
             self._again(rollout, anew=True)
-        elif loss in (Loss.REFUSED, Loss.TAKEN):
+        elif loss is not Loss.CANCELLED:
             refusal = Refusal(rollout.place.line, why)
             if refusal not in self.tally.refused:  # the repeats of a row are refused alike
                 self.tally.refused.append(refusal)

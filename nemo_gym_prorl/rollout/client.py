@@ -16,6 +16,7 @@ repeat.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import ssl
 import time
@@ -318,7 +319,7 @@ def _retry_after(header: str | None) -> float | None:
             delay = parsedate_to_datetime(header).timestamp() - time.time()
         except ValueError:
             return None
-    return min(max(delay, _SOONEST_S), _LATEST_S)
+    return None if math.isnan(delay) else min(max(delay, _SOONEST_S), _LATEST_S)
 
 
 def _problem(status: int, content: bytes) -> Problem:

@@ -241,6 +241,8 @@ class Job:
         handler: name of the handler that knows how to run it.
         group: the rollouts of one prompt share a group; ``None`` if the caller has none.
         client: whose job it is, for fair share between callers.
+        scope: the client, if it had a key of its own when the job was accepted: then its group is apart from others'
+            of that name.
         run: whose backends sample it; ``None`` for the model server's own.
         priority: higher goes first, in every queue.
         max_attempts: how often INIT+RUN, and EVAL, may each be tried.
@@ -297,6 +299,7 @@ class Job:
     shelf: Checkpoints | None = None
     begin: Begin | None = None
     tries: list[str] = field(default_factory=list)
+    scope: str | None = None
 
     @property
     def latest_checkpoint(self) -> Checkpoint | None:

@@ -185,7 +185,10 @@ class Pipeline(RolloutService):
         self._controls[job.id] = _Control(since=self._clock())
 
     def _run(self, job: Job) -> None:
-        self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment, job.group))
+        group = job.group
+        if group is not None and job.scope is not None:
+            group = f"{job.scope}/{group}"  # another's group of the same name are no siblings
+        self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment, group))
 
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
         kept = await self.kept_turns(parent.id)

@@ -197,8 +197,6 @@ class StageScheduler:
     ) -> list[Start]:
         """A new job arrives in INIT's queue."""
         self._jobs[job_id] = _Place(client, priority, Stage.INIT, _Where.OUTSIDE, environment)
-        if group is not None and client in self.client_shares:
-            group = f"{client}/{group}"  # another's group of the same name are no siblings
         self._cohorts.join(job_id, environment, group)
         _add(self._live, environment, 1)
         return self._enqueue(job_id, Stage.INIT)

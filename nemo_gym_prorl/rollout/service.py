@@ -14,6 +14,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,7 @@ class RolloutService(ABC):
 
     # -- jobs come -----------------------------------------------------------------------------------------------
 
-    async def accept(self, request: JobRequest) -> Job:
+    async def accept(self, request: JobRequest, *, bounded: bool = True) -> Job:
         """As :meth:`submit`, and return when the job is on disk, where there is a journal.
 
         Raises:
@@ -120,15 +121,15 @@ class RolloutService(ABC):
         """
         journal = self.store.journal
         if journal is None:
-            return self.submit(request)
+            return self.submit(request, bounded=bounded)
         if request.id is not None and self.store.get(request.id) is None:
-            await self.store.all_here()
+            await self.store.all_here(request.id)
         digest = request.digest()
         if (known := self.store.known(request, digest)) is not None:
             return known
         arriving = self._arriving.get(request.id or "")
         if arriving is None:
-            job = self._new(request, digest, bounded=True)
+            job = self._new(request, digest, bounded=bounded)
             arriving = asyncio.create_task(self._write_ahead(journal, job, named=request.id is not None))
             self._arriving[job.id] = arriving
             arriving.add_done_callback(lambda _: self._arriving.pop(job.id))
@@ -177,10 +178,7 @@ class RolloutService(ABC):
         if self.store.journal is not None:
             self.store.journal.check()
         if bounded:
-            most = self._defaults.max_queued
-            if not self._may_queue(request.client, most - len(self._arriving)):
-                raise QueueFull(f"{most} rollouts are waiting already; try again later")
-            self.store.refuse_if_full(request.client)
+            self._check_room(request.client, 1)
         budgets = environment.budgets or self._defaults.budgets
         return Job(
             id=request.id or uuid.uuid4().hex,
@@ -196,22 +194,44 @@ class RolloutService(ABC):
             budgets=replace(budgets, **{stage.value: given for stage, given in request.budgets.items()}),
             max_attempts=request.max_attempts or environment.max_attempts or self._defaults.max_attempts,
             held=request.held,
+            scope=request.client if request.client in self.store.shares else None,
             forked_from=request.forked_from,
             begin=request.begin,
         )
+
+    def _check_room(self, client: str, jobs: int) -> None:
+        """Raises:
+        QueueFull: so many more of a client are too many."""
+        most = self._defaults.max_queued
+        if not self._may_queue(client, most - len(self._arriving) - jobs + 1):
+            raise QueueFull(f"{most} rollouts are waiting already, or were with {jobs} more; try again later")
+        self.store.refuse_if_full(client)
 
     async def _accept_all(self, parent: Job, requests: Sequence[JobRequest], **begin: Any) -> list[Job]:
         """Take jobs on that begin where another one was, all or none; ``begin`` says where.
 
         Raises:
-            CallerError: one of them is refused.
+            CallerError: one of them is refused, before any is begun, unless the service cannot write any more.
         """
+        row = orjson.dumps(parent.row)
+        every = [
+            replace(request, row=orjson.loads(row), run=parent.run, environment=parent.environment, **begin)
+            for request in requests
+        ]
+        known = await self.store.fetch_all(request.id for request in every if request.id is not None)
+        new = 0
+        for request in every:
+            if request.id in known and not known[request.id].delivered:
+                same_job(known[request.id], request, request.digest())
+            else:
+                new += 1
+        if new:
+            self._check_room(every[0].client, new)
         begun: list[Job] = []
         try:
-            for request in requests:
-                row = orjson.loads(orjson.dumps(parent.row))
-                wanted = replace(request, row=row, run=parent.run, environment=parent.environment, **begin)
-                begun.append(await self.accept(wanted))
+            for request in every:
+                job = await self.accept(request, bounded=False)
+                begun += [] if job.id in known else [job]
         except CallerError:
             for job in begun:
                 self.request_cancel(job, JobCancelled("its siblings could not be taken on"))
@@ -222,6 +242,7 @@ class RolloutService(ABC):
         """Begin to take on what an earlier life had accepted, beside all else: it may be a hundred thousand jobs. Who
         asks for one that is not here yet waits."""
         if self.store.journal is not None:
+            self.store.expected = asyncio.get_running_loop().create_future()
             self.store.arriving = asyncio.ensure_future(self._take_on_all(self.store.journal))
             self._spawn(self.store.arriving)
 
@@ -231,6 +252,7 @@ class RolloutService(ABC):
             try:
                 if left is None:
                     left = await asyncio.to_thread(journal.unfinished)
+                    self.store.expect(left)
                 some = await asyncio.to_thread(journal.found, left[:_AT_ONCE])
             except Exception:  # of a database: it may be back in a moment, and they are all there
                 LOGGER.exception("the journal cannot be read, which is tried again")
@@ -279,13 +301,14 @@ class RolloutService(ABC):
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new jobs and wait until every job has its outcome; ``False`` if some have none after ``timeout``."""
         self.draining = True
-        await self.store.all_here(timeout)
-        if self._arriving:
-            await asyncio.wait([*self._arriving.values()], timeout=timeout)
-        if not self._done:
-            return True
-        _, left = await asyncio.wait([*self._done.values()], timeout=timeout)
-        return not left
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self.store.all_here()
+                for underway in (self._arriving, self._done):
+                    if underway:
+                        await asyncio.wait([*underway.values()])
+                return True
+        return False
 
     def resume(self) -> None:
         """Take jobs again after a drain."""

@@ -24,7 +24,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.rollout.client_shares import is_within_part
@@ -118,6 +118,8 @@ class JobStore:
         self._wake: asyncio.Event = asyncio.Event()
         self.arriving: asyncio.Future[None] | None = None
         """Done when all jobs are here that an earlier life had accepted."""
+        self.expected: asyncio.Future[frozenset[str]] | None = None
+        """Their ids."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -199,7 +201,7 @@ class JobStore:
         found = {job_id: self._jobs.get(job_id) for job_id in job_ids}
         missing = [job_id for job_id, job in found.items() if job is None]
         if missing and self.journal is not None:
-            await self.all_here()
+            await self.all_here(*missing)
             kept = await self.journal.outcomes.find(missing)
             for job_id in missing:
                 found[job_id] = self._jobs.get(job_id) or kept.get(job_id)
@@ -214,10 +216,22 @@ class JobStore:
         here = [self._jobs[job_id] for job_id in self._groups.get(group, ())]
         return [*here, *(job for job in kept if job.id not in self._jobs)]
 
-    async def all_here(self, timeout: float | None = None) -> None:
-        """Return when the jobs are here that an earlier life had accepted and not ended, or after ``timeout`` s."""
-        if self.arriving is not None and not self.arriving.done():
-            await asyncio.wait({self.arriving}, timeout=timeout)
+    async def all_here(self, *ids: str) -> None:
+        """Return when the jobs are here that an earlier life had accepted and not ended, or as soon as it is known
+        that none of these ``ids`` is among them."""
+        if self.arriving is None or self.arriving.done():
+            return
+        if ids and self.expected is not None:
+            either: set[asyncio.Future[Any]] = {self.expected, self.arriving}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self.expected.done() and not self.expected.result() & {*ids}:
+                return
+        await asyncio.wait({self.arriving})
+
+    def expect(self, ids: Iterable[str]) -> None:
+        """These jobs of an earlier life are to come."""
+        assert self.expected is not None, "they are being looked for"
+        self.expected.set_result(frozenset(ids))
 
     def live(self) -> list[Job]:
         """Jobs without an outcome."""

@@ -260,7 +260,7 @@ async def test_a_service_that_is_restarted_goes_on_by_its_journal(fleet: Fleet, 
         await until(lambda: job.progress.turns >= 3)
         taken = job.progress.turns
     async with life() as second:
-        again = second.pipeline.store.get("mine")
+        again = await second.pipeline.store.fetch("mine")
         assert again is not None
         await second.pipeline.wait(again)
         assert again.outcome is not None

@@ -295,6 +295,65 @@ async def test_a_commit_of_which_nobody_knows_counts_once(tmp_path: Path, monkey
         assert [job.id for job in pipeline.store.live()] == ["c"], "what was refused is not begun"
 
 
+async def test_a_commit_of_which_nobody_knows_at_the_end_is_not_taken_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, breaks = Database.writing, False
+    landed, may = threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def breaking(database: Database) -> Iterator[Any]:
+        nonlocal breaks
+        with writing(database) as connection:
+            yield connection
+        if breaks:
+            breaks = False
+            landed.set()
+            assert may.wait(30)
+            raise OSError("the connection broke")
+
+    told = []
+    async with life(tmp_path) as (pipeline, _):
+        pipeline.on_finish.append(lambda job: told.append(job.id))
+        for name in ("a", "b"):
+            await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 0.1 if name == "a" else 0.5)]}}, id=name))
+        monkeypatch.setattr(Database, "writing", breaking)
+        breaks = True
+        assert await asyncio.to_thread(landed.wait, 30)
+        await asyncio.sleep(1)
+        closing = asyncio.create_task(pipeline.close())
+        await asyncio.sleep(0.2)
+        may.set()
+        await closing
+    assert told == [], "what nobody knows is told to nobody"
+    async with life(tmp_path) as (pipeline, _):
+        assert await log_of(pipeline) == ["a"]
+        assert await pipeline.drain(30)
+        assert await log_of(pipeline) == ["a", "b"]
+
+
+def test_nobody_else_may_read_it_whoever_made_the_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    database = Database(str(tmp_path))
+    modes = {path.name: path.stat().st_mode & 0o077 for path in tmp_path.glob("journal*")}
+    assert modes == dict.fromkeys(("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm"), 0)
+    database.close()
+
+
+async def test_one_that_is_damaged_holds_up_no_other(tmp_path: Path) -> None:
+    async with life(tmp_path) as (pipeline, _):
+        for name in "abc":
+            await pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id=name))
+    with sqlite3.connect(tmp_path / "journal.sqlite") as connection:
+        connection.execute("update prorl_jobs set row = x'00' where id = 'b'")
+    async with life(tmp_path) as (pipeline, bench):
+        bench.handler.let_go.set()
+        async with asyncio.timeout(10):
+            assert await pipeline.store.fetch("b") is None
+        assert await pipeline.drain(30)
+        assert sorted(await log_of(pipeline)) == ["a", "c"]
+
+
 # -- lives that end as they should ------------------------------------------------------------------------------------
 
 
@@ -351,6 +410,10 @@ async def test_jobs_of_an_earlier_life_are_waited_for_while_they_come(
         new = await pipeline.accept(JobRequest({}))
         assert await pipeline.wait(new, 30)
         assert await log_of(pipeline) == [new.id]
+        another = await pipeline.accept(JobRequest({}, id="another"))
+        assert await pipeline.wait(another, 30), "it is none of them"
+        assert not await pipeline.drain(0.1)
+        pipeline.resume()
         asked = [
             asyncio.ensure_future(each)
             for each in (
@@ -367,9 +430,9 @@ async def test_jobs_of_an_earlier_life_are_waited_for_while_they_come(
         job, group, page, again, drained = await asyncio.wait_for(asyncio.gather(*asked), 30)
         assert job is again
         assert {each.id for each in group} == {*names}
-        assert {each.id for each in page} == {*names, new.id}
+        assert {each.id for each in page} == {*names, new.id, "another"}
         assert drained
-        assert sorted(await log_of(pipeline)) == sorted([*names, new.id]), "each once"
+        assert sorted(await log_of(pipeline)) == sorted([*names, new.id, "another"]), "each once"
 
 
 async def test_an_end_before_all_are_here_loses_none(tmp_path: Path, slow_reading: threading.Event) -> None:

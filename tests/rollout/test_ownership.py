@@ -17,12 +17,14 @@ from fastapi import FastAPI
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.environments import Environment, Environments
+from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.journal.journal import Journal
 from nemo_gym_prorl.rollout.keys_file import KeysFile, hash_of, new_key
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.ownership import ROUTES
 from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.wire import wire_router
@@ -31,7 +33,7 @@ from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.rollout.command_line import prorl
 from tests.rollout.command_line import write as write_rows
-from tests.rollout.handlers import Act, Bench
+from tests.rollout.handlers import Act, Bench, PlannedHandler
 from tests.rollout.serving import serve
 from tests.rollout.test_api import FOREVER, reach, row
 from tests.rollout.test_keys_file import OF, write
@@ -337,3 +339,35 @@ async def test_a_key_with_the_scope_admin_is_an_administrators(tmp_path: Path) -
         assert (await at.bob.submit(row(), client="alice")).client == "alice"
         assert (await at.bob.cancel(["r"])).rollouts[0].state is JobState.CANCELLED
         assert (await at.call("e", "GET", "/v1/rollouts/r"))[0] == 403
+
+
+class Together(PlannedHandler):
+    """Notes who is scored with whom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cohorts: dict[object, set[str]] = {}
+
+    async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
+        assert job.member is not None
+        self.cohorts.setdefault(job.member.cohort, set()).add(job.client)
+        return await super().eval(job, trajectory)
+
+
+async def test_groups_of_clients_without_a_key_by_now_do_not_mix_over_a_restart(tmp_path: Path) -> None:
+    held = row(run=[Act("held")])
+    for shares in ({"alice": 1.0, "bob": 1.0}, {"carol": 1.0}):
+        handler = Together()
+        environment = Environment("together", handler.name, lambda handler=handler: handler, scores_groups_of=2)
+        pipeline = Pipeline(Environments([environment], "together"), journal=Journal(str(tmp_path)))
+        pipeline.share(shares)
+        pipeline.start()
+        if "alice" in shares:
+            for number in range(2):
+                for client in shares:
+                    await pipeline.accept(JobRequest(held, id=f"{client}-{number}", client=client, group="g"))
+        else:
+            handler.let_go.set()
+            assert await pipeline.drain(30)
+            assert sorted(handler.cohorts.values(), key=min) == [{"alice"}, {"bob"}]
+        await pipeline.close()

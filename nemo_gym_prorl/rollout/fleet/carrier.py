@@ -44,6 +44,10 @@ _LATER = (408, 425, 429)
 """Besides 5xx: whoever asks again may be answered."""
 
 
+MAX_LOSSES = 5
+"""A rollout fails with the loss of so many services that it was on: it is suspected of them."""
+
+
 class Loss(StrEnum):
     """Why a rollout has no outcome."""
 
@@ -260,7 +264,8 @@ class Carrier:
                 if error.problem.status not in _LATER:
                     self._is_away(error, refuses=True)
                     if error.problem.type == _DRAINING and not before and self._replaceable():
-                        it.sent = False
+                        if it.is_unwanted():
+                            return self._settle(it, Loss.CANCELLED, "cancelled before it was submitted")
                         return self._settle(it, Loss.UNTAKEN, error.problem.detail)
                     if self._is_hopeless(it):
                         return self._give_up(it)
@@ -287,9 +292,13 @@ class Carrier:
                     it.news.clear()
                     if it.is_unwanted():
                         continue
+                    job = None
+                if job is None or job.state is JobState.SUCCEEDED:  # that answer tells no result
                     async with self._gets:
                         job = await self.client.get(it.id, tokens=self._tokens)
                 self._is_back(it)
+                if job.id != it.id:
+                    raise InfrastructureError(f"asked for {it.id!r} it tells of {job.id!r}")
                 if job.state.terminal:
                     if self._carried.pop(it.id, None) is not None:
                         self._ended(job)
@@ -297,6 +306,8 @@ class Carrier:
             except ApiError as error:
                 if error.problem.status == 404:
                     it.sent = False
+                    if self._patient and not it.is_unwanted():
+                        return not self._settle(it, Loss.AWAY, f"{self.client.url} was restarted, and has lost it")
                     return False
                 if error.problem.status == 410:
                     return not self._settle(it, Loss.FORGOTTEN, error.problem.detail)

@@ -72,7 +72,7 @@ class NodeView:
     Attributes:
         node: its id.
         url: its service's address.
-        usable: it answers, and takes what is new.
+        usable: it has said how large it is, answers, and takes what is new.
         draining: it was told to take nothing new, or says so itself.
         rollouts: of this fleet, that have no outcome yet.
         run_slots: ``None`` as long as it has not said.
@@ -169,7 +169,7 @@ class Dispatcher:
             NodeView(
                 node,
                 carrier.client.url,
-                usable=not carrier.away and node not in self._drained,
+                usable=status is not None and not carrier.away and node not in self._drained,
                 draining=node in self._drained or (status is not None and status.draining),
                 rollouts=carrier.load,
                 run_slots=status.stages[Stage.RUN].slots if status else None,

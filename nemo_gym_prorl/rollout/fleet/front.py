@@ -37,7 +37,7 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.rollout.checkpoints import Begin
 from nemo_gym_prorl.rollout.environments import Environment, Environments
-from nemo_gym_prorl.rollout.fleet.carrier import Loss
+from nemo_gym_prorl.rollout.fleet.carrier import MAX_LOSSES, Loss
 from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
 from nemo_gym_prorl.rollout.fleet.nodes import Nodes
 from nemo_gym_prorl.rollout.handler import AgentHandler
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger(__name__)
 
-MAX_LOSSES = 5
-"""A job fails with the loss of so many nodes that it was on."""
 _CLOSE_S = 30.0
 
 _WAY = [JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState.RUNNING, JobState.EVALUATING]
@@ -181,9 +179,9 @@ class Front(RolloutService):
         self._controls[job.id].rollout = rollout
         self._jobs[rollout] = job
         group = job.group
-        if group is not None and job.client in self.store.shares:
+        if group is not None and job.scope is not None:
             # Another's group of that name are no siblings, and nodes know of no clients.
-            group = hashlib.blake2b(repr((job.client, group)).encode(), digest_size=16).hexdigest()
+            group = hashlib.blake2b(repr((job.scope, group)).encode(), digest_size=16).hexdigest()
         begin = job.begin or Begin()
         begin = replace(begin, tries=(*job.tries[::-1], *begin.tries))
         job.tries.append(rollout)
@@ -267,11 +265,31 @@ class Front(RolloutService):
         job = self._jobs.pop(view.id)
         control = self._controls[job.id]
         failures = [_failure(failure) for failure in view.failed_attempts]
-        if view.failure is not None and view.failure.kind is FailureKind.SHUTDOWN and control.cancelled is None:
-            # The node ended, not the rollout.
-            self._again(job, failures, view.failure.reason)
+        if view.state is JobState.CANCELLED and control.cancelled is None:
+            # Its node ended, or cancelled a try that an earlier life of ours had given up.
+            self._again(job, failures, view.failure.reason if view.failure else "its node has cancelled it")
+            return
+        try:
+            outcome = self._outcome(job, view)
+        except (TypeError, ValueError, LookupError, RecursionError) as error:
+            self._again(job, failures, f"its node tells an outcome that makes no sense: {error!r}")
             return
         job.failures += failures
+        self._finish(job, outcome)
+
+    def _outcome(self, job: Job, view: JobView) -> Outcome:
+        """What a node tells, after which the job has all that belongs to it.
+
+        Raises:
+            TypeError, ValueError, LookupError, RecursionError: that is none.
+        """
+        if (view.state is JobState.SUCCEEDED) is not (view.failure is None):
+            raise ValueError(f"{view.state} with failure {view.failure}")
+        if view.state is not JobState.SUCCEEDED and view.reward is not None:
+            raise ValueError(f"{view.state} with reward {view.reward}")
+        if view.timings.keys() < set(Stage):
+            raise ValueError(f"times of {[*view.timings]} alone")
+        control = self._controls[job.id]
         job.resumed = [place.model_dump() for place in view.resumed]
         job.kept_turns = view.checkpoints if self._shares else []
         job.forked_from = view.forked_from.model_dump() if view.forked_from else None
@@ -282,7 +300,7 @@ class Front(RolloutService):
         failure = _failure(view.failure, timed_out=view.state is JobState.TIMED_OUT) if view.failure else None
         if failure is not None and control.cancelled is not None:
             failure = classify(control.cancelled, failure.stage)
-        self._finish(job, Outcome(view.state, view.result or {}, view.reward, failure, view.masked))
+        return Outcome(view.state, view.result or {}, view.reward, failure, view.masked)
 
     def _lost(self, rollout: str, loss: Loss, why: str) -> None:
         job = self._jobs.pop(rollout)

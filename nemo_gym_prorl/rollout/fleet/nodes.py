@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from yarl import URL
+
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.client import RolloutClient
 
@@ -52,13 +54,16 @@ class NodeList:
         clients: one of each.
 
     Raises:
-        CallerError: there is none, or one twice.
+        CallerError: there is none, or one twice, or what is no address.
     """
 
     def __init__(self, clients: Sequence[RolloutClient], *, field: str = "services") -> None:
         urls = [client.url for client in clients]
         if not urls:
             raise CallerError("at least one rollout service is needed", field=field)
+        for url in urls:
+            if not (URL(url).scheme in ("http", "https") and URL(url).host):
+                raise CallerError(f"{url!r} is no address; it begins with http:// or https://", field=field)
         if twice := [url for url in urls if urls.count(url) > 1]:
             raise CallerError(f"{twice[0]} is there twice", field=field)
         self._present = [Joined(client.url, client) for client in clients]

@@ -127,6 +127,10 @@ class Database:
         else:
             self.folder = folder = _folder(place)
             self._lock = _locked(folder)
+            # Nobody else's to read, whoever made the folder. SQLite's other files have the mode of this one.
+            os.close(os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            for path in folder.glob(f"{_FILE}*"):
+                path.chmod(0o600)
             self._engine = create_engine(f"sqlite:///{folder / _FILE}")
             event.listen(self._engine, "connect", _trusted)
         with self.writing() as connection:

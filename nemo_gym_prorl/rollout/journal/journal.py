@@ -115,7 +115,8 @@ class Journal:
         self.wants_room = False
         """Something is too much, or too old."""
         self._looked = 0.0
-        self._closing = False
+        self._closing = self._given_up = False
+        """To be closed; and a commit has failed since, of which the next life will see whether it came through."""
         self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._forget_before = 0
         self._ghosts: list[str] = []
@@ -190,8 +191,11 @@ class Journal:
             over = self._take(batch, next_at) or over
             next_at = time.monotonic() + _APART_S
             try:
+                if self._given_up:
+                    raise self._fails()
                 told = self._write(batch)
             except Exception as error:  # of whatever kind: this thread is the only one that writes
+                self._given_up = self._closing
                 batch = self._refuse(batch, error)
                 if batch:
                     time.sleep(_RETRY_S)
@@ -225,13 +229,13 @@ class Journal:
         if self.failing is None:
             LOGGER.error("the journal at %s cannot be written", self._database.place, exc_info=error)
         self.failing = str(getattr(error, "orig", None) or error)
-        again = [] if self._closing else [entry for entry in batch if entry.new is None]
+        again = [] if self._given_up else [entry for entry in batch if entry.new is None]
         told: list[tuple[asyncio.Future[Any], Any]] = []
         for entry in batch:
             if entry.new is not None:
                 self._ghosts.append(entry.job_id)
                 told.append((entry.future, self._fails()))
-            elif self._closing:
+            elif self._given_up:
                 told.append((entry.future, None))
         _tell(told)
         return again
@@ -357,15 +361,15 @@ class Journal:
         some = select(JOBS, PLACED.c.node, PLACED.c.name).outerjoin(*_PLACED).where(JOBS.c.id.in_(ids))
         with self._database.reading() as connection:
             rows = sorted(connection.execute(some), key=lambda row: order[row.id])
-        return [
-            Unfinished(
-                job_to_run(row.id, row.asked, zstd.decompress(row.row)),
-                self._database.life - row.life,
-                row.node,
-                row.name,
-            )
-            for row in rows
-        ]
+        found = []
+        for row in rows:
+            try:
+                job = job_to_run(row.id, row.asked, zstd.decompress(row.row))
+            except (zstandard.ZstdError, ValueError, LookupError, TypeError):  # one that is damaged holds up no other
+                LOGGER.exception("rollout %r of the journal at %s cannot be read", row.id, self._database.place)
+            else:
+                found.append(Unfinished(job, self._database.life - row.life, row.node, row.name))
+        return found
 
 
 # Made once: to make a statement costs more than to carry it out.

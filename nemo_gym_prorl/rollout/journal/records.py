@@ -84,13 +84,13 @@ def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
 
 def _asked(job: Job) -> dict[str, Any]:
     asked = {"digest": job.digest.hex(), **{name: getattr(job, name) for name in _ASKED}}
-    return asked | {name: value for name in ("begin", "tries") if (value := getattr(job, name))}
+    return asked | {name: value for name in ("begin", "tries", "scope") if (value := getattr(job, name))}
 
 
 def _job(job_id: str, told: dict[str, Any], row: dict[str, Any] | bytes) -> Job:
     asked = {name: told[name] for name in _ASKED} | {"budgets": Budgets(**told["budgets"])}
     job = Job(job_id, row, bytes.fromhex(told["digest"]), **asked)
-    job.tries = told.get("tries", [])
+    job.tries, job.scope = told.get("tries", []), told.get("scope")
     if (begin := told.get("begin")) is not None:
         job.begin = Begin(**begin | {name: tuple(begin[name]) for name in ("tries", "parents")})
     return job

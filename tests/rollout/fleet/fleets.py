@@ -50,6 +50,13 @@ class Service:
         self.pipeline: Pipeline = Bench(PipelineSettings(stages=stages, retry_delay_s=0.01), handler).pipeline()
         self.url = ""
 
+    def app(self) -> FastAPI:
+        """Its routes."""
+        app = FastAPI()
+        add_problem_handlers(app)
+        app.include_router(rollout_router(self.pipeline, PipelineMetrics(self.pipeline)))
+        return app
+
     @property
     def joined(self) -> Joined:
         return Joined(f"node-{self.url.rsplit(':', 1)[1]}", RolloutClient(self.url))
@@ -59,10 +66,7 @@ class Service:
 async def service(handler: PlannedHandler | None = None, stages: PoolSizes = SMALL) -> AsyncIterator[Service]:
     """One that is up."""
     it = Service(handler or PlannedHandler(), stages)
-    app = FastAPI()
-    add_problem_handlers(app)
-    app.include_router(rollout_router(it.pipeline, PipelineMetrics(it.pipeline)))
-    async with serve(app) as it.url:
+    async with serve(it.app()) as it.url:
         yield it
         await it.pipeline.close()
 

@@ -3,10 +3,12 @@
 """Addresses at which no node of ours answers, or none any more: each is named, and holds nobody up."""
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -16,8 +18,10 @@ from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.rollout import schemas
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet import carrier, dispatcher
+from nemo_gym_prorl.rollout.fleet import front as front_module
 from nemo_gym_prorl.rollout.fleet.nodes import Joined
 from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.schemas import JobView
 from tests.handlers.test_tls import certificate  # noqa: F401
 from tests.rollout.command_line import prorl, write
 from tests.rollout.fleet.fleets import Fleet, fleet, service
@@ -183,6 +187,84 @@ async def test_submit_names_what_is_no_use_and_goes_on_with_the_others(
         assert (code, f"--url: {good.url} is there twice" in said) == (1, True), said
 
 
+async def test_what_a_lost_service_had_is_submitted_elsewhere(hasty: None, tmp_path: Path) -> None:
+    """Without a front, too: nothing is missing from the results."""
+    rows, output, cut = write(tmp_path / "rows.jsonl", *[lasting(1.5)] * 8), tmp_path / "results.jsonl", Cut()
+    async with service() as far, service() as near, cut.before(far.url) as url:
+        asyncio.get_running_loop().call_later(1.0, cut.passes.clear)
+        code, said = await prorl("submit", str(rows), "--output", str(output), url=f"{url},{near.url}")
+        assert far.handler.calls, "it had some"
+        assert code == 0, said
+        assert "8 succeeded" in said
+        assert len(output.read_text().splitlines()) == 8
+        cut.passes.set()
+
+
+async def test_what_is_no_address_is_refused() -> None:
+    for wrong in ("nonsense", "ftp://127.0.0.1:1", "http:"):
+        code, said = await prorl("fleet", "http://127.0.0.1:1", wrong)
+        assert (code, f"URL: {wrong!r} is no address" in said) == (1, True), said
+
+
+async def test_a_ray_that_nobody_is_at_the_address_of_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    async with asyncio.timeout(60):
+        policy = ("--policy-url", "http://127.0.0.1:1/v1", "--policy-model", "m")
+        code, said = await prorl("serve", "prorl_code", "--ray", f"127.0.0.1:{port}", *policy)
+    assert (code, f"no Ray is to be had at 127.0.0.1:{port}" in said) == (1, True), said
+
+
 async def test_a_fleet_with_a_node_twice_is_refused(tmp_path: Path) -> None:
     code, said = await prorl("fleet", "http://127.0.0.1:1", "http://127.0.0.1:1/")
     assert (code, "URL: http://127.0.0.1:1 is there twice" in said) == (1, True), said
+
+
+def _deep() -> dict[str, Any]:
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"d": deep}
+    return deep
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "of another rollout": {"id": "b"},
+    "of none": {"id": "who"},
+    "without times": {"timings": {}},
+    "too deep": {"result": _deep()},
+    "too large": {"result": {"x": 2**70}},
+    "failed, with a reward": {"state": JobState.FAILED, "reward": 1.0},
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+async def test_a_node_that_lies_harms_no_other_rollout(lie: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a lie an outcome: the one that it is told of ends some day, as lost."""
+    monkeypatch.setattr(front_module, "MAX_LOSSES", 2)
+    monkeypatch.setattr(carrier, "RETRY_S", 0.05)
+    async with fleet(1) as there:
+        (carried,) = there.front.dispatcher._carriers.values()
+        get, lies = carried.client.get, True
+
+        async def lying(rollout: str, **options: Any) -> JobView:
+            view = await get(rollout, **options)
+            if not (lies and rollout.startswith("a~") and view.state.terminal):
+                return view
+            other = next((one for one in there.front._jobs if one.startswith(str(lie.get("id")))), "who")
+            return view.model_copy(update=lie | ({"id": other} if "id" in lie else {}))
+
+        monkeypatch.setattr(carried.client, "get", lying)
+        await there.client.submit(HELD, id="b")
+        await there.client.submit(lasting(0.05), id="a")
+        if "id" in lie:
+            await asyncio.sleep(1.0)
+            assert not (await there.client.get("a")).state.terminal
+            lies = False
+            assert (await there.client.wait("a")).reward == 1.0, "asked again it tells the truth"
+        else:
+            job = await there.client.wait("a")
+            assert (job.reward, job.failure and job.failure.kind) == (None, FailureKind.SESSION_LOST)
+            assert "makes no sense" in job.failed_attempts[0].reason
+        assert not (await there.client.get("b")).state.terminal
+        there.handlers[0].let_go.set()
+        assert (await there.client.wait("b")).reward == 1.0

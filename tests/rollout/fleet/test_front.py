@@ -3,6 +3,7 @@
 """A fleet as one service: every job has one outcome, whatever happens to its nodes."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,17 @@ from nemo_gym_prorl.failures import FailureKind, Origin
 from nemo_gym_prorl.rollout import schemas
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.fleet import dispatcher
-from nemo_gym_prorl.rollout.fleet.front import MAX_LOSSES
+from nemo_gym_prorl.rollout.fleet.front import MAX_LOSSES, Front
 from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
 from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 from nemo_gym_prorl.rollout.settings import ServiceSettings
 from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
 from tests.dapo.test_runner import Scorer
 from tests.rollout.command_line import prorl, write
-from tests.rollout.fleet.fleets import Fleet, fleet, service
+from tests.rollout.fleet.fleets import SMALL, Changing, Fleet, Service, fleet, service
+from tests.rollout.handlers import PlannedHandler
 from tests.rollout.serving import serve
 
 
@@ -235,6 +238,83 @@ async def test_what_waits_and_what_runs_is_cancelled() -> None:
         assert not there.front.store.live()
         await there.client.submit(ROW, id="s")
         assert (await there.client.wait("s")).state is JobState.SUCCEEDED
+
+
+async def test_what_ended_as_it_was_cancelled_has_its_result_or_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to a cancellation tells of an outcome, and not what came of it."""
+    async with fleet(1) as there:
+        (carried,) = there.front.dispatcher._carriers.values()
+        get, may = carried.client.get, asyncio.Event()
+
+        async def late(rollout: str, **options: Any) -> JobView:
+            await may.wait()
+            return await get(rollout, **options)
+
+        monkeypatch.setattr(carried.client, "get", late)
+        await there.client.submit(lasting(0.05), id="a")
+        await until(lambda: there.services[0].pipeline.store.states[JobState.SUCCEEDED])
+        asked = asyncio.create_task(there.client.cancel(["a"]))
+        await asyncio.sleep(0.3)
+        may.set()
+        await asked
+        job = await there.client.get("a")
+        assert (job.state, job.reward) == (JobState.SUCCEEDED, 1.0)
+        assert job.result is not None
+        assert job.result["reward"] == 1.0
+
+
+async def test_what_is_cancelled_on_its_way_to_a_node_that_drains_runs_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with fleet(2) as there:
+        first, second = there.services
+        carried = there.front.dispatcher._carriers[first.joined.node]
+        submit, may = carried.client.submit_once, asyncio.Event()
+
+        async def late(row: dict[str, Any], **options: Any) -> JobView:
+            await may.wait()
+            return await submit(row, **options)
+
+        monkeypatch.setattr(carried.client, "submit_once", late)
+        there.front.dispatcher.drain(second.joined.node)
+        await there.client.submit(lasting(3), id="a")
+        await until(lambda: there.front._jobs)
+        first.pipeline.draining = True
+        there.front.dispatcher.drain(second.joined.node, drained=False)
+        asked = asyncio.create_task(there.client.cancel(["a"]))
+        await asyncio.sleep(0.2)
+        may.set()
+        assert (await asked).rollouts[0].state is JobState.CANCELLED
+        assert not second.handler.calls
+
+
+async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts() -> None:
+    """As an agent does that dies and is started again: a job that kills its agent kills so many, and no more."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    front = Front(Changing([Joined("n", RolloutClient(f"http://127.0.0.1:{port}"))]))
+    lives: list[Service] = []
+    for number in range(MAX_LOSSES):
+        it = Service(PlannedHandler(), SMALL)
+        lives.append(it)
+        async with serve(it.app(), port):
+            if not number:
+                await front.start()
+                await until(lambda: front.dispatcher.statuses)
+                job = await front.accept(JobRequest(HELD, id="poison"))
+            await until(lambda: lives[-1].handler.sessions)
+    async with serve(Service(PlannedHandler(), SMALL).app(), port):
+        assert await front.wait(job, 30)
+    assert job.outcome is not None
+    assert job.outcome.failure is not None
+    assert job.outcome.failure.kind is FailureKind.SESSION_LOST
+    assert len(job.failures) == MAX_LOSSES
+    names = {call[0] for it in lives for call in it.handler.calls}
+    assert len(names) == MAX_LOSSES, "each try has an id of its own, and is told of those before"
+    await front.close()
+    for it in lives:
+        it.handler.let_go.set()
+        await it.pipeline.close()
 
 
 async def test_states_are_seen_as_at_the_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def pack(place: joining.Place, upper: str, header: str, limit: int, target: int)
     with (
         os.fdopen(os.dup(target), "wb", 1 << 16) as file,
         tarfile.open(
-            fileobj=file,
+            fileobj=file,  # type: ignore[call-overload]  # it does not know copybufsize
             mode="w",
             format=tarfile.PAX_FORMAT,
             encoding="utf-8",
