@@ -124,7 +124,7 @@ class SharedCheckpoints:
         if begin is None:
             return
         try:
-            found = await asyncio.to_thread(self._find, begin, row_digest(job.row), read)
+            found = await asyncio.to_thread(self._find, job, begin, read)
         except BaseException:
             job.begin = begin
             raise
@@ -158,12 +158,14 @@ class SharedCheckpoints:
                 break
         return found
 
-    def _find(self, begin: Begin, digest: bytes, read: Callable[[bytes], Any]) -> list[tuple[Checkpoint, _Place]]:
-        whose = _whose(begin.client, digest)
+    def _find(self, job: Job, begin: Begin, read: Callable[[bytes], Any]) -> list[tuple[Checkpoint, _Place]]:
+        whose = _whose(begin.client, row_digest(job.row))
         found: list[tuple[Checkpoint, _Place]] = []
         for rollout in begin.tries:
             for _turn, place in sorted(self._line(rollout).items(), reverse=True):
-                if len(found) < _TAKEN and (checkpoint := _read(place[1], whose, read)) is not None:
+                # Under its own id another one may have been, of a service with another journal.
+                own = {"accepted": job.submitted_at} if place[0] == job.id else {}
+                if len(found) < _TAKEN and (checkpoint := _read(place[1], whose | own, read)) is not None:
                     found.append((checkpoint, place))
             if found:
                 return found
@@ -188,7 +190,8 @@ class SharedCheckpoints:
         if begin and after is not None:
             _put(folder / _AFTER, orjson.dumps(after))
         about = {name: getattr(checkpoint, name) for name in ("turn", "size", "spent_s", "lost")}
-        content = orjson.dumps(about | _whose(job.client, row_digest(job.row))) + b"\n" + checkpoint.state.pack()
+        about |= _whose(job.client, row_digest(job.row)) | {"accepted": job.submitted_at}
+        content = orjson.dumps(about) + b"\n" + checkpoint.state.pack()
         path = folder / str(checkpoint.turn)
         _put(path, zstandard.ZstdCompressor(level=1, write_checksum=True).compress(content))
         self._sweep()
@@ -224,11 +227,11 @@ def _put(path: Path, content: bytes) -> None:
     fresh.rename(path)
 
 
-def _whose(client: str | None, digest: bytes) -> dict[str, str | None]:
+def _whose(client: str | None, digest: bytes) -> dict[str, Any]:
     return {"row": digest.hex(), "client": client}
 
 
-def _read(path: Path, whose: Mapping[str, str | None], read: Callable[[bytes], Any]) -> Checkpoint | None:
+def _read(path: Path, whose: Mapping[str, Any], read: Callable[[bytes], Any]) -> Checkpoint | None:
     """``None`` for one that is gone, damaged, or of another row or client."""
     try:
         about, packed = zstandard.decompress(path.read_bytes()).split(b"\n", 1)

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,18 @@ async def test_what_was_left_under_an_id_is_no_part_of_another_rollout(services:
     await one.shared.give(restarted, unpack)
     await one.keep(restarted, 2)
     assert await one.shared.turns("r") == [1, 2], "but one that is taken up again has what it had"
+
+
+async def test_of_its_own_id_only_what_it_has_left_itself_is_gone_on_from(services: tuple[Service, Service]) -> None:
+    """Another one of that id and row, of a service with another journal, is another sample."""
+    one, other = services
+    await one.keep(one.job("r"), 1, 2)
+    again = other.job("r", Begin(("r",)))
+    await other.shared.give(again, unpack)
+    assert latest(again) == (2, "r 2"), "its service was restarted"
+    another = replace(other.job("r", Begin(("r",))), submitted_at=1.0)
+    await other.shared.give(another, unpack)
+    assert another.latest_checkpoint is None
 
 
 async def test_what_nobody_erases_goes_by_age(services: tuple[Service, Service], tmp_path: Path) -> None:

@@ -432,7 +432,12 @@ class Dispatcher:
         self._go_on()
 
     def _lost(self, rollout: str, loss: Loss, why: str) -> None:
+        node = self.placement.node_of(rollout)
         sent = self._gone(rollout)
+        if loss is Loss.AWAY and node is not None:
+            # It may be another one by now, also where it answers: it says again how large it is, and what it runs.
+            self.statuses.pop(node, None)
+            self._usable(node)
         if loss is Loss.UNTAKEN and sent is not None:
             self._wait(rollout, sent)
             return

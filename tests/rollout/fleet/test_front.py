@@ -317,6 +317,34 @@ async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts()
         await it.pipeline.close()
 
 
+async def test_what_a_node_has_lost_does_not_go_to_whatever_is_at_its_address_by_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with fleet(1) as there:
+        old = Service(PlannedHandler(), SMALL)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        async with serve(old.app(), port):
+            there.nodes.tell(Joined("changes", RolloutClient(f"http://127.0.0.1:{port}")))
+            await until(lambda: len(there.front.dispatcher.statuses) == 2)
+            there.front.dispatcher.drain(there.services[0].joined.node)
+            for number in range(3):
+                await there.client.submit(HELD, id=f"r{number}")
+            await until(lambda: len(old.handler.sessions) == 3)
+            there.front.dispatcher.drain(there.services[0].joined.node, drained=False)
+        new = Service(PlannedHandler(), SMALL)
+        status = new.pipeline.status
+        monkeypatch.setattr(new.pipeline, "status", lambda: status().model_copy(update={"version": "0.0.9"}))
+        there.handlers[0].let_go.set()
+        async with serve(new.app(), port):
+            for number in range(3):
+                assert (await there.client.wait(f"r{number}")).reward == 1.0
+            assert not new.handler.calls
+        old.handler.let_go.set()
+        for it in (old, new):
+            await it.pipeline.close()
+
+
 async def test_states_are_seen_as_at_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "SURVEY_S", 0.1)
     async with fleet(1) as there:
