@@ -9,8 +9,8 @@ variable at its root and found by reading ``/proc``. Linux only, like the sandbo
 :class:`ProcessMark` finds and ends such a tree from outside. Run as a program, this module is its *reaper*: it starts
 a command and ends everything that carries the mark when the command ends, when it is told to (SIGTERM, SIGINT), and
 when its own parent dies, however it dies. The tree's scratch folder goes with it, and so does what only a parent that
-has died could have removed. The reaper proper is a child of the
-process that its parent knows: what ends there, as a worker of Ray does, may kill its children first.
+has died could have removed. The reaper proper is a child of the process that its parent knows: what ends there, as a
+worker of Ray does, may kill its children first.
 """
 
 from __future__ import annotations

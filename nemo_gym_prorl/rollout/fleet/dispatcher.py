@@ -343,7 +343,7 @@ class Dispatcher:
                 self._on_surveyed(node)
                 self._usable(node)
             pause = max(SURVEY_S, len(self._carriers) / _SURVEYS_PER_S)
-            await asyncio.sleep(pause * random.uniform(0.8, 1.2) if node in self.statuses else 0.2)
+            await asyncio.sleep(pause * random.uniform(0.8, 1.2) if self._heard[node].is_set() else 0.2)
 
     def _folder_trouble(self, status: StatusView) -> str | None:
         """Why a node could not go on with what others had; the first node's folder is the fleet's."""
