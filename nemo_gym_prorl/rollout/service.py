@@ -227,16 +227,16 @@ class RolloutService(ABC):
                 new += 1
         if new:
             self._check_room(every[0].client, new)
-        begun: list[Job] = []
+        jobs: list[Job] = []
         try:
             for request in every:
-                job = await self.accept(request, bounded=False)
-                begun += [] if job.id in known else [job]
+                jobs.append(await self.accept(request, bounded=False))
         except CallerError:
-            for job in begun:
-                self.request_cancel(job, JobCancelled("its siblings could not be taken on"))
+            for job in jobs:
+                if job.id not in known:
+                    self.request_cancel(job, JobCancelled("its siblings could not be taken on"))
             raise
-        return begun
+        return jobs
 
     def _take_on_earlier(self) -> None:
         """Begin to take on what an earlier life had accepted, beside all else: it may be a hundred thousand jobs. Who

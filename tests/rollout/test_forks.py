@@ -54,6 +54,7 @@ async def test_a_fork_that_is_refused_leaves_those_of_another_alone() -> None:
         await fork(pipeline, parent, "a", "new", "taken")
     await asyncio.sleep(0.1)
     assert not first.state.terminal
+    assert await fork(pipeline, parent, "a") == [first], "asked for again it is the same one"
     assert pipeline.store.get("new") is None, "none of them was begun"
     await pipeline.close()
 
