@@ -247,6 +247,7 @@ class Storm:
         self.done: Counter[str] = Counter()
         self.slowest_end_s = 0.0
         self._striking: set[asyncio.Task[None]] = set()
+        self._whole = asyncio.current_task()
         others: dict[str, Callable[[Place], Awaitable[None]]] = {
             "raylet": self._replace,
             "full": self._full,
@@ -316,6 +317,11 @@ class Storm:
         place.struck = True
         try:
             await work
+        except Exception as error:  # the storm is broken, and nothing it waits for will come
+            print(f"at {place.number}: {error!r}", flush=True)
+            assert self._whole is not None, "it is made within"
+            self._whole.cancel()
+            raise
         finally:
             place.struck = False
 

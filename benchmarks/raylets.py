@@ -14,9 +14,10 @@ import itertools
 import os
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from nemo_gym_prorl.gym.command_line import RAY_START_S
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
@@ -42,8 +43,8 @@ _STORE_BYTES = 80 * 2**20
 class Raylets:
     """A running cluster; made by :func:`raylets`."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
+        self._process, self._errors = process, errors
         self.address = ""
         self.nodes: list[str] = []
         """The first 12 letters of the nodes' ids."""
@@ -73,7 +74,8 @@ class Raylets:
         async for line in self._process.stdout:
             if line.startswith(b"cluster: "):
                 return line.decode().removeprefix("cluster: ").strip()
-        raise RuntimeError("the cluster has ended")
+        self._errors.seek(0)
+        raise RuntimeError(f"the cluster has ended: {self._errors.read()[-2000:].decode(errors='replace')}")
 
 
 @contextlib.asynccontextmanager
@@ -83,17 +85,18 @@ async def raylets(count: int) -> AsyncIterator[Raylets]:
     # The path of a Unix socket must be short.
     folder = Path(tempfile.mkdtemp(prefix="prorl-ray-", dir="/tmp"))
     command = [sys.executable, "-m", "benchmarks.raylets", str(count)]
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  # the process has it as long as it lives
     process = await asyncio.create_subprocess_exec(
         *reaper_command(mark, command, sys.executable, folder),
         env=os.environ | ENVIRONMENT | {"RAY_TMPDIR": str(folder), mark.name: mark.value},
         cwd=Path(__file__).parents[1],
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        stderr=errors,
         start_new_session=True,
     )
     try:
-        cluster = Raylets(process)
+        cluster = Raylets(process, errors)
         cluster.address, *cluster.nodes = (await cluster.heard()).split()
         yield cluster
     finally:
@@ -105,9 +108,10 @@ async def raylets(count: int) -> AsyncIterator[Raylets]:
 
 def _tried[T](start: Callable[[], T]) -> T:
     """Ray gives its own processes a fixed time, which a busy machine may exceed."""
-    for _ in range(2):
+    for pause_s in (0.0, 1.0, 5.0, 20.0):
         with contextlib.suppress(Exception):
             return start()
+        time.sleep(pause_s)
     return start()
 
 
