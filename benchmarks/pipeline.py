@@ -404,8 +404,8 @@ async def main() -> None:
             )
             for way, (here, there) in cost.items()
         ),
-        Figure(f"start with {ended} outcomes and {live} accepted in the journal", serves, "s", goal="<= 2"),
-        Figure("until all of these are taken on again", took, "s"),
+        Figure(f"start with {ended} outcomes and {live} accepted in the journal", took, "s", goal="<= 2"),
+        Figure("until it takes a new rollout on and tells of outcomes", serves, "s"),
     ]
     publish("pipeline", figures, packages=("nemo-gym", "aiohttp", "fastapi"), quick=quick)
 

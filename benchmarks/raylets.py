@@ -104,6 +104,7 @@ async def raylets(count: int) -> AsyncIterator[Raylets]:
             process.terminate()
         await process.wait()
         await mark.kill(settle_s=0)
+        errors.close()
 
 
 def _tried[T](start: Callable[[], T]) -> T:
