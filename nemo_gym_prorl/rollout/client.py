@@ -327,5 +327,6 @@ def _problem(status: int, content: bytes) -> Problem:
     try:
         return Problem.model_validate_json(content)
     except ValueError:
-        text = content.decode(errors="replace")[:500]
-        return Problem(type="about:blank", title="HTTP error", status=status, detail=text or f"HTTP {status}")
+        text = content.decode(errors="replace").strip()[:500]
+        told = f"HTTP {status}" if text.startswith("<") or not text else text  # a page for people says no more
+        return Problem(type="about:blank", title="HTTP error", status=status, detail=told)

@@ -301,6 +301,10 @@ class Job:
     tries: list[str] = field(default_factory=list)
     scope: str | None = None
 
+    def fits(self, state: JobState | None, group: str | None, after: int) -> bool:
+        """Whether it is of this state and group, where they are given, and its number lies behind ``after``."""
+        return self.number > after and state in (None, self.state) and group in (None, self.group)
+
     @property
     def latest_checkpoint(self) -> Checkpoint | None:
         """Where an attempt goes on, if anywhere."""

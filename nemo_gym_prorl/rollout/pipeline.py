@@ -162,7 +162,8 @@ class Pipeline(RolloutService):
             return None
         was = job.begin or Begin(client=job.client)
         if job.forked_from is not None and not was.parents:
-            was = replace(was, parents=(job.forked_from["id"],), turn=job.forked_from["turn"])
+            # Whose that one was has been looked at when it was forked.
+            was = replace(was, parents=(job.forked_from["id"],), turn=job.forked_from["turn"], client=None)
         return replace(was, tries=(job.id, *was.tries))
 
     # -- callers -------------------------------------------------------------------------------------------------

@@ -452,6 +452,9 @@ class StatusView(BaseModel):
     checkpoint_folder: str | None = Field(
         default=None, description="Which folder it shares checkpoints in, by the name in there."
     )
+    journal: str | None = Field(
+        default=None, description="Why its journal cannot be written now; as long as that is so it takes nothing new."
+    )
     environments: dict[str, EnvironmentView]
 
     def version_trouble(self) -> str | None:
@@ -522,5 +525,6 @@ class StatusView(BaseModel):
             unread_bytes=store.unread_bytes,
             abandoned=pipeline.abandoned,
             checkpoint_folder=pipeline.shared.identity if pipeline.shared is not None else None,
+            journal=store.trouble,
             environments=EnvironmentView.all_of(pipeline),
         )

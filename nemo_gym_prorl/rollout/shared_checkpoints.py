@@ -164,7 +164,7 @@ class SharedCheckpoints:
         for rollout in begin.tries:
             for _turn, place in sorted(self._line(rollout).items(), reverse=True):
                 # Under its own id another one may have been, of a service with another journal.
-                own = {"accepted": job.submitted_at} if place[0] == job.id else {}
+                own = {"accepted": job.submitted_at, "client": job.client} if place[0] == job.id else {}
                 if len(found) < _TAKEN and (checkpoint := _read(place[1], whose | own, read)) is not None:
                     found.append((checkpoint, place))
             if found:
@@ -234,6 +234,8 @@ def _whose(client: str | None, digest: bytes) -> dict[str, Any]:
 def _read(path: Path, whose: Mapping[str, Any], read: Callable[[bytes], Any]) -> Checkpoint | None:
     """``None`` for one that is gone, damaged, or of another row or client."""
     try:
+        if not path.is_file():
+            raise ValueError("it is no file")
         about, packed = zstandard.decompress(path.read_bytes()).split(b"\n", 1)
         told = orjson.loads(about)
         if any(told[name] != wanted for name, wanted in whose.items() if wanted is not None):

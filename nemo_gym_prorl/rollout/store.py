@@ -112,6 +112,8 @@ class JobStore:
         """The same by client."""
         self._read_bytes = 0
         self._gone: OrderedDict[bytes, None] = OrderedDict()
+        self._leaving: list[list[Job]] = []
+        """For each read of the journal, the jobs that were forgotten since it began: it may not have met them yet."""
         self._events: deque[Transition] = deque(maxlen=EVENT_HISTORY)
         self._seq = 0
         self._submitted = 0 if journal is None else journal.numbered
@@ -212,9 +214,8 @@ class JobStore:
     async def in_group(self, group: str) -> list[Job]:
         """All jobs of a group, in no particular order."""
         await self.all_here()
-        kept = [] if self.journal is None else await self.journal.outcomes.listed(group=group)
-        here = [self._jobs[job_id] for job_id in self._groups.get(group, ())]
-        return [*here, *(job for job in kept if job.id not in self._jobs)]
+        kept = await self._kept(state=None, group=group)
+        return [*(self._jobs[job_id] for job_id in self._groups.get(group, ())), *kept.values()]
 
     async def all_here(self, *ids: str) -> None:
         """Return when the jobs are here that an earlier life had accepted and not ended, or as soon as it is known
@@ -238,6 +239,11 @@ class JobStore:
         return [job for job in self._jobs.values() if not job.state.terminal]
 
     @property
+    def trouble(self) -> str | None:
+        """Why the journal cannot be written now."""
+        return None if self.journal is None else self.journal.failing
+
+    @property
     def submitted(self) -> int:
         """Jobs that have been, forgotten ones among them."""
         return self._submitted
@@ -245,7 +251,7 @@ class JobStore:
     def find(self, *, state: JobState | None, group: str | None, after: int = 0) -> Iterator[Job]:
         """Remembered jobs that fit and whose ``number`` lies behind ``after``, oldest first."""
         for job in self._jobs.values():
-            if job.number > after and (state is None or job.state is state) and (group is None or job.group == group):
+            if job.fits(state, group, after):
                 yield job
 
     async def page(
@@ -253,14 +259,23 @@ class JobStore:
     ) -> list[Job]:
         """As :meth:`find`, with those that only the journal has; those from there have a result with ``content``."""
         await self.all_here()
-        kept: list[Job] = []
-        if self.journal is not None and (state is None or state.terminal):
-            kept = await self.journal.outcomes.listed(
-                state=state, group=group, after=after, limit=limit, content=content
-            )
+        kept = await self._kept(state=state, group=group, after=after, limit=limit, content=content)
         here = islice(self.find(state=state, group=group, after=after), limit)
-        numbered = {job.number: job for job in kept if job.id not in self._jobs} | {job.number: job for job in here}
+        numbered = kept | {job.number: job for job in here}
         return [numbered[number] for number in sorted(numbered)][:limit]
+
+    async def _kept(self, *, state: JobState | None, after: int = 0, **which: Any) -> dict[int, Job]:
+        """Those that are not in memory, by number; also what left that while the journal was read."""
+        if self.journal is None or not (state is None or state.terminal):
+            return {}
+        leaving: list[Job] = []
+        self._leaving.append(leaving)
+        try:
+            kept = await self.journal.outcomes.listed(state=state, after=after, **which)
+        finally:
+            self._leaving = [one for one in self._leaving if one is not leaving]
+        found = [*kept, *(job for job in leaving if job.fits(state, which["group"], after))]
+        return {job.number: job for job in found if job.id not in self._jobs}
 
     async def write_down(self, job: Job, outcome: Outcome, at: float) -> bool:
         """Have the outcome of a job, which is packed, on disk. False if it is none: with a journal a shutdown ends no
@@ -442,6 +457,8 @@ class JobStore:
 
     def _forget(self, job: Job, entry: _Entry) -> None:
         del self._log[entry.position]
+        for leaving in self._leaving:
+            leaving.append(job)
         self._expired_before = max(self._expired_before, entry.position + 1)
         self.states[job.state] -= 1
         if not job.delivered and self.journal is None:

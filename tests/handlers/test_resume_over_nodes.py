@@ -259,7 +259,12 @@ async def test_a_service_that_is_restarted_goes_on_by_its_journal(fleet: Fleet, 
         job = await first.pipeline.accept(JobRequest(counting(TURNS, latency_s=0.3), id="mine"))
         await until(lambda: job.progress.turns >= 3)
         taken = job.progress.turns
+        await first.pipeline.fork(job, 2, [JobRequest({}, id="of another client", client="another")])
     async with life() as second:
+        theirs = await second.pipeline.store.fetch("of another client")
+        assert theirs is not None
+        await second.pipeline.wait(theirs)
+        assert theirs.progress.turns == TURNS + 1, theirs.failures
         again = await second.pipeline.store.fetch("mine")
         assert again is not None
         await second.pipeline.wait(again)

@@ -28,9 +28,10 @@ from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.journal import journal as journal_module
 from nemo_gym_prorl.rollout.journal.database import Database
 from nemo_gym_prorl.rollout.journal.journal import Journal, JournalFails, Unfinished
+from nemo_gym_prorl.rollout.journal.outcomes import Outcomes
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, RolloutForgotten
-from nemo_gym_prorl.rollout.schemas import TokenForm, job_json
+from nemo_gym_prorl.rollout.schemas import JobView, TokenForm, job_json
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.standalone import standalone
@@ -71,8 +72,8 @@ async def log_of(pipeline: Pipeline, after: Cursor = START) -> list[str]:
     return [job.id for job in jobs]
 
 
-def files(folder: Path) -> int:
-    return sum(1 for _ in folder.rglob("*.zst"))
+def files(folder: Path) -> list[Path]:
+    return [*folder.rglob("*.zst")]
 
 
 def told(job: Job) -> bytes:
@@ -252,6 +253,7 @@ async def test_a_disk_that_is_full_loses_nothing(tmp_path: Path) -> None:
                 await client.submit(row, id="b")
             assert refused.value.problem.type.endswith(":journal-fails")
             assert refused.value.problem.status == 503
+        assert (await client.status()).journal
         waiting = await client.get("a", wait=3)
         assert not waiting.state.terminal, "nobody is told what is not on disk"
         assert not (await client.ended("0")).rollouts
@@ -260,30 +262,49 @@ async def test_a_disk_that_is_full_loses_nothing(tmp_path: Path) -> None:
         await client.submit(row, id="b")
         assert (await client.wait("b")).state is JobState.SUCCEEDED
         assert [job.id for job in (await client.ended("0")).rollouts] == ["a", "b"]
+        assert (await client.status()).journal is None
 
 
-async def test_a_commit_of_which_nobody_knows_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Breaking:
+    """Commits of a journal that come through, and nobody hears of it, as often as it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.commits = 0
+        self.landed, self.may = threading.Event(), threading.Event()
+        """One has come through; it may be heard of that something broke."""
+        self.may.set()
+        writing = Database.writing
+
+        @contextlib.contextmanager
+        def breaking(database: Database) -> Iterator[Any]:
+            with writing(database) as connection:
+                yield connection
+            if self.commits:
+                self.commits -= 1
+                self.landed.set()
+                assert self.may.wait(30)
+                raise OSError("the connection broke")
+
+        monkeypatch.setattr(Database, "writing", breaking)
+
+
+@pytest.fixture
+def breaking(monkeypatch: pytest.MonkeyPatch) -> Breaking:
+    return Breaking(monkeypatch)
+
+
+async def test_a_commit_of_which_nobody_knows_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaking: Breaking
+) -> None:
     """The connection may break behind the commit as well as before it."""
     monkeypatch.setattr(journal_module, "_RETRY_S", 0.05)
-    writing, breaks = Database.writing, 0
-
-    @contextlib.contextmanager
-    def breaking(database: Database) -> Iterator[Any]:
-        nonlocal breaks
-        with writing(database) as connection:
-            yield connection
-        if breaks:
-            breaks -= 1
-            raise OSError("the connection broke")
-
     async with life(tmp_path) as (pipeline, bench):
         job = await pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id="a"))
-        monkeypatch.setattr(Database, "writing", breaking)
-        breaks = 1
+        breaking.commits = 1
         with pytest.raises(JournalFails, match="the connection broke"):
             await pipeline.accept(JobRequest({}, id="b"))
         await asyncio.sleep(0.2)
-        breaks = 2
+        breaking.commits = 2
         bench.handler.let_go.set()
         assert await pipeline.wait(job, 30)
         await run(pipeline, "b", {"another": "row"})
@@ -296,34 +317,20 @@ async def test_a_commit_of_which_nobody_knows_counts_once(tmp_path: Path, monkey
 
 
 async def test_a_commit_of_which_nobody_knows_at_the_end_is_not_taken_for_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, breaking: Breaking
 ) -> None:
-    writing, breaks = Database.writing, False
-    landed, may = threading.Event(), threading.Event()
-
-    @contextlib.contextmanager
-    def breaking(database: Database) -> Iterator[Any]:
-        nonlocal breaks
-        with writing(database) as connection:
-            yield connection
-        if breaks:
-            breaks = False
-            landed.set()
-            assert may.wait(30)
-            raise OSError("the connection broke")
-
     told = []
     async with life(tmp_path) as (pipeline, _):
         pipeline.on_finish.append(lambda job: told.append(job.id))
         for name in ("a", "b"):
             await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 0.1 if name == "a" else 0.5)]}}, id=name))
-        monkeypatch.setattr(Database, "writing", breaking)
-        breaks = True
-        assert await asyncio.to_thread(landed.wait, 30)
+        breaking.may.clear()
+        breaking.commits = 1
+        assert await asyncio.to_thread(breaking.landed.wait, 30)
         await asyncio.sleep(1)
         closing = asyncio.create_task(pipeline.close())
         await asyncio.sleep(0.2)
-        may.set()
+        breaking.may.set()
         await closing
     assert told == [], "what nobody knows is told to nobody"
     async with life(tmp_path) as (pipeline, _):
@@ -352,6 +359,30 @@ async def test_one_that_is_damaged_holds_up_no_other(tmp_path: Path) -> None:
             assert await pipeline.store.fetch("b") is None
         assert await pipeline.drain(30)
         assert sorted(await log_of(pipeline)) == ["a", "c"]
+
+
+async def test_an_outcome_that_is_damaged_is_trained_on_by_nobody_and_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_IN_TABLE", 0)
+    async with life(tmp_path) as (pipeline, _):
+        for name in "abc":
+            await run(pipeline, name)
+    damaged = sorted(files(tmp_path))[1]
+    content = damaged.read_bytes()
+    for changed in (content[:-3], content[:20] + bytes([content[20] ^ 1]) + content[21:], b"nothing"):
+        damaged.write_bytes(changed)
+        async with life(tmp_path) as (pipeline, _):
+            jobs, _ = await pipeline.store.ended_after(START, 10, content=True)
+            assert [job.id for job in jobs] == [*"abc"]
+            for job in jobs:
+                assert job.outcome is not None
+                assert job.outcome.masked is (job.id == "b")
+                assert (job.outcome.reward is None) is (job.id == "b")
+            one = await pipeline.store.fetch("b")
+            assert one is not None
+            assert (one.state, one.outcome and one.outcome.failure) != (JobState.SUCCEEDED, None)
+            assert "is damaged" in JobView.of(one).failure.reason  # type: ignore[union-attr]
 
 
 # -- lives that end as they should ------------------------------------------------------------------------------------
@@ -473,6 +504,34 @@ async def test_ids_are_known_whatever_memory_has(tmp_path: Path) -> None:
         assert [job.id for job in page] == ["a", "b"]
 
 
+async def test_what_leaves_memory_while_the_journal_is_read_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Outcomes.listed
+    async with life(tmp_path, PipelineSettings(retain_bytes=1, keep_unread_s=0.0)) as (pipeline, _):
+
+        async def slow(outcomes: Outcomes, **which: Any) -> list[Job]:
+            found = await listed(outcomes, **which)
+            assert await pipeline.wait(pipeline.store.live()[0], 30)
+            assert len(pipeline.store) == 0
+            return found
+
+        monkeypatch.setattr(Outcomes, "listed", slow)
+        for state, name in ((None, "a"), (JobState.SUCCEEDED, "b"), (JobState.FAILED, "c")):
+            await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 0.2)]}}, id=name, group=name))
+            page = await pipeline.store.page(state=state, group=name, after=0, limit=10, content=False)
+            assert [job.id for job in page] == ([] if state is JobState.FAILED else [name])
+        await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 0.2)]}}, id="d", group="d"))
+        assert [job.id for job in await pipeline.store.in_group("d")] == ["d"]
+
+
+async def test_as_many_ids_as_there_may_be(tmp_path: Path) -> None:
+    """More than a database takes in one statement."""
+    async with life(tmp_path, PipelineSettings(retain_bytes=1, keep_unread_s=0.0)) as (pipeline, _):
+        await run(pipeline, "a")
+        assert [*await pipeline.store.fetch_all([*(f"none-{n}" for n in range(300_000)), "a"])] == ["a"]
+
+
 async def test_the_oldest_are_forgotten_and_stay_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_IN_TABLE", 0)
     none_kept = PipelineSettings(retain_bytes=1, keep_unread_s=0.0)
@@ -485,7 +544,7 @@ async def test_the_oldest_are_forgotten_and_stay_known(tmp_path: Path, monkeypat
         with pytest.raises(CursorExpired):
             await pipeline.store.ended_after(start, 10)
     assert journal.bytes < 8000
-    assert 0 < files(tmp_path) == journal.end - journal.first < 30
+    assert 0 < len(files(tmp_path)) == journal.end - journal.first < 30
     async with life(tmp_path, none_kept) as (pipeline, _):
         with pytest.raises(RolloutForgotten):
             await pipeline.accept(JobRequest({"n": 0}, id="r0"))

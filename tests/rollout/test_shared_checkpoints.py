@@ -116,7 +116,7 @@ async def test_who_ends_erases_its_own_and_not_what_it_has_borrowed(
     assert await one.shared.turns("try-2") == []
 
 
-@pytest.mark.parametrize("how", ["cut", "emptied", "changed", "of another version", "gone"])
+@pytest.mark.parametrize("how", ["cut", "emptied", "changed", "of another version", "a pipe", "gone"])
 async def test_one_that_is_damaged_is_passed_over(how: str, services: tuple[Service, Service], tmp_path: Path) -> None:
     one, other = services
     text = secrets.token_hex(4000)
@@ -134,6 +134,9 @@ async def test_one_that_is_damaged_is_passed_over(how: str, services: tuple[Serv
             await one.keep(one.job("try-1b"), 2, text="odd")
             [odd] = [path for path in files(tmp_path) if path.parent != last.parent]
             odd.rename(last)
+        case "a pipe":
+            last.unlink()
+            os.mkfifo(last)
         case _:
             last.unlink()
     assert latest(await other.went_on("try-2", "try-1")) == (1, text)
@@ -157,7 +160,7 @@ async def test_nobody_goes_on_with_what_another_client_had_under_the_id(services
     one, other = services
     await one.keep(one.job("r"), 1)
     for client, there in (("default", True), ("bob", False)):
-        job = other.job("r", Begin(("r",), client=client))
+        job = replace(other.job("r", Begin(("r",), client=client)), client=client)
         await other.shared.give(job, unpack)
         assert bool(job.checkpoints) is there
 

@@ -228,6 +228,8 @@ class Front(RolloutService):
         view.stages[Stage.INIT].waiting += self.dispatcher.waiting
         view.states = {state: self.store.states[state] for state in JobState}
         view.retained_bytes, view.unread_bytes = self.store.retained_bytes, self.store.unread_bytes
+        view.checkpoint_folder = next((node.checkpoint_folder for node in self.dispatcher.statuses.values()), None)
+        view.journal = self.store.trouble
         return view
 
     # -- what nodes tell -----------------------------------------------------------------------------------------

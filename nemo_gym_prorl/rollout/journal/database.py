@@ -117,7 +117,7 @@ class Database:
         except BaseException as error:
             self.close()
             if isinstance(error, SQLAlchemyError | OSError | ImportError):
-                raise _refusal(f"{self.place} cannot be opened: {_said(error)}") from error
+                raise _refusal(f"{self.place} cannot be opened: {said(error)}") from error
             raise
 
     def _open(self, place: str) -> None:
@@ -270,5 +270,6 @@ def _shown(place: str) -> str:
         return place.split("@")[-1]
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """What a driver complains of, without the statement that it was given."""
     return str(getattr(error, "orig", None) or error)

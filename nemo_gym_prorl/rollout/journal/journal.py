@@ -19,13 +19,15 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import batched
 from typing import Any, NamedTuple
 
 import zstandard
 from sqlalchemy import BindParameter, Connection, bindparam, delete, func, insert, select
+from sqlalchemy.exc import SQLAlchemyError
 
 from nemo_gym_prorl.rollout.job import Job, Outcome
-from nemo_gym_prorl.rollout.journal.database import ENDED, FORGOTTEN, JOBS, KEPT, META, PLACED, Database
+from nemo_gym_prorl.rollout.journal.database import ENDED, FORGOTTEN, JOBS, KEPT, META, PLACED, Database, said
 from nemo_gym_prorl.rollout.journal.files import ContentFiles
 from nemo_gym_prorl.rollout.journal.outcomes import Outcomes
 from nemo_gym_prorl.rollout.journal.records import ended_record, job_record, job_to_run
@@ -96,7 +98,7 @@ class Journal:
         self._database = Database(place)
         self._files = ContentFiles(self._database.folder / "outcomes") if self._database.folder else None
         self.outcomes = Outcomes(self._database, self._files)
-        self._zstd = zstandard.ZstdCompressor(level=1)
+        self._zstd = zstandard.ZstdCompressor(level=1, write_checksum=True)
         self.epoch, self.seal = self._database.epoch, self._database.seal
         with self._database.reading() as connection:
             self._seq = connection.execute(select(func.coalesce(func.max(JOBS.c.seq), 0))).scalar_one()
@@ -227,8 +229,12 @@ class Journal:
     def _refuse(self, batch: list[_Entry], error: Exception) -> list[_Entry]:
         """What is left to be tried again."""
         if self.failing is None:
-            LOGGER.error("the journal at %s cannot be written", self._database.place, exc_info=error)
-        self.failing = str(getattr(error, "orig", None) or error)
+            known = isinstance(error, SQLAlchemyError | OSError)
+            LOGGER.error(
+                "the journal at %s cannot be written: %s", self._database.place, said(error),
+                exc_info=None if known else error,
+            )  # fmt: skip
+        self.failing = said(error)
         again = [] if self._given_up else [entry for entry in batch if entry.new is None]
         told: list[tuple[asyncio.Future[Any], Any]] = []
         for entry in batch:
@@ -268,8 +274,8 @@ class Journal:
         if self._files is not None:
             self._files.sync()
         with self._database.writing() as connection:
-            if self._ghosts:
-                connection.execute(_DELETE_JOBS, {"ids": self._ghosts})
+            for ghosts in batched(self._ghosts, _MOST_AT_ONCE):
+                connection.execute(_DELETE_JOBS, {"ids": ghosts})
             told += self._accept(connection, batch)
             if not batch:
                 connection.execute(META.update().where(META.c.name == "epoch").values(value=self.epoch))

@@ -5,17 +5,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
+from itertools import batched
 from typing import Any
 
+import zstandard
 from sqlalchemy import Row, select
 
-from nemo_gym_prorl.rollout.job import Job, JobState
+from nemo_gym_prorl.failures import Failure, FailureKind, Origin
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
 from nemo_gym_prorl.rollout.journal.database import ENDED, FORGOTTEN, KEPT, Database
 from nemo_gym_prorl.rollout.journal.files import ContentFiles
 from nemo_gym_prorl.rollout.journal.records import ended_job
 
 
+LOGGER = logging.getLogger(__name__)
+
+_MOST_IDS = 10_000
+"""At once: databases bound the parameters of a statement, PostgreSQL's driver by 65,535."""
+_GONE = select(FORGOTTEN.c.id)
 _EVERY = select(ENDED.c.position, ENDED.c.id, KEPT).join(KEPT, KEPT.c.position == ENDED.c.position)
 
 
@@ -34,13 +43,13 @@ class Outcomes:
         """Ended jobs by id; ``None`` for those that were forgotten. Those that are unknown are left out."""
 
         def read() -> dict[str, Job | None]:
+            found: dict[str, Job | None] = {}
             with self._database.reading() as connection:
-                found: dict[str, Job | None] = dict.fromkeys(
-                    connection.scalars(select(FORGOTTEN.c.id).where(FORGOTTEN.c.id.in_(ids)))
-                )
-                wanted = _EVERY.where(ENDED.c.id.in_(ids), ~ENDED.c.held)
-                rows = connection.execute(wanted).all()
-            return found | {row.id: self._job(row, content=True) for row in rows}
+                for some in batched(ids, _MOST_IDS):
+                    found |= dict.fromkeys(connection.scalars(_GONE.where(FORGOTTEN.c.id.in_(some))))
+                    rows = connection.execute(_EVERY.where(ENDED.c.id.in_(some), ~ENDED.c.held))
+                    found |= {row.id: self._job(row, content=True) for row in rows}
+            return found
 
         return await asyncio.to_thread(read)
 
@@ -86,4 +95,12 @@ class Outcomes:
                 stored = self._files.read(row.position)
             except FileNotFoundError:
                 return None
-        return ended_job(row.id, row.about, stored)
+        try:
+            return ended_job(row.id, row.about, stored)
+        except zstandard.ZstdError as error:  # nobody is to train on what is left of it, and the others are read
+            LOGGER.error("rollout %r: outcome %d of the journal is damaged: %s", row.id, row.position, error)
+            job = ended_job(row.id, row.about, None)
+            reason = f"its result in the journal is damaged: {error}"
+            failure = Failure(FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE, None, reason)
+            job.state, job.outcome = JobState.FAILED, Outcome(JobState.FAILED, {}, None, failure)
+            return job
