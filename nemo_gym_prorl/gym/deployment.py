@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -29,6 +30,7 @@ import orjson
 from omegaconf import OmegaConf
 from yarl import URL
 
+from nemo_gym_prorl.gym import leftovers
 from nemo_gym_prorl.gym.command_line import LOG_TAIL_LINES, RAY_START_S, DeploymentError, GymCli, GymResult
 from nemo_gym_prorl.gym.restarter import restarter_program
 from nemo_gym_prorl.gym.venvs import cut_at_a_space
@@ -113,8 +115,8 @@ class GymDeployment:
         self._keeps_work_dir = work_dir is not None
         unique = uuid.uuid4().hex[:12]
         self.work_dir = work_dir or Path(tempfile.gettempdir()) / f"prorl-gym-{unique}"
-        # Ray's sockets lie below its folder, and a socket's path may have 107 bytes only: keep it short.
-        self._ray_dir = Path("/tmp") / f"prorl-ray-{unique}"
+        self._ray_dir = leftovers.FOLDERS / f"{leftovers.PREFIX}{unique}"
+        self._lock: int | None = None
         self._supervised = supervised
         self._python = python
         self.cli = GymCli(
@@ -253,8 +255,10 @@ class GymDeployment:
     async def _launch(self) -> None:
         if trouble := cut_at_a_space(self._python):
             raise DeploymentError(f"{trouble}: install into a folder whose path has none")
+        await leftovers.sweep()
         for folder in (self.work_dir, self._ray_dir):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = leftovers.lock(self._ray_dir, self.cli.mark, self._temporary)
         for left in (self._up, self._events):
             left.unlink(missing_ok=True)
         selection = [word for path in self._config_paths for word in ("--config", path)]
@@ -275,6 +279,7 @@ class GymDeployment:
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=[self._lock],
             )
 
     @property
@@ -376,6 +381,9 @@ class GymDeployment:
         left = await self.cli.mark.kill(settle_s=0)
         self._private_file.unlink(missing_ok=True)
         await asyncio.to_thread(shutil.rmtree, self._ray_dir, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         if left:
             listed = "; ".join(f"{pid}: {command[:120]}" for pid, command in left.items())
             raise DeploymentError(f"processes of the Gym deployment outlive a kill: {listed}")

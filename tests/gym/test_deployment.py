@@ -17,6 +17,7 @@ from aiohttp import web
 from yarl import URL
 
 from nemo_gym_prorl.gym import deployment as deployment_module
+from nemo_gym_prorl.gym import leftovers
 from nemo_gym_prorl.gym.command_line import MARK_NAME, DeploymentError, GymCli
 from nemo_gym_prorl.gym.deployment import GymDeployment, without_interrupts
 from nemo_gym_prorl.processes import ProcessMark, reaper_command, somebody_else_listens
@@ -244,6 +245,40 @@ async def test_a_tree_ends_with_the_process_that_its_owner_knows(number: signal.
             await asyncio.sleep(0.02)
     await asyncio.sleep(0.2)
     assert owners.exists(), "we live, and may want to read it"
+
+
+async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As after the end of a batch job, which kills owners and reapers alike."""
+    monkeypatch.setattr(leftovers, "FOLDERS", tmp_path)
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    folder, temporary, another = tmp_path / "prorl-ray-1", tmp_path / "prorl-gym-1", tmp_path / "prorl-ray-2"
+    for each in (folder, temporary, another):
+        each.mkdir()
+    lock = leftovers.lock(folder, mark, temporary)
+    known = await asyncio.create_subprocess_exec(
+        *reaper_command(mark, ["sleep", "600"], sys.executable, folder, temporary),
+        env={**os.environ, mark.name: mark.value},
+        pass_fds=[lock],
+    )
+    async with asyncio.timeout(20):
+        while len(mark.processes()) < 3:
+            await asyncio.sleep(0.02)
+    await leftovers.sweep()
+    assert folder.exists(), "its owner lives"
+    os.close(lock)
+    await leftovers.sweep()
+    assert folder.exists(), "its reaper lives"
+    reapers = [pid for pid, command in mark.processes().items() if "processes.py" in command]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # at once
+        for pid in reapers:
+            os.kill(pid, number)
+    await known.wait()
+    assert [*mark.processes().values()] == ["sleep 600"]
+    assert temporary.exists()
+    await leftovers.sweep()
+    assert mark.processes() == {}
+    assert not (folder.exists() or temporary.exists())
+    assert another.exists(), "nobody knows whose it is"
 
 
 SLOW_TO_END = """
