@@ -3,7 +3,7 @@
 """Two clients with keys of their own at one service, with shares of 1 and 3; one floods it with 10,000 rollouts.
 
 Over real sockets, with 32 slots of RUN and a handler that sleeps (INIT 10 ms, RUN a second in the mean, log-normal,
-EVAL 5 ms), so that slots are what bounds it. The flood is there first. The other keeps twice as many rollouts on
+EVAL 5 ms), so that slots are what bounds it. The flood is there first. The other keeps 1.5 times as many rollouts on
 their way as its share has slots, so it always has some that wait, and submits the next as one ends. Slots are counted
 from the service's own events, from the other's 40th start to its last but 50. How long it waits is what its rollouts
 tell of all queues; alone is a service that has its share of the slots of every stage and nobody else.
@@ -147,7 +147,7 @@ async def measure(flooding: str, size: int) -> list[Figure]:
     """One of them floods."""
     busy = next(name for name in SHARES if name != flooding)
     share = SHARES[busy] / sum(SHARES.values())
-    at_once = round(2 * SLOTS * share)
+    at_once = round(1.5 * SLOTS * share)
     work = rows(round(BUSY * share), 1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "keys.json")
