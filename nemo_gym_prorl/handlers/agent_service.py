@@ -269,7 +269,7 @@ def gym_row(job: Job, *, collector: bool) -> bytes:
         "id": job.id,
         "group": job.group,
         "run": job.run,
-        "state": job.state.value,
+        "state": job.outcome.state.value,
         "environment": job.environment,
         "turns": job.progress.turns,
         "tool_calls": job.progress.tool_calls,

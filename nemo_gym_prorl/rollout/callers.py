@@ -26,7 +26,7 @@ from fastapi import HTTPException, Request
 from nemo_gym_prorl.failures import JobCancelled
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest
+from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
 from nemo_gym_prorl.rollout.tasks import begin
 
 
@@ -102,7 +102,7 @@ class CallerWatch:
         call = self._join_or_submit(wanted, key)
         call.callers += 1
         gone = begin(_disconnected(connection))
-        done = self._pipeline.done(call.job)
+        done = self._pipeline.answered(call.job)
         try:
             started(call.job)
             await asyncio.wait({gone, done}, return_when=asyncio.FIRST_COMPLETED)
@@ -138,8 +138,6 @@ class CallerWatch:
         if call.answer is None:
             job = call.job
             self._forget(call)
-            if job.outcome is None:
-                raise Draining("the service is shutting down, and the outcome could not be written")
             try:
                 call.answer = render(job)
             except Exception as error:  # raised below, for each caller; whoever asks again gets a new rollout

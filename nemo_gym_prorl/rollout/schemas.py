@@ -282,7 +282,7 @@ class JobView(BaseModel):
     @classmethod
     def of(cls, job: Job) -> Self:
         """The view of a job, without its result: see :func:`job_json`."""
-        outcome = job.outcome
+        outcome = job.outcome if job.state.terminal else None  # else it is on its way to the disk
         return cls(
             id=job.id,
             state=job.state,
@@ -312,7 +312,7 @@ class JobView(BaseModel):
 def job_json(job: Job, *, with_result: bool, tokens: TokenForm = TokenForm.ITEMS) -> dict[str, Any]:
     """A :class:`JobView` for orjson, which copies bytes as they are kept."""
     view = JobView.of(job).model_dump(mode="json")
-    if with_result and job.outcome is not None:
+    if with_result and job.outcome is not None and job.state.terminal:
         apart = tokens is TokenForm.PACKED
         view["result"] = orjson.Fragment(job.outcome.body) if apart or job.tokens == NO_TOKENS else job.gym_result()
         view["tokens"] = orjson.Fragment(job.tokens) if apart else None

@@ -3,7 +3,8 @@
 """What a rollout service does with a job, whoever runs it: one node's pipeline, or the front of a fleet.
 
 It takes the job on, or says why not; it ends it once, and tells whoever waits. With a journal both are on disk before
-anybody is told: what was accepted outlives the service, and nobody has seen an outcome that is not kept.
+anybody is told: what was accepted outlives the service, and nobody has seen an outcome that is not kept. But for who
+holds a connection for a job, and takes its answer away: of that nothing is kept but that it was, so it waits for none.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ class RolloutService(ABC):
         self.on_finish: list[Callable[[Job], None]] = []
         """Called with each job that reached its outcome, e.g. by metrics; what one raises is logged."""
         self._defaults = settings
-        self._done: dict[str, asyncio.Future[None]] = {}
+        self._done: dict[Job, asyncio.Future[None]] = {}
         """Of jobs without an outcome, also of those whose outcome is on its way to the disk."""
+        self._answers: dict[Job, asyncio.Future[None]] = {}
+        """The same of those that are held by a connection, but for what is on its way to the disk."""
         self._arriving: dict[str, asyncio.Task[Job]] = {}
         """New jobs that are on their way to the disk."""
         self._closing = False
@@ -273,7 +276,9 @@ class RolloutService(ABC):
 
     def _remember(self, job: Job) -> None:
         self.store.add(job, time.time())
-        self._done[job.id] = asyncio.get_running_loop().create_future()
+        self._done[job] = asyncio.get_running_loop().create_future()
+        if job.held:
+            self._answers[job] = asyncio.get_running_loop().create_future()
 
     # -- whoever waits for them ----------------------------------------------------------------------------------
 
@@ -286,11 +291,11 @@ class RolloutService(ABC):
 
     def done(self, job: Job) -> asyncio.Future[None]:
         """Done when the job has its outcome. Others wait for it too: it is not to be cancelled."""
-        if (done := self._done.get(job.id)) is not None:
-            return done
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        over.set_result(None)
-        return over
+        return self._done.get(job) or _over()
+
+    def answered(self, job: Job) -> asyncio.Future[None]:
+        """Done when a job that is held by a connection has its answer, or will have none; also not to be cancelled."""
+        return self._answers.get(job) or _over()
 
     async def cancel(self, job: Job, reason: str = "cancelled by the caller") -> None:
         """Cancel a job, in whatever state, and return when it has its outcome. Its session is gone by then; one that
@@ -325,16 +330,24 @@ class RolloutService(ABC):
             self._spawn(self._end_on_disk(job, outcome, time.time()))
 
     async def _end_on_disk(self, job: Job, outcome: Outcome, at: float) -> None:
+        if job.held:
+            self._answer(job, outcome)
         if await self.store.write_down(job, outcome, at):
             self._end(job, outcome, at)
         else:
-            self._done.pop(job.id).set_result(None)
+            self._done.pop(job).set_result(None)
+
+    def _answer(self, job: Job, outcome: Outcome) -> None:
+        job.outcome = outcome
+        if (answer := self._answers.pop(job, None)) is not None:
+            answer.set_result(None)
 
     def _end(self, job: Job, outcome: Outcome, at: float) -> None:
-        job.outcome = outcome
+        if job.outcome is None:  # else its caller may have taken that away already
+            self._answer(job, outcome)
         job.finished_at = at
         self._move(job, outcome.state)
-        self._done.pop(job.id).set_result(None)
+        self._done.pop(job).set_result(None)
         for callback in self.on_finish:
             try:
                 callback(job)
@@ -364,6 +377,12 @@ class RolloutService(ABC):
             await asyncio.wait(pending)
         if self.store.journal is not None:
             await self.store.journal.close()
+
+
+def _over() -> asyncio.Future[None]:
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    over.set_result(None)
+    return over
 
 
 def restarted(lives: int) -> Failure:

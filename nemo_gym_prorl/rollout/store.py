@@ -318,8 +318,8 @@ class JobStore:
             self._unread_grows(job, job.size)
             self._log[self._log_length] = job
             self._log_length += 1
-            if job.state is JobState.CANCELLED:
-                self.mark_read(job)  # whoever took it back does not wait for it
+            if job.delivered or job.state is JobState.CANCELLED:
+                self.mark_read(job)  # whoever took it, or took it back, does not wait for it
             self._forget_over_bound()
             if self.journal is not None and self.journal.wants_room:
                 self.journal.make_room(self._read_before())

@@ -79,14 +79,14 @@ def wire_router(pipeline: Pipeline, callers: CallerWatch, backends: BackendContr
     """
     router = APIRouter(route_class=JsonRoute, tags=["original ProRL wire format"])
     jobs: dict[str, Job] = {}  # in flight, by the id that this wire format's caller knows
-    names: dict[str, str] = {}  # the same ids, by the job's own
+    names: dict[Job, str] = {}  # the same ids
     running = False
 
     def started(name: str, job: Job) -> None:
-        jobs[name], names[job.id] = job, name
+        jobs[name], names[job] = job, name
 
     def finished(job: Job) -> None:
-        name = names.pop(job.id, None)
+        name = names.pop(job, None)
         if name is not None and jobs.get(name) is job:
             del jobs[name]
 
@@ -205,7 +205,7 @@ def to_result(job: Job, job_id: str) -> dict[str, Any]:
     response = result.get("response") or {}
     critical = None
     if failure is not None:
-        if job.state is JobState.TIMED_OUT:
+        if outcome.state is JobState.TIMED_OUT:
             critical = "timeout"
         elif failure.kind is FailureKind.CANCELLED or failure.stage is None:
             critical = "cancelled"
@@ -236,7 +236,7 @@ def to_result(job: Job, job_id: str) -> dict[str, Any]:
             "eval_time": worked[Stage.EVAL],
             "others_time": waited,
             "counted_elapsed": sum(worked.values()),
-            "timeout_triggered": job.state is JobState.TIMED_OUT,
+            "timeout_triggered": outcome.state is JobState.TIMED_OUT,
         },
     }
 

@@ -277,7 +277,8 @@ async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monke
     assert temporary.exists()
     await leftovers.sweep()
     assert mark.processes() == {}
-    assert not (folder.exists() or temporary.exists())
+    assert not (folder.exists())
+    assert not (temporary.exists())
     assert another.exists(), "nobody knows whose it is"
 
 

@@ -316,6 +316,39 @@ async def test_a_commit_of_which_nobody_knows_counts_once(
         assert [job.id for job in pipeline.store.live()] == ["c"], "what was refused is not begun"
 
 
+async def test_who_holds_a_connection_waits_for_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaking: Breaking
+) -> None:
+    """Of what it is told nothing is kept but that it was; a journal that hangs would hang a trainer's step."""
+    monkeypatch.setattr(journal_module, "_RETRY_S", 0.05)
+    row = {"plan": {"run": [Act("ok", 0.3)]}}
+    async with life(tmp_path) as (pipeline, _):
+        kept = await pipeline.accept(JobRequest(row, id="kept"))
+        held = [pipeline.submit(JobRequest(row, id="a", held=True))]
+        breaking.may.clear()
+        breaking.commits = 1
+        assert await asyncio.to_thread(breaking.landed.wait, 30), "it hangs"
+        await asyncio.wait_for(asyncio.shield(pipeline.answered(held[0])), 10)
+        assert (JobView.of(held[0]).reward, kept.outcome) == (None, None), "others are told what is on the disk"
+        for job in held:
+            assert job.outcome is not None
+            assert job.outcome.reward == 1.0
+            pipeline.store.deliver(job)
+            if len(held) == 1:  # the id is free
+                held.append(pipeline.submit(JobRequest(row, id="a", held=True)))
+                await asyncio.wait_for(asyncio.shield(pipeline.answered(held[1])), 10)
+        assert not await pipeline.drain(0.1)
+        breaking.may.set()
+        assert await pipeline.drain(30)
+        log = await log_of(pipeline)
+        assert sorted(log) == ["a", "a", "kept"]
+        assert [job.state for job in (*held, kept)] == [JobState.SUCCEEDED] * 3
+        assert +pipeline.store.states == {JobState.SUCCEEDED: 3}
+        assert pipeline.store.unread_bytes == kept.size, "theirs are read"
+    async with life(tmp_path) as (pipeline, _):
+        assert await log_of(pipeline) == log
+
+
 async def test_a_commit_of_which_nobody_knows_at_the_end_is_not_taken_for_another(
     tmp_path: Path, breaking: Breaking
 ) -> None:
