@@ -48,15 +48,26 @@ async def sweep() -> None:
     """Remove what the dead have left: processes, then files. What lives is not touched."""
     for folder, held in _of_the_dead():
         try:
-            # What it says is not there where a machine has lost its power.
-            with suppress(ValueError, LookupError, TypeError):
+            # It says nothing where a machine has lost its power, or another start was quicker.
+            with suppress(OSError, ValueError, LookupError, TypeError):
                 told = orjson.loads((folder / _LOCK).read_bytes())
                 await ProcessMark(*told["mark"]).kill(settle_s=0)
                 if told["temporary"]:
                     await asyncio.to_thread(shutil.rmtree, told["temporary"], ignore_errors=True)
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(_remove, folder)
         finally:
             os.close(held)
+
+
+def _remove(folder: Path) -> None:
+    """The lock last, or nobody would find the rest after an end in between."""
+    with suppress(FileNotFoundError):
+        for path in [path for path in folder.iterdir() if path.name != _LOCK]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _of_the_dead() -> Iterator[tuple[Path, int]]:
@@ -64,7 +75,7 @@ def _of_the_dead() -> Iterator[tuple[Path, int]]:
         with suppress(OSError):  # it has no lock, or that is held; or it has just been removed
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
                 continue
-            held = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            held = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -122,6 +122,10 @@ class Checkpoints:
         self._holders[checkpoint] += 1
         self.tidy()
 
+    def has(self, checkpoint: Checkpoint) -> bool:
+        """Whether any job has it still."""
+        return checkpoint in self._holders
+
     def drop(self, job: Job, checkpoint: Checkpoint) -> None:
         """A job has no use for one of its own any more."""
         job.checkpoints.pop(checkpoint.turn, None)

@@ -21,6 +21,7 @@ import orjson
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage, clean_text
 from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint, Checkpoints
 from nemo_gym_prorl.rollout.cohorts import Member
+from nemo_gym_prorl.rollout.lasting_json import lasting_json
 from nemo_gym_prorl.rollout.steps import NO_STEPS, Step
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS, Turn, packed, put_tokens, take_tokens
 
@@ -209,7 +210,7 @@ class Outcome:
         failure: Failure | None = None,
         masked: bool = False,
     ) -> None:
-        body = result if isinstance(result, bytes) else orjson.dumps(result)
+        body = result if isinstance(result, bytes) else lasting_json(result)
         fields = {"state": state, "body": body, "reward": reward, "failure": failure}
         for name, value in (fields | {"masked": masked or failure is not None}).items():
             object.__setattr__(self, name, value)
@@ -338,13 +339,13 @@ class Job:
             self.tokens = packed(self.trajectory.tokens)
         self.session = self.trajectory = None
         try:
-            self.steps = orjson.dumps(self.progress.steps)
+            self.steps = lasting_json(self.progress.steps)
         except (AttributeError, TypeError):  # a handler may have made anything of it
             self.steps = NO_STEPS
         self.progress = Progress.of(self.progress)
         if isinstance(self.stored_row, dict):
             try:
-                self.stored_row = orjson.dumps(self.stored_row)
+                self.stored_row = lasting_json(self.stored_row)
             except TypeError:  # whoever works on a job may have put something into its row
                 self.stored_row = b"{}"
 

@@ -178,6 +178,8 @@ class Pipeline(RolloutService):
         job = super()._new(request, digest, bounded=bounded)
         job.shelf = self.checkpoints
         if request.fork is not None:
+            if not self.checkpoints.has(request.fork.checkpoint):  # erased since it was looked for
+                turn_to_fork(request.fork.parent, None, (), ended=True)
             self.checkpoints.add(job, request.fork.checkpoint)
         return job
 

@@ -141,7 +141,13 @@ class RolloutService(ABC):
 
     async def _write_ahead(self, journal: Journal, job: Job, *, named: bool) -> Job:
         """The job, or that which had its id before."""
-        if await journal.accepted(job, named=named):
+        taken = False
+        try:
+            taken = await journal.accepted(job, named=named)
+        finally:
+            if not taken and job.shelf is not None:  # what it was to begin from is not its own any more
+                job.shelf.ended(job, keep=False)
+        if taken:
             self._take_on(job)
             return job
         known = await self.store.fetch(job.id)
@@ -178,7 +184,7 @@ class RolloutService(ABC):
         environment = self._environments_now().of_job(request)
         if self.draining:
             raise Draining("the service is draining and takes no new rollouts")
-        if self.store.journal is not None:
+        if self.store.journal is not None and not request.held:
             self.store.journal.check()
         if bounded:
             self._check_room(request.client, 1)

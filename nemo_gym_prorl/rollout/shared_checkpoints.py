@@ -152,10 +152,10 @@ class SharedCheckpoints:
             for turn in _turns(folder):
                 if last is None or turn <= last:
                     found.setdefault(turn, (rollout, folder / str(turn)))
-            try:
-                last, rollout = orjson.loads((folder / _AFTER).read_bytes())
-            except (OSError, ValueError, TypeError):
+            after = _after(folder / _AFTER)
+            if after is None:
                 break
+            last, rollout = after
         return found
 
     def _find(self, job: Job, begin: Begin, read: Callable[[bytes], Any]) -> list[tuple[Checkpoint, _Place]]:
@@ -247,9 +247,18 @@ def _read(path: Path, whose: Mapping[str, Any], read: Callable[[bytes], Any]) ->
         return None
 
 
+def _after(path: Path) -> tuple[int, str] | None:
+    """From which turn of which rollout one went on, if it did."""
+    with suppress(OSError, ValueError, TypeError):
+        match orjson.loads(path.read_bytes()) if path.is_file() else None:
+            case [int(turn), str(rollout)]:
+                return turn, rollout
+    return None
+
+
 def _turns(folder: Path) -> list[int]:
     with suppress(OSError):
-        return [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
+        return [int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_file()]
     return []
 
 

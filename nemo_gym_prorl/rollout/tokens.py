@@ -22,6 +22,7 @@ from typing import Any
 
 import orjson
 
+from nemo_gym_prorl.rollout.lasting_json import lasting_json
 from nemo_gym_prorl.serving.routed_experts import RoutedExperts, continued
 
 
@@ -68,7 +69,7 @@ class Turn:
 
 def packed(turns: Iterable[Turn]) -> bytes:
     """Turns as JSON: numbers as base64 of their bytes, the lowest first."""
-    return orjson.dumps(
+    return lasting_json(
         [
             {
                 "item": turn.item,

@@ -83,7 +83,8 @@ def wire_router(pipeline: Pipeline, callers: CallerWatch, backends: BackendContr
     running = False
 
     def started(name: str, job: Job) -> None:
-        jobs[name], names[job] = job, name
+        if not job.state.terminal:  # else it has ended, and its caller comes back for the answer
+            jobs[name], names[job] = job, name
 
     def finished(job: Job) -> None:
         name = names.pop(job, None)

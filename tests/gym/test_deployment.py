@@ -282,6 +282,27 @@ async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monke
     assert another.exists(), "nobody knows whose it is"
 
 
+async def test_starts_at_the_same_time_sweep_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(leftovers, "FOLDERS", tmp_path)
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    for number in range(20):
+        folder = tmp_path / f"prorl-ray-{number}"
+        folder.mkdir()
+        os.close(leftovers.lock(folder, mark, None))
+        (folder / "more").mkdir()
+    os.mkfifo(tmp_path / "prorl-ray-0" / "pipe")
+    program = f"""
+import asyncio
+from pathlib import Path
+from nemo_gym_prorl.gym import leftovers
+leftovers.FOLDERS = Path({str(tmp_path)!r})
+asyncio.run(leftovers.sweep())
+"""
+    starts = [await asyncio.create_subprocess_exec(sys.executable, "-c", program) for _ in range(4)]
+    assert [await start.wait() for start in starts] == [0] * 4
+    assert not await asyncio.to_thread(lambda: [*tmp_path.iterdir()])
+
+
 SLOW_TO_END = """
 import signal, time
 signal.signal(signal.SIGINT, lambda *_: None)

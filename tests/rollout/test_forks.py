@@ -3,6 +3,7 @@
 """Forks of a rollout are taken on all or none; who asks again finds what the first time began, and nothing else."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from nemo_gym_prorl.rollout.checkpoints import Checkpoint
 from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory
+from nemo_gym_prorl.rollout.journal.journal import Journal, JournalFails
+from nemo_gym_prorl.rollout.journal.outcomes import Outcomes
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, QueueFull
+from nemo_gym_prorl.rollout.request import CheckpointsForgotten, JobConflict, JobRequest, QueueFull
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import ForkRequest
 from nemo_gym_prorl.rollout.settings import PipelineSettings
@@ -33,8 +36,10 @@ class Keeps(PlannedHandler):
         """Of which there is nothing."""
 
 
-async def parent_at(stages: PoolSizes, max_queued: int = 100) -> tuple[Pipeline, Job]:
-    pipeline = Pipeline(Environments.of(Keeps()), PipelineSettings(stages=stages, max_queued=max_queued))
+async def parent_at(stages: PoolSizes, max_queued: int = 100, journal: Journal | None = None) -> tuple[Pipeline, Job]:
+    settings = PipelineSettings(stages=stages, max_queued=max_queued, checkpoint_s=0.0)
+    pipeline = Pipeline(Environments.of(Keeps()), settings, journal=journal)
+    pipeline.start()
     parent = await pipeline.accept(JobRequest(dict(HELD), id="parent"))
     async with asyncio.timeout(30):
         while not parent.checkpoints:
@@ -68,4 +73,35 @@ async def test_a_fork_for_which_there_is_no_room_is_as_good_as_new_the_next_time
     for other in others:
         await pipeline.cancel(other)
     assert [job.state for job in await fork(pipeline, parent, "a", "b")] == [JobState.QUEUED] * 2
+    await pipeline.close()
+
+
+async def test_a_fork_that_could_not_be_written_keeps_nothing_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, parent = await parent_at(PoolSizes(), journal=Journal(str(tmp_path)))
+
+    async def full(*_: Any, **__: Any) -> bool:
+        raise JournalFails("the disk is full")
+
+    monkeypatch.setattr(Journal, "accepted", full)
+    with pytest.raises(JournalFails):
+        await fork(pipeline, parent, "a")
+    await pipeline.cancel(parent)
+    assert pipeline.checkpoints.bytes == 0
+    await pipeline.close()
+
+
+async def test_a_fork_of_what_is_erased_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, parent = await parent_at(PoolSizes(), journal=Journal(str(tmp_path)))
+    find = Outcomes.find
+
+    async def slow(outcomes: Outcomes, ids: Any) -> Any:
+        await pipeline.cancel(parent)
+        return await find(outcomes, ids)
+
+    monkeypatch.setattr(Outcomes, "find", slow)
+    with pytest.raises(CheckpointsForgotten):
+        await fork(pipeline, parent, "a")
+    assert pipeline.store.get("a") is None
     await pipeline.close()

@@ -324,7 +324,13 @@ async def test_who_holds_a_connection_waits_for_no_disk(
     row = {"plan": {"run": [Act("ok", 0.3)]}}
     async with life(tmp_path) as (pipeline, _):
         kept = await pipeline.accept(JobRequest(row, id="kept"))
-        held = [pipeline.submit(JobRequest(row, id="a", held=True))]
+        journal = pipeline.store.journal
+        assert journal is not None
+        journal.failing = "no space left"
+        held = [pipeline.submit(JobRequest(row, id="a", held=True))]  # of which nothing is written ahead
+        with pytest.raises(JournalFails):
+            pipeline.submit(JobRequest(row, id="another"))
+        journal.failing = None
         breaking.may.clear()
         breaking.commits = 1
         assert await asyncio.to_thread(breaking.landed.wait, 30), "it hangs"
@@ -400,11 +406,15 @@ async def test_an_outcome_that_is_damaged_is_trained_on_by_nobody_and_the_others
     monkeypatch.setattr(journal_module, "_IN_TABLE", 0)
     async with life(tmp_path) as (pipeline, _):
         for name in "abc":
-            await run(pipeline, name)
+            await run(pipeline, name, {"n": name})
     damaged = sorted(files(tmp_path))[1]
     content = damaged.read_bytes()
-    for changed in (content[:-3], content[:20] + bytes([content[20] ^ 1]) + content[21:], b"nothing"):
-        damaged.write_bytes(changed)
+    anothers = sorted(files(tmp_path))[2].read_bytes()
+    for changed in (content[:-3], content[:20] + bytes([content[20] ^ 1]) + content[21:], b"nothing", anothers, None):
+        if changed is None:
+            damaged.unlink()
+        else:
+            damaged.write_bytes(changed)
         async with life(tmp_path) as (pipeline, _):
             jobs, _ = await pipeline.store.ended_after(START, 10, content=True)
             assert [job.id for job in jobs] == [*"abc"]
@@ -414,7 +424,7 @@ async def test_an_outcome_that_is_damaged_is_trained_on_by_nobody_and_the_others
                 assert (job.outcome.reward is None) is (job.id == "b")
             one = await pipeline.store.fetch("b")
             assert one is not None
-            assert (one.state, one.outcome and one.outcome.failure) != (JobState.SUCCEEDED, None)
+            assert one.state is JobState.FAILED
             assert "is damaged" in JobView.of(one).failure.reason  # type: ignore[union-attr]
 
 

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in a folder of several services: what one writes another reads, whatever became of the first."""
 
+import asyncio
+import json
 import os
 import secrets
 import time
@@ -148,6 +150,22 @@ async def test_one_that_is_damaged_is_passed_over(how: str, services: tuple[Serv
     assert "begins anew" in job.failures[0].reason
     with pytest.raises(CallerError, match="is gone"):
         await other.shared.give(other.job("fork", Begin(parents=("try-1",), turn=1)), unpack)
+
+
+async def test_what_is_no_file_is_no_turn_and_no_way_to_one(services: tuple[Service, Service], tmp_path: Path) -> None:
+    one, other = services
+    await one.keep(one.job("try-1"), 1, 2)
+    await other.keep(await other.went_on("try-2", "try-1"), 3)
+    assert await one.shared.turns("try-2") == [1, 2, 3]
+    [after] = [path for path in files(tmp_path) if path.name == "after"]
+    (after.parent / "4").mkdir()
+    assert await one.shared.turns("try-2") == [1, 2, 3]
+    for odd in (["x", "p"], [2, None], [2, 5], {}, 7):
+        after.write_text(json.dumps(odd))
+        assert await one.shared.turns("try-2") == [3]
+    after.unlink()
+    os.mkfifo(after)
+    assert await asyncio.wait_for(one.shared.turns("try-2"), 10) == [3]
 
 
 async def test_nobody_goes_on_with_another_row(services: tuple[Service, Service]) -> None:

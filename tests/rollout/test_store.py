@@ -3,6 +3,8 @@
 """What is kept of finished rollouts, for how long, and that nothing of it is forgotten in silence."""
 
 import asyncio
+import gc
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -128,6 +130,22 @@ async def finish(pipeline: Pipeline, request: JobRequest, *, bounded: bool = Tru
     job = pipeline.submit(request, bounded=bounded)
     assert await pipeline.wait(job, 1000)
     return job
+
+
+def test_a_finished_job_takes_no_more_memory_than_it_says() -> None:
+    async def play() -> None:
+        pipeline = Bench(PipelineSettings()).pipeline()
+        await finish(pipeline, JobRequest({}))
+        tracemalloc.start()
+        try:
+            jobs = [await finish(pipeline, JobRequest({"text": "x" * 5000})) for _ in range(100)]
+            gc.collect()
+            taken, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert taken < 1.5 * sum(job.size for job in jobs)
+
+    run_in_virtual_time(play())
 
 
 def test_a_finished_job_is_bytes_and_still_knows_its_row() -> None:

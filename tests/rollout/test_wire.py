@@ -58,12 +58,12 @@ class Wire:
 
 
 @asynccontextmanager
-async def service() -> AsyncIterator[Wire]:
+async def service(grace_s: float = 0.1) -> AsyncIterator[Wire]:
     bench = Bench(PipelineSettings(budgets=Budgets(run=2.0), retry_delay_s=0.01, cancel_grace_s=0.1))
     pipeline = bench.pipeline()
     backends = Backends()
     app = FastAPI()
-    app.include_router(wire_router(pipeline, CallerWatch(pipeline, grace_s=0.1), backends))
+    app.include_router(wire_router(pipeline, CallerWatch(pipeline, grace_s), backends))
     app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
     async with serve(app) as url, aiohttp.ClientSession() as http:
         yield Wire(url, http, bench, backends)
@@ -204,6 +204,21 @@ async def test_callers_that_vanished_are_forgotten() -> None:
         assert (await wire.post("/cancel", job_id="j"))[0] == 404
         status, result = await wire.post("/process", instance=instance(), job_id="j")
         assert (status, result["job_id"], result["success"]) == (200, "j", True)
+
+
+async def test_one_that_comes_back_for_its_answer_leaves_nothing_pending() -> None:
+    async with service(grace_s=30) as wire:
+        await wire.post("/start")
+        body = {"instance": instance(run=Act("ok", 0.3)), "job_id": "j"}
+        posting = asyncio.create_task(wire.post("/process", **body))
+        await wire.active(1)
+        posting.cancel()
+        async with asyncio.timeout(30):
+            while (await wire.status())["pending_jobs"]:
+                await asyncio.sleep(0.01)
+        status, result = await wire.post("/process", **body)
+        assert (status, result["reward"]) == (200, 1.0)
+        assert (await wire.status())["pending_jobs"] == 0
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from nemo_gym_prorl.failures import (
     CallerError,
     Failure,
@@ -42,10 +40,12 @@ from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
 from nemo_gym_prorl.rollout.fleet.nodes import Nodes
 from nemo_gym_prorl.rollout.handler import AgentHandler
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, failure_state
+from nemo_gym_prorl.rollout.lasting_json import lasting_json
 from nemo_gym_prorl.rollout.request import Draining, JobRequest, turn_to_fork
 from nemo_gym_prorl.rollout.schemas import MAX_ID, FailureView, JobView, StatusView, TokenForm
 from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
 from nemo_gym_prorl.rollout.settings import ServiceSettings
+from nemo_gym_prorl.rollout.tokens import Turn
 from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 
 
@@ -298,7 +298,10 @@ class Front(RolloutService):
         job.times = view.timings
         labels = [{"first": label, "last": label} for label in view.weight_versions]
         job.progress = Progress(view.turns, view.tool_calls, view.finish_reason, labels, view.steps or [])  # type: ignore[arg-type]
-        job.tokens = orjson.dumps([turn.model_dump(exclude_none=True) for turn in view.tokens or ()])
+        tokens = [turn.model_dump(exclude_none=True) for turn in view.tokens or ()]
+        for told in tokens:
+            Turn.unpacked(told)
+        job.tokens = lasting_json(tokens)
         failure = _failure(view.failure, timed_out=view.state is JobState.TIMED_OUT) if view.failure else None
         if failure is not None and control.cancelled is not None:
             failure = classify(control.cancelled, failure.stage)

@@ -338,6 +338,7 @@ class Journal:
                 age = now - (connection.execute(select(func.min(ENDED.c.ended_at))).scalar() or now)
                 self.wants_room = left > self._keep_bytes or age > self._keep_s
                 return
+        self.outcomes.forgotten_before = going[-1].position + 1
         for row in going:
             if self._files is not None:
                 self._files.remove(row.position)

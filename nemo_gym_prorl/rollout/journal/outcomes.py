@@ -38,6 +38,8 @@ class Outcomes:
 
     def __init__(self, database: Database, files: ContentFiles | None) -> None:
         self._database, self._files = database, files
+        self.forgotten_before = 0
+        """Files of those before this position may be gone."""
 
     async def find(self, ids: Sequence[str]) -> Mapping[str, Job | None]:
         """Ended jobs by id; ``None`` for those that were forgotten. Those that are unknown are left out."""
@@ -89,15 +91,15 @@ class Outcomes:
 
     def _job(self, row: Row[Any], *, content: bool) -> Job | None:
         """``None`` if it is forgotten just now."""
-        stored: bytes | None = row.content if content else None
-        if content and stored is None and self._files is not None:
-            try:
-                stored = self._files.read(row.position)
-            except FileNotFoundError:
-                return None
         try:
+            stored: bytes | None = row.content if content else None
+            if content and stored is None and self._files is not None:
+                stored = self._files.read(row.position)
             return ended_job(row.id, row.about, stored)
-        except zstandard.ZstdError as error:  # nobody is to train on what is left of it, and the others are read
+        except (OSError, zstandard.ZstdError, ValueError) as error:
+            if row.position < self.forgotten_before:
+                return None
+            # Nobody is to train on what is left of it, and the others are read.
             LOGGER.error("rollout %r: outcome %d of the journal is damaged: %s", row.id, row.position, error)
             job = ended_job(row.id, row.about, None)
             reason = f"its result in the journal is damaged: {error}"

@@ -9,7 +9,8 @@ processor time of zlib for the same size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -56,7 +57,8 @@ def ended_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[bytes,
         "masked": outcome.masked,
         "sizes": [len(part) for part in parts],
     }
-    return orjson.dumps(about), b"".join(parts)
+    content = b"".join(parts)
+    return orjson.dumps(about | {"crc": zlib.crc32(content)}), content
 
 
 def job_to_run(job_id: str, asked: bytes, row: bytes) -> Job:
@@ -65,9 +67,13 @@ def job_to_run(job_id: str, asked: bytes, row: bytes) -> Job:
 
 
 def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
-    """The job of an :func:`ended_record` whose content is compressed; without that it has neither row nor result."""
+    """The job of an :func:`ended_record` whose content is compressed; without that it has neither row nor result.
+
+    Raises:
+        ZstdError, ValueError: the content is damaged, or another one's.
+    """
     told = orjson.loads(about)
-    parts = _parts(content, told["sizes"]) if content is not None else []
+    parts = _parts(content, told["sizes"], told.get("crc")) if content is not None else []
     row, body, tokens, steps = parts or (b"{}", b"{}", NO_TOKENS, NO_STEPS)
     job = _job(job_id, told, row)
     job.state, job.held, job.delivered = JobState(told["state"]), told["held"], told["held"]
@@ -102,8 +108,10 @@ def _failure(told: dict[str, Any]) -> Failure:
     return Failure(**known | {"kind": FailureKind(told["kind"]), "origin": Origin(told["origin"]), "stage": stage})
 
 
-def _parts(content: bytes, sizes: Iterable[int]) -> list[bytes]:
+def _parts(content: bytes, sizes: Sequence[int], crc: int | None) -> list[bytes]:
     raw, parts, at = zstandard.decompress(content), [], 0
+    if len(raw) != sum(sizes) or crc not in (None, zlib.crc32(raw)):
+        raise ValueError("it is another one's")
     for size in sizes:
         parts.append(raw[at : at + size])
         at += size

@@ -21,7 +21,7 @@ from nemo_gym_prorl.rollout.fleet import carrier, dispatcher
 from nemo_gym_prorl.rollout.fleet import front as front_module
 from nemo_gym_prorl.rollout.fleet.nodes import Joined
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.schemas import JobView
+from nemo_gym_prorl.rollout.schemas import JobView, TurnView
 from tests.handlers.test_tls import certificate  # noqa: F401
 from tests.rollout.command_line import prorl, write
 from tests.rollout.fleet.fleets import Fleet, fleet, service
@@ -233,6 +233,9 @@ LIES: dict[str, dict[str, Any]] = {
     "without times": {"timings": {}},
     "too deep": {"result": _deep()},
     "too large": {"result": {"x": 2**70}},
+    "tokens that are no numbers": {
+        "tokens": [TurnView(item=0, kept=0, observed="AAAA", sampled="AAAA", log_probs="AAAA")]
+    },
     "failed, with a reward": {"state": JobState.FAILED, "reward": 1.0},
 }
 
