@@ -141,9 +141,14 @@ async def _require_listener(address: str) -> None:
     writer.close()
 
 
-def _agent_of(environments: Sequence[str]) -> str:
+def agents_of(environments: Sequence[str]) -> list[str]:
+    """The names of their agents that are ours."""
     blocks = blocks_of(environments)
-    agents = [name for name, block in blocks.items() if "prorl_agent" in (block.get("responses_api_agents") or {})]
+    return [name for name, block in blocks.items() if "prorl_agent" in (block.get("responses_api_agents") or {})]
+
+
+def _agent_of(environments: Sequence[str]) -> str:
+    agents = agents_of(environments)
     if len(agents) != 1:
         found = ", ".join(agents) or "none"
         raise CallerError(

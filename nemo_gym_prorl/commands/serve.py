@@ -109,7 +109,12 @@ async def serve(
             console=console,
         )
         return
+    agents = [] if front.token is None else fleet.agents_of(environments)
+    if front.token is not None and not agents:
+        raise CallerError(f"no agent of {', '.join(environments)} asks for one; leave it out", field="--token")
+    key = {"responses_api_agents": {"prorl_agent": {"control_token": front.token}}}
     deployment = GymDeployment(
+        private=dict.fromkeys(agents, key),
         config_paths=[f"environments/{name}/config.yaml" for name in environments],
         model_type=model_type,
         policy_base_url=[] if policy_url is None else policy_url,

@@ -38,6 +38,7 @@ LOGGER = logging.getLogger(__name__)
 _AT_ONCE = 100
 """Jobs of an earlier life that are taken on between two looks at whatever else there is to do."""
 _RETRY_S = 1.0
+_DISK_S = 1.0
 
 
 class RolloutService(ABC):
@@ -305,9 +306,12 @@ class RolloutService(ABC):
 
     async def cancel(self, job: Job, reason: str = "cancelled by the caller") -> None:
         """Cancel a job, in whatever state, and return when it has its outcome. Its session is gone by then; one that
-        takes longer than the grace to come up goes when it is there."""
+        takes longer than the grace to come up goes when it is there. A disk that is full holds up none that is held by
+        a connection."""
         self.request_cancel(job, JobCancelled(reason))
-        await self.wait(job)
+        if job.held:
+            await asyncio.wait({self.answered(job)})
+        await self.wait(job, _DISK_S if job.held else None)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new jobs and wait until every job has its outcome; ``False`` if some have none after ``timeout``."""

@@ -48,6 +48,8 @@ AWAY = (InfrastructureError, aiohttp.ClientError)
 class Service:
     """A running ``prorl serve`` whose whole process tree is marked."""
 
+    key: str | None = None
+
     def __init__(self, folder: Path) -> None:
         self.log = folder / "serve.log"
         self.mark = ProcessMark("PRORL_TEST_SERVE", os.urandom(8).hex())
@@ -76,6 +78,7 @@ class Service:
                     "COLUMNS": "200",
                     "PRORL_STATE": str(self.state),
                     "TMPDIR": str(self.tmp),
+                    **({"PRORL_TOKEN": self.key} if self.key else {}),
                 },
                 stdout=log,
                 stderr=log,
@@ -181,10 +184,15 @@ async def test_servers_that_are_killed_come_back_and_told_to_end_while_rollouts_
     """One deployment for both, since it takes most of the time; its end finds a server that is being started again. It
     has no policy of its own: engines come with a run, as a trainer's do, here after the model server has died."""
     service.keeps_log = False
+    service.key = "open-sesame"
     await service.start(None)
     assert service.urls.keys() >= {*SERVERS}, service.log.read_text()
     servers = with_engines(Servers((), (service.urls["policy_model"],)), [scripted_policy], "x")
-    async with RolloutClient(service.urls[AGENT]) as client:
+    async with RolloutClient(service.urls[AGENT]) as nobody:
+        with pytest.raises(ApiError) as refused:
+            await nobody.status()
+        assert refused.value.problem.status == 401
+    async with RolloutClient(service.urls[AGENT], service.key) as client:
         await service.kill(*SERVERS)
         await asyncio.to_thread(servers.announce, 1, needed=True)
         job = await _to_its_end(client, 0, _rows(1)[0] | {"rollout": {"run": "x"}})

@@ -343,6 +343,7 @@ async def test_who_holds_a_connection_waits_for_no_disk(
             if len(held) == 1:  # the id is free
                 held.append(pipeline.submit(JobRequest(row, id="a", held=True)))
                 await asyncio.wait_for(asyncio.shield(pipeline.answered(held[1])), 10)
+        await asyncio.wait_for(pipeline.cancel(held[1]), 10)
         assert not await pipeline.drain(0.1)
         breaking.may.set()
         assert await pipeline.drain(30)

@@ -133,6 +133,8 @@ class Dispatcher:
         self._holding: set[str] = set()
         """Those of them that count as their clients', since they have a place in a node's window."""
         self._drained: set[str] = set()
+        self._troubled: set[str] = set()
+        """Those that get nothing, since they are no parts of this fleet."""
         self._surveys: dict[str, asyncio.Task[None]] = {}
         self._heard: dict[str, asyncio.Event] = {}
         """Set when a node has said how large it is."""
@@ -312,6 +314,7 @@ class Dispatcher:
             return
         self.statuses.pop(left.node, None)
         self._drained.discard(left.node)
+        self._troubled.discard(left.node)
         self._surveys.pop(left.node).cancel()
         del self._heard[left.node]
         self.placement.leave(left.node)
@@ -331,9 +334,10 @@ class Dispatcher:
             except (ApiError, InfrastructureError):
                 pass  # its carrier finds that out
             else:
-                if (trouble := status.version_trouble() or self._folder_trouble(status)) and trouble != told:
+                if (trouble := status.version_trouble() or self._folder_trouble(node, status)) and trouble != told:
                     self._say(f"{node} gets no rollouts: {trouble}")
                 told = trouble or ""
+                (self._troubled.add if trouble else self._troubled.discard)(node)
                 self.statuses[node] = status
                 self._heard[node].set()
                 carrier.heard(None)
@@ -345,10 +349,11 @@ class Dispatcher:
             pause = max(SURVEY_S, len(self._carriers) / _SURVEYS_PER_S)
             await asyncio.sleep(pause * random.uniform(0.8, 1.2) if self._heard[node].is_set() else 0.2)
 
-    def _folder_trouble(self, status: StatusView) -> str | None:
-        """Why a node could not go on with what others had; the first node's folder is the fleet's."""
-        first = next(iter(self.statuses.values()), status)
-        if status.checkpoint_folder == first.checkpoint_folder:
+    def _folder_trouble(self, node: str, status: StatusView) -> str | None:
+        """Why a node could not go on with what others had; that of the first of those which get rollouts is the
+        fleet's."""
+        others = (other for name, other in self.statuses.items() if name != node and name not in self._troubled)
+        if status.checkpoint_folder == next(others, status).checkpoint_folder:
             return None
         its = "is not set" if status.checkpoint_folder is None else "is another one"
         return f"its checkpoint_folder {its}, unlike the first node's; set the same at each, or at none"

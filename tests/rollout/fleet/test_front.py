@@ -156,6 +156,34 @@ async def test_a_node_with_another_folder_is_named_and_gets_nothing(
         assert "is not set" in said[1]
 
 
+async def test_a_node_whose_folder_changes_is_measured_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by what it said before: alone it sets the measure, and a front tells of none before its nodes are up."""
+    monkeypatch.setattr(dispatcher, "SURVEY_S", 0.05)
+    first, second = (tmp_path / name for name in ("first", "second"))
+    for folder in (first, second):
+        folder.mkdir()
+    async with fleet(2, joined=0) as there:
+        one, other = there.services
+        there.nodes.tell(one.joined)
+        await until(lambda: there.front.dispatcher.statuses)
+        one.pipeline.shared = SharedCheckpoints(first, 1.0)
+        await until(lambda: there.front.status().checkpoint_folder == one.pipeline.shared.identity)
+        other.pipeline.shared = SharedCheckpoints(first, 1.0)
+        there.nodes.tell(other.joined)
+        await until(lambda: sum(view.usable for view in there.front.dispatcher.views()) == 2)
+        assert not [what for what in there.said if "checkpoint_folder" in what]
+        one.pipeline.shared = SharedCheckpoints(second, 1.0)
+        await until(lambda: [what for what in there.said if "is another one" in what])
+        await asyncio.sleep(0.5)
+        for i in range(8):
+            await there.client.submit(lasting(0.1), id=f"r{i}")
+        await outcomes(there, 8)
+        assert [bool(node.handler.calls) for node in there.services] == [False, True]
+        assert len([what for what in there.said if "checkpoint_folder" in what]) == 1
+
+
 async def test_a_next_try_is_told_of_those_before_it() -> None:
     async with fleet(3) as there:
         await there.client.submit(HELD, id="r")
