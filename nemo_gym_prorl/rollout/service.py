@@ -39,6 +39,7 @@ _AT_ONCE = 100
 """Jobs of an earlier life that are taken on between two looks at whatever else there is to do."""
 _RETRY_S = 1.0
 _DISK_S = 1.0
+"""How long who cancels a job that is held by a connection waits for it to be in the log."""
 
 
 class RolloutService(ABC):
