@@ -569,6 +569,17 @@ async def test_what_leaves_memory_while_the_journal_is_read_is_listed(
         assert [job.id for job in await pipeline.store.in_group("d")] == ["d"]
 
 
+async def test_where_a_fronts_rollout_can_be_forked_is_told_in_its_next_life_too(tmp_path: Path) -> None:
+    async with life(tmp_path, PipelineSettings(retain_bytes=1, keep_unread_s=0.0)) as (pipeline, _):
+        job = await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 0.1)]}}, id="a"))
+        job.kept_turns = [1, 2]  # as its node has said
+        assert await pipeline.wait(job, 30)
+        again = await pipeline.store.fetch("a")
+        assert again is not None
+        assert again is not job
+        assert JobView.of(again).checkpoints == [1, 2]
+
+
 async def test_as_many_ids_as_there_may_be(tmp_path: Path) -> None:
     """More than a database takes in one statement."""
     async with life(tmp_path, PipelineSettings(retain_bytes=1, keep_unread_s=0.0)) as (pipeline, _):

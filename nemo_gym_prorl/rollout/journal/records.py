@@ -50,6 +50,7 @@ def ended_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[bytes,
         "finish_reason": job.progress.finish_reason,
         "labels": job.progress.labels,
         "resumed": job.resumed,
+        "kept_turns": job.kept_turns,
         "finished_at": finished_at,
         "state": outcome.state,
         "reward": outcome.reward,
@@ -78,6 +79,7 @@ def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
     job = _job(job_id, told, row)
     job.state, job.held, job.delivered = JobState(told["state"]), told["held"], told["held"]
     job.number, job.finished_at, job.resumed = told["number"], told["finished_at"], told["resumed"]
+    job.kept_turns = told.get("kept_turns", [])
     job.times = {Stage(stage): StageTime(**time) for stage, time in told["times"].items()}
     job.failures = [_failure(failure) for failure in told["failures"]]
     versions = [{"first": label, "last": label} for label in told["labels"]]
