@@ -15,7 +15,7 @@ from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.settings import ServiceSettings
 from nemo_gym_prorl.serving.keys import authorization
 from tests.rollout.fleet.fleets import Changing, fleet
-from tests.rollout.fleet.test_front import HELD, ROW, until
+from tests.rollout.fleet.test_front import HELD, ROW, lasting, until
 from tests.rollout.test_keys_file import OF, write
 
 
@@ -57,11 +57,12 @@ async def test_who_floods_a_front_has_no_more_than_its_share(tmp_path: Path) -> 
         RolloutClient(there.url, "b", patience_s=0) as bob,
     ):
         for number in range(48):  # two windows of 4, and what may wait
-            await alice.submit(HELD, id=f"a{number}")
+            # Those behind last, since shares are of slots that are held.
+            await alice.submit(HELD if number < 8 else lasting(0.3), id=f"a{number}")
         with pytest.raises(ApiError, match="429: 40 rollouts are waiting"):
             await alice.submit_once(HELD)
         for number in range(20):
-            await bob.submit(HELD, id=f"b{number}")
+            await bob.submit(lasting(0.3), id=f"b{number}")
         for node in there.services:
             node.handler.let_go.set()
         cursor, clients = "0", list[str]()
