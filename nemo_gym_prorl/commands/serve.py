@@ -111,7 +111,9 @@ async def serve(
         return
     agents = [] if front.token is None else fleet.agents_of(environments)
     if front.token is not None and not agents:
-        raise CallerError(f"no agent of {', '.join(environments)} asks for one; leave it out", field="--token")
+        raise CallerError(
+            f"no agent of {', '.join(environments)} asks for one; leave out that and PRORL_TOKEN", field="--token"
+        )
     key = {"responses_api_agents": {"prorl_agent": {"control_token": front.token}}}
     deployment = GymDeployment(
         private=dict.fromkeys(agents, key),

@@ -341,7 +341,7 @@ class RolloutService(ABC):
             self._spawn(self._end_on_disk(job, outcome, time.time()))
 
     async def _end_on_disk(self, job: Job, outcome: Outcome, at: float) -> None:
-        if job.held:
+        if job.held:  # of it nothing is kept but that it was
             self._answer(job, outcome)
         if await self.store.write_down(job, outcome, at):
             self._end(job, outcome, at)

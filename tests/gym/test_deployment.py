@@ -277,9 +277,27 @@ async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monke
     assert temporary.exists()
     await leftovers.sweep()
     assert mark.processes() == {}
-    assert not (folder.exists())
-    assert not (temporary.exists())
+    assert not folder.exists()
+    assert not temporary.exists()
     assert another.exists(), "nobody knows whose it is"
+
+
+async def test_what_a_sweep_that_was_killed_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(leftovers, "FOLDERS", tmp_path)
+    folder = tmp_path / "prorl-ray-1"
+    (folder / "session").mkdir(parents=True)
+    os.close(leftovers.lock(folder, ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex()), None))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            leftovers._remove(folder)
+    assert (folder / "session").exists()
+    await leftovers.sweep()
+    assert not folder.exists()
+
+
+def _killed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 async def test_starts_at_the_same_time_sweep_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -229,11 +229,8 @@ class Journal:
     def _refuse(self, batch: list[_Entry], error: Exception) -> list[_Entry]:
         """What is left to be tried again."""
         if self.failing is None:
-            known = isinstance(error, SQLAlchemyError | OSError)
-            LOGGER.error(
-                "the journal at %s cannot be written: %s", self._database.place, said(error),
-                exc_info=None if known else error,
-            )  # fmt: skip
+            trace = None if isinstance(error, SQLAlchemyError | OSError) else error
+            LOGGER.error("the journal at %s cannot be written: %s", self._database.place, said(error), exc_info=trace)
         self.failing = said(error)
         again = [] if self._given_up else [entry for entry in batch if entry.new is None]
         told: list[tuple[asyncio.Future[Any], Any]] = []
