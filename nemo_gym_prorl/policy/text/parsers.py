@@ -1,27 +1,34 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Text of the policy to thought, content and tool calls, for the formats that models write.
+"""Text of a sampled turn to thought, content and tool calls.
 
-A parser is a pure function of the text and never raises: policies in training write anything. A call that cannot be
-understood is still a call, with the reason attached, so that the agent answers it with an observation and the policy
-learns of its mistake. Text that is no call stays content, character for character.
+One scanner serves all formats of :mod:`.formats`: it skips thoughts, finds the marker that opens a call, and hands the
+text behind it to the format's reader. Readers are pure and never raise, since policies in training write anything.
+
+Invariants:
+
+- Text that is no call stays content, character for character.
+- A call that cannot be understood is still a call, with the reason in :attr:`ToolCall.malformed`. The agent answers
+  such a call with an observation, and the policy learns from that.
+- A call that the token limit cut off is malformed, however much of it can be read.
+- No call is read from inside a thought. A complete call at the end of an unfinished thought ends the thought, as in
+  vLLM's parsers.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic_core import from_json
+from nemo_gym_prorl.policy.text.arguments import ToolSchemas, read_json
 
 
 MALFORMED_NAME = "malformed_tool_call"
 """Function name of a call that does not say which function it means."""
+CUT = "the token limit cut it off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +61,143 @@ class Parsed:
         return any(call.malformed for call in self.calls)
 
 
-type Format = Callable[[str], tuple[str, list[ToolCall]]]
-"""Splits text into content and calls."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a reader made of the text behind a call's opening marker.
+
+    Attributes:
+        calls: the calls; empty if the text is no call after all.
+        end: index behind the last of them.
+        closed: whether the text closes the last call with the format's own marker.
+    """
+
+    calls: list[ToolCall]
+    end: int
+    closed: bool = True
 
 
-def parse(text: str, tool_format: str, *, thoughts: bool = True, in_thought: bool = False) -> Parsed:
+type Reader = Callable[[str, re.Match[str], ToolSchemas], Found]
+"""Reads the calls behind an opening marker, which is the match."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How one or several model families write a turn.
+
+    Attributes:
+        opens: matches what opens a call; a group ``name`` may hold the function's name.
+        read: reads what follows.
+        think: the markers around a thought.
+        sheds: matches markers that are no part of the content, such as those around an answer.
+        own_ids: matches ids that the policy gives its calls and that its template wants back.
+        unmarked: calls have no marker of their own, so none ends a thought.
+        split: takes a turn apart into thought, content and calls in its own way; replaces all of the above.
+    """
+
+    opens: re.Pattern[str]
+    read: Reader
+    think: tuple[str, str] = ("<think>", "</think>")
+    sheds: re.Pattern[str] | None = None
+    own_ids: re.Pattern[str] | None = None
+    unmarked: bool = False
+    split: Callable[[str], tuple[str | None, str, Found]] | None = None
+
+
+def parse(
+    text: str,
+    form: Format,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    thoughts: bool = True,
+    in_thought: bool = False,
+    cut: bool = False,
+) -> Parsed:
     """Take a turn apart.
 
     Args:
         text: what the policy wrote, without the end-of-turn token.
-        tool_format: a name in :data:`FORMATS`.
-        thoughts: look for a ``<think>`` block.
-        in_thought: the prompt had already opened the block.
+        form: how its family writes.
+        tools: the offered tools in OpenAI's chat format, whose schemas type bare parameters.
+        thoughts: whether a thought at the beginning is taken as one.
+        in_thought: the prompt had already opened the thought.
+        cut: the token limit ended the turn.
     """
-    thought, rest = _thought_in(text, in_thought=in_thought) if thoughts else (None, text)
-    content, calls = FORMATS[tool_format](rest)
-    return Parsed(thought, content, tuple(calls))
+    if form.split is not None:
+        own_thought, said, found = form.split(text)
+        return Parsed(own_thought, said, tuple(_with_own_ids(_cut(found.calls, found.closed or not cut), None)))
+    schemas = ToolSchemas(tools)
+    thought, rest = _split_thought(text, form, in_thought=in_thought) if thoughts else (None, text)
+    if thought is not None and not rest and not cut and not form.unmarked:
+        thought, rest = _ended_by_call(thought, form, schemas)
+    content, calls = _scan(rest, form, schemas, thoughts=thoughts, cut=cut)
+    if form.sheds is not None:
+        content = form.sheds.sub("", content)
+    if calls and not content.strip():
+        content = ""
+    return Parsed(thought, content, tuple(_with_own_ids(calls, form.own_ids)))
 
 
-def _thought_in(text: str, *, in_thought: bool = False) -> tuple[str | None, str]:
-    """The thought with which a text begins, and the rest. An unfinished one is all: sampling ended inside it."""
+def _split_thought(text: str, form: Format, *, in_thought: bool = False) -> tuple[str | None, str]:
+    """The thought with which a text begins, and the rest. An unfinished thought is all of the text."""
+    opening, closing = form.think
     body = text if in_thought else text.lstrip()
-    if not (in_thought or body.startswith("<think>")):
+    if not (in_thought or body.startswith(opening)):
         return None, text
-    thought, _, rest = body.removeprefix("<think>").partition("</think>")
+    thought, _, rest = body.removeprefix(opening).partition(closing)
     return thought, rest
+
+
+def _ended_by_call(thought: str, form: Format, schemas: ToolSchemas) -> tuple[str, str]:
+    """An unfinished thought without the complete calls at its end, and those."""
+    opening = form.opens.search(thought)
+    if opening is None or not opening[0].strip():
+        return thought, ""
+    content, calls = _scan(thought[opening.start() :], form, schemas, thoughts=False, cut=True)
+    whole = calls and not content.strip() and not any(call.malformed for call in calls)
+    return (thought[: opening.start()], thought[opening.start() :]) if whole else (thought, "")
+
+
+def _scan(
+    text: str, form: Format, schemas: ToolSchemas, *, thoughts: bool, cut: bool
+) -> tuple[str, list[ToolCall]]:
+    """The content and the calls of a text behind its thought."""
+    content: list[str] = []
+    calls: list[ToolCall] = []
+    closed, at = True, 0
+    while (opening := form.opens.search(text, at)) is not None:
+        if thoughts and 0 <= (start := text.find(form.think[0], at)) < opening.start():
+            end = text.find(form.think[1], start)
+            end = len(text) if end < 0 else end + len(form.think[1])
+            content.append(text[at:end])
+            at = end
+            continue
+        found = form.read(text, opening, schemas)
+        end = max(found.end, opening.end(), opening.start() + 1)
+        content.append(text[at : opening.start() if found.calls else end])
+        calls += found.calls
+        if found.calls:
+            closed = found.closed
+        at = end
+    content.append(text[at:])
+    return "".join(content), _cut(calls, closed or not cut or bool(text[at:].strip()))
+
+
+def _cut(calls: list[ToolCall], whole: bool) -> list[ToolCall]:
+    """The calls, of which the last is malformed unless it is whole."""
+    if whole or not calls:
+        return calls
+    return [*calls[:-1], replace(calls[-1], malformed=calls[-1].malformed or CUT)]
+
+
+def _with_own_ids(calls: Sequence[ToolCall], pattern: re.Pattern[str] | None) -> list[ToolCall]:
+    """The calls with the ids that the policy gave them, where these match the pattern and are unique in the turn."""
+    known: set[str] = set()
+    kept = []
+    for call in calls:
+        good = pattern is not None and call.id is not None and pattern.fullmatch(call.id) and call.id not in known
+        known.add(call.id or "")
+        kept.append(call if good else replace(call, id=None))
+    return kept
 
 
 def parsed_by_engine(message: Mapping[str, Any]) -> Parsed:
@@ -86,284 +205,31 @@ def parsed_by_engine(message: Mapping[str, Any]) -> Parsed:
     calls = []
     for call in message.get("tool_calls") or ():
         name, arguments = call["function"].get("name"), call["function"].get("arguments", "")
-        calls.append(replace(_call(name, arguments, str(arguments)), id=call.get("id")))
+        calls.append(replace(as_call(name, arguments, str(arguments)), id=call.get("id")))
     content = message.get("content") or ""
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    if thought is None:
-        thought, content = _thought_in(content)
+    thought = message.get("reasoning") or message.get("reasoning_content")
+    if thought is None and content.lstrip().startswith("<think>"):
+        thought, _, content = content.lstrip().removeprefix("<think>").partition("</think>")
     return Parsed(thought, content, tuple(calls))
 
 
-def read_json(text: str) -> Any:
-    """JSON that a policy wrote.
-
-    Raises:
-        ValueError: it is none, or none that everybody can read: nested over 200 deep, numbers of thousands of digits,
-            half a surrogate pair, ``NaN``.
-    """
-    return from_json(text, allow_inf_nan=False)
-
-
-def _call(name: object, arguments: object, raw: str) -> ToolCall:
-    """A call out of parsed JSON, or the reason why it is none."""
+def as_call(name: object, arguments: object, raw: str, own_id: object = None) -> ToolCall:
+    """Return a call of parsed JSON, or of arguments that still are JSON text, with the reason if it is none."""
+    own = own_id if isinstance(own_id, str) else None
     if not isinstance(name, str) or not name:
-        return ToolCall(MALFORMED_NAME, raw, "it names no function")
+        return ToolCall(MALFORMED_NAME, raw, "it names no function", own)
     text = arguments if isinstance(arguments, str) else None
     if text is not None:
         raw = text
         try:
             arguments = read_json(text)
         except ValueError as error:
-            return ToolCall(name, text, f"its arguments are not JSON: {error}")
+            return ToolCall(name, text, f"its arguments are not JSON: {error}", own)
     if not isinstance(arguments, dict):
-        return ToolCall(name, raw, "its arguments are not a JSON object")
+        return ToolCall(name, raw, "its arguments are not a JSON object", own)
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:
-        return ToolCall(name, raw, "its arguments hold a number that is too large")
+        return ToolCall(name, raw, "its arguments hold a number that is too large", own)
     # Arguments that came as text stay as they are: an engine that renders history must see what it wrote.
-    return ToolCall(name, text if text is not None else written)
-
-
-def _json_call(raw: str) -> ToolCall:
-    try:
-        value = read_json(raw)
-    except ValueError as error:
-        name = re.search(r'"name"\s*:\s*"([^"]+)"', raw)
-        return ToolCall(name[1] if name else MALFORMED_NAME, raw, f"it is not JSON: {error}")
-    return _object_call(value, raw)
-
-
-def _object_call(value: object, raw: str) -> ToolCall:
-    if not isinstance(value, dict):
-        return ToolCall(MALFORMED_NAME, raw, "it is not a JSON object")
-    return _call(value.get("name"), value.get("arguments", value.get("parameters", {})), raw)
-
-
-def _blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
-    """Split off the blocks between two markers; the last one may lack its closing one."""
-    head, *blocks = text.split(opening)
-    if not blocks:
-        return text, []
-    bodies, rest = [], []
-    for block in blocks:
-        body, _, after = block.partition(closing)
-        bodies.append(body.strip())
-        rest.append(after)
-    content = head + "".join(rest)
-    return content if content.strip() else "", bodies
-
-
-def hermes(text: str) -> tuple[str, list[ToolCall]]:
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen 2.5, Qwen 3."""
-    content, bodies = _blocks(text, "<tool_call>", "</tool_call>")
-    return content, [_json_call(body) for body in bodies]
-
-
-_XML_FUNCTION = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|$)", re.DOTALL)
-_XML_PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
-
-
-def qwen3_coder(text: str) -> tuple[str, list[ToolCall]]:
-    """``<tool_call><function=f><parameter=x>…</parameter></function></tool_call>``: Qwen3-Coder.
-
-    A parameter that reads as JSON is taken as JSON, anything else as text.
-    """
-    content, bodies = _blocks(text, "<tool_call>", "</tool_call>")
-    return content, [_xml_call(body) for body in bodies]
-
-
-def _xml_call(raw: str) -> ToolCall:
-    function = _XML_FUNCTION.search(raw)
-    if function is None:
-        return ToolCall(MALFORMED_NAME, raw, "it has no <function=name> block")
-    arguments: dict[str, object] = {}
-    for name, value in _XML_PARAMETER.findall(function[2]):
-        value = value.removeprefix("\n").removesuffix("\n")
-        try:
-            arguments[name.strip()] = read_json(value)
-        except ValueError:
-            arguments[name.strip()] = value
-    if not arguments and function[2].strip():
-        return ToolCall(function[1].strip(), raw, "it has no <parameter=name> block")
-    return _call(function[1].strip(), arguments, raw)
-
-
-_LLAMA_ALONE = re.compile(r'\s*\{\s*"(?:name|type)"')
-_LLAMA_IN_TEXT = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:'
-)
-_BETWEEN = re.compile(r"[\s;,]*(?=\{)")
-_JSON = json.JSONDecoder()
-
-
-def llama_json(text: str) -> tuple[str, list[ToolCall]]:
-    """``{"name": …, "parameters": {…}}``, perhaps several, and after ``<|python_tag|>``: Llama 3.1 and later.
-
-    Text may stand around them. An object behind text is a call if it has arguments.
-    """
-    content, tag, body = text.partition("<|python_tag|>")
-    if not tag:
-        found = _LLAMA_ALONE.match(text) or _LLAMA_IN_TEXT.search(text)
-        if found is None:
-            return text, []
-        content, body = text[: found.start()], text[found.start() :]
-    calls: list[ToolCall] = []
-    body = body.strip()
-    while body and (not calls or body.startswith("{")):
-        try:
-            end = _JSON.raw_decode(body)[1]
-        except (ValueError, RecursionError):
-            end = len(body)
-        calls.append(_json_call(body[:end]))
-        between = _BETWEEN.match(body, end)
-        body = body[between.end() if between else end :]
-    content += body
-    return content if content.strip(" \n;") else "", calls
-
-
-_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
-
-
-def mistral(text: str) -> tuple[str, list[ToolCall]]:
-    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` of later versions.
-
-    There may be ``[CALL_ID]…`` behind the name. A call keeps the id that the policy gave it if it is of Mistral's
-    kind, which its templates insist on, and no other call of the turn has it.
-    """
-    content, marker, body = text.partition("[TOOL_CALLS]")
-    if not marker:
-        return text, []
-    body = body.strip()
-    if "[ARGS]" in body:
-        calls = []
-        for part in body.split("[TOOL_CALLS]"):
-            head, _, arguments = part.partition("[ARGS]")
-            name, _, own = head.partition("[CALL_ID]")
-            calls.append((_call(name.strip(), arguments.strip(), part), own.strip()))
-        return content, _with_own_ids(calls)
-    try:
-        values = read_json(body)
-    except ValueError:
-        return content, [_json_call(body)]
-    return content, _with_own_ids(
-        (
-            _object_call(value, json.dumps(value, ensure_ascii=False)),
-            value.get("id") if isinstance(value, dict) else "",
-        )
-        for value in (values if isinstance(values, list) else [values])
-    )
-
-
-def _with_own_ids(calls: Iterable[tuple[ToolCall, object]]) -> list[ToolCall]:
-    known: list[ToolCall] = []
-    for call, own in calls:
-        if isinstance(own, str) and _MISTRAL_ID.fullmatch(own) and all(own != other.id for other in known):
-            known.append(replace(call, id=own))
-        else:
-            known.append(call)
-    return known
-
-
-_PYTHON_LIST = re.compile(r"\[\s*([^\W\d][\w.-]*)\s*\(")
-_PYTHON_LONGEST = 100_000
-"""Characters of a list of calls that are read at most: Python's own reader takes its time with more."""
-_PYTHON_DEEPEST = 100
-_JSON_NAMES = {"true": True, "false": False, "null": None}
-
-
-def pythonic(text: str) -> tuple[str, list[ToolCall]]:
-    """``[f(a=1), g(b="x")]`` as the whole turn: Llama 3.2 and 4.
-
-    Nothing is run: values are literals, of Python or of JSON, and arguments have names.
-    """
-    body = text.strip()
-    for opening, closing in (("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")):
-        body = body.removeprefix(opening).removesuffix(closing).strip()
-    start = _PYTHON_LIST.match(body)
-    if start is None:
-        return text, []
-    if len(body) > _PYTHON_LONGEST:
-        return "", [ToolCall(start[1], body, f"it is longer than {_PYTHON_LONGEST} characters")]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\\d" in a string, say: our log is not the policy's
-            listed = ast.parse(body, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        return "", [ToolCall(start[1], body, f"it is not a list of calls in Python: {error}")]
-    if not isinstance(listed, ast.List):
-        return "", [ToolCall(start[1], body, "there is something after the list of calls")]
-    return "", [_python_call(node, body) for node in listed.elts]
-
-
-def _python_call(node: ast.expr, raw: str) -> ToolCall:
-    name = _dotted(node.func) if isinstance(node, ast.Call) else None
-    if not isinstance(node, ast.Call) or name is None:
-        return ToolCall(MALFORMED_NAME, raw, "it is not a call of a named function")
-    arguments: dict[str, object] = {}
-    try:
-        if node.args:
-            raise ValueError("an argument has no name")
-        for keyword in node.keywords:
-            if keyword.arg is None:
-                raise ValueError("** is not allowed")
-            if keyword.arg in arguments:
-                raise ValueError(f"{keyword.arg} is there twice")
-            arguments[keyword.arg] = _python_value(keyword.value, _PYTHON_DEEPEST)
-    except ValueError as error:
-        return ToolCall(name, raw, f"its arguments are not named literals: {error}")
-    return _call(name, arguments, raw)
-
-
-def _dotted(node: ast.expr) -> str | None:
-    """The name of a function, perhaps in a module."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
-        node = node.value
-    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else None
-
-
-def _python_value(node: ast.expr, depth: int) -> object:
-    """The value of a literal that JSON can say.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if depth == 0:
-        raise ValueError(f"nested over {_PYTHON_DEEPEST} deep")
-    match node:
-        case ast.Constant(value=str() as text):
-            text.encode()  # half a surrogate pair is nothing that others can read
-            return text
-        case ast.Constant(value=bool() | int() | float() | None as value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=(int() | float()) as number)):
-            return -number
-        case ast.Name(id=name) if name in _JSON_NAMES:
-            return _JSON_NAMES[name]
-        case ast.List(elts=parts) | ast.Tuple(elts=parts):
-            return [_python_value(part, depth - 1) for part in parts]
-        case ast.Dict(keys=keys, values=values):
-            names = [_python_value(key, depth - 1) if key else None for key in keys]
-            if not all(isinstance(name, str) for name in names):
-                raise ValueError("the keys of an object must be texts")
-            return {str(name): _python_value(value, depth - 1) for name, value in zip(names, values, strict=True)}
-        case _:
-            raise ValueError(type(node).__name__)
-
-
-def plain(text: str) -> tuple[str, list[ToolCall]]:
-    """No tool calls: everything is content."""
-    return text, []
-
-
-FORMATS: dict[str, Format] = {
-    "hermes": hermes,
-    "qwen3_coder": qwen3_coder,
-    "llama_json": llama_json,
-    "mistral": mistral,
-    "pythonic": pythonic,
-    "plain": plain,
-}
-"""Tool-call formats by the name that a configuration gives them."""
+    return ToolCall(name, text if text is not None else written, None, own)

@@ -1,0 +1,220 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""How each model family writes a turn: one entry per format, by vLLM's name for it.
+
+The entries follow the families' own chat templates and model cards. ``tests/policy`` holds them against those templates
+and against vLLM's parsers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from nemo_gym_prorl.policy.text.parsers import Format, Found
+from nemo_gym_prorl.policy.text.readers import (
+    Tags,
+    elements,
+    gemma,
+    harmony,
+    json_until,
+    named_json,
+    python_list,
+    tagged,
+)
+
+
+def _marked(opening: str, closing: str, **more: object) -> Format:
+    """JSON calls between two markers."""
+    return Format(re.compile(re.escape(opening)), json_until(closing), **more)  # type: ignore[arg-type]
+
+
+_PLAIN = Format(re.compile(r"(?!)"), lambda text, opening, schemas: Found([], 0), unmarked=True)
+
+_LLAMA = re.compile(
+    r"<\|python_tag\|>|(?=\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?"
+    r"\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(?:parameters|arguments)\"\s*:)"
+)
+
+_MISTRAL = named_json(r"(?P<name>[^\[{]*?)(?:\[CALL_ID\](?P<id>[^\[{]*))?\[ARGS\]")
+
+
+def _mistral(text: str, opening: re.Match[str], schemas: object) -> Found:
+    """Newer models name the function before ``[ARGS]``; older ones write a list of JSON objects."""
+    body = text[opening.end() :].lstrip()
+    newer = re.match(r"[^\[{]*(?:\[CALL_ID\][^\[{]*)?\[ARGS\]", body)
+    return (_MISTRAL if newer else json_until())(text, opening, schemas)  # type: ignore[arg-type]
+
+
+_FUNCTION = Tags(
+    parameter=r"<parameter=(?P<key>[^>\n]{1,200})>",
+    value_end=r"</parameter>",
+    call_end=r"</function>",
+    block_end=r"</tool_call>",
+    lines=True,
+)
+_KEY_VALUE = r"<arg_key{0}>(?P<key>[^<>]{{1,200}})</arg_key{0}>\s*<arg_value{0}>"
+
+
+def _dsml(block: str, space: str = "") -> Format:
+    """DeepSeek's markup, from V3.2 on."""
+    mark = f"｜DSML｜{space}"
+    return Format(
+        re.compile(rf'(?:<{mark}{block}>\s*)?<{mark}invoke name="(?P<name>[^"]*)">|<{mark}{block}>'),
+        tagged(
+            Tags(
+                rf'<{mark}parameter name="(?P<key>[^"]{{1,200}})"(?: string="(?P<kind>[^"]*)")?>',
+                rf"</{mark}parameter>",
+                rf"</{mark}invoke>",
+                rf"</{mark}{block}>",
+            )
+        ),
+    )
+
+
+def _invokes(block: str, invoke: str, parameter: str, *, think: tuple[str, str] = ("<think>", "</think>")) -> Format:
+    """Elements whose attributes name function and parameter."""
+    return Format(
+        re.compile(rf'(?:<{block}>\s*)?<{invoke} name="?(?P<name>[^">]*)"?>|<{block}>'),
+        tagged(
+            Tags(
+                rf'<{parameter} name="?(?P<key>[^">]{{1,200}})"?>', rf"</{parameter}>", rf"</{invoke}>", rf"</{block}>"
+            )
+        ),
+        think,
+    )
+
+
+_M3 = "]<]minimax[>["
+
+FORMATS: Mapping[str, Format] = {
+    "hermes": _marked("<tool_call>", "</tool_call>"),
+    "qwen3_coder": Format(
+        re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]*)>|<tool_call>"), tagged(_FUNCTION)
+    ),
+    "llama3_json": Format(_LLAMA, json_until(), unmarked=True),
+    "mistral": Format(
+        re.compile(r"\[TOOL_CALLS\]"), _mistral, ("[THINK]", "[/THINK]"), own_ids=re.compile(r"[A-Za-z0-9]{9}")
+    ),
+    "pythonic": Format(
+        re.compile(r"\A\s*(?:<\|python_tag\|>|<\|python_start\|>)?\s*(?=\[\s*[^\W\d][\w.-]*\s*\()"),
+        python_list(),
+        unmarked=True,
+    ),
+    "deepseek_v3": Format(
+        re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
+        named_json(r"(?P<name>[^\n<]*)\n", r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?", fence=r"```"),
+    ),
+    "deepseek_v31": Format(
+        re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"),
+        named_json(r"(?P<name>[^\n<]*)<｜tool▁sep｜>", r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?"),
+    ),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "deepseek_v41": _dsml("calls", " "),
+    "glm45": Format(
+        re.compile(r"<tool_call>(?P<name>[^<\n]*)"),
+        tagged(Tags(_KEY_VALUE.format(""), r"</arg_value>", r"</tool_call>")),
+    ),
+    "hy_v3": Format(
+        re.compile(r"(?:<tool_calls(?::\w+)?>\s*)?<tool_call(?::\w+)?>(?P<name>[^<\n]*)<tool_sep(?::\w+)?>"),
+        tagged(
+            Tags(
+                _KEY_VALUE.format(r"(?::\w+)?"),
+                r"</arg_value(?::\w+)?>",
+                r"</tool_call(?::\w+)?>",
+                r"</tool_calls(?::\w+)?>",
+            )
+        ),
+        ("<think:opensource>", "</think:opensource>"),
+    ),
+    "kimi_k2": Format(
+        re.compile(r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>"),
+        named_json(
+            r"(?P<id>\s*(?:functions\.)?(?P<name>[^:<]*)(?::\d+)?\s*)<\|tool_call_argument_begin\|>",
+            r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
+        ),
+        own_ids=re.compile(r"functions\.[\w.-]+:\d+"),
+    ),
+    "kimi_k3": Format(
+        re.compile(
+            r'(?:<\|open\|>tools<\|sep\|>\s*)?<\|open\|>call tool="(?P<name>[^"]*)"[^<]*<\|sep\|>'
+            r"|<\|open\|>tools<\|sep\|>"
+        ),
+        tagged(
+            Tags(
+                r'<\|open\|>argument key="(?P<key>[^"]{1,200})"(?: type="(?P<kind>[^"]*)")?[^<]*<\|sep\|>',
+                r"<\|close\|>argument<\|sep\|>",
+                r"<\|close\|>call<\|sep\|>",
+                r"<\|close\|>tools<\|sep\|>",
+            )
+        ),
+        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        sheds=re.compile(r"<\|(?:open|close)\|>response<\|sep\|>"),
+    ),
+    "minimax_m2": _invokes("minimax:tool_call", "invoke", "parameter"),
+    "minimax_m3": Format(
+        re.compile(rf'(?:{re.escape(_M3)}<tool_call>\s*)?{re.escape(_M3)}<invoke name="?(?P<name>[^">]*)"?>'),
+        elements(_M3, "</invoke>", "</tool_call>"),
+        ("<mm:think>", "</mm:think>"),
+    ),
+    "muse_glimmer": _invokes("atem:function_calls", "atem:invoke", "atem:parameter"),
+    "minicpm5": Format(
+        re.compile(r'<function name="(?P<name>[^"]*)">'),
+        tagged(Tags(r'<param name="(?P<key>[^"]{1,200})">', r"</param>", r"</function>")),
+    ),
+    "seed_oss": Format(
+        re.compile(r"(?:<seed:tool_call>\s*)?<function=(?P<name>[^>\n]*)>|<seed:tool_call>"),
+        tagged(Tags(_FUNCTION.parameter, _FUNCTION.value_end, _FUNCTION.call_end, r"</seed:tool_call>")),
+        ("<seed:think>", "</seed:think>"),
+    ),
+    "gemma4": Format(
+        re.compile(r"<\|tool_call>call:(?P<name>[^{<]*)\{"),
+        gemma("<tool_call|>"),
+        ("<|channel>thought\n", "<channel|>"),
+    ),
+    "granite": _marked("<|tool_call|>", ""),
+    "nemotron_v2": _marked("<TOOLCALL>", "</TOOLCALL>"),
+    "cohere_command3": _marked(
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        think=("<|START_THINKING|>", "<|END_THINKING|>"),
+        sheds=re.compile(r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>"),
+    ),
+    "apriel": _marked(
+        "<tool_calls>",
+        "</tool_calls>",
+        think=("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
+        sheds=re.compile(r"\[(?:BEGIN|END) FINAL RESPONSE\]"),
+    ),
+    "apertus": _marked("<|tools_prefix|>", "<|tools_suffix|>", think=("<|inner_prefix|>", "<|inner_suffix|>")),
+    "gigachat3": _marked("<|function_call|>", "<|message_sep|>"),
+    "lfm2": Format(re.compile(r"<\|tool_call_start\|>"), python_list("<|tool_call_end|>")),
+    "openai": Format(re.compile(r"(?!)"), _PLAIN.read, split=harmony),
+    "plain": _PLAIN,
+}
+"""Formats by vLLM's name of the parser; ``plain`` reads no calls. A template's format is the first that fits."""
+
+SAME_AS: Mapping[str, str] = {
+    "llama_json": "llama3_json",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "olmo3": "pythonic",
+    "qwen3_json": "hermes",
+    "granite4": "hermes",
+    "longcat": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "nemotron_v3": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+    "mimo": "qwen3_coder",
+    "glm47": "glm45",
+    "ling3": "glm45",
+    "poolside_v1": "glm45",
+    "nemotron_json": "nemotron_v2",
+}
+"""Further names of formats, as vLLM and earlier versions have them."""
+
+
+def format_named(name: str) -> Format | None:
+    """Return the format of a name, or ``None`` where no format has it."""
+    return FORMATS.get(SAME_AS.get(name, name))

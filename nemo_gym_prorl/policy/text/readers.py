@@ -1,0 +1,424 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of tool calls: JSON, bare parameters between tags, nested elements, Python, Gemma's and Harmony's notation.
+
+Each function returns a :data:`~nemo_gym_prorl.policy.text.parsers.Reader` for one way to write calls; :mod:`.formats`
+gives them their markers. Readers run in time linear in the text, since the text is the policy's.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_gym_prorl.policy.text.arguments import ITEM, ToolSchemas, parse_expression, python_value, read_json
+from nemo_gym_prorl.policy.text.parsers import MALFORMED_NAME, Found, Reader, ToolCall, as_call
+
+
+_NAME = re.compile(r"[\w.:/-]+")
+_MAX_DEPTH = 100
+_DECODER = json.JSONDecoder(strict=False)
+_BETWEEN = re.compile(r"[\s;,]*")
+
+
+def _skip(text: str, at: int) -> int:
+    """Index behind white space and separators."""
+    found = _BETWEEN.match(text, at)
+    return found.end() if found else at
+
+
+def _json_end(text: str, at: int) -> int | None:
+    """Index behind the JSON value that begins there; ``None`` if there is none."""
+    try:
+        return _DECODER.raw_decode(text, at)[1]
+    except (ValueError, RecursionError):
+        return None
+
+
+# JSON
+
+
+def _object_call(value: object, raw: str) -> ToolCall:
+    if not isinstance(value, dict):
+        return ToolCall(MALFORMED_NAME, raw, "it is not a JSON object")
+    if len(value) == 1 and isinstance(inner := next(iter(value.values())), dict):
+        return as_call(next(iter(value)), inner, raw)  # {"look": {…}}, as Apertus writes
+    name = value.get("name", value.get("tool_name"))
+    return as_call(name, value.get("arguments", value.get("parameters", {})), raw, value.get("id"))
+
+
+def _json_calls(raw: str) -> list[ToolCall]:
+    """The calls in JSON text: an object, or a list of objects."""
+    try:
+        value = read_json(raw)
+    except ValueError as error:
+        name = re.search(r'"(?:tool_)?name"\s*:\s*"([^"]+)"', raw)
+        return [ToolCall(name[1] if name else MALFORMED_NAME, raw, f"it is not JSON: {error}")]
+    if not isinstance(value, list):
+        return [_object_call(value, raw)]
+    return [_object_call(one, json.dumps(one, ensure_ascii=False)) for one in value]
+
+
+def json_until(closing: str = "") -> Reader:
+    """Return a reader of JSON objects, or of a list of objects, up to a closing marker or the end of the turn.
+
+    A marker that a JSON string contains closes nothing.
+    """
+
+    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
+        calls: list[ToolCall] = []
+        at = _skip(text, opening.end())
+        while not calls or text.startswith(("{", "["), at):
+            start, end = at, _json_end(text, at)
+            follows = _skip(text, end) if end is not None else at
+            marker = opening[0] or "\0"
+            if end is None or (closing and not text.startswith((closing, "{", "[", marker), follows) and text[follows:]):
+                end = text.find(closing, follows) if closing else -1
+                end = follows = len(text) if end < 0 else end
+            calls += _json_calls(text[start:end].strip())
+            at = follows
+        if closing and text.startswith(closing, at):
+            return Found(calls, at + len(closing))
+        reopened = bool(opening[0]) and text.startswith(opening[0], at)
+        return Found(calls, at if closing else end, closed=reopened or not closing)
+
+    return read
+
+
+def named_json(head: str = "", closing: str = "", fence: str = "") -> Reader:
+    """Return a reader of a function's name, its arguments as JSON, and a closing marker.
+
+    Args:
+        head: pattern of what stands between the opening marker and the arguments, with groups ``name`` and perhaps
+            ``id``; empty where the opening itself holds the name.
+        closing: pattern of what closes a call; empty if the last brace of the arguments does.
+        fence: pattern of what may stand between the arguments and the closing marker.
+    """
+    headed = re.compile(head, re.DOTALL)
+    closes, closer = re.compile(rf"\s*(?:{fence})?\s*(?:{closing})"), re.compile(closing)
+
+    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
+        about = headed.match(text, opening.end())
+        groups = opening.groupdict() | (about.groupdict() if about else {})
+        name, own = (groups.get("name") or "").strip(), (groups.get("id") or "").strip()
+        at = about.end() if about else opening.end()
+        end = _json_end(text, at)
+        closed = closes.match(text, end) if end is not None else None
+        if end is None or closed is None:
+            later = closer.search(text, at) if closing else None
+            if later is not None or end is None or text[end:].strip():
+                end = later.start() if later else len(text)
+            closed = later
+        raw = text[at:end].strip()
+        call = as_call(name if _NAME.fullmatch(name) else None, raw, raw, own or None)
+        return Found([call], closed.end() if closed and closing else end, closed is not None)
+
+    return read
+
+
+# Bare parameters between tags
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The tags behind a call's opening one, as patterns.
+
+    Attributes:
+        parameter: a parameter's opening tag, with the group ``key`` and perhaps ``kind``, which is ``true`` or
+            ``string`` for text and anything else for JSON.
+        value_end: a parameter's closing tag.
+        call_end: what closes a call.
+        block_end: what may close a block of calls behind it.
+        lines: one line break at either end of a value belongs to the tags.
+    """
+
+    parameter: str
+    value_end: str
+    call_end: str
+    block_end: str = r"(?!)"
+    lines: bool = False
+
+
+_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
+
+
+def tagged(tags: Tags) -> Reader:
+    """Return a reader of bare parameters, typed by the tool's schema where their tags do not tell the type.
+
+    A closing tag that is part of a value (of an XML file, say) is told from the real one by what follows the tag.
+    """
+    unnamed = re.sub(r"\(\?P<\w+>", "(?:", tags.parameter)
+    tag, boundary = re.compile(rf"\s*(?:{tags.parameter})"), re.compile(rf"(?P<end>{tags.value_end})|{unnamed}")
+    closes = re.compile(rf"\s*(?:(?:{tags.call_end})(?:\s*(?:{tags.block_end}))?|(?:{tags.block_end}))")
+    follows = re.compile(rf"\s*(?:{unnamed}|{tags.call_end}|{tags.block_end}|\Z)")
+    stop = re.compile(rf"{unnamed}|{tags.call_end}|{tags.block_end}")
+
+    def value_of(text: str, at: int) -> tuple[str, int] | None:
+        """The bare value that begins there and the index behind its closing tag; ``None`` if nothing ends it."""
+        first: re.Match[str] | None = None
+        for found in boundary.finditer(text, at):
+            if found["end"] is None:
+                first = first or found  # the closing tag is missing
+                return text[at : first.start()], first.end() if first["end"] is not None else first.start()
+            if follows.match(text, found.end()):
+                return text[at : found.start()], found.end()
+            first = first or found
+        return (text[at : first.start()], first.end()) if first else None
+
+    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
+        name = (opening.groupdict().get("name") or "").strip()
+        arguments: dict[str, Any] = {}
+        at, garbage, unclosed = opening.end(), False, ""
+        while (end := closes.match(text, at)) is None and at < len(text):
+            if (found := tag.match(text, at)) is not None:
+                key, kind = found["key"].strip(), found.groupdict().get("kind")
+                value = value_of(text, found.end())
+                if value is None:
+                    unclosed, at = f"it ends within the parameter {key!r}", len(text)
+                    break
+                bare, at = value
+                arguments[key] = _typed(bare, kind, schemas, name, key, lines=tags.lines)
+                continue
+            next_tag = stop.search(text, at)
+            to = next_tag.start() if next_tag else len(text)
+            garbage, at = garbage or bool(text[at:to].strip()), to
+        raw = text[opening.start() : at].strip()
+        if not _NAME.fullmatch(name):
+            call = ToolCall(MALFORMED_NAME, raw, "it names no function")
+        elif unclosed or (garbage and not arguments):
+            call = ToolCall(name, raw, unclosed or "there is text where its parameters should be")
+        else:
+            call = as_call(name, arguments, raw)
+        return Found([call], end.end() if end else at, end is not None)
+
+    return read
+
+
+def _typed(bare: str, kind: str | None, schemas: ToolSchemas, name: str, key: str, *, lines: bool) -> Any:
+    if lines:
+        bare = bare.removeprefix("\n").removesuffix("\n")
+    if (quoted := _CDATA.fullmatch(bare)) is not None:
+        bare = quoted[1]
+    if kind in ("true", "string"):
+        return bare
+    if kind is not None:
+        try:
+            return read_json(bare)
+        except ValueError:
+            return bare
+    return schemas.typed(name, [key], bare)
+
+
+# Elements named after the arguments (MiniMax M3)
+
+
+def elements(mark: str, call_end: str, block_end: str) -> Reader:
+    """Return a reader of arguments as nested elements, each of whose tags a mark precedes.
+
+    An element with elements inside is an object, or an array where the schema or the name ``item`` says so.
+    """
+    opens = re.compile(re.escape(mark) + r"<([^/<>\s][^<>]*)>")
+    space, closes = re.compile(r"\s*"), re.compile(rf"\s*{re.escape(mark)}{call_end}(?:\s*{re.escape(mark)}{block_end})?")
+
+    def element(text: str, at: int, schemas: ToolSchemas, tool: str, path: list[str]) -> tuple[Any, int]:
+        """The value of the element whose opening tag ends there, and the index behind its closing tag."""
+        if len(path) > _MAX_DEPTH:
+            raise ValueError(f"nested over {_MAX_DEPTH} deep")
+        name = path[-1] if path[-1] != ITEM else "item"
+        inner = opens.match(text, space.match(text, at).end())  # type: ignore[union-attr]
+        if inner is None:
+            end = text.find(mark, at)
+            bare, end = text[at:end], end
+            kinds = schemas.types(tool, path)
+            value: Any = ({"array": [], "object": {}}.get(next(iter(kinds), ""), "") if not bare and len(kinds) == 1 else None)
+            value = value if value is not None else schemas.typed(tool, path, bare)
+        else:
+            array = "array" in schemas.types(tool, path) or inner[1] == "item"
+            items: list[Any] = []
+            fields: dict[str, Any] = {}
+            end = inner.start()
+            while (inner := opens.match(text, space.match(text, end).end())) is not None:  # type: ignore[union-attr]
+                one, end = element(text, inner.end(), schemas, tool, [*path, ITEM if array else inner[1]])
+                items.append(one)
+                fields[inner[1]] = one
+            end = space.match(text, end).end()  # type: ignore[union-attr]
+            value = items if array else fields
+        close = f"{mark}</{name}>"
+        if end < 0 or not text.startswith(close, end):
+            raise ValueError(f"it does not close the element {name!r}")
+        return value, end + len(close)
+
+    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
+        name, at = opening["name"].strip(), opening.end()
+        arguments: dict[str, Any] = {}
+        try:
+            while (found := opens.match(text, space.match(text, at).end())) is not None:  # type: ignore[union-attr]
+                arguments[found[1]], at = element(text, found.end(), schemas, name, [found[1]])
+        except ValueError as error:
+            later = closes.search(text, at)
+            end = later.end() if later else len(text)
+            return Found([ToolCall(name, text[opening.start() : end], str(error))], end, later is not None)
+        closed = closes.match(text, at)
+        call = as_call(name, arguments, text[opening.start() : at])
+        return Found([call], closed.end() if closed else at, closed is not None)
+
+    return read
+
+
+# Python
+
+
+def python_list(closing: str = "") -> Reader:
+    """Return a reader of ``[f(a=1), g(b="x")]`` up to a closing marker or the end of the turn. Nothing is run."""
+
+    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
+        end = text.find(closing, opening.end()) if closing else -1
+        closed = end >= 0
+        end = end if closed else len(text)
+        body = text[opening.end() if closing else opening.start() : end].strip()
+        if not closing:
+            for marker in ("<|python_tag|>", "<|python_start|>"):
+                body = body.removeprefix(marker).removesuffix("<|python_end|>").strip()
+        return Found(_python_calls(body), end + len(closing) if closed else end, closed or not closing)
+
+    return read
+
+
+def _python_calls(body: str) -> list[ToolCall]:
+    start = re.match(r"\[\s*([^\W\d][\w.-]*)\s*\(", body)
+    name = start[1] if start else MALFORMED_NAME
+    try:
+        listed = parse_expression(body)
+    except ValueError as error:
+        return [ToolCall(name, body, f"it is not a list of calls in Python: {error}")]
+    if not isinstance(listed, ast.List):
+        return [ToolCall(name, body, "there is something after the list of calls")]
+    return [_python_call(node, body) for node in listed.elts]
+
+
+def _python_call(node: ast.expr, raw: str) -> ToolCall:
+    name = _dotted(node.func) if isinstance(node, ast.Call) else None
+    if not isinstance(node, ast.Call) or name is None:
+        return ToolCall(MALFORMED_NAME, raw, "it is not a call of a named function")
+    arguments: dict[str, object] = {}
+    try:
+        if node.args:
+            raise ValueError("an argument has no name")
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                raise ValueError("** is not allowed")
+            if keyword.arg in arguments:
+                raise ValueError(f"{keyword.arg} is there twice")
+            arguments[keyword.arg] = python_value(keyword.value)
+    except ValueError as error:
+        return ToolCall(name, raw, f"its arguments are not named literals: {error}")
+    return as_call(name, arguments, raw)
+
+
+def _dotted(node: ast.expr) -> str | None:
+    """The name of a function, perhaps in a module."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else None
+
+
+# Gemma 4
+
+
+_QUOTE = '<|"|>'
+_BARE = re.compile(r"[^,{}\[\]<]*")
+
+
+def gemma(closing: str) -> Reader:
+    """Return a reader of ``call:f{key:<|"|>text<|"|>,n:1,list:[true]}``, Gemma 4's notation."""
+
+    def value(text: str, at: int, depth: int) -> tuple[Any, int]:
+        """The value that begins there and the index behind it.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if depth == 0:
+            raise ValueError(f"nested over {_MAX_DEPTH} deep")
+        if text.startswith(_QUOTE, at):
+            end = text.find(_QUOTE, at + len(_QUOTE))
+            if end < 0:
+                raise ValueError("a text does not end")
+            return text[at + len(_QUOTE) : end], end + len(_QUOTE)
+        if text.startswith("{", at):
+            return fields(text, at + 1, depth - 1)
+        if text.startswith("[", at):
+            items, at = [], _skip(text, at + 1)
+            while not text.startswith("]", at):
+                one, at = value(text, at, depth - 1)
+                items.append(one)
+                at = _skip(text, at)
+            return items, at + 1
+        bare = _BARE.match(text, at)
+        if bare is None or not bare[0].strip():
+            raise ValueError("a value is missing")
+        return read_json(bare[0].strip()), bare.end()
+
+    def fields(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+        """The object whose opening brace ends there, and the index behind its closing one."""
+        found: dict[str, Any] = {}
+        at = _skip(text, at)
+        while not text.startswith("}", at):
+            colon = text.find(":", at)
+            if colon < 0:
+                raise ValueError("an object does not end")
+            key = text[at:colon].strip().removeprefix(_QUOTE).removesuffix(_QUOTE)
+            found[key], at = value(text, _skip(text, colon + 1), depth)
+            at = _skip(text, at)
+        return found, at + 1
+
+    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
+        name = opening["name"].strip()
+        try:
+            arguments, end = fields(text, opening.end(), _MAX_DEPTH)
+            call = as_call(name, arguments, text[opening.start() : end])
+        except ValueError as error:
+            end = text.find(closing, opening.end())
+            end = len(text) if end < 0 else end
+            call = ToolCall(name, text[opening.start() : end], str(error))
+        closed = text.startswith(closing, end)
+        return Found([call], end + len(closing) if closed else end, closed)
+
+    return read
+
+
+# Harmony (gpt-oss)
+
+
+_HARMONY = re.compile(
+    r"(?:<\|start\|>assistant)?(?P<head>(?:(?!<\|(?:message|start|end|call|return)\|>).){0,500})<\|message\|>"
+    r"(?P<body>.*?)(?P<end><\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+
+
+def harmony(text: str) -> tuple[str | None, str, Found]:
+    """Split a turn of OpenAI's Harmony format into its thought, its content and its calls.
+
+    The channel ``analysis`` is thought; a message to ``functions.NAME`` is a call; everything else is content.
+    """
+    thoughts: list[str] = []
+    content: list[str] = []
+    calls: list[ToolCall] = []
+    closed, at = True, 0
+    while (message := _HARMONY.match(text, at)) is not None and message.end() > at:
+        head, body = message["head"], message["body"]
+        recipient = re.search(r"to=functions\.([\w.-]+)", head)
+        if recipient is not None:
+            calls.append(as_call(recipient[1], body.strip() or "{}", body))
+            closed = message["end"] == "<|call|>"
+        else:
+            (thoughts if "<|channel|>analysis" in head else content).append(body)
+        at = message.end()
+    content.append(text[at:])
+    return "\n".join(thoughts) if thoughts else None, "".join(content), Found(calls, at, closed)
