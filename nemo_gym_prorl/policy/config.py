@@ -29,8 +29,9 @@ class PolicyConfig(KnownKeys):
             that is of another kind is refused when it is first met.
         tokenizer: folder or Hugging Face name; ``null`` takes ``model`` if that is a folder with a tokenizer.
         chat_template: file of a Jinja template that replaces the tokenizer's own.
-        tool_call_parser: how the model writes tool calls (vLLM's word). Where the engine takes turns apart itself
-            (``nemo_rl``, ``vllm_chat``), it tells whether it does: a call that is left in a final answer is an error.
+        tool_call_parser: how the model writes tool calls, by vLLM's name; ``null`` finds the one that reads what the
+            chat template writes. Where the engine takes turns apart itself (``nemo_rl``, ``vllm_chat``), the format
+            tells whether it does: a call that is left in a final answer is an error (``null``: ``hermes``).
         thoughts: whether a leading ``<think>`` block is taken as reasoning.
         replace_developer_role_with_system: also where the template has the role, or the engine renders.
         history: keep tokens as sampled when the template would rewrite them, or start a branch.
@@ -56,7 +57,7 @@ class PolicyConfig(KnownKeys):
     engine: Literal["vllm", "vllm_chat", "nemo_rl", "sglang"] | None = None
     tokenizer: str | None = None
     chat_template: str | None = None
-    tool_call_parser: str = "hermes"
+    tool_call_parser: str | None = None
     thoughts: bool = True
     replace_developer_role_with_system: bool = False
     history: Rewriting = "keep"

@@ -24,7 +24,8 @@ from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.text.parsers import FORMATS
+from nemo_gym_prorl.policy.text.formats import FORMATS, format_named
+from nemo_gym_prorl.policy.text.parsers import Format
 from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.serving.keys import authorization
@@ -51,8 +52,10 @@ class PolicyHost:
     """
 
     def __init__(self, config: PolicyConfig) -> None:
-        if config.tool_call_parser not in FORMATS:
+        form = format_named(config.tool_call_parser or "hermes")
+        if form is None:
             raise CallerError(f"{config.tool_call_parser!r} is none of {', '.join(FORMATS)}", field="tool_call_parser")
+        self._form = form
         if ENGINES[config.protocol].takes_tokens and config.tokenizer_folder is None:
             raise CallerError(f"engine {config.protocol!r} takes tokens, so it needs a tokenizer", field="tokenizer")
         self.config = config
@@ -80,12 +83,12 @@ class PolicyHost:
             if self.engine.takes_tokens and config.tokenizer_folder is not None:
                 # It tokenises one text at a time: handing that to a pool of threads costs half as much again.
                 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-                renderer = await asyncio.to_thread(self._followed, config.tokenizer_folder)
+                renderer, self._form = await asyncio.to_thread(self._followed, config.tokenizer_folder)
             self.service = PolicyService(
                 self.dispatcher,
                 self.metrics,
                 renderer=renderer,
-                tool_format=config.tool_call_parser,
+                form=self._form,
                 thoughts=config.thoughts,
                 developers=not config.replace_developer_role_with_system,
                 history=config.history,
@@ -95,11 +98,10 @@ class PolicyHost:
             self.dispatcher.spawn(self._look_over())
             yield
 
-    def _followed(self, folder: str) -> Renderer:
-        """Tokenizer and template, once it is known that they can be followed."""
+    def _followed(self, folder: str) -> tuple[Renderer, Format]:
+        """Tokenizer and template, once it is known that they can be followed, and how the model writes its turns."""
         renderer = Renderer.load(folder, self.config.chat_template)
-        rehearse(renderer, self.config.tool_call_parser, thoughts=self.config.thoughts)
-        return renderer
+        return renderer, rehearse(renderer, self.config.tool_call_parser, thoughts=self.config.thoughts)
 
     async def _look_over(self) -> None:
         """Say early what every turn would fail with; engines may also come later, so nothing ends for it."""

@@ -34,6 +34,7 @@ _OF_ROLLOUTS: Mapping[str, tuple[str, str]] = {
         "neutralised_tokens",
         "Control tokens that observations spelled, encoded as ordinary text",
     ),
+    "unreadable": ("unreadable_tokens", "Sampled ids that the tokenizer has no text for"),
     "ambiguous": ("ambiguous_turns", "Turns that continue one of several that look the same to the agent"),
     "retokenised": ("retokenised_tokens", "Sampled tokens that were tokenised again"),
 }

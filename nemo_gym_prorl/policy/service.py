@@ -32,10 +32,10 @@ from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher, cancelling
 from nemo_gym_prorl.policy.pool.prefixes import blocks_of
 from nemo_gym_prorl.policy.pool.waits import Wait
+from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.text.left_over import left_over
 from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of, without_developers
-from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
-from nemo_gym_prorl.policy.text.recall import Recall
+from nemo_gym_prorl.policy.text.parsers import Format, Parsed, parse, parsed_by_engine
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.tokens.echo import without_tokens
@@ -66,7 +66,6 @@ class RolloutState:
     answers: dict[str, Point] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     began: datetime = field(default_factory=datetime.now)
-    recall: Recall = field(default_factory=Recall)
     wait: Wait = field(default_factory=Wait)
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
     used_at: float = 0.0
@@ -84,8 +83,8 @@ class PolicyService:
         dispatcher: where requests run, and how backends are asked.
         metrics: what is counted.
         renderer: tokenizer and chat template, for engines that take tokens.
-        tool_format: name in :data:`~nemo_gym_prorl.policy.text.parsers.FORMATS`.
-        thoughts: look for ``<think>`` blocks.
+        form: how the model writes thoughts and calls.
+        thoughts: whether a leading thought is taken as one.
         developers: whether there is a role ``developer``, where the template has it; else that is the system's.
         history: see :data:`Rewriting`.
         keep_s: how long an unused rollout is remembered.
@@ -97,7 +96,7 @@ class PolicyService:
         metrics: PolicyMetrics,
         *,
         renderer: Renderer | None = None,
-        tool_format: str = "hermes",
+        form: Format = FORMATS["hermes"],
         thoughts: bool = True,
         developers: bool = True,
         history: Rewriting = "keep",
@@ -110,7 +109,7 @@ class PolicyService:
             self.engine.expect(text, renderer.tokenizer.encode(text))
         self.metrics = metrics
         self.renderer = renderer
-        self.tool_format = tool_format
+        self.form = form
         self.thoughts = thoughts
         # As vLLM knows whether a template has the role, by this mark.
         source = renderer.template.source if renderer is not None else "'developer'"
@@ -194,7 +193,7 @@ class PolicyService:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
         opened = written.opened if written is not None and self.thoughts else None
-        parsed = self._parse(generation, request, prompt, opened)
+        parsed = self._parse(rollout, generation, request, prompt, opened)
         if not request.parallel or (self.renderer is not None and self.renderer.one_call):
             parsed = replace(parsed, calls=parsed.calls[:1])
         if generation.prompt_ids is not None:
@@ -374,7 +373,6 @@ class PolicyService:
                 before=point.written,
                 now=rollout.began,
                 variables=request.template_variables,
-                recall=rollout.recall,
             )
             rewrites = continuation.rewrites_history or list(point.tools) != list(request.tools)
             if rewrites:
@@ -389,7 +387,6 @@ class PolicyService:
             request.tools,
             now=rollout.began,
             variables=request.template_variables,
-            recall=rollout.recall,
         )
         self._count(rollout, "neutralised", first.neutralised)
         return texts.prompt(None, first.ids), None, first.written
@@ -407,26 +404,25 @@ class PolicyService:
         tools = {tool["function"]["name"] for tool in request.tools}
         if parsed.calls:
             self._calling.add(url)
-        elif generation.finish is Finish.STOP and (name := left_over(parsed.content, self.tool_format, tools)):
+        elif generation.finish is Finish.STOP and (name := left_over(parsed.content, self.form, tools)):
             raise Misconfigured(
                 f"{url} gave a call of {name} as the text of a final answer: it parses no calls. In NeMo RL set "
                 "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser, start vLLM with "
-                "--enable-auto-tool-choice --tool-call-parser; if its model does not write calls in the format "
-                f"{self.tool_format}, correct policy.tool_call_parser",
+                "--enable-auto-tool-choice --tool-call-parser; if its model does not write such calls, correct "
+                "policy.tool_call_parser",
                 field="tool_parser",
             )
 
-    def _parse(self, generation: Generation, request: TurnRequest, prompt: Prompt, opened: str | None) -> Parsed:
+    def _parse(
+        self, rollout: RolloutState, generation: Generation, request: TurnRequest, prompt: Prompt, opened: str | None
+    ) -> Parsed:
         """A turn taken apart, whose prompt opened its thought with this white space, if it did."""
         if generation.message is not None:
             return parsed_by_engine(generation.message)
         assert self.renderer is not None
         tokenizer = self.renderer.tokenizer
-        if max(generation.ids, default=0) >= tokenizer.size:
-            raise Misconfigured(
-                f"the engine sampled id {max(generation.ids)}, the tokenizer knows {tokenizer.size}: no match",
-                field="tokenizer",
-            )
+        # The padding of an embedding can be sampled. That is the policy's act: it stays in the tokens.
+        self._count(rollout, "unreadable", tokenizer.unreadable(generation.ids))
         text = self.renderer.said(
             generation.ids,
             generation.finish,
@@ -434,8 +430,15 @@ class PolicyService:
             variables=request.template_variables,
             behind=_last(prompt.new),
         )
-        tool_format = self.tool_format if request.tools and request.tool_choice != "none" else "plain"
-        parsed = parse(text, tool_format, thoughts=self.thoughts, in_thought=opened is not None)
+        parsed = parse(
+            text,
+            self.form,
+            request.tools,
+            thoughts=self.thoughts,
+            in_thought=opened is not None,
+            calls=bool(request.tools) and request.tool_choice != "none",
+            cut=generation.finish is Finish.LENGTH,
+        )
         thought = parsed.thought and tokenizer.without_special(parsed.thought)
         return Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls)
 

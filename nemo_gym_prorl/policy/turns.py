@@ -98,3 +98,4 @@ class Counts:
     ambiguous: int = 0
     retokenised: int = 0
     neutralised: int = 0
+    unreadable: int = 0

@@ -25,7 +25,8 @@ from examples.tiny_dapo.demonstrations import Carelessness, Demonstration, demon
 from examples.tiny_dapo.resources_servers.riddles.app import RiddleServer
 from examples.tiny_dapo.riddles import KINDS, Riddle, draw_riddles
 from examples.tiny_dapo.vocabulary import ASSISTANT, END, make_tokenizer, policy_mask
-from nemo_gym_prorl.policy.text.parsers import hermes
+from nemo_gym_prorl.policy.text.formats import FORMATS
+from nemo_gym_prorl.policy.text.parsers import parse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.rollout.tokens import take_tokens
 from nemo_gym_prorl.task_server import TaskServerConfig
@@ -60,11 +61,11 @@ async def replay(base_url: str, riddle: Riddle, shown: Demonstration) -> dict[st
     async with Client(base_url) as client:
         assert (await client.post("/seed_session", riddle.row()))[0] == 200
         for said, seen in shown.turns:
-            content, calls = hermes(said)
+            parsed = parse(said, FORMATS["hermes"])
             if not seen:
                 break
-            assert not content
-            [call] = calls
+            assert not parsed.content
+            [call] = parsed.calls
             assert await client.tool(call.name, **json.loads(call.arguments)) == seen
         assert await client.post("/release_session") == (200, {"released": True}, None)
         message = {"type": "message", "role": "assistant", "id": "m", "status": "completed"}
@@ -127,12 +128,12 @@ def test_a_lesson_is_the_conversation_as_the_template_writes_it(
     renderer = Renderer.load(str(folder))
     messages: list[dict[str, Any]] = [{"role": "user", "content": shown.question}]
     for number, (said, seen) in enumerate(shown.turns):
-        content, calls = hermes(said)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
+        parsed = parse(said, FORMATS["hermes"])
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.calls:
             message["tool_calls"] = [
                 {"id": f"c{number}", "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for c in calls
+                for c in parsed.calls
             ]
         messages.append(message)
         if seen:

@@ -64,7 +64,7 @@ FAMILIES = {
         Family("thinking", "hermes", "<|im_end|>", HERMES, thinks=True),
         Family(
             "headers",
-            "llama_json",
+            "llama3_json",
             "<|eot_id|>",
             '{"name": "look", "parameters": {"what": "%s"}}',
             call_stop="<|eom_id|>",

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.text.messages import Message, as_message
 from nemo_gym_prorl.policy.text.parsers import parse
 from nemo_gym_prorl.policy.text.renderer import Renderer
@@ -119,7 +120,7 @@ def test_the_conversation_goes_on_whatever_the_policy_wrote(name: str, where: in
     renderer = family.renderer(tokenizer())
     call = family.call % "日本"
     text = call[:where] + what + call[max(where, to) :]
-    parsed = parse(text, family.tool_format)
+    parsed = parse(text, FORMATS[family.tool_format])
     message = as_message(replace(parsed, calls=parsed.calls[:1]) if renderer.one_call else parsed)
     calls = message.get("tool_calls", [])
     new: list[Message] = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in calls] or [USER]

@@ -23,6 +23,7 @@ from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
+from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.text.parsers import parse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
@@ -82,7 +83,7 @@ async def play_all(engine_url: str, model_folder: Path) -> list[Run]:
             dispatcher.apply(pool.add("a", engine_url))
             renderer = family.renderer(tokenizer)
             services[family.name] = PolicyService(
-                dispatcher, PolicyMetrics(pool), renderer=renderer, tool_format=family.tool_format
+                dispatcher, PolicyMetrics(pool), renderer=renderer, form=FORMATS[family.tool_format]
             )
         played = [
             Run(family, services[family.name], f"r{index}")
@@ -144,7 +145,7 @@ async def test_the_agent_saw_what_the_tokens_say(runs: list[Run]) -> None:
                 assert tokenizer.decode(ids[-1:]) in tokenizer.special.values()
                 ids.pop()
             text = tokenizer.decode(ids)
-            again = parse(text, run.family.tool_format, in_thought=opened)
+            again = parse(text, FORMATS[run.family.tool_format], TOOLS, in_thought=opened)
             thought = again.thought and tokenizer.without_special(again.thought)
             assert (thought, again.calls) == (answer.parsed.thought, answer.parsed.calls)
             assert tokenizer.without_special(again.content) == answer.parsed.content

@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
+from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.text.parsers import parse
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
@@ -104,7 +105,7 @@ async def test_gyms_own_agent_over_a_real_engine(engine_url: str, model_folder: 
                 ids = item["generation_token_ids"]
                 # A turn that was cut short has no end, and may be a whole call all the same.
                 text = tokenizer.decode(ids[:-1] if ids[-1] in tokenizer.special else ids)
-                calls = parse(text, FAMILIES["thinking"].tool_format).calls
+                calls = parse(text, FORMATS[FAMILIES["thinking"].tool_format]).calls
                 assert item["arguments"] in [call.arguments for call in calls]
     assert 'prorl_policy_sampled_tokens_total{backend="backend0",run=""}' in metrics
     assert "prorl_policy_retokenised_tokens_total 0.0" in metrics

@@ -5,19 +5,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.policy.text.parsers import FORMATS, MALFORMED_NAME, parse, parsed_by_engine
+from nemo_gym_prorl.policy.text.formats import FORMATS, format_named
+from nemo_gym_prorl.policy.text.parsers import MALFORMED_NAME, Parsed, parsed_by_engine
+from nemo_gym_prorl.policy.text.parsers import parse as parse_turn
+
+
+def parse(text: str, name: str, tools: Sequence[Mapping[str, Any]] = (), **more: Any) -> Parsed:
+    form = format_named(name)
+    assert form is not None
+    return parse_turn(text, form, tools, **more)
 
 
 TEXT = st.text(st.characters(codec="utf-8"))
 GOOD = {
     "hermes": '<tool_call>\n{"name": "look", "arguments": {"what": "é"}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=what>\né\n</parameter>\n</function>\n</tool_call>",
-    "llama_json": '{"name": "look", "parameters": {"what": "é"}}',
+    "llama3_json": '{"name": "look", "parameters": {"what": "é"}}',
     "mistral": '[TOOL_CALLS] [{"name": "look", "arguments": {"what": "é"}}]',
     "pythonic": '[look(what="é")]',
 }
@@ -34,7 +44,7 @@ BAD = {
         ("<tool_call>look</tool_call>", MALFORMED_NAME),
         ("<tool_call><function=look>what</function></tool_call>", "look"),
     ],
-    "llama_json": [('{"name": "look", "parameters": ', "look"), ("<|python_tag|>look()", MALFORMED_NAME)],
+    "llama3_json": [('{"name": "look", "parameters": ', "look"), ("<|python_tag|>look()", MALFORMED_NAME)],
     "mistral": [("[TOOL_CALLS] [{", MALFORMED_NAME), ("[TOOL_CALLS]look[ARGS]{", "look")],
     "pythonic": [
         ("[look(what=", "look"),
@@ -109,7 +119,7 @@ LOOK, SEE = (
 
 @pytest.mark.parametrize("between", ["; ", ";", "\n", ", ", " "])
 def test_several_calls_of_llama(between: str) -> None:
-    parsed = parse(f"{LOOK}{between}{SEE}", "llama_json")
+    parsed = parse(f"{LOOK}{between}{SEE}", "llama3_json")
     assert [(call.name, call.malformed) for call in parsed.calls] == [("look", None), ("see", None)]
     assert json.loads(parsed.calls[0].arguments) == {"what": "a; {b}"}
     assert parsed.content == ""
@@ -126,7 +136,7 @@ def test_several_calls_of_llama(between: str) -> None:
     ],
 )
 def test_a_call_of_llama_may_have_text_around_it(text: str, content: str, calls: int) -> None:
-    parsed = parse(text, "llama_json")
+    parsed = parse(text, "llama3_json")
     assert (parsed.content, len(parsed.calls)) == (content, calls)
 
 

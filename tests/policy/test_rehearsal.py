@@ -43,7 +43,7 @@ def test_families_can_be_followed_with_every_kind_of_tokenizer(name: str, kind: 
 @pytest.mark.parametrize(
     ("change", "tool_format", "why"),
     [
-        (("", ""), "llama_json", "tool_call_parser 'llama_json' does not read its calls, 'hermes' does"),
+        (("", ""), "llama3_json", "tool_call_parser 'llama3_json' does not read its calls, 'hermes' does"),
         (("message.content or ''", "'' if message.role == 'tool' else message.content"), "hermes", "results of tools"),
         (("message.tool_calls or []", "[]"), "hermes", "it drops the policy's calls"),
         (("message.content or ''", "message.content if message.role != 'assistant'"), "plain", "what the policy said"),

@@ -121,8 +121,19 @@ FOLLOWED = {
         "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
     ],
     "qwen3_coder": ["Qwen3-Coder", "Qwen3.5-4B"],
-    "llama_json": ["meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct"],
+    "llama3_json": ["meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct"],
     "mistral": ["mistralai-Mistral-Nemo-Instruct-2407", "Mistral-Small-3.2-24B-Instruct-2506"],
+    "deepseek_v32": ["deepseek-ai-DeepSeek-V3.2"],
+    "deepseek_v4": ["deepseek-ai-DeepSeek-V4"],
+    "glm45": ["GLM-4.6", "GLM-4.7-Flash", "poolside-Laguna-XS.2"],
+    "kimi_k2": ["moonshotai-Kimi-K2"],
+    "minimax_m2": ["MiniMax-M2"],
+    "minimax_m3": ["MiniMax-M3"],
+    "gemma4": ["google-gemma-4-31B-it-interleaved"],
+    "nemotron_v2": ["NVIDIA-Nemotron-Nano-v2"],
+    "hy_v3": ["tencent-Hy3"],
+    "minicpm5": ["openbmb-MiniCPM5-1B"],
+    "openai": ["openai-gpt-oss-120b"],
     "pythonic": ["tool_chat_template_llama4_pythonic"],
 }
 """Files of families that the docs name, by the parser with which they must be followed."""
@@ -206,9 +217,11 @@ def test_a_header_is_no_end_of_turn() -> None:
 
 def test_a_stop_string_is_no_part_of_the_answer() -> None:
     chat = renderer(source("chatml"))
-    ids = chat.tokenizer.encode("a\nUSER: b")
+    ids = chat.tokenizer.encode("a\nUSER:")
     assert chat.said(ids, Finish.STOP, ("\nUSER:", "")) == "a"
-    assert chat.said(ids, Finish.LENGTH, ("\nUSER:",)) == "a\nUSER: b"
+    assert chat.said(ids, Finish.LENGTH, ("\nUSER:",)) == "a\nUSER:"
+    later = chat.tokenizer.encode("a\nUSER: b\nUSER:")
+    assert chat.said(later, Finish.STOP, ("\nUSER:",)) == "a\nUSER: b", "min_tokens let the first one pass"
     assert chat.said(chat.tokenizer.encode("a\nUSER:<|im_end|>"), Finish.STOP, ("\nUSER:",)) == "a\nUSER:"
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.text.parsers import FORMATS
+from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate
@@ -268,17 +268,15 @@ def outcome(source: str, kind: str, shapes: Sequence[str] = ("ac", "ta")) -> Out
     tokenizer = tokenizer_of(kind, source, "</s><s>", *stops, eos)
     renderer = Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token=eos))
     why, followed = "", None
-    for name in ("plain", *(name for name in FORMATS if name != "plain")):
+    for tool_format in ("plain", None):
         try:
-            rehearse(renderer, name)
+            form = rehearse(renderer, tool_format)
         except CallerError as error:
             why = why or f"{error}"
-            if name == "plain" and not renderer.wants_tools:
+            if tool_format == "plain" and not renderer.wants_tools:
                 return Outcome(None, why, Tally())
         else:
-            followed = name
-            if name != "plain" or not renderer.shows_tools:
-                break
+            followed = next(name for name, known in FORMATS.items() if known == replace(form, think=known.think))
     if followed is None:
         return Outcome(None, why, Tally())
     offered = ((),) if followed == "plain" else ((), TOOLS)

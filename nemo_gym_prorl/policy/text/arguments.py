@@ -140,7 +140,6 @@ class ToolSchemas:
         return text
 
 
-
 def _property(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
     """The schema of one property of an object schema; ``{}`` where there is none."""
     properties = _resolved(schema, root).get("properties")

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How each model family writes a turn: one entry per format, by vLLM's name for it.
 
-The entries follow the families' own chat templates and model cards. ``tests/policy`` holds them against those templates
-and against vLLM's parsers.
+The entries follow the families' own chat templates and model cards; ``tests/policy`` holds them against those and
+against vLLM's parsers.
 """
 
 from __future__ import annotations
@@ -72,19 +72,6 @@ def _dsml(block: str, space: str = "") -> Format:
     )
 
 
-def _invokes(block: str, invoke: str, parameter: str, *, think: tuple[str, str] = ("<think>", "</think>")) -> Format:
-    """Elements whose attributes name function and parameter."""
-    return Format(
-        re.compile(rf'(?:<{block}>\s*)?<{invoke} name="?(?P<name>[^">]*)"?>|<{block}>'),
-        tagged(
-            Tags(
-                rf'<{parameter} name="?(?P<key>[^">]{{1,200}})"?>', rf"</{parameter}>", rf"</{invoke}>", rf"</{block}>"
-            )
-        ),
-        think,
-    )
-
-
 _M3 = "]<]minimax[>["
 
 FORMATS: Mapping[str, Format] = {
@@ -97,13 +84,15 @@ FORMATS: Mapping[str, Format] = {
         re.compile(r"\[TOOL_CALLS\]"), _mistral, ("[THINK]", "[/THINK]"), own_ids=re.compile(r"[A-Za-z0-9]{9}")
     ),
     "pythonic": Format(
-        re.compile(r"\A\s*(?:<\|python_tag\|>|<\|python_start\|>)?\s*(?=\[\s*[^\W\d][\w.-]*\s*\()"),
+        re.compile(r"\A\s*+(?:(?:<\|python_tag\|>|<\|python_start\|>)\s*+)?(?=\[\s*+[^\W\d][\w.-]*+\s*+\()"),
         python_list(),
         unmarked=True,
     ),
     "deepseek_v3": Format(
         re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
-        named_json(r"(?P<name>[^\n<]*)\n", r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?", fence=r"```"),
+        named_json(
+            r"(?P<name>[^\n<]*)\n(?:```json\n)?", r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?", fence=r"```"
+        ),
     ),
     "deepseek_v31": Format(
         re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"),
@@ -150,15 +139,19 @@ FORMATS: Mapping[str, Format] = {
             )
         ),
         ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
-        sheds=re.compile(r"<\|(?:open|close)\|>response<\|sep\|>"),
+        sheds=re.compile(r"<\|(?:open|close)\|>(?:response|message)<\|sep\|>"),
     ),
-    "minimax_m2": _invokes("minimax:tool_call", "invoke", "parameter"),
+    "minimax_m2": Format(
+        re.compile(r'(?:<minimax:tool_call>\s*)?<invoke name="?(?P<name>[^">]*)"?>|<minimax:tool_call>'),
+        tagged(
+            Tags(r'<parameter name="?(?P<key>[^">]{1,200})"?>', r"</parameter>", r"</invoke>", r"</minimax:tool_call>")
+        ),
+    ),
     "minimax_m3": Format(
         re.compile(rf'(?:{re.escape(_M3)}<tool_call>\s*)?{re.escape(_M3)}<invoke name="?(?P<name>[^">]*)"?>'),
         elements(_M3, "</invoke>", "</tool_call>"),
         ("<mm:think>", "</mm:think>"),
     ),
-    "muse_glimmer": _invokes("atem:function_calls", "atem:invoke", "atem:parameter"),
     "minicpm5": Format(
         re.compile(r'<function name="(?P<name>[^"]*)">'),
         tagged(Tags(r'<param name="(?P<key>[^"]{1,200})">', r"</param>", r"</function>")),
@@ -188,7 +181,17 @@ FORMATS: Mapping[str, Format] = {
         sheds=re.compile(r"\[(?:BEGIN|END) FINAL RESPONSE\]"),
     ),
     "apertus": _marked("<|tools_prefix|>", "<|tools_suffix|>", think=("<|inner_prefix|>", "<|inner_suffix|>")),
-    "gigachat3": _marked("<|function_call|>", "<|message_sep|>"),
+    "gigachat3": Format(
+        re.compile(r"<\|function_call\|>|(?:<\|message_sep\|>\s*)?function call<\|role_sep\|>\n"),
+        json_until("<|message_sep|>"),
+    ),
+    "solar_open": Format(
+        re.compile(r"(?:<\|tool_calls\|>)?<\|tool_call:begin\|>"),
+        named_json(
+            r"(?P<id>[^<]*)<\|tool_call:name\|>(?P<name>[^<]*)<\|tool_call:args\|>",
+            r"<\|tool_call:end\|>(?:<\|calls\|>)?",
+        ),
+    ),
     "lfm2": Format(re.compile(r"<\|tool_call_start\|>"), python_list("<|tool_call_end|>")),
     "openai": Format(re.compile(r"(?!)"), _PLAIN.read, split=harmony),
     "plain": _PLAIN,
@@ -213,6 +216,13 @@ SAME_AS: Mapping[str, str] = {
     "nemotron_json": "nemotron_v2",
 }
 """Further names of formats, as vLLM and earlier versions have them."""
+
+
+THOUGHT_MARKERS = (
+    *dict.fromkeys(form.think for form in FORMATS.values() if form.think != FORMATS["plain"].think),
+    FORMATS["plain"].think,
+)
+"""All pairs of markers around thoughts, the most common one last."""
 
 
 def format_named(name: str) -> Format | None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from nemo_gym_prorl.policy.text.parsers import FORMATS
+from nemo_gym_prorl.policy.text.parsers import Format, parse
 
 
 _QUOTED = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
 
 
-def left_over(content: str, tool_format: str, tools: Collection[str]) -> str | None:
+def left_over(content: str, form: Format, tools: Collection[str]) -> str | None:
     """The tool that the end of a text calls, if it does so beyond doubt.
 
     Calls that are malformed are the policy's mistake, which engines leave in the text as well; so are those of tools
@@ -25,14 +25,14 @@ def left_over(content: str, tool_format: str, tools: Collection[str]) -> str | N
 
     Args:
         content: of a turn that is said to be final, without its thought.
-        tool_format: a name in :data:`~nemo_gym_prorl.policy.text.parsers.FORMATS`.
+        form: how the model writes calls.
         tools: names of those that were offered.
     """
     plain = _QUOTED.sub("", content)
-    rest, calls = FORMATS[tool_format](plain)
-    _, quoted_too = FORMATS[tool_format](content)
+    found, quoted_too = parse(plain, form, thoughts=False), parse(content, form, thoughts=False).calls
+    rest, calls = found.content, found.calls
     if not calls or any(call.malformed or call.name not in tools for call in (*calls, *quoted_too)):
         return None  # engines leave all calls of a turn in its text for the sake of one that they can't read
-    if tool_format == "hermes" and plain.count('"arguments"') < len(calls):
+    if "<tool_call>{" in "".join(plain.split()) and plain.count('"arguments"') < len(calls):
         return None  # engines insist on the key, and we don't
     return calls[0].name if plain.startswith(rest.rstrip()) else None

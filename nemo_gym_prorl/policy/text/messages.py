@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.text.parsers import MALFORMED_NAME, Parsed, read_json
+from nemo_gym_prorl.policy.text.arguments import read_json
+from nemo_gym_prorl.policy.text.parsers import MALFORMED_NAME, Parsed
 
 
 type Message = Mapping[str, Any]
@@ -55,6 +56,15 @@ def for_template(message: Message) -> Message:
             arguments = arguments_of(arguments)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**plain, "tool_calls": calls}
+
+
+def with_reasoning(message: Message) -> Message:
+    """Return a message whose thought is in fields of its own, for templates that write thoughts in other markers."""
+    content = str(message.get("content") or "")
+    if message["role"] != "assistant" or not (thoughts := THOUGHT.findall(content)):
+        return message
+    thought = "".join(thoughts)
+    return {**message, "content": THOUGHT.sub("", content), "reasoning": thought, "reasoning_content": thought}
 
 
 def arguments_of(arguments: str) -> Mapping[str, Any]:

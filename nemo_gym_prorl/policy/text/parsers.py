@@ -110,6 +110,7 @@ def parse(
     *,
     thoughts: bool = True,
     in_thought: bool = False,
+    calls: bool = True,
     cut: bool = False,
 ) -> Parsed:
     """Take a turn apart.
@@ -120,27 +121,31 @@ def parse(
         tools: the offered tools in OpenAI's chat format, whose schemas type bare parameters.
         thoughts: whether a thought at the beginning is taken as one.
         in_thought: the prompt had already opened the thought.
+        calls: whether calls are read; else they stay content.
         cut: the token limit ended the turn.
     """
     if form.split is not None:
         own_thought, said, found = form.split(text)
-        return Parsed(own_thought, said, tuple(_with_own_ids(_cut(found.calls, found.closed or not cut), None)))
+        whole = _cut(found.calls, found.closed or not cut) if calls else []
+        return Parsed(own_thought, said, tuple(_with_own_ids(whole, None)))
     schemas = ToolSchemas(tools)
     thought, rest = _split_thought(text, form, in_thought=in_thought) if thoughts else (None, text)
-    if thought is not None and not rest and not cut and not form.unmarked:
+    if calls and thought is not None and not rest and not cut and not form.unmarked:
         thought, rest = _ended_by_call(thought, form, schemas)
-    content, calls = _scan(rest, form, schemas, thoughts=thoughts, cut=cut)
+    content, read = _scan(rest, form, schemas, thoughts=thoughts, cut=cut) if calls else (rest, [])
     if form.sheds is not None:
         content = form.sheds.sub("", content)
-    if calls and not content.strip():
+    if read and not content.strip():
         content = ""
-    return Parsed(thought, content, tuple(_with_own_ids(calls, form.own_ids)))
+    return Parsed(thought, content, tuple(_with_own_ids(read, form.own_ids)))
 
 
 def _split_thought(text: str, form: Format, *, in_thought: bool = False) -> tuple[str | None, str]:
     """The thought with which a text begins, and the rest. An unfinished thought is all of the text."""
     opening, closing = form.think
     body = text if in_thought else text.lstrip()
+    if not in_thought and body.startswith(closing):
+        return "", body.removeprefix(closing)  # some models close a thought that they do not begin
     if not (in_thought or body.startswith(opening)):
         return None, text
     thought, _, rest = body.removeprefix(opening).partition(closing)
@@ -157,9 +162,7 @@ def _ended_by_call(thought: str, form: Format, schemas: ToolSchemas) -> tuple[st
     return (thought[: opening.start()], thought[opening.start() :]) if whole else (thought, "")
 
 
-def _scan(
-    text: str, form: Format, schemas: ToolSchemas, *, thoughts: bool, cut: bool
-) -> tuple[str, list[ToolCall]]:
+def _scan(text: str, form: Format, schemas: ToolSchemas, *, thoughts: bool, cut: bool) -> tuple[str, list[ToolCall]]:
     """The content and the calls of a text behind its thought."""
     content: list[str] = []
     calls: list[ToolCall] = []
@@ -179,7 +182,7 @@ def _scan(
             closed = found.closed
         at = end
     content.append(text[at:])
-    return "".join(content), _cut(calls, closed or not cut or bool(text[at:].strip()))
+    return "".join(content), _cut(calls, closed or not cut)
 
 
 def _cut(calls: list[ToolCall], whole: bool) -> list[ToolCall]:

@@ -44,8 +44,8 @@ def _json_end(text: str, at: int) -> int | None:
 def _object_call(value: object, raw: str) -> ToolCall:
     if not isinstance(value, dict):
         return ToolCall(MALFORMED_NAME, raw, "it is not a JSON object")
-    if len(value) == 1 and isinstance(inner := next(iter(value.values())), dict):
-        return as_call(next(iter(value)), inner, raw)  # {"look": {…}}, as Apertus writes
+    if len(value) == 1 and not value.keys() & {"name", "tool_name", "arguments", "parameters"}:
+        return as_call(*next(iter(value.items())), raw)  # {"look": {…}}, as Apertus writes
     name = value.get("name", value.get("tool_name"))
     return as_call(name, value.get("arguments", value.get("parameters", {})), raw, value.get("id"))
 
@@ -70,16 +70,17 @@ def json_until(closing: str = "") -> Reader:
 
     def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
         calls: list[ToolCall] = []
-        at = _skip(text, opening.end())
+        at = end = _skip(text, opening.end())
+        goes_on = (closing, "{", "[", opening[0] or "\0")
         while not calls or text.startswith(("{", "["), at):
-            start, end = at, _json_end(text, at)
-            follows = _skip(text, end) if end is not None else at
-            marker = opening[0] or "\0"
-            if end is None or (closing and not text.startswith((closing, "{", "[", marker), follows) and text[follows:]):
-                end = text.find(closing, follows) if closing else -1
-                end = follows = len(text) if end < 0 else end
+            start, ends = at, _json_end(text, at)
+            end = at = len(text) if ends is None else ends
+            at = _skip(text, at)
+            if ends is None or (closing and at < len(text) and not text.startswith(goes_on, at)):
+                # No JSON, or more than JSON: the block ends at its next marker.
+                marker = text.find(closing, start if ends is None else at) if closing else -1
+                end = at = len(text) if marker < 0 else marker
             calls += _json_calls(text[start:end].strip())
-            at = follows
         if closing and text.startswith(closing, at):
             return Found(calls, at + len(closing))
         reopened = bool(opening[0]) and text.startswith(opening[0], at)
@@ -221,7 +222,10 @@ def elements(mark: str, call_end: str, block_end: str) -> Reader:
     An element with elements inside is an object, or an array where the schema or the name ``item`` says so.
     """
     opens = re.compile(re.escape(mark) + r"<([^/<>\s][^<>]*)>")
-    space, closes = re.compile(r"\s*"), re.compile(rf"\s*{re.escape(mark)}{call_end}(?:\s*{re.escape(mark)}{block_end})?")
+    space, closes = (
+        re.compile(r"\s*"),
+        re.compile(rf"\s*{re.escape(mark)}{call_end}(?:\s*{re.escape(mark)}{block_end})?"),
+    )
 
     def element(text: str, at: int, schemas: ToolSchemas, tool: str, path: list[str]) -> tuple[Any, int]:
         """The value of the element whose opening tag ends there, and the index behind its closing tag."""
@@ -233,7 +237,9 @@ def elements(mark: str, call_end: str, block_end: str) -> Reader:
             end = text.find(mark, at)
             bare, end = text[at:end], end
             kinds = schemas.types(tool, path)
-            value: Any = ({"array": [], "object": {}}.get(next(iter(kinds), ""), "") if not bare and len(kinds) == 1 else None)
+            value: Any = (
+                {"array": [], "object": {}}.get(next(iter(kinds), ""), "") if not bare and len(kinds) == 1 else None
+            )
             value = value if value is not None else schemas.typed(tool, path, bare)
         else:
             array = "array" in schemas.types(tool, path) or inner[1] == "item"
@@ -416,7 +422,7 @@ def harmony(text: str) -> tuple[str | None, str, Found]:
         recipient = re.search(r"to=functions\.([\w.-]+)", head)
         if recipient is not None:
             calls.append(as_call(recipient[1], body.strip() or "{}", body))
-            closed = message["end"] == "<|call|>"
+            closed = message["end"] == "<|call|>" or bool(body.strip() and not calls[-1].malformed)
         else:
             (thoughts if "<|channel|>analysis" in head else content).append(body)
         at = message.end()

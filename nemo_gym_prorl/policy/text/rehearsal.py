@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.text.formats import FORMATS, THOUGHT_MARKERS, format_named
 from nemo_gym_prorl.policy.text.messages import Message, Tools
-from nemo_gym_prorl.policy.text.parsers import FORMATS, ToolCall, parse
+from nemo_gym_prorl.policy.text.parsers import Format, ToolCall, parse
 from nemo_gym_prorl.policy.text.renderer import PROBE, PROBE_NAME, Renderer
 from nemo_gym_prorl.policy.text.seam import end_of_turn
 
@@ -34,24 +36,53 @@ class CannotFollow(CallerError):
     problem = "template-not-followed"
 
 
-def rehearse(renderer: Renderer, tool_format: str, *, thoughts: bool = True) -> None:
-    """Try conversations out: without tools, and with those that the template shows.
+def rehearse(renderer: Renderer, tool_format: str | None = None, *, thoughts: bool = True) -> Format:
+    """Try conversations out, without tools and with those that the template shows; return how the model writes turns.
+
+    The markers of a thought are those that the template itself names.
 
     Args:
-        renderer: the template and the tokenizer.
-        tool_format: how calls are read; with ``plain`` nobody calls.
-        thoughts: whether a leading ``<think>`` block is taken as one.
+        renderer: the template and the tokenizer; its ``thought_marker`` is set.
+        tool_format: name of the format of calls; with ``plain`` nobody calls, and ``None`` takes the first format that
+            reads what the template writes.
+        thoughts: whether a leading thought is taken as one.
 
     Raises:
         CannotFollow: it says what goes wrong.
     """
+    plays_calls = tool_format != "plain" and renderer.shows_tools
+    source = renderer.template.source + renderer.example
+    markers = [pair for pair in THOUGHT_MARKERS if any(marker.strip() in source for marker in pair)]
+    think = (markers or [THOUGHT_MARKERS[-1]])[0]
+    renderer.thought_marker = think[0]
+    name = tool_format or (_found(renderer, think) if plays_calls else "plain")
+    form = replace(format_named(name) or FORMATS["plain"], think=think)
     always: Tools = PROBE if tool_format != "plain" and renderer.wants_tools else ()
     for conversation in _answers():
-        _play(renderer, conversation, always, "plain", thoughts=thoughts)
-    if tool_format == "plain" or not renderer.shows_tools:
-        return
-    for conversation in _calls():
-        _play(renderer, conversation, PROBE, tool_format, thoughts=thoughts)
+        _play(renderer, conversation, always, form, "plain", thoughts=thoughts)
+    for conversation in _calls() if plays_calls else ():
+        _play(renderer, conversation, PROBE, form, name, thoughts=thoughts)
+    return form
+
+
+def _found(renderer: Renderer, think: tuple[str, str]) -> str:
+    """The name of the first format that reads the call that the template writes; formats with markers come first.
+
+    Raises:
+        CannotFollow: there is none, or the template takes no call.
+    """
+    conversation = next(_calls())
+    try:
+        prompt = renderer.template.render(conversation[:1], PROBE, prompt=True, now=_NOW)
+        full = renderer.template.render(conversation[:3], PROBE, prompt=True, now=_NOW)
+    except CallerError as error:
+        raise _cannot_follow(f"it does not take a call and its result: {error.reason}") from error
+    seam = _Seam(renderer, conversation[:2], conversation[2:3], PROBE, prompt, full)
+    seam.holds_turn()
+    for name in sorted(FORMATS, key=lambda name: FORMATS[name].unmarked):
+        if seam.call_end(replace(FORMATS[name], think=think)) is not None:
+            return name
+    raise _cannot_follow(f"no tool_call_parser reads its calls, such as {seam.written().strip()[:200]!r}")
 
 
 def _answers() -> Iterator[list[Message]]:
@@ -97,7 +128,7 @@ def _marks(message: Message) -> str:
 
 
 def _play(
-    renderer: Renderer, conversation: Sequence[Message], tools: Tools, tool_format: str, *, thoughts: bool
+    renderer: Renderer, conversation: Sequence[Message], tools: Tools, form: Format, name: str, *, thoughts: bool
 ) -> None:
     turns = [at for at, message in enumerate(conversation) if message["role"] == "assistant"]
     for at, end in zip(turns, [*turns[1:], len(conversation)], strict=True):
@@ -111,7 +142,7 @@ def _play(
             called = any("tool_calls" in message for message in conversation)
             said = "a call and its result" if called else "an answer and another question"
             raise _cannot_follow(f"it does not take {said}: {error.reason}") from error
-        _Seam(renderer, history, new, tools, prompt, full).check(tool_format, thoughts=thoughts)
+        _Seam(renderer, history, new, tools, prompt, full).check(form, name, thoughts=thoughts)
 
 
 class _Seam:
@@ -130,22 +161,38 @@ class _Seam:
         self._history, self._new, self._tools = history, new, tools
         self._prompt, self._full = prompt, full
 
-    def check(self, tool_format: str, *, thoughts: bool) -> None:
-        full, turn, mark = self._full, self._history[-1], _marks(self._history[-1])
+    def holds_turn(self) -> str:
+        """The word of the turn that no other message has, once it is known that the template writes it."""
+        turn, mark = self._history[-1], _marks(self._history[-1])
         said = "the policy's calls" if turn.get("tool_calls") else "what the policy said"
-        self._holds(mark in full, f"it drops {said}")
+        self._holds(mark in self._full, f"it drops {said}")
+        return mark
+
+    def check(self, form: Format, name: str, *, thoughts: bool) -> None:
+        full, turn, mark = self._full, self._history[-1], self.holds_turn()
         for message in self._new:
             what = "results of tools" if message["role"] == "tool" else "what users say"
             self._holds(_marks(message) in full, f"it drops {what}")
         at = full.rindex(mark) + len(mark)
         self._holds(_marks(self._new[0]) in full[at:], "it writes what follows a turn before it")
         gap = full[at : full.index(_marks(self._new[0]), at)]
-        end = self._end(gap, calls=bool(turn.get("tool_calls")))
-        closed = at + gap.index(end) if end else at
-        whole = full.startswith(self._prompt)
-        start = len(self._prompt) if whole else self._parting()
-        opened = thoughts and self._prompt.rstrip().endswith("<think>")
-        self._read(full[start:closed], turn, tool_format, whole=whole, opened=opened)
+        if turn.get("tool_calls"):
+            found = self.call_end(form)
+            others = (other for other in FORMATS if self.call_end(replace(FORMATS[other], think=form.think)))
+            if found is None:
+                named = "".join(f", {other!r} does" for other in others)
+                self._holds(False, f"tool_call_parser {name!r} does not read its calls{named}")
+            closed, end = found or (at, "")
+        else:
+            end = self._end(gap)
+            closed = at + gap.index(end) if end else at
+        whole, start = self._whole, self._start
+        body = full[start:closed]
+        if whole and not turn.get("tool_calls"):
+            opened = thoughts and self._prompt.rstrip().endswith(form.think[0].rstrip())
+            said = parse(body.rpartition(form.think[1])[2] if opened else body, form, calls=False).content
+            text = self._tokenizer.without_special(said).strip()
+            self._holds(text == turn["content"], f"an answer would be read as {text!r}")
         right = full[closed + len(end) :]
         if whole:
             body, cut = full[start:closed], full[closed:]
@@ -160,12 +207,46 @@ class _Seam:
         if end and eos not in gap and eos in self._tokenizer.special.values():
             self._follows(body + eos, right)
 
-    def _end(self, gap: str, *, calls: bool) -> str:
+    def _end(self, gap: str) -> str:
         """The token at which the turn ends, if the template has one for that."""
         special = self._tokenizer.special_pattern
         own = special.findall(end_of_turn(self._renderer.template.writer(self._tools), special))
-        known = [self._renderer.template.eos_token, *own[:1], *(special.findall(gap)[:1] if calls else ())]
+        known = [self._renderer.template.eos_token, *own[:1]]
         return next((end for end in known if end and end in gap), "")
+
+    @property
+    def _whole(self) -> bool:
+        """Whether the prompt of the turn stands unchanged before what follows."""
+        return self._full.startswith(self._prompt)
+
+    @property
+    def _start(self) -> int:
+        return len(self._prompt) if self._whole else self._parting()
+
+    def written(self) -> str:
+        """What the template writes of a turn that calls, and of what follows up to the next message's content."""
+        at = self._full.rindex(_marks(self._history[-1]))
+        return self._full[self._start : self._full.index(_marks(self._new[0]), at)]
+
+    def call_end(self, form: Format) -> tuple[int, str] | None:
+        """Where a turn that calls ends, and the token at which it does, if the format reads its calls up to there.
+
+        Tried are the template's end of turn, each special token behind the call, and the end of turn in plain text.
+        """
+        full, special = self._full, self._tokenizer.special_pattern
+        at = full.rindex(_marks(self._history[-1])) + len(_marks(self._history[-1]))
+        gap = full[at : full.index(_marks(self._new[0]), at)]
+        plain = end_of_turn(self._renderer.template.writer(self._tools), special).strip()
+        known = [end for end in (self._end(gap),) if end]
+        places = [(gap.index(end), end) for end in known]
+        places += [(token.start(), token[0]) for token in special.finditer(gap)]
+        places += [(gap.index(plain), "")] if plain and plain in gap else []
+        places += [(len(gap.rstrip()), ""), (0, "")]
+        for closed in (True, False):
+            for place, end in places:
+                if self._reads(full[self._start : at + place], form, closed=closed):
+                    return at + place, end
+        return None
 
     def _parting(self) -> int:
         """Where the template begins to write the turn otherwise than its prompt did: behind a token or a line."""
@@ -174,27 +255,11 @@ class _Seam:
         tokens = [token.end() for token in self._tokenizer.special_pattern.finditer(alike)]
         return max([0, alike.rfind("\n") + 1, *tokens])
 
-    def _read(self, body: str, turn: Message, tool_format: str, *, whole: bool, opened: bool) -> None:
-        """What the template writes of a turn is what a policy writes: it must be read as what it says."""
-        if opened:
-            body = body.rpartition("</think>")[2]
-        parsed = parse(body, tool_format)
-        if not turn.get("tool_calls"):
-            if not whole:
-                return
-            text = self._tokenizer.without_special(parsed.content).strip()
-            self._holds(text == turn["content"], f"an answer would be read as {text!r}")
-            return
-        self._holds(
-            self._reads(parsed.content, parsed.calls, whole=whole),
-            f"tool_call_parser {tool_format!r} does not read its calls"
-            + "".join(f", {name!r} does" for name in FORMATS if self._reads(*FORMATS[name](body), whole=whole)),
-        )
-
-    def _reads(self, content: str, calls: Sequence[ToolCall], *, whole: bool) -> bool:
-        """Whether the turn's calls are read, and nothing is left of what they are written in."""
-        left = whole and self._tokenizer.without_special(content).strip()
-        return _named(calls) == _wanted(self._history[-1]) and not left
+    def _reads(self, body: str, form: Format, *, closed: bool) -> bool:
+        """Whether a format reads the turn's calls, which it must find closed, and leaves nothing of their markers."""
+        parsed = parse(body.rpartition(form.think[1])[2], form, self._tools, cut=closed)
+        left = self._whole and self._tokenizer.without_special(parsed.content).strip()
+        return _named(parsed.calls) == _wanted(self._history[-1]) and not left
 
     def _follows(self, sampled: str, right: str, *, finish: Finish = Finish.STOP, returned: bool = False) -> None:
         """What is put after a sampled text is what the template puts there, to the token.

@@ -28,8 +28,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.literal import Spelled
-from nemo_gym_prorl.policy.text.messages import Message, Tools, for_template, is_malformed
-from nemo_gym_prorl.policy.text.recall import Recall
+from nemo_gym_prorl.policy.text.messages import Message, Tools, for_template, is_malformed, with_reasoning
 from nemo_gym_prorl.policy.text.seam import Said, Written, end_of_turn, find_seam, overlap
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
@@ -79,6 +78,8 @@ class Renderer:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.thought_marker = "<think>"
+        """Opens a thought, in this model's words."""
         self._controls = tokenizer.controls(template.source)
 
     @classmethod
@@ -122,6 +123,14 @@ class Renderer:
             return True
 
     @cached_property
+    def example(self) -> str:
+        """A prompt, or nothing where the template refuses one."""
+        try:
+            return self.template.render([{"role": "user", "content": "u"}], prompt=True)
+        except CallerError:
+            return ""
+
+    @cached_property
     def one_call(self) -> bool:
         """Whether the template refuses a turn of several calls, as Llama 3's does: it has room for the first."""
         return self._takes_calls(1) and not self._takes_calls(2)
@@ -156,14 +165,13 @@ class Renderer:
         *,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
-        recall: Recall | None = None,
     ) -> Continuation:
         """The prompt for a conversation that has no sampled turn yet, rendered in full."""
-        plain = tuple(map(for_template, messages))
+        plain = self._plain(messages)
         spelled = self._spelled(plain, answered=False)
-        text, places = spelled.reveal(self.template.writer(tools, now, variables, recall)(spelled.messages, True))
+        text, places = spelled.reveal(self.template.writer(tools, now, variables)(spelled.messages, True))
         ids, neutralised = self.tokenizer.encode_observed(text, places)
-        return Continuation(ids, Written.of(text, plain), neutralised=neutralised)
+        return Continuation(ids, Written.of(text, plain, self.thought_marker), neutralised=neutralised)
 
     def next(
         self,
@@ -177,7 +185,6 @@ class Renderer:
         before: Written | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
-        recall: Recall | None = None,
     ) -> Continuation:
         """What follows a sampled turn.
 
@@ -192,22 +199,21 @@ class Renderer:
                 rendered again.
             now: the time as given to :meth:`first`.
             variables: the variables as given to :meth:`first`.
-            recall: what this rollout's renderings have written, to which this one's are added.
 
         Raises:
             CallerError: the template refuses the messages.
         """
         known = tuple(before.plain) if before is not None else ()
-        past, coming = (*known, *map(for_template, history[len(known) :])), tuple(map(for_template, new))
+        past, coming = (*known, *self._plain(history[len(known) :])), self._plain(new)
         spelled = self._spelled(coming, answered=True)
         plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
         said = Said(self.tokenizer.decode(sampled, behind), end, finish is Finish.STOP, plain)
-        write = self.template.writer(tools, now, variables, recall)
+        write = self.template.writer(tools, now, variables)
         seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
         last = sampled[-1] if sampled else behind
         ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text), last)
-        written = Written.of(spelled.reveal(seam.full)[0], past + coming)
+        written = Written.of(spelled.reveal(seam.full)[0], past + coming, self.thought_marker)
         return Continuation(ids, written, seam.rewrites, seam.differs, neutralised)
 
     def said(
@@ -225,10 +231,17 @@ class Renderer:
             return text
         if sampled and sampled[-1] in self.tokenizer.special:
             return self.tokenizer.without_end(sampled, text, behind)
-        cut = min((at for one in stop if one and (at := text.find(one)) >= 0), default=len(text))
+        # Engines look for a stop string where the last token may have completed it (with min_tokens, not before).
+        before = len(self.tokenizer.decode(sampled[:-1], behind))
+        ends = (text.find(one, max(0, before - len(one) + 1)) for one in stop if one)
+        cut = min((at for at in ends if at >= 0), default=len(text))
         end = end_of_turn(self.template.writer(variables=variables), self.tokenizer.special_pattern)
         shared = overlap(text, end)
         return text[: min(cut, len(text) - shared if end[:shared].strip() else cut)]
+
+    def _plain(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        plain = map(for_template, messages)
+        return tuple(plain if self.thought_marker == "<think>" else map(with_reasoning, plain))
 
     def _spelled(self, plain: Sequence[Message], *, answered: bool) -> Spelled:
         return Spelled(plain, self.tokenizer.special_pattern, self._controls, answered=answered)

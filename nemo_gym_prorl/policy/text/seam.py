@@ -18,9 +18,8 @@ tools, append a token of its own at the end. So the seam is looked for in its re
 
 Cost: one rendering of the conversation as text in the first case, since the prompt before the turn is known again
 (:class:`Written`), and up to six in the second. Their length grows with the conversation, and must: nothing less than
-all of it says what a template makes of it. But text is cheap, the more so where the template recalls what it wrote
-(:mod:`.recall`). Only what is new is tokenised, which for the same text takes many times as long (figures in
-``docs/policy.md``).
+all of it says what a template makes of it. But text is cheap: only what is new is tokenised, which for the same text
+takes many times as long (figures in ``docs/policy.md``).
 
 Pure: no task, socket, clock or thread.
 """
@@ -65,10 +64,10 @@ class Written:
     plain: Conversation = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, text: str, plain: Conversation = ()) -> Written:
-        """A whole text."""
+    def of(cls, text: str, plain: Conversation = (), thought: str = "<think>") -> Written:
+        """A whole text, for a model that opens its thoughts with this marker."""
         bare = text.rstrip()
-        opened = text[len(bare) :] if bare.endswith("<think>") else None
+        opened = text[len(bare) :] if bare.endswith(thought.rstrip()) else None
         return cls(len(text), hash(text), opened, plain)
 
     def begins(self, text: str) -> bool:
@@ -144,12 +143,13 @@ def find_seam(
         if said.body.strip() and full.startswith(said.body, start):
             tail = full[start + len(said.body) :]
             ending = _ending(render, history, new, full, tail, special) if said.stopped else ""
-            return Seam(_unsaid(tail, ending, new, said, special), full)
+            return Seam(_unsaid(tail, ending, _before_next(render, history, new, full, tail), said, special), full)
     tail, ending = _by_stand_ins(render, history, new, full, said, special)
     rewrites = not kept or _drops(full[start:] if kept else full, history[-1])
     right = tail if not kept else _corrected(tail, full, start, history[-1], said, special)
     ending = right.removesuffix(tail) + ending if right.endswith(tail) else ""
-    return Seam(_unsaid(right, ending, new, said, special), full, rewrites, right != tail)
+    before_next = _before_next(render, history, new, full, right)
+    return Seam(_unsaid(right, ending, before_next, said, special), full, rewrites, right != tail)
 
 
 def end_of_turn(render: Render, special: re.Pattern[str]) -> str:
@@ -180,12 +180,14 @@ def _by_stand_ins(
     plain = {"role": "assistant", "content": f"{thoughts}</think>\n\n{word}" if thoughts else word}
     stub: dict[str, Any] = dict(plain)
     if calls:
+        # Some templates write the content behind the calls and their results.
+        stub["content"] = content
         stub["tool_calls"] = [call | {"function": call["function"] | {"arguments": {"a": word}}} for call in calls]
     joined = render([*history[:-1], stub, *new], True)
     tail = joined.rpartition(word)[2]
     if word not in joined:
         raise CallerError("the chat template drops the assistant message that was just sampled", field="messages")
-    if said.stopped and said.end and _end_at(tail, new, said.end) >= 0:
+    if said.stopped and said.end and _end_at(tail, _before_next(render, history, new, joined, tail), said.end) >= 0:
         return tail, ""
     ending = _ending(render, [*history[:-1], stub], new, joined, tail, special)
     if calls:
@@ -197,7 +199,7 @@ def _by_stand_ins(
 def _drops(written: str, message: Mapping[str, Any]) -> bool:
     """Whether a thought of the message, or what it says besides calls, is nowhere in what was written of it."""
     content, squeezed = str(message.get("content") or ""), "".join(written.split())
-    said = [*THOUGHT.findall(content), THOUGHT.sub("", content)]
+    said = [*THOUGHT.findall(content), THOUGHT.sub("", content), str(message.get("reasoning_content") or "")]
     return any("".join(part.split()) not in squeezed for part in said)
 
 
@@ -265,10 +267,10 @@ def _corrected(
     return full[start + len(turn) :]
 
 
-def _unsaid(tail: str, ending: str, new: Conversation, said: Said, special: re.Pattern[str]) -> str:
+def _unsaid(tail: str, ending: str, before_next: int, said: Said, special: re.Pattern[str]) -> str:
     """What follows the turn, without the part of it that the policy sampled already."""
     if said.end:
-        at = _end_at(tail, new, said.end)
+        at = _end_at(tail, before_next, said.end)
         if at < 0:
             at = ending.find(said.end)
         if at >= 0:
@@ -280,13 +282,26 @@ def _unsaid(tail: str, ending: str, new: Conversation, said: Said, special: re.P
     return tail[shared:] if said.stopped or not tail[:shared].strip() else tail
 
 
-def _end_at(tail: str, new: Conversation, end: str) -> int:
+def _end_at(tail: str, before_next: int, end: str) -> int:
     """Where the turn's end is in what follows it, before anything that the next message says."""
     at = tail.find(end)
-    if at <= 0 or not new:
-        return at
-    said = str(new[0].get("content") or "").strip().partition("\n")[0]
-    return at if at < tail.find(said) else -1
+    return at if at <= 0 or at < before_next else -1
+
+
+def _before_next(render: Render, history: Conversation, new: Conversation, full: str, tail: str) -> int:
+    """How much of what follows the turn stands before the content of the next message."""
+    if not new:
+        return len(tail)
+    if said := str(new[0].get("content") or "").strip().partition("\n")[0]:
+        return tail.find(said)
+    # An empty content is found by another one in its place.
+    try:
+        other = render([*history, {**new[0], "content": "Sentinel"}, *new[1:]], True)
+    except CallerError:
+        return len(tail)
+    start = len(full) - len(tail)
+    pairs = zip(full[start:], other[start:], strict=False)
+    return next((at for at, (one, another) in enumerate(pairs) if one != another), len(tail))
 
 
 def _shared(one: str, other: str, special: re.Pattern[str]) -> str:

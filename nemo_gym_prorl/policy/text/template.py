@@ -15,12 +15,14 @@ import jinja2.ext
 import jinja2.sandbox
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.text.messages import Message, Tools, for_template
-from nemo_gym_prorl.policy.text.recall import FILTERS, MEMORY, OPENED, Recall, Rendering, with_recall
+from nemo_gym_prorl.policy.text.messages import Message, Tools, for_template, tool_for_template
 from nemo_gym_prorl.policy.text.seam import Render
 
 
-_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_REFUSALS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+    RecursionError,  # macros that descend a JSON schema without end
+)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -50,15 +52,15 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
-        environment.filters |= {"tojson": _to_json, **FILTERS}
+        environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_raise_exception)
         self.source = source + (with_tools or "")
         self.eos_token = eos_token
         try:
-            self._template = environment.from_string(with_recall(environment.parse(source)))
+            self._template = environment.from_string(source)
             self._with_tools = self._template
             if with_tools is not None:
-                self._with_tools = environment.from_string(with_recall(environment.parse(with_tools)))
+                self._with_tools = environment.from_string(with_tools)
         except jinja2.TemplateSyntaxError as error:
             raise CallerError(f"not a Jinja template: {error}", field="chat_template") from error
         self._variables = {"bos_token": bos_token, "eos_token": eos_token, **variables}
@@ -92,7 +94,6 @@ class ChatTemplate:
         tools: Tools = (),
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
-        recall: Recall | None = None,
     ) -> Render:
         """The same for several renderings of messages that are in the template's form already.
 
@@ -100,22 +101,18 @@ class ChatTemplate:
             tools: as in :meth:`render`.
             now: as in :meth:`render`.
             variables: as in :meth:`render`.
-            recall: what was written of the conversation before, of which only what is new is written then.
         """
-        plain = (recall or Recall()).tools(tools) or None
+        plain = [tool_for_template(tool) for tool in tools] or None
         given = {**self._variables, **(variables or {}), "tools": plain}
         clock = (now or datetime.now()).strftime
         template = self._with_tools if plain else self._template
 
         def write(messages: Sequence[Message], prompt: bool) -> str:
-            rendering = Rendering(recall, given)
-            of_turn = {"messages": messages, OPENED: prompt, "strftime_now": clock, MEMORY: rendering}
+            of_turn = {"messages": messages, "add_generation_prompt": prompt, "strftime_now": clock}
             try:
-                text = template.render({**given, **of_turn})
+                return template.render({**given, **of_turn})
             except _REFUSALS as error:
                 raise CallerError(f"the chat template refuses these messages: {error}", field="messages") from error
-            rendering.keep()
-            return text
 
         return write
 

@@ -31,8 +31,9 @@ class Tokenizer:
 
     def __init__(self, fast: FastTokenizer) -> None:
         self._fast = fast
-        self.size = fast.get_vocab_size()
-        """Number of token ids, added tokens included."""
+        known = frozenset(fast.get_vocab(with_added_tokens=True).values())
+        self._end = max(known, default=-1) + 1
+        self._holes = frozenset(range(self._end)) - known
         added = fast.get_added_tokens_decoder()
         self.special = {token_id: token.content for token_id, token in added.items() if token.special}
         self.special_pattern = _any_of(self.special.values())
@@ -100,13 +101,30 @@ class Tokenizer:
             behind: the id that they stand behind; ``None`` where they are a beginning.
         """
         if behind is None:
-            return self._fast.decode(list(ids), skip_special_tokens=False)
+            return self._text(ids)
         anchor = [behind] if behind in self._added else self.encode("a")
         head, text = self.decode(anchor), self.decode([*anchor, *ids])
         if not text.startswith(head):
             return self.decode(ids)
         text = text[len(head) :]
         return text.removeprefix(" ") if self._marks_section(behind) else text
+
+    def unreadable(self, ids: Sequence[int]) -> int:
+        """How many ids have no text, as the padding of an embedding: :meth:`decode` gives U+FFFD for each."""
+        if max(ids, default=0) < self._end and self._holes.isdisjoint(ids):
+            return 0
+        return sum(one >= self._end or one in self._holes for one in ids)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        if not self.unreadable(ids):
+            return self._fast.decode(list(ids), skip_special_tokens=False)
+        runs: list[list[int]] = [[]]
+        for one in ids:
+            if self.unreadable([one]):
+                runs.append([])
+            else:
+                runs[-1].append(one)
+        return "\ufffd".join(self._fast.decode(run, skip_special_tokens=False) for run in runs)
 
     def _marks_section(self, behind: int) -> bool:
         """Whether a space is put before what follows this token, which stands for nothing then."""

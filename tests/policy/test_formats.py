@@ -1,0 +1,375 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every format of tool calls: each JSON type, several calls, cut calls, thoughts, and markers inside arguments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from nemo_gym_prorl.policy.text.formats import FORMATS, SAME_AS, format_named
+from nemo_gym_prorl.policy.text.parsers import CUT, MALFORMED_NAME, parse
+
+
+PROPERTIES: dict[str, Any] = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "share": {"type": "number"},
+    "deep": {"type": "boolean"},
+    "list": {"type": "array", "items": {"type": "integer"}},
+    "map": {"type": "object", "properties": {"k": {"type": "string"}}},
+    "maybe": {"type": ["string", "null"]},
+    "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    "mode": {"enum": ["1", "2"]},
+    "kind": {"$ref": "#/$defs/kind"},
+}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "edit",
+            "parameters": {"type": "object", "properties": PROPERTIES, "$defs": {"kind": {"type": "string"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}},
+]
+ARGUMENTS: dict[str, Any] = {
+    "text": '    return {"é": 1}\n',
+    "count": 3,
+    "share": 1.5,
+    "deep": True,
+    "list": [1, 2],
+    "map": {"k": "5"},
+}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _bare(value: object) -> str:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _tags(arguments: dict[str, Any], tag: str, close: str, *, line: str = "", typed: bool = False) -> str:
+    kinds = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+    return "".join(
+        tag.format(name, kind=(kinds[type(value)] if typed else str(isinstance(value, str)).lower()))
+        + f"{line}{_bare(value)}{line}{close}\n"
+        for name, value in arguments.items()
+    )
+
+
+def _elements(value: object) -> str:
+    mark = "]<]minimax[>["
+    if isinstance(value, dict):
+        return "".join(f"{mark}<{name}>{_elements(one)}{mark}</{name}>" for name, one in value.items())
+    if isinstance(value, list):
+        return "".join(f"{mark}<item>{_elements(one)}{mark}</item>" for one in value)
+    return _bare(value)
+
+
+def _gemma(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_gemma(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_gemma, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else _json(value)
+
+
+def _function(name: str, arguments: dict[str, Any], line: str = "\n") -> str:
+    parameters = _tags(arguments, "<parameter={0}>", "</parameter>", line=line)
+    return f"<function={name}>\n{parameters}</function>"
+
+
+def _pairs(name: str, arguments: dict[str, Any], suffix: str = "", sep: str = "") -> str:
+    tag = f"<arg_key{suffix}>{{0}}</arg_key{suffix}>\n<arg_value{suffix}>"
+    return f"<tool_call{suffix}>{name}{sep}\n{_tags(arguments, tag, f'</arg_value{suffix}>')}</tool_call{suffix}>"
+
+
+def _invoke(name: str, arguments: dict[str, Any], mark: str = "", kinds: str = "") -> str:
+    parameters = _tags(arguments, f'<{mark}parameter name="{{0}}"{kinds}>', f"</{mark}parameter>")
+    return f'<{mark}invoke name="{name}">\n{parameters}</{mark}invoke>'
+
+
+def _kimi_k3(name: str, arguments: dict[str, Any]) -> str:
+    tag = '<|open|>argument key="{0}" type="{kind}"<|sep|>'
+    parameters = _tags(arguments, tag, "<|close|>argument<|sep|>", typed=True).replace("<|sep|>\n<", "<|sep|><")
+    return f'<|open|>call tool="{name}" index="1"<|sep|>{parameters.rstrip()}<|close|>call<|sep|>'
+
+
+def _python(name: str, arguments: dict[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def _object(name: str, arguments: dict[str, Any], key: str = "arguments") -> str:
+    return _json({"name": name, key: arguments})
+
+
+def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """Some calls as a family writes them."""
+    match name:
+        case "hermes":
+            return "\n".join(f"<tool_call>\n{_object(*call)}\n</tool_call>" for call in calls)
+        case "qwen3_coder":
+            return "\n".join(f"<tool_call>\n{_function(*call)}\n</tool_call>" for call in calls)
+        case "seed_oss":
+            return "\n".join(f"<seed:tool_call>\n{_function(*call, line='')}\n</seed:tool_call>" for call in calls)
+        case "llama3_json":
+            return "; ".join(_object(*call, "parameters") for call in calls)
+        case "mistral":
+            return "".join(f"[TOOL_CALLS]{tool}[ARGS]{_json(arguments)}" for tool, arguments in calls)
+        case "pythonic":
+            return f"[{', '.join(_python(*call) for call in calls)}]"
+        case "lfm2":
+            return f"<|tool_call_start|>[{', '.join(_python(*call) for call in calls)}]<|tool_call_end|>"
+        case "deepseek_v3":
+            parts = (f"function<｜tool▁sep｜>{tool}\n```json\n{_json(arguments)}\n```" for tool, arguments in calls)
+        case "deepseek_v31":
+            parts = (f"{tool}<｜tool▁sep｜>{_json(arguments)}" for tool, arguments in calls)
+        case "deepseek_v32" | "deepseek_v4" | "deepseek_v41":
+            block, mark = {
+                "deepseek_v32": ("function_calls", "｜DSML｜"),
+                "deepseek_v4": ("tool_calls", "｜DSML｜"),
+                "deepseek_v41": ("calls", "｜DSML｜ "),
+            }[name]
+            body = "\n".join(_invoke(*call, mark=mark, kinds=' string="{kind}"') for call in calls)
+            return f"<{mark}{block}>\n{body}\n</{mark}{block}>"
+        case "glm45":
+            return "\n".join(_pairs(*call) for call in calls)
+        case "hy_v3":
+            body = "\n".join(_pairs(*call, ":opensource", "<tool_sep:opensource>") for call in calls)
+            return f"<tool_calls:opensource>\n{body}\n</tool_calls:opensource>"
+        case "kimi_k2":
+            body = "".join(
+                f"<|tool_call_begin|>functions.{tool}:{index}<|tool_call_argument_begin|>{_json(arguments)}"
+                "<|tool_call_end|>"
+                for index, (tool, arguments) in enumerate(calls)
+            )
+            return f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
+        case "kimi_k3":
+            return f"<|open|>tools<|sep|>{''.join(_kimi_k3(*call) for call in calls)}<|close|>tools<|sep|>"
+        case "minimax_m2":
+            body = "\n".join(_invoke(*call) for call in calls)
+            return f"<minimax:tool_call>\n{body}\n</minimax:tool_call>"
+        case "minimax_m3":
+            mark = "]<]minimax[>["
+            body = "".join(
+                f'{mark}<invoke name="{tool}">{_elements(arguments)}{mark}</invoke>\n' for tool, arguments in calls
+            )
+            return f"{mark}<tool_call>\n{body}{mark}</tool_call>"
+        case "minicpm5":
+            return "\n".join(
+                f'<function name="{tool}">'
+                + "".join(
+                    f'<param name="{key}">'
+                    + (f"<![CDATA[{value}]]>" if isinstance(value, str) else str(value))
+                    + "</param>"
+                    for key, value in arguments.items()
+                )
+                + "</function>"
+                for tool, arguments in calls
+            )
+        case "gemma4":
+            return "".join(f"<|tool_call>call:{tool}{_gemma(arguments)}<tool_call|>" for tool, arguments in calls)
+        case "granite":
+            return f"<|tool_call|>[{', '.join(_object(*call) for call in calls)}]"
+        case "nemotron_v2":
+            return f"<TOOLCALL>[{', '.join(_object(*call) for call in calls)}]</TOOLCALL>"
+        case "cohere_command3":
+            body = ",\n".join(
+                _json({"tool_call_id": str(index), "tool_name": tool, "parameters": arguments})
+                for index, (tool, arguments) in enumerate(calls)
+            )
+            return f"<|START_ACTION|>[\n{body}\n]<|END_ACTION|>"
+        case "apriel":
+            return f"<tool_calls>[{', '.join(_object(*call) for call in calls)}]</tool_calls>"
+        case "apertus":
+            body = ", ".join(_json({tool: arguments}) for tool, arguments in calls)
+            return f"<|tools_prefix|>[{body}]<|tools_suffix|>"
+        case "gigachat3":
+            return "".join(f"<|function_call|>{_object(*call)}<|message_sep|>" for call in calls)
+        case "solar_open":
+            body = "".join(
+                f"<|tool_call:begin|>id{index}<|tool_call:name|>{tool}<|tool_call:args|>{_json(arguments)}"
+                "<|tool_call:end|>"
+                for index, (tool, arguments) in enumerate(calls)
+            )
+            return f"<|tool_calls|>{body}"
+        case "openai":
+            return "<|start|>assistant".join(
+                f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>{_json(arguments)}<|call|>"
+                for tool, arguments in calls
+            )
+        case _:
+            raise AssertionError(name)
+    body = "".join(f"<｜tool▁call▁begin｜>{part}<｜tool▁call▁end｜>" for part in parts)
+    return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
+
+
+NAMES = [name for name in FORMATS if name != "plain"]
+UNCLOSED = {"llama3_json", "mistral", "pythonic", "granite", "openai"}
+"""Formats in which a call's last bracket is its end."""
+
+
+def _read(text: str, name: str, **more: Any) -> tuple[str | None, str, list[tuple[str, Any]]]:
+    parsed = parse(text, FORMATS[name], TOOLS, **more)
+    return (
+        parsed.thought,
+        parsed.content,
+        [(call.name, call.malformed or json.loads(call.arguments)) for call in parsed.calls],
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_with_every_json_type_and_a_second_call(name: str) -> None:
+    calls = [("edit", ARGUMENTS), ("look", {})]
+    assert _read(written(name, calls), name) == (None, "", calls)
+    assert _read(written(name, calls[:1]), name, cut=name not in UNCLOSED) == (None, "", calls[:1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_beginning_of_a_call_that_the_token_limit_cut_off_is_whole(name: str) -> None:
+    call = ("edit", {"text": "rm -rf /data/old-backups", "count": 3})
+    text = written(name, [call]).rstrip()
+    for length in range(1, len(text)):
+        _, _, read = _read(text[:length], name, cut=True)
+        complete = [one for one in read if isinstance(one[1], dict)]
+        assert not complete or (complete == [call] and length > text.rindex("3")), text[:length]
+    two = written(name, [("look", {}), call])
+    parsed = parse(two[: two.index("rm -rf") + 9], FORMATS[name], TOOLS, cut=True)
+    assert [bool(one.malformed) for one in parsed.calls] in ([False, True], [True], [True, True])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "openai"])
+def test_calls_in_thoughts_are_not_read_and_calls_behind_thoughts_are(name: str) -> None:
+    opening, closing = FORMATS[name].think
+    call = written(name, [("edit", ARGUMENTS)])
+    if name == "pythonic":
+        assert _read(f"{opening}hm{closing}{call}", name) == ("hm", "", [("edit", ARGUMENTS)])
+        return
+    assert _read(f"{opening}I might {call}\nor not{closing}{call}", name)[1:] == ("", [("edit", ARGUMENTS)])
+    assert _read(f"hm{closing}{call}", name, in_thought=True) == ("hm", "", [("edit", ARGUMENTS)])
+    for text in (f"{opening}I might {call}", f"Well. {opening}I might {call}"):
+        assert not _read(text, name, cut=True)[2], "the token limit ended the thought"
+    assert not _read(f"Well. {opening}I might {call} or", name)[2]
+    ended = _read(f"{opening}I will {call}", name)
+    assert ended == (("I will " + call, "", []) if FORMATS[name].unmarked else ("I will ", "", [("edit", ARGUMENTS)]))
+
+
+def test_the_harmony_channels() -> None:
+    call = written("openai", [("edit", ARGUMENTS)])
+    start = "<|start|>assistant"
+    text = f"<|channel|>analysis<|message|>hm<|end|>{start}<|channel|>commentary<|message|>So:<|end|>{start}{call}"
+    assert _read(text, "openai") == ("hm", "So:", [("edit", ARGUMENTS)])
+    assert _read("<|channel|>final<|message|>5", "openai") == (None, "5", [])
+    assert _read("<|channel|>analysis<|message|>hm", "openai", cut=True) == ("hm", "", [])
+
+
+MARKERS = {
+    "hermes": ["</tool_call>", "<tool_call>", "<think>"],
+    "qwen3_coder": ["<a></parameter></a>", "</function> x", "</tool_call> x", "<tool_call>", "<think>x"],
+    "glm45": ["</tool_call> x", "<a></arg_value></a>"],
+    "minimax_m2": ["<a></parameter></a>", "</invoke> x"],
+    "deepseek_v4": ["</｜DSML｜parameter> x"],
+    "deepseek_v31": ["<｜tool▁call▁end｜>"],
+    "kimi_k2": ["<|tool_call_end|>"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]"],
+    "nemotron_v2": ["</TOOLCALL>"],
+    "llama3_json": ['{"name": "x", "parameters": {}}'],
+}
+
+
+@pytest.mark.parametrize(("name", "marker"), [(name, marker) for name, each in MARKERS.items() for marker in each])
+def test_a_marker_inside_an_argument_is_part_of_it(name: str, marker: str) -> None:
+    call = ("edit", {"text": f"a {marker} b", "count": 3})
+    assert _read(written(name, [call, ("look", {})]), name) == (None, "", [call, ("look", {})])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "text", "value"),
+    [
+        ("text", "42", "42"),
+        ("text", "true", "true"),
+        ("text", '{"a": 1}', '{"a": 1}'),
+        ("text", "null", "null"),
+        ("text", '"quoted"', '"quoted"'),
+        ("text", "  indented\n", "  indented\n"),
+        ("text", "", ""),
+        ("kind", "5", "5"),
+        ("mode", "1", "1"),
+        ("maybe", "5", "5"),
+        ("maybe", "null", None),
+        ("either", "5", 5),
+        ("either", "five", "five"),
+        ("either", '"5"', '"5"'),
+        ("count", "3", 3),
+        ("count", "three", "three"),
+        ("deep", "True", True),
+        ("deep", "false", False),
+        ("list", "[1, 'x']", [1, "x"]),
+        ("map", "{'k': True}", {"k": True}),
+        ("unknown", "5", 5),
+        ("unknown", "a b", "a b"),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "seed_oss", "hy_v3", "minicpm5"])
+def test_bare_parameters_have_the_types_of_their_schemas(name: str, parameter: str, text: str, value: object) -> None:
+    (call,) = _read(written(name, [("edit", {parameter: text})]), name)[2]
+    assert call == ("edit", {parameter: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        # Qwen3-Coder sometimes leaves the opening marker out; vLLM reads that, too.
+        (
+            "qwen3_coder",
+            "<function=edit>\n<parameter=count>\n3\n</parameter>\n</function>\n</tool_call>",
+            "",
+            ["edit"],
+        ),
+        ("qwen3_coder", "So:\n<function=edit>\n<parameter=count>3</function>", "So:\n", ["edit"]),
+        ("llama3_json", '{"name": "bob", "age": 3}', '{"name": "bob", "age": 3}', []),
+        ("llama3_json", '{"name": "bob"}', '{"name": "bob"}', []),
+        ("llama3_json", 'Well: {"name": "bob", "age": 3}', 'Well: {"name": "bob", "age": 3}', []),
+        ("hermes", '{"name": "edit", "arguments": {}}', '{"name": "edit", "arguments": {}}', []),
+        ("mistral", "[1, 2]", "[1, 2]", []),
+        ("pythonic", "[1] says so", "[1] says so", []),
+        ("glm45", "<tool_call>\n</tool_call>", "", [MALFORMED_NAME]),
+        ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>", "", [MALFORMED_NAME]),
+    ],
+)
+def test_what_is_a_call_and_what_is_an_answer(name: str, text: str, content: str, calls: list[str]) -> None:
+    _, said, read = _read(text, name)
+    assert (said, [call[0] for call in read]) == (content, calls)
+
+
+def test_a_call_that_was_cut_off_says_so() -> None:
+    text = written("hermes", [("look", {})]).removesuffix("\n</tool_call>")
+    assert parse(text, FORMATS["hermes"], cut=True).calls[0].malformed == CUT
+    assert parse(text, FORMATS["hermes"]).calls[0].malformed is None, "the policy ended its turn"
+
+
+def test_ids_that_a_template_wants_back_are_kept() -> None:
+    calls = parse(written("kimi_k2", [("edit", {}), ("look", {})]), FORMATS["kimi_k2"]).calls
+    assert [call.id for call in calls] == ["functions.edit:0", "functions.look:1"]
+    assert parse(written("solar_open", [("look", {})]), FORMATS["solar_open"]).calls[0].id is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_texts_take_linear_time(name: str) -> None:
+    """Each of these took minutes, were a pattern quadratic; the time limit of the test is the check."""
+    pieces = [" " * 200_000, "<" * 100_000, written(name, [("look", {})])[:12] * 20_000, "<parameter=a>" * 10_000]
+    pieces += ["<arg_key>a</arg_key>" * 10_000, '{"' * 50_000, "[" * 100_000, "<tool_call>" * 20_000]
+    for piece in pieces:
+        for text in (piece, written(name, [("edit", {"text": piece})]), f"<tool_call>{piece}"):
+            parse(text, FORMATS[name], TOOLS)
+
+
+def test_every_other_name_is_one_of_a_format() -> None:
+    assert all(format_named(name) is FORMATS[same] for name, same in SAME_AS.items())
+    assert not SAME_AS.keys() & FORMATS.keys()
+    assert format_named("xml") is None
