@@ -31,7 +31,7 @@ from nemo_gym.openai_utils import (
 )
 from nemo_gym.responses_converter import VLLMConverter
 from nemo_gym.server_utils import SESSION_ID_KEY, is_nemo_gym_fastapi_entrypoint
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from starlette.middleware.sessions import SessionMiddleware
 from starlette.types import ASGIApp
 
@@ -119,6 +119,16 @@ class ChatRequest(NeMoGymChatCompletionCreateParamsNonStreaming):
     """Gym's request, which some Gyms read without the fields that they do not know: here these are refused by name."""
 
     model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_reasoning(cls, body: Any) -> Any:
+        """Read vLLM's name of an assistant message's thought as the one that Gym's classes know."""
+        messages = body.get("messages") if isinstance(body, dict) else None
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict) and (thought := message.pop("reasoning", None)) is not None:
+                message.setdefault("reasoning_content", thought)
+        return body
 
 
 _CALLER = "caller"
@@ -364,7 +374,7 @@ class ProrlModel(SimpleResponsesAPIModel):
                 "generation_token_ids": list(answer.turn.sampled),
                 "generation_log_probs": list(answer.turn.log_probs),
             }
-        finish = "tool_calls" if answer.parsed.calls else "stop" if answer.finish is Finish.STOP else "length"
+        finish = "length" if answer.finish is not Finish.STOP else "tool_calls" if answer.parsed.calls else "stop"
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "message": message}
         if logprobs and answer.turn is not None:
             # Tokens by their ids, as vLLM writes them on demand: their texts need not be whole characters.

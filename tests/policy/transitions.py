@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.formats import FORMATS
+from nemo_gym_prorl.policy.text.messages import with_reasoning
 from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate
@@ -108,11 +109,13 @@ def transitions(
     shapes: Sequence[str] = SHAPES,
     settings: Sequence[tuple[bool, ...]] = SETTINGS,
     offered: Sequence[Sequence[dict[str, Any]]] = ((), TOOLS),
+    shown: Callable[[Any], Any] = lambda message: message,
 ) -> Iterator[Transition]:
     """The last two turns of every conversation, where the template takes it: stopped by themselves and cut short,
     as the template writes them and a little otherwise (a space more)."""
     for shape, setting, tools in itertools.product(shapes, settings, offered):
         for messages in conversations(shape, *setting):
+            messages = [shown(message) for message in messages]
             turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             for index in turns[-2:]:
                 end = next((at for at in turns if at > index), len(messages))
@@ -139,6 +142,8 @@ def _transition(
         return None
     turn = history[-1]
     thought, _, said = turn["content"].rpartition("</think>\n\n")
+    if "reasoning" in turn:
+        thought, said = f"<think>{turn['reasoning']}", turn["content"].strip()
     marks = [json.loads(call["function"]["arguments"])["what"] for call in turn.get("tool_calls", ())]
     written = said if not marks else marks[-1]
     at = full.find(written)
@@ -281,7 +286,9 @@ def outcome(source: str, kind: str, shapes: Sequence[str] = ("ac", "ta")) -> Out
         return Outcome(None, why, Tally())
     offered = ((),) if followed == "plain" else ((), TOOLS)
     calls = [shape for shape in shapes if followed != "plain"] or ["aa"]
-    return Outcome(followed, why, tally_of(renderer, transitions(renderer.template, stops, calls, SOME, offered)))
+    shown = [with_reasoning] if renderer.thought_marker != "<think>" else []
+    found_ones = transitions(renderer.template, stops, calls, SOME, offered, *shown)
+    return Outcome(followed, why, tally_of(renderer, found_ones))
 
 
 def _stops(renderer: Renderer) -> list[str]:

@@ -173,5 +173,11 @@ def _own_text(item: Mapping[str, Any], at: str) -> str:
 
 
 def _thoughts(item: Mapping[str, Any], at: str) -> list[str]:
-    _only(item, at, (), ("summary", *_STATE))
+    # Gym's converter turns the empty signature of a thinking block of ours into an empty text.
+    _only(
+        {name: value for name, value in item.items() if value or name != "encrypted_content"},
+        at,
+        (),
+        ("summary", *_STATE),
+    )
     return _parts(item.get("summary"), f"{at}.summary", ("summary_text",))

@@ -46,6 +46,8 @@ def for_template(message: Message) -> Message:
     """Templates want text where the wire may carry parts, and a tool call's arguments as an object, not as JSON."""
     plain = {name: value for name, value in message.items() if name != "tool_calls"}
     plain["content"] = text_of(message.get("content"))
+    if message.get("reasoning_content"):
+        plain["reasoning"] = message["reasoning_content"]  # vLLM gives a thought to templates under both names
     if not message.get("tool_calls"):
         return plain
     calls = []

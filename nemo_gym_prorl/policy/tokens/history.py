@@ -271,7 +271,9 @@ def _marks(message: Message) -> Iterator[str]:
     """What an assistant message says of the turn that it echoes, beyond what is visible."""
     for call in message.get("tool_calls") or ():
         yield f"call {call.get('id')}"
-    for thought in THOUGHT.findall(text_of(message.get("content"))):
+    for thought in (*THOUGHT.findall(text_of(message.get("content"))), message.get("reasoning_content") or ""):
+        if not thought:
+            continue
         yield f"thought {digest(b'', _squeezed(thought)).hex()}"
 
 
