@@ -6,6 +6,7 @@ NeMo RL is no package that could be installed: ``NRL_ROOT`` names a checkout, an
 has what ``docs/nemo_rl.md`` lists.
 """
 
+import functools
 import importlib.util
 import os
 import re
@@ -100,8 +101,8 @@ def engine(nemo_rl: Path) -> Iterator["Engine"]:
     from tests.nemo_rl.engine import Engine
 
     vllm = OmegaConf.load(RECIPES / "models/qwen3-4b.yaml").policy.generation.vllm_cfg
-    with VllmParser(vllm.http_server_serving_chat_kwargs.tool_parser) as parser:
-        yield Engine(parser)
+    with VllmParser("<tool_call>", "</tool_call>") as parsers:
+        yield Engine(functools.partial(parsers, vllm.http_server_serving_chat_kwargs.tool_parser))
 
 
 @pytest.fixture(scope="session")

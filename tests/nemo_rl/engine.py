@@ -15,7 +15,7 @@ import json
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,6 @@ from nemo_rl.models.generation.vllm.utils import attach_routed_experts_to_chat_r
 
 from nemo_gym_prorl.scripted import text
 from tests.nemo_rl.tokenizer import ByteTokenizer
-from tests.policy.vllm_parser import VllmParser
 
 
 MODEL = "bytes"
@@ -36,6 +35,9 @@ PROFILES = {(1.0, 1.0), (0.6, 0.95)}
 """Temperature and ``top_p`` of training and of validation."""
 MAX_MODEL_LEN = 65_536
 _OPENING = bytes([text.START_OF_TURN]) + b"assistant\n"
+
+
+type CallParser = Callable[[str], tuple[str | None, list[dict[str, Any]]]]
 
 
 class Engine:
@@ -51,7 +53,7 @@ class Engine:
         parser: without one calls stay in the text, as with NeMo RL's server.
     """
 
-    def __init__(self, parser: VllmParser | None) -> None:
+    def __init__(self, parser: CallParser | None) -> None:
         self._parser = parser
         self.requests: list[dict[str, Any]] = []
         self.in_flight = 0
@@ -154,7 +156,7 @@ def _prompt(body: dict[str, Any]) -> list[int]:
     return list(replace_prefix_tokens(ByteTokenizer(), prefix, before, rendered))
 
 
-def _answer(prompt: list[int], generated: bytes, parser: VllmParser | None) -> dict[str, Any]:
+def _answer(prompt: list[int], generated: bytes, parser: CallParser | None) -> dict[str, Any]:
     ids = list(generated)
     log_probs = [-(token % 7) / 8 - 0.125 for token in ids]
     whole = ids[-1:] == [text.END_OF_TURN]

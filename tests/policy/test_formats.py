@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from nemo_gym_prorl.policy.text.formats import FORMATS, SAME_AS, format_named
 from nemo_gym_prorl.policy.text.parsers import CUT, MALFORMED_NAME, parse
+from tests.policy.vllm_parser import VllmParser
 
 
 PROPERTIES: dict[str, Any] = {
@@ -367,6 +369,34 @@ def test_long_texts_take_linear_time(name: str) -> None:
     for piece in pieces:
         for text in (piece, written(name, [("edit", {"text": piece})]), f"<tool_call>{piece}"):
             parse(text, FORMATS[name], TOOLS)
+
+
+ORACLE = [
+    *("hermes", "qwen3_coder", "mistral", "pythonic", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4"),
+    *("deepseek_v41", "glm45", "kimi_k2", "kimi_k3", "minimax_m2", "minimax_m3", "minicpm5", "gemma4", "granite"),
+    *("apertus", "lfm2"),
+]
+"""Formats that vLLM reads by a parser of the same name. It trims Seed-OSS's values, which the template does not."""
+
+
+@pytest.mark.engine
+def test_calls_are_read_as_by_vllms_own_parsers() -> None:
+    conversations: list[list[tuple[str, dict[str, Any]]]] = [
+        [("edit", ARGUMENTS), ("look", {})],
+        *([("edit", {"text": text})] for text in ("  42\n", "5", "true", '{"a": 1}', "null", "é\n\n  x")),
+        [("edit", {"count": 3, "deep": False})],
+    ]
+    cases = [(name, written(name, calls), calls) for name in ORACLE for calls in conversations]
+    cases.append(("qwen3_coder", _function("edit", {"count": 3}) + "\n</tool_call>", [("edit", {"count": 3})]))
+    pattern = r"<\|[^|<>\s]+\|>|<｜[^｜<>]+｜>|｜DSML｜|\[[A-Z_]{3,}\]|</?(?:tool_call|arg_\w+|minimax:\w+)>"
+    pattern += r"|\]<\]minimax\[>\["
+    markers = {one for _, text, _ in cases for one in re.findall(pattern, text)}
+    markers |= {*("<think>", "</think>", "<mm:think>", "</mm:think>"), *('<|"|>', "<|tool_call>", "<tool_call|>")}
+    with VllmParser(*sorted(markers), "<|channel>", "<channel|>") as parser:
+        for name, text, calls in cases:
+            theirs = [one["function"] for one in parser(name, text, TOOLS)[1]]
+            assert [(one["name"], json.loads(one["arguments"])) for one in theirs] == calls, (name, text)
+            assert _read(text, name)[2] == calls
 
 
 def test_every_other_name_is_one_of_a_format() -> None:

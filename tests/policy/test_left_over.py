@@ -136,8 +136,8 @@ def test_whatever_vllms_own_parser_leaves_is_no_error_of_the_deployment() -> Non
     chance = random.Random(0)
     texts = ["".join(chance.choices(pieces, k=chance.randrange(1, 12))) for _ in range(1_500)]
     texts += [*NOT_LEFT, CALL]
-    with VllmParser("hermes") as parser:
-        parsed = [bool(parser(text)[1]) for text in texts]
+    with VllmParser("<tool_call>", "</tool_call>") as parser:
+        parsed = [bool(parser("hermes", text)[1]) for text in texts]
     left = [left_over(text, FORMATS["hermes"], {"look"}) is not None for text in texts]
     wrong = [text for text, theirs, ours in zip(texts, parsed, left, strict=True) if ours and not theirs]
     assert not wrong

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,21 +18,30 @@ PROGRAM = """
 import json, logging, os, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers.abstract_tool_parser import ToolParserManager
 logging.disable()
-class Tokenizer: pass
-parser = ToolParserManager.get_tool_parser(sys.argv[1])(Tokenizer())
+letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+fast = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+fast.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in json.loads(sys.argv[1])])
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast)
 for line in sys.stdin:
-    print(parser.extract_tool_calls(json.loads(line), None).model_dump_json(), file=answers, flush=True)
+    name, text, tools = json.loads(line)
+    request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "q"}], tools=tools or None)
+    parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+    print(parser.extract_tool_calls(text, request).model_dump_json(), file=answers, flush=True)
 """
 
 
 class VllmParser:
-    """A parser by vLLM's name for it; a context manager."""
+    """All of vLLM's parsers over one tokenizer of bytes and markers; a context manager."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, *markers: str) -> None:
         self._process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", str(vllm_python()), "-c", PROGRAM, name],
+            ["setpriv", "--pdeathsig", "KILL", str(vllm_python()), "-c", PROGRAM, json.dumps(markers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -40,12 +50,14 @@ class VllmParser:
         )
         self._lock = threading.Lock()
 
-    def __call__(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
-        """What is left of a text, and the calls that were in it, in OpenAI's chat format."""
+    def __call__(
+        self, name: str, text: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str | None, list[dict[str, Any]]]:
+        """What is left of a text, and the calls that were in it, in OpenAI's chat format, by the parser of a name."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
-            self._process.stdin.write(json.dumps(text) + "\n")
+            self._process.stdin.write(json.dumps([name, text, tools]) + "\n")
             self._process.stdin.flush()
             found = json.loads(self._process.stdout.readline())
         return found["content"], found["tool_calls"]
