@@ -22,8 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+
+Scores = NDArray[np.float64]
 
 GREEDY_BELOW = 1e-5
 """Temperature below which vLLM takes the most probable token."""
@@ -37,15 +40,13 @@ class Vocabulary:
 
     Attributes:
         texts: bytes of each ordinary token; ``None`` for special tokens.
-        ends: ids that end a turn.
-        end: the tokenizer's own end of a turn, which ends a grammar.
+        ends: ids that end a turn, any of which may follow a complete text of a grammar.
         thinking: ids of ``<think>`` and ``</think>``.
         encode: token ids of a text.
     """
 
     texts: Sequence[bytes | None]
     ends: Collection[int]
-    end: int
     thinking: tuple[int | None, int | None]
     encode: Any
 
@@ -64,13 +65,14 @@ class Vocabulary:
         named = generation_config(folder).get("eos_token_id") or []
         thinking = (tokenizer.token_to_id("<think>"), tokenizer.token_to_id("</think>"))
         ends = {end, *([named] if isinstance(named, int) else named)}
-        return cls(texts, ends, end, thinking, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+        return cls(texts, ends, thinking, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
     """Return the model's own generation settings."""
     path = folder / "generation_config.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    settings: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return settings
 
 
 def choices_of(sampling: Mapping[str, Any]) -> list[bytes] | None:
@@ -92,7 +94,7 @@ def permitted(sampling: Mapping[str, Any], output: Sequence[int], vocabulary: Vo
         written = b"".join(vocabulary.texts[token] or b"" for token in output)
         sets.append({i for i, text in enumerate(vocabulary.texts) if text and _opens(choices, written + text)})
         if written in choices:
-            sets[-1].add(vocabulary.end)
+            sets[-1] |= set(vocabulary.ends)
     return set.intersection(*sets) if sets else None
 
 
@@ -121,8 +123,12 @@ def is_thinking_over(sampling: Mapping[str, Any], ids: Sequence[int], vocabulary
 
 
 def log_distribution(
-    logits: np.ndarray, sampling: Mapping[str, Any], prompt: Sequence[int], output: Sequence[int], vocabulary: Vocabulary
-) -> np.ndarray:
+    logits: Scores,
+    sampling: Mapping[str, Any],
+    prompt: Sequence[int],
+    output: Sequence[int],
+    vocabulary: Vocabulary,
+) -> Scores:
     """Return the log-prob of every token as the next one.
 
     Args:
@@ -165,10 +171,11 @@ def log_distribution(
     return log_softmax(scores)
 
 
-def log_softmax(scores: np.ndarray) -> np.ndarray:
+def log_softmax(scores: Scores) -> Scores:
     """Normalise scores to log-probs."""
-    shifted = scores - scores.max()
-    return shifted - np.log(np.exp(shifted).sum())
+    shifted: Scores = scores - scores.max()
+    normalised: Scores = shifted - np.log(np.exp(shifted).sum())
+    return normalised
 
 
 class Model:

@@ -7,10 +7,9 @@ in front of the engine notes what each request asked for. The kept log-probs are
 :mod:`benchmarks.log_prob_truth`, which computes them from the model's logits, the recorded request and the model's
 ``generation_config.json``.
 
-A row shows the largest difference. ``refused: FIELD`` means that the request failed with an error that names the
-field. ``FALSE`` means a difference above the tolerance, or a setting that did not reach the engine; the exit status
-is 1 then. The column *effect* is the largest difference between the true log-prob and the one without any sampling
-parameter: a row without effect proves nothing.
+A row shows the largest difference. ``refused: FIELD`` means an error that names the field. ``FALSE`` means a
+difference above the tolerance, or a setting that did not reach the engine; the exit status is 1 then. *Effect* is the
+largest difference between the true log-prob and the one without any sampling parameter.
 
 Run with ``python -m benchmarks.log_probs [--markdown]``: starts vLLM on the CPU with a tiny model, once for each
 log-prob mode and model folder. ``--engine URL --model-folder F`` measures a running engine instead.
@@ -31,13 +30,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from tokenizers import Tokenizer
 
+from benchmarks.log_prob_truth import DEFAULTS, GREEDY_BELOW, generation_config
+from benchmarks.sampling_ways import NEUTRAL, Way, ways
 from nemo_gym_prorl.failures import RolloutError
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.sampling import Sampling
@@ -46,68 +48,12 @@ from nemo_gym_prorl.policy.http.api import trajectory
 from nemo_gym_prorl.policy.turns import TurnRequest
 
 
-ROLLOUTS, TURNS, TOKENS = 4, 2, 24
+TURNS, TOKENS = 2, 24
 TOLERANCE = 1e-4
 MODES: Mapping[str, Sequence[str]] = {"raw": (), "processed": ("--logprobs-mode", "processed_logprobs")}
 QUESTIONS = ("which file", "look at the tests", "what is there", "read it again")
-CHOICES = ("yes", "yesterday", "no", "not now")
 GENERATION_CONFIG = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 THINKING = ("--reasoning-config", json.dumps({"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Way:
-    """One way to sample.
-
-    Attributes:
-        name: in the table.
-        sampling: fields of the request, as vLLM calls them.
-        configured: needs the model folder whose generation settings are not neutral, and a thinking budget.
-        thinks: the prompt opens a thought.
-    """
-
-    name: str
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    configured: bool = False
-    thinks: bool = False
-
-
-NEUTRAL = Way("no setting")
-
-
-def ways(common: Sequence[int], text_of: Callable[[int], str]) -> list[Way]:
-    """Return the rows of the table.
-
-    Args:
-        common: ids that the model samples often, so that a rule about them has an effect.
-        text_of: a token's text.
-    """
-    words = [text for token in common if (text := text_of(token)).strip().isalpha()]
-    enum = {"type": "string", "enum": list(CHOICES)}
-    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": enum}}
-    settings: list[Mapping[str, Any]] = [
-        {"temperature": 1.0},
-        *({"temperature": value} for value in (0.5, 1.3, 0.01, 0.0)),
-        *({"top_p": 0.8}, {"top_k": 5}, {"top_k": 1}, {"min_p": 0.1}),
-        *({"presence_penalty": 0.8}, {"frequency_penalty": 0.6}, {"repetition_penalty": 1.3}),
-        *({"stop": words[:1]}, {"min_tokens": 20}, {"seed": 7}),
-        {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1},
-        {"temperature": 1.2, "top_k": 30, "min_p": 0.02, "presence_penalty": 0.3, "seed": 3},
-        {"temperature": 0.0, "frequency_penalty": 1.0},
-    ]
-    return [
-        NEUTRAL,
-        *(Way(", ".join(f"{name} {value}" for name, value in each.items()), each) for each in settings),
-        Way("logit_bias", {"logit_bias": {str(token): 2.5 * (-1) ** n for n, token in enumerate(common[:8])}}),
-        Way("bad_words", {"bad_words": [word.strip() for word in words[:3]]}),
-        Way("allowed_token_ids", {"allowed_token_ids": sorted(common)}),
-        Way("structured_outputs choice", {"structured_outputs": {"choice": list(CHOICES)}}),
-        Way("response_format json_schema, temperature 0.7", {"response_format": schema, "temperature": 0.7}),
-        Way("choice, top_p 0.8", {"structured_outputs": {"choice": list(CHOICES)}, "top_p": 0.8}),
-        Way("no setting, generation_config " + json.dumps(GENERATION_CONFIG), configured=True),
-        Way("temperature 1.0 over that generation_config", {"temperature": 1.0}, configured=True),
-        Way("thinking_token_budget 12", {"thinking_token_budget": 12, "temperature": 1.0}, configured=True, thinks=True),
-    ]
 
 
 @dataclass(slots=True)
@@ -117,11 +63,14 @@ class Result:
     difference: float = 0.0
     effect: float = 0.0
     tokens: int = 0
+    scale: float = 1.0
+    """Rounding errors of logits grow with the inverse of a temperature below 1."""
     refused: str | None = None
     unsent: tuple[str, ...] = ()
 
     def is_false(self, tolerance: float) -> bool:
-        return self.refused is None and (not self.difference <= tolerance or bool(self.unsent) or not self.tokens)
+        measured = self.tokens > 0 and self.difference <= tolerance * self.scale
+        return self.refused is None and (not measured or bool(self.unsent))
 
     def shown(self, tolerance: float) -> str:
         if self.refused is not None:
@@ -139,7 +88,7 @@ class Sample:
     prompt: tuple[int, ...]
     sampled: list[int]
     kept: list[float]
-    request: Mapping[str, Any]
+    request: dict[str, Any]
 
 
 @contextlib.asynccontextmanager
@@ -176,11 +125,15 @@ class Meter:
 
     async def play(self, way: Way) -> list[Sample] | RolloutError:
         """Sample one row's rollouts side by side; an error if the service refuses them."""
-        try:
-            rollouts = [self._rollout(way, question) for question in QUESTIONS[:ROLLOUTS]]
-            return [sample for samples in await asyncio.gather(*rollouts) for sample in samples]
-        except RolloutError as error:
-            return error
+        rollouts = [self._rollout(way, question) for question in QUESTIONS]
+        samples: list[Sample] = []
+        for played in await asyncio.gather(*rollouts, return_exceptions=True):
+            if isinstance(played, RolloutError):
+                return played
+            if isinstance(played, BaseException):
+                raise played
+            samples += played
+        return samples
 
     async def _rollout(self, way: Way, question: str) -> list[Sample]:
         name = f"row-{next(self._names)}"
@@ -208,10 +161,15 @@ def judge(samples: Sequence[Sample], truths: Sequence[Mapping[str, Sequence[floa
     """Compare the kept log-probs of one row with the truth."""
     result = Result()
     for sample, truth in zip(samples, truths, strict=True):
-        asked = sample.way.sampling.items()
-        result.unsent += tuple(name for name, value in asked if name not in result.unsent and sample.request.get(name) != value)
+        asked, sent = sample.way.sampling, sample.request
+        result.unsent = tuple(
+            name for name, value in asked.items() if name in result.unsent or sent.get(name) != value
+        )
+        if GREEDY_BELOW <= (temperature := asked.get("temperature", 1.0)) < 1.0:
+            result.scale = 1 / temperature
         for kept, true, raw in zip(sample.kept, truth["log_probs"], truth["raw"], strict=True):
-            result.difference = max(result.difference, abs(kept - true))
+            gap = abs(kept - true)
+            result.difference = max(result.difference, math.inf if math.isnan(gap) else gap)
             result.effect = max(result.effect, abs(raw - true))
             result.tokens += 1
     return result
@@ -219,51 +177,65 @@ def judge(samples: Sequence[Sample], truths: Sequence[Mapping[str, Sequence[floa
 
 def compute_truth(python: str, folder: Path, device: str, samples: Sequence[Sample]) -> list[Any]:
     """Run the model over the samples in a process that has torch and transformers."""
-    lines = [
-        json.dumps({"prompt": sample.prompt, "sampled": sample.sampled, "sampling": {**sample.request}})
-        for sample in samples
-    ]
+    asked = [{"prompt": one.prompt, "sampled": one.sampled, "sampling": one.request} for one in samples]
     command = [python, "-m", "benchmarks.log_prob_truth", str(folder), "--device", device]
     root = Path(__file__).parents[1]
-    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, cwd=root, check=False)
+    done = subprocess.run(
+        command, input="\n".join(map(json.dumps, asked)), capture_output=True, text=True, cwd=root, check=False
+    )
     if done.returncode:
         raise SystemExit(f"the model could not be run by {python}: {done.stderr[-2000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-async def play_all(url: str, name: str, tokenizer: Path, chosen: Callable[[Way], bool]) -> dict[Way, Any]:
-    """Play the chosen rows over one engine, one after another."""
-    from tokenizers import Tokenizer
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A running engine, with what the truth needs of its model.
 
-    reader = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-    async with recording(url) as (proxy, seen):
-        host = PolicyHost(PolicyConfig(base_url=[proxy], model=name, tokenizer=str(tokenizer), unreachable_s=30))
-        async with host.lifespan():
-            meter = Meter(host, seen)
-            first = await meter.play(NEUTRAL)
-            if isinstance(first, RolloutError):
-                return {NEUTRAL: first}
-            counts = collections.Counter(token for sample in first for token in sample.sampled)
-            common = [token for token, _ in counts.most_common(40)]
-            rows = [way for way in ways(common, lambda token: reader.decode([token])) if chosen(way)]
-            return {way: first if way is NEUTRAL else await meter.play(way) for way in rows}
+    Attributes:
+        url: of the engine.
+        model: name under which it serves the model.
+        folder: weights and generation settings.
+        tokenizer: folder of the tokenizer.
+        device: where the truth is computed.
+    """
 
+    url: str
+    model: str
+    folder: Path
+    tokenizer: Path
+    device: str = "cpu"
 
-def measure(
-    url: str, name: str, folder: Path, tokenizer: Path, python: str, device: str, chosen: Callable[[Way], bool]
-) -> dict[str, Result]:
-    """Return what each chosen row shows over one engine, by the row's name."""
-    played = asyncio.run(play_all(url, name, tokenizer, chosen))
-    samples = [sample for each in played.values() if not isinstance(each, RolloutError) for sample in each]
-    truths = iter(compute_truth(python, folder, device, samples))
-    results = {}
-    for way, each in played.items():
-        if isinstance(each, RolloutError):
-            results[way.name] = Result(refused=getattr(each, "field", None) or type(each).__name__)
-            print(f"{way.name}: {each.reason[:300]}", file=sys.stderr)
-        else:
-            results[way.name] = judge(each, list(itertools.islice(truths, len(each))))
-    return results
+    async def play(self, is_chosen: Callable[[Way], bool]) -> dict[Way, list[Sample] | RolloutError]:
+        """Play the chosen rows, one after another."""
+        reader = Tokenizer.from_file(str(self.tokenizer / "tokenizer.json"))
+        async with recording(self.url) as (proxy, seen):
+            settings = {"model": self.model, "tokenizer": str(self.tokenizer), "unreachable_s": 30.0}
+            host = PolicyHost(PolicyConfig.model_validate({"base_url": [proxy], **settings}))
+            async with host.lifespan():
+                meter = Meter(host, seen)
+                first = await meter.play(NEUTRAL)
+                if isinstance(first, RolloutError):
+                    return {NEUTRAL: first}
+                counts = collections.Counter(token for sample in first for token in sample.sampled)
+                common = [token for token, _ in counts.most_common(40)]
+                rows = [way for way in ways(common, lambda token: reader.decode([token])) if is_chosen(way)]
+                return {way: first if way is NEUTRAL else await meter.play(way) for way in rows}
+
+    def measure(self, python: str, is_chosen: Callable[[Way], bool]) -> dict[str, Result]:
+        """Return what each chosen row shows, by the row's name."""
+        is_neutral = not any(name in generation_config(self.folder) for name in DEFAULTS)
+        played = asyncio.run(self.play(lambda way: is_chosen(way) and not (way.configured and is_neutral)))
+        samples = [sample for each in played.values() if not isinstance(each, RolloutError) for sample in each]
+        truths = iter(compute_truth(python, self.folder, self.device, samples))
+        results = {}
+        for way, each in played.items():
+            if isinstance(each, RolloutError):
+                results[way.name] = Result(refused=getattr(each, "field", None) or type(each).__name__)
+                print(f"{way.name}: {each.reason[:300]}", file=sys.stderr)
+            else:
+                results[way.name] = judge(each, list(itertools.islice(truths, len(each))))
+        return results
 
 
 def measure_local(python: str) -> Iterator[tuple[str, dict[str, Result]]]:
@@ -274,14 +246,15 @@ def measure_local(python: str) -> Iterator[tuple[str, dict[str, Result]]]:
     with tempfile.TemporaryDirectory() as name:
         configured = Path(name) / "model"
         shutil.copytree(plain, configured)
-        path = configured / "generation_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | GENERATION_CONFIG))
+        settings = generation_config(plain) | GENERATION_CONFIG
+        (configured / "generation_config.json").write_text(json.dumps(settings))
+        log = Path(name) / "engine.log"
         for mode, flags in MODES.items():
-            found: dict[str, Result] = {}
-            for folder, more in ((plain, ()), (configured, THINKING)):
-                with vllm(folder, Path(name) / "engine.log", *flags, *more) as (url, _):
-                    only = folder is configured
-                    found |= measure(url, MODEL, folder, folder, python, "cpu", lambda way: way.configured is only)  # noqa: B023
+            with vllm(plain, log, *flags) as (url, _):
+                found = Engine(url, MODEL, plain, plain).measure(python, lambda way: not way.thinks)
+            with vllm(configured, log, *flags, *THINKING) as (url, _):
+                engine = Engine(url, MODEL, configured, configured)
+                found |= engine.measure(python, lambda way: way.configured or way.thinks)
             yield mode, found
 
 
@@ -312,22 +285,21 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="largest difference of a true row")
     parser.add_argument("--markdown", action="store_true", help="print the table for the docs")
     arguments = parser.parse_args()
-    if arguments.engine and not arguments.model_folder:
-        parser.error("--engine needs --model-folder")
+    folder, tolerance = arguments.model_folder, arguments.tolerance
     python = sys.executable
-    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
+    if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")):
         from tests.policy.engines import vllm_python
 
         python = str(vllm_python())
-    if arguments.engine:
-        folder = arguments.model_folder
-        place = arguments.engine, arguments.model, folder, arguments.tokenizer or folder
-        columns = {arguments.mode: measure(*place, python, arguments.device, lambda way: True)}
-    else:
+    if arguments.engine is None:
         columns = dict(measure_local(python))
-    print(table(columns, arguments.tolerance, markdown=arguments.markdown))
-    found = [result for results in columns.values() for result in results.values()]
-    sys.exit(any(result.is_false(arguments.tolerance) for result in found))
+    elif folder is None:
+        parser.error("--engine needs --model-folder")
+    else:
+        engine = Engine(arguments.engine, arguments.model, folder, arguments.tokenizer or folder, arguments.device)
+        columns = {arguments.mode: engine.measure(python, lambda way: True)}
+    print(table(columns, tolerance, markdown=arguments.markdown))
+    sys.exit(any(result.is_false(tolerance) for results in columns.values() for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ import pytest
 from benchmarks.log_prob_truth import Vocabulary, log_distribution
 
 
-WORDS = ("yes", "no", "yes no", "<end>", "<think>", "</think>")
 VOCABULARY = Vocabulary(
     texts=(b"y", b"es", b"yes", b"no", None, None, None),
     ends={4},
-    end=4,
     thinking=(5, 6),
     encode=lambda text: {"no": [3], " no": [3], "y es": [0, 1], " y es": [0, 1]}[text],
 )
