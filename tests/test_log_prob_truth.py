@@ -90,3 +90,9 @@ def test_the_distribution_is_the_one_computed_by_hand(name: str) -> None:
     sampling, prompt, output, expected = CASES[name]
     found = np.exp(log_distribution(np.log(P), sampling, prompt, output, VOCABULARY))
     np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_a_repetition_lowers_logits_of_either_sign() -> None:
+    logits = np.array([2.0, -2.0, 0.5, 0.5, 0.5, 0.5, 0.5])
+    found = log_distribution(logits, {"repetition_penalty": 2.0}, [0], [1], VOCABULARY)
+    np.testing.assert_allclose(found - found[2], [0.5, -4.5, 0, 0, 0, 0, 0], atol=1e-12)
