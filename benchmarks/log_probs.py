@@ -12,7 +12,7 @@ difference above the tolerance, or a setting that did not reach the engine; the 
 largest difference between the true log-prob and the one without any sampling parameter.
 
 Run with ``python -m benchmarks.log_probs [--markdown]``: starts vLLM on the CPU with a tiny model, once for each
-log-prob mode and model folder. ``--engine URL --model-folder F`` measures a running engine instead.
+log-prob mode and model folder. ``--engine URL --model-folder F`` measures running engines instead.
 """
 
 from __future__ import annotations
@@ -276,9 +276,8 @@ def table(columns: Mapping[str, Mapping[str, Result]], tolerance: float, *, mark
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--engine", help="URL of a running vLLM; by default each kind is started on the CPU")
-    parser.add_argument("--mode", default="engine", help="name of its column")
-    parser.add_argument("--model", default="tiny", help="name under which that engine serves the model")
+    parser.add_argument("--engine", action="append", metavar="[COLUMN=]URL", help="a running vLLM; may be repeated")
+    parser.add_argument("--model", default="tiny", help="name under which those engines serve the model")
     parser.add_argument("--model-folder", type=Path, help="its weights, for the truth")
     parser.add_argument("--tokenizer", type=Path, help="by default the model folder")
     parser.add_argument("--device", default="cpu", help="where the truth is computed")
@@ -296,8 +295,10 @@ def main() -> None:
     elif folder is None:
         parser.error("--engine needs --model-folder")
     else:
-        engine = Engine(arguments.engine, arguments.model, folder, arguments.tokenizer or folder, arguments.device)
-        columns = {arguments.mode: engine.measure(python, lambda way: True)}
+        columns = {}
+        for column, _, url in (given.rpartition("=") for given in arguments.engine):
+            engine = Engine(url, arguments.model, folder, arguments.tokenizer or folder, arguments.device)
+            columns[column or url] = engine.measure(python, lambda way: True)
     print(table(columns, tolerance, markdown=arguments.markdown))
     sys.exit(any(result.is_false(tolerance) for results in columns.values() for result in results.values()))
 
