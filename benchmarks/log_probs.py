@@ -7,12 +7,11 @@ in front of the engine notes what each request asked for. The kept log-probs are
 :mod:`benchmarks.log_prob_truth`, which computes them from the model's logits, the recorded request and the model's
 ``generation_config.json``.
 
-A row shows the largest difference. ``refused: FIELD`` means an error that names the field. ``FALSE`` means a
-difference above the tolerance, or a setting that did not reach the engine; the exit status is 1 then. *Effect* is the
-largest difference between the true log-prob and the one without any sampling parameter.
-
-Run with ``python -m benchmarks.log_probs [--markdown]``: starts vLLM on the CPU with a tiny model, once for each
-log-prob mode and model folder. ``--engine URL --model-folder F`` measures running engines instead.
+A row shows the largest difference, or the field that an error names. ``FALSE`` means a difference above the tolerance,
+or a setting that did not reach the engine; the exit status is 1 then. *Effect* is the largest difference between the
+true log-prob and the one without any sampling parameter.
+Run with ``python -m benchmarks.log_probs [--markdown]``: starts vLLM on the CPU with a tiny model, for each log-prob
+mode and model folder. ``--engine URL --model-folder F`` measures running engines instead.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +66,17 @@ class Result:
     scale: float = 1.0
     """Rounding errors of logits grow with the inverse of a temperature below 1."""
     refused: str | None = None
-    unsent: tuple[str, ...] = ()
+    unsent: set[str] = field(default_factory=set)
 
     def is_false(self, tolerance: float) -> bool:
-        measured = self.tokens > 0 and self.difference <= tolerance * self.scale
-        return self.refused is None and (not measured or bool(self.unsent))
+        is_equal = self.tokens > 0 and self.difference <= tolerance * self.scale
+        return self.refused is None and (not is_equal or bool(self.unsent))
 
     def shown(self, tolerance: float) -> str:
         if self.refused is not None:
             return f"refused: {self.refused}"
         figure = f"{self.difference:.1e}" if self.difference < 0.1 else f"{self.difference:.2f}"
-        unsent = f", not sent: {', '.join(self.unsent)}" if self.unsent else ""
+        unsent = f", not sent: {', '.join(sorted(self.unsent))}" if self.unsent else ""
         return f"FALSE {figure}{unsent}" if self.is_false(tolerance) else figure
 
 
@@ -162,9 +162,7 @@ def judge(samples: Sequence[Sample], truths: Sequence[Mapping[str, Sequence[floa
     result = Result()
     for sample, truth in zip(samples, truths, strict=True):
         asked, sent = sample.way.sampling, sample.request
-        result.unsent = tuple(
-            name for name, value in asked.items() if name in result.unsent or sent.get(name) != value
-        )
+        result.unsent |= {name for name, value in asked.items() if sent.get(name) != value}
         if GREEDY_BELOW <= (temperature := asked.get("temperature", 1.0)) < 1.0:
             result.scale = 1 / temperature
         for kept, true, raw in zip(sample.kept, truth["log_probs"], truth["raw"], strict=True):
@@ -179,10 +177,8 @@ def compute_truth(python: str, folder: Path, device: str, samples: Sequence[Samp
     """Run the model over the samples in a process that has torch and transformers."""
     asked = [{"prompt": one.prompt, "sampled": one.sampled, "sampling": one.request} for one in samples]
     command = [python, "-m", "benchmarks.log_prob_truth", str(folder), "--device", device]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        command, input="\n".join(map(json.dumps, asked)), capture_output=True, text=True, cwd=root, check=False
-    )
+    lines, root = "\n".join(map(json.dumps, asked)), Path(__file__).parents[1]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=root, check=False)
     if done.returncode:
         raise SystemExit(f"the model could not be run by {python}: {done.stderr[-2000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -193,8 +189,7 @@ class Engine:
     """A running engine, with what the truth needs of its model.
 
     Attributes:
-        url: of the engine.
-        model: name under which it serves the model.
+        url, model: its address, and the name of the model there.
         folder: weights and generation settings.
         tokenizer: folder of the tokenizer.
         device: where the truth is computed.
@@ -210,14 +205,14 @@ class Engine:
         """Play the chosen rows, one after another."""
         reader = Tokenizer.from_file(str(self.tokenizer / "tokenizer.json"))
         async with recording(self.url) as (proxy, seen):
-            settings = {"model": self.model, "tokenizer": str(self.tokenizer), "unreachable_s": 30.0}
-            host = PolicyHost(PolicyConfig.model_validate({"base_url": [proxy], **settings}))
+            folder = str(self.tokenizer)
+            host = PolicyHost(PolicyConfig(base_url=[proxy], model=self.model, tokenizer=folder, unreachable_s=30.0))
             async with host.lifespan():
                 meter = Meter(host, seen)
                 first = await meter.play(NEUTRAL)
                 if isinstance(first, RolloutError):
                     return {NEUTRAL: first}
-                counts = collections.Counter(token for sample in first for token in sample.sampled)
+                counts = collections.Counter(itertools.chain.from_iterable(sample.sampled for sample in first))
                 common = [token for token, _ in counts.most_common(40)]
                 rows = [way for way in ways(common, lambda token: reader.decode([token])) if is_chosen(way)]
                 return {way: first if way is NEUTRAL else await meter.play(way) for way in rows}
@@ -246,23 +241,21 @@ def measure_local(python: str) -> Iterator[tuple[str, dict[str, Result]]]:
     with tempfile.TemporaryDirectory() as name:
         configured = Path(name) / "model"
         shutil.copytree(plain, configured)
-        settings = generation_config(plain) | GENERATION_CONFIG
-        (configured / "generation_config.json").write_text(json.dumps(settings))
+        (configured / "generation_config.json").write_text(json.dumps(generation_config(plain) | GENERATION_CONFIG))
         log = Path(name) / "engine.log"
         for mode, flags in MODES.items():
             with vllm(plain, log, *flags) as (url, _):
                 found = Engine(url, MODEL, plain, plain).measure(python, lambda way: not way.thinks)
             with vllm(configured, log, *flags, *THINKING) as (url, _):
-                engine = Engine(url, MODEL, configured, configured)
-                found |= engine.measure(python, lambda way: way.configured or way.thinks)
+                place = MODEL, configured, configured
+                found |= Engine(url, *place).measure(python, lambda way: way.configured or way.thinks)
             yield mode, found
 
 
 def table(columns: Mapping[str, Mapping[str, Result]], tolerance: float, *, markdown: bool) -> str:
     """Return the table: a row for each way to sample, a column for each log-prob mode."""
-    names = list(dict.fromkeys(name for results in columns.values() for name in results))
     rows = [["way to sample", *columns, "effect"]]
-    for name in names:
+    for name in dict.fromkeys(name for results in columns.values() for name in results):
         results = [results.get(name) for results in columns.values()]
         effects = [result.effect for result in results if result is not None and result.refused is None]
         shown = ["-" if result is None else result.shown(tolerance) for result in results]
@@ -284,8 +277,7 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="largest difference of a true row")
     parser.add_argument("--markdown", action="store_true", help="print the table for the docs")
     arguments = parser.parse_args()
-    folder, tolerance = arguments.model_folder, arguments.tolerance
-    python = sys.executable
+    folder, tolerance, python = arguments.model_folder, arguments.tolerance, sys.executable
     if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")):
         from tests.policy.engines import vllm_python
 
@@ -295,10 +287,11 @@ def main() -> None:
     elif folder is None:
         parser.error("--engine needs --model-folder")
     else:
-        columns = {}
-        for column, _, url in (given.rpartition("=") for given in arguments.engine):
-            engine = Engine(url, arguments.model, folder, arguments.tokenizer or folder, arguments.device)
-            columns[column or url] = engine.measure(python, lambda way: True)
+        named = {(given.rpartition("=")[0] or given): given.rpartition("=")[2] for given in arguments.engine}
+        place = arguments.model, folder, arguments.tokenizer or folder, arguments.device
+        with ThreadPoolExecutor() as pool:
+            measured = pool.map(lambda url: Engine(url, *place).measure(python, lambda way: True), named.values())
+            columns = dict(zip(named, measured, strict=True))
     print(table(columns, tolerance, markdown=arguments.markdown))
     sys.exit(any(result.is_false(tolerance) for results in columns.values() for result in results.values()))
 
