@@ -55,7 +55,7 @@ def ways(common: Sequence[int], text_of: Callable[[int], str]) -> list[Way]:
     return [
         NEUTRAL,
         *(Way(", ".join(f"{name} {value}" for name, value in each.items()), each) for each in settings),
-        Way("stop string", {"stop": words[:1]}),
+        Way("stop string", {"stop": words[:1] or ["."]}),
         Way("logit_bias", {"logit_bias": {str(token): 2.5 * (-1) ** n for n, token in enumerate(common[:8])}}),
         Way("bad_words", {"bad_words": [word.strip() for word in words[:3]]}),
         Way("allowed_token_ids", {"allowed_token_ids": sorted(common)}),
