@@ -36,7 +36,7 @@ DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the rules of sampling need of a tokenizer.
+    """Tokenizer data for the rules of sampling.
 
     Attributes:
         texts: bytes of each ordinary token; ``None`` for special tokens.
@@ -86,7 +86,7 @@ def choices_of(sampling: Mapping[str, Any]) -> list[bytes] | None:
 
 
 def permitted(sampling: Mapping[str, Any], output: Sequence[int], vocabulary: Vocabulary) -> set[int] | None:
-    """Return the ids that a grammar, ``allowed_token_ids`` and a thinking budget leave; ``None`` for all."""
+    """Return the ids that a grammar and ``allowed_token_ids`` leave; ``None`` for all."""
     sets: list[set[int]] = []
     if sampling.get("allowed_token_ids") is not None:
         sets.append(set(sampling["allowed_token_ids"]))
@@ -179,7 +179,7 @@ def log_softmax(scores: Scores) -> Scores:
 
 
 class Model:
-    """A causal language model in float32, with what its folder says of sampling."""
+    """A causal language model in float32, with the sampling defaults of its folder."""
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         import torch

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the ledger keeps log-probs of the distribution that was sampled from, for each way to sample.
+"""Check that the ledger keeps log-probs of the sampled distribution, for each way to sample.
 
 Each row is one way to sample: a few rollouts of two turns through ``PolicyHost``, over a stock vLLM. A recording proxy
 in front of the engine notes what each request asked for. The kept log-probs are compared with
@@ -58,7 +58,7 @@ THINKING = ("--reasoning-config", json.dumps({"reasoning_start_str": "<think>", 
 
 @dataclass(slots=True)
 class Result:
-    """What one row shows: a difference and an effect, or a refusal."""
+    """Outcome of one row: a difference and an effect, or a refusal."""
 
     difference: float = 0.0
     effect: float = 0.0
@@ -186,7 +186,7 @@ def compute_truth(python: str, folder: Path, device: str, samples: Sequence[Samp
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A running engine, with what the truth needs of its model.
+    """A running engine and the files of its model.
 
     Attributes:
         url, model: its address, and the name of the model there.
@@ -218,7 +218,7 @@ class Engine:
                 return {way: first if way is NEUTRAL else await meter.play(way) for way in rows}
 
     def measure(self, python: str, is_chosen: Callable[[Way], bool]) -> dict[str, Result]:
-        """Return what each chosen row shows, by the row's name."""
+        """Return the result of each chosen row, by the row's name."""
         is_neutral = not any(name in generation_config(self.folder) for name in DEFAULTS)
         played = asyncio.run(self.play(lambda way: is_chosen(way) and not (way.configured and is_neutral)))
         samples = [sample for each in played.values() if not isinstance(each, RolloutError) for sample in each]

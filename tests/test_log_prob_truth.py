@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The meter of log-probs gives the hand-computed distribution for each rule of sampling."""
+"""Each rule of sampling gives the distribution computed by hand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The table of kept log-probs calls a row false where it is, on made-up samples and on a real engine."""
+"""Verdicts of the table of kept log-probs, on made-up samples and on a real engine."""
 
 from __future__ import annotations
 
