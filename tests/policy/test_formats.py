@@ -32,10 +32,14 @@ TOOLS: list[dict[str, Any]] = [
         "type": "function",
         "function": {
             "name": "edit",
+            "description": "Edit something.",
             "parameters": {"type": "object", "properties": PROPERTIES, "$defs": {"kind": {"type": "string"}}},
         },
     },
-    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}},
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+    },
 ]
 ARGUMENTS: dict[str, Any] = {
     "text": '    return {"é": 1}\n',

@@ -40,11 +40,10 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
         ids = tokenizer.encode(next(texts))
         return completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)})
 
+    policy = {"engine": "vllm", "tokenizer": str(tmp_path)}
     async with (
         serving(says("/v1/completions", answer)) as engine,
-        serving(
-            server(engine, tmp_path, policy={"engine": "vllm", "tokenizer": str(tmp_path)}).setup_webserver()
-        ) as at,
+        serving(server(engine, tmp_path, policy=policy).setup_webserver()) as at,
     ):
         yield at
 

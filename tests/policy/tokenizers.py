@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -24,17 +25,18 @@ _MERGED = ["re", "su", "lt", "resu", "result", "qu", "que"]
 """Pieces of more than one letter; each is made of the two before it or of letters."""
 
 
-def tokenizer_of(kind: str, *texts: str, strips: bool = False) -> Tokenizer:
+def tokenizer_of(kind: str, *texts: str, names: Sequence[str] = (), strips: bool = False) -> Tokenizer:
     """A tokenizer of a kind that has all the special tokens that the texts seem to use.
 
     Args:
         kind: one of :data:`KINDS`.
         texts: templates and tokens.
+        names: further special tokens.
         strips: special tokens swallow the white space behind them (Phi-3).
     """
     fast = _byte_level() if kind == "bytes" else _sentence_piece(kind)
-    names = sorted({name for text in texts for name in _SPECIAL.findall(text)})
-    fast.add_special_tokens([AddedToken(name, special=True, normalized=False, rstrip=strips) for name in names])
+    found = sorted({*names, *(name for text in texts for name in _SPECIAL.findall(text))})
+    fast.add_special_tokens([AddedToken(name, special=True, normalized=False, rstrip=strips) for name in found])
     return Tokenizer(fast)
 
 

@@ -261,17 +261,13 @@ SOME = [(False, 1, False), (True, 1, False, True), (True, 3, True)]
 """Settings for many templates: one of the three has thoughts, and one long texts."""
 
 
-def outcome(source: str, kind: str, shapes: Sequence[str] = ("ac", "ta")) -> Outcome:
+def outcome(source: str, kind: str, shapes: Sequence[str] = ("ac", "ta"), eos: str = "") -> Outcome:
     """What becomes of a real template, with a tokenizer of a kind.
 
     What its models stop at is what it writes behind a turn, whether or not anything comes after it.
     """
-    tokenizer = tokenizer_of(kind, source, "</s><s>")
-    found = Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token="</s>"))
-    stops = _stops(found)
-    eos = "<|endoftext|>" if "phi" in source.lower() else next(iter(stops), "</s>")
-    tokenizer = tokenizer_of(kind, source, "</s><s>", *stops, eos)
-    renderer = Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token=eos))
+    renderer = renderer_of(source, kind, eos)
+    stops = [eos] if eos else _stops(renderer)
     why, followed = "", None
     for tool_format in ("plain", None):
         try:
@@ -281,7 +277,8 @@ def outcome(source: str, kind: str, shapes: Sequence[str] = ("ac", "ta")) -> Out
             if tool_format == "plain" and not renderer.wants_tools:
                 return Outcome(None, why, Tally())
         else:
-            followed = next(name for name, known in FORMATS.items() if known == replace(form, think=known.think))
+            names = (name for name, known in FORMATS.items() if known == replace(form, think=known.think))
+            followed = tool_format or next(names)
     if followed is None:
         return Outcome(None, why, Tally())
     offered = ((),) if followed == "plain" else ((), TOOLS)
@@ -289,6 +286,19 @@ def outcome(source: str, kind: str, shapes: Sequence[str] = ("ac", "ta")) -> Out
     shown = [with_reasoning] if renderer.thought_marker != "<think>" else []
     found_ones = transitions(renderer.template, stops, calls, SOME, offered, *shown)
     return Outcome(followed, why, tally_of(renderer, found_ones))
+
+
+def renderer_of(source: str, kind: str, eos: str = "") -> Renderer:
+    """A template with a tokenizer of a kind that has the template's special tokens and an end of turn."""
+    if eos:
+        tokenizer = tokenizer_of(kind, source, "<s>", names=[eos])
+        return Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token=eos))
+    tokenizer = tokenizer_of(kind, source, "</s><s>")
+    found = Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token="</s>"))
+    stops = _stops(found)
+    eos = "<|endoftext|>" if "phi" in source.lower() else next(iter(stops), "</s>")
+    tokenizer = tokenizer_of(kind, source, "</s><s>", *stops, eos)
+    return Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token=eos))
 
 
 def _stops(renderer: Renderer) -> list[str]:

@@ -12,6 +12,7 @@ Pure: no task, socket, clock or thread.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -56,9 +57,12 @@ def rehearse(renderer: Renderer, tool_format: str | None = None, *, thoughts: bo
     think = (markers or [THOUGHT_MARKERS[-1]])[0]
     renderer.thought_marker = think[0]
     name = tool_format or (_found(renderer, think) if plays_calls else "plain")
-    if name == "plain" and "<|channel|>analysis" in source:
-        name = "openai"  # its answers are in a channel, too
     form = replace(format_named(name) or FORMATS["plain"], think=think)
+    if name == "plain" and renderer.shows_tools:
+        # Calls are not read, and answers are as the family writes them.
+        with contextlib.suppress(CannotFollow):
+            family = FORMATS[_found(renderer, think)]
+            form = replace(form, sheds=family.sheds, split=family.split)
     always: Tools = PROBE if tool_format != "plain" and renderer.wants_tools else ()
     for conversation in _answers():
         _play(renderer, conversation, always, form, "plain", thoughts=thoughts)

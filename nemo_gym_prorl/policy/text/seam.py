@@ -269,17 +269,18 @@ def _corrected(
 
 def _unsaid(tail: str, ending: str, before_next: int, said: Said, special: re.Pattern[str]) -> str:
     """What follows the turn, without the part of it that the policy sampled already."""
-    if said.end:
+    if said.end and said.stopped:
         at = _end_at(tail, before_next, said.end)
         if at < 0:
             at = ending.find(said.end)
         if at >= 0:
             return tail[at + len(said.end) :]
         # The turn has its end, only another one than the template would write.
-        ends = list(special.finditer(ending)) if said.stopped else []
+        ends = list(special.finditer(ending))
         return tail[ends[-1].end() :] if ends else tail
     shared = overlap(said.text, tail)
-    return tail[shared:] if said.stopped or not tail[:shared].strip() else tail
+    known = tail[:shared]
+    return tail[shared:] if said.stopped or not known.strip() or special.search(known) else tail
 
 
 def _end_at(tail: str, before_next: int, end: str) -> int:

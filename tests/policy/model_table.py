@@ -1,0 +1,165 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Print the table of ``docs/models.md``: which published chat templates the service follows, and how far.
+
+    python -m tests.policy.model_table FOLDER
+
+The folder holds templates as ``.jinja`` files, as llama.cpp collects them. What a model would write is taken from its
+own template. Token ids are those of a byte-level tokenizer with the template's special tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.text.messages import with_reasoning
+from nemo_gym_prorl.policy.text.parsers import Format, Parsed, parse
+from nemo_gym_prorl.policy.text.rehearsal import rehearse
+from nemo_gym_prorl.policy.text.renderer import Renderer
+from tests.policy.test_formats import ARGUMENTS, PROPERTIES
+from tests.policy.transitions import SHAPES, outcome, renderer_of
+
+
+USER = {"role": "user", "content": "q"}
+RESULT = "Seenthat"
+_PROPERTIES = {name: {**PROPERTIES[name], "description": name} for name in ARGUMENTS}
+_EDIT = {"description": "Edit.", "parameters": {"type": "object", "properties": _PROPERTIES, "required": ["text"]}}
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "edit", **_EDIT}}]
+
+
+EOS = {
+    "ByteDance-Seed-OSS": "<seed:eos>",
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "<|END_OF_TURN_TOKEN|>",
+    "Cohere2MoE": "<|END_OF_TURN_TOKEN|>",
+    "Kimi-K3": "<|end_of_msg|>",
+    "MiniMax-M1": "<end_of_sentence>",
+    "MiniMax-M2": "[e~[",
+    "MiniMax-M3": "[e~[",
+    "poolside-Laguna-S-2.1": "</assistant>",
+    "poolside-Laguna-XS-2.1": "</assistant>",
+    "poolside-Laguna-XS.2": "</assistant>",
+    "Reka-Edge": "<sep>",
+    "tencent-Hy3": "<｜hy_eos:opensource｜>",
+}
+"""Ends of turns that the templates do not spell like a special token, as the models' configurations name them."""
+
+
+def _calls(count: int) -> list[dict[str, Any]]:
+    arguments = [ARGUMENTS, {"text": "two"}][:count]
+    return [
+        {"id": f"callid{at:03}", "type": "function", "function": {"name": "edit", "arguments": json.dumps(one)}}
+        for at, one in enumerate(arguments)
+    ]
+
+
+def _conversation(count: int, content: str, result: str = RESULT) -> list[dict[str, Any]]:
+    calls = _calls(count)
+    results = [{"role": "tool", "tool_call_id": one["id"], "name": "edit", "content": result} for one in calls]
+    return [USER, {"role": "assistant", "content": content, "tool_calls": calls}, *results]
+
+
+def _bodies(renderer: Renderer, count: int) -> Iterator[str]:
+    """What the template writes of a turn with so many calls, ended at each place where the model may end it."""
+    messages = _conversation(count, "")
+    prompt = renderer.template.render(messages[:1], TOOLS, prompt=True)
+    full = renderer.template.render(messages, TOOLS, prompt=True)
+    start = next((at for at, pair in enumerate(zip(prompt, full, strict=False)) if pair[0] != pair[1]), len(prompt))
+    start = len(prompt) if full.startswith(prompt) else full.rfind("\n", 0, start) + 1
+    written = full[start : full.index(RESULT)]
+    for token in renderer.tokenizer.special_pattern.finditer(written):
+        yield written[: token.start()]
+    yield written
+
+
+def _read(renderer: Renderer, form: Format, count: int) -> tuple[str, Parsed] | None:
+    """The first of these that is read as the calls that it was made of."""
+    wanted = [("edit", ARGUMENTS), ("edit", {"text": "two"})][:count]
+    for cut in (True, False):
+        for body in _bodies(renderer, count):
+            rest = body.rpartition(form.think[1])[2]
+            parsed = parse(rest, form, TOOLS, cut=cut)
+            if [(one.name, json.loads(one.arguments)) for one in parsed.calls if not one.malformed] == wanted:
+                return rest, parsed
+    return None
+
+
+def _cut(form: Format, body: str) -> bool:
+    """Whether no beginning of the call counts as a whole one."""
+    end = body.index("return {")
+    return all(
+        not [one for one in parse(body[:length], form, TOOLS, cut=True).calls if not one.malformed]
+        for length in range(end + len("return {"))
+    )
+
+
+def _after_thought(form: Format, body: str) -> bool:
+    thought = f"{form.think[0]}hm{form.think[1]}"
+    if form.split is not None:
+        thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    parsed = parse(f"{thought}{body}", form, TOOLS)
+    return parsed.thought == "hm" and [one.malformed for one in parsed.calls] == [None]
+
+
+def _empty_result(renderer: Renderer) -> bool:
+    """Whether what follows a call with an empty result is what the template writes, to the token."""
+    messages = [with_reasoning(one) for one in _conversation(1, "", "")]
+    prompt = renderer.template.render(messages[:1], TOOLS, prompt=True)
+    full = renderer.template.render(messages, TOOLS, prompt=True)
+    other = renderer.template.render(_conversation(1, ""), TOOLS, prompt=True)
+    body = other[: other.index(RESULT)]
+    ends = [token for token in renderer.tokenizer.special_pattern.finditer(body) if token.start() >= len(prompt)]
+    encode = renderer.tokenizer.encode
+    for end in ends:
+        sampled = encode(full[: end.end()])[len(encode(prompt)) :]
+        got = renderer.next(messages[:2], messages[2:], TOOLS, sampled=sampled, finish=Finish.STOP)
+        if full.startswith(prompt) and got.ids == encode(full[end.end() :]):
+            return True
+    return not full.startswith(prompt)
+
+
+def row(file: Path) -> list[str]:
+    """The cells of one template."""
+    source, eos = file.read_text(), EOS.get(file.stem, "")
+    renderer = renderer_of(source, "bytes", eos)
+    try:
+        form = rehearse(renderer)
+    except CallerError as error:
+        why = error.reason.split("turn by turn: ")[-1].split(". Give another")[0].splitlines()[0]
+        return ["refused", f"{why[:90]}", *[""] * 5]
+    name = outcome(source, "bytes", (), eos)
+    if not renderer.shows_tools or name.followed == "plain":
+        seams = outcome(source, "bytes", SHAPES[:1], eos).tally
+        return ["shows no tools", *["–"] * 5, f"{seams.right} of {seams.right + seams.wrong}"]
+    one, two = _read(renderer, form, 1), None
+    if not renderer.one_call:
+        two = _read(renderer, form, 2)
+    seams = outcome(source, "bytes", SHAPES[1:], eos).tally
+    yes = {True: "yes", False: "**no**"}
+    return [
+        f"`{name.followed}`",
+        yes[one is not None],
+        "one a turn" if renderer.one_call or (one and not two) else yes[two is not None],
+        yes[one is not None and _cut(form, one[0])],
+        yes[one is not None and _after_thought(form, one[0])],
+        yes[_empty_result(renderer)],
+        f"{seams.right} of {seams.right + seams.wrong}"
+        + (f", {seams.rewritten} rewritten" if seams.rewritten else ""),
+    ]
+
+
+def main(folder: str) -> None:
+    heads = ["template", "`tool_call_parser`", "every JSON type", "two calls", "cut call", "after a thought"]
+    print("|", " | ".join([*heads, "empty result", "seams"]), "|")
+    print("|", " | ".join(["---"] * 8), "|")
+    for file in sorted(Path(folder).glob("*.jinja"), key=lambda one: one.stem.lower()):
+        print("|", " | ".join([file.stem, *row(file)]), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
