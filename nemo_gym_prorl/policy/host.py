@@ -57,7 +57,6 @@ class PolicyHost:
             raise CallerError(f"engine {config.protocol!r} takes tokens, so it needs a tokenizer", field="tokenizer")
         self.config = config
         self.pool = BackendPool(limit=config.limit, unreachable_s=config.unreachable_s)
-        self.metrics = PolicyMetrics(self.pool)
         self._by_origin: dict[str, dict[str, str]] = {}
         for index, (given, key) in enumerate(zip(config.base_url, config.keys(), strict=True)):
             url = checked_url(given, "base_url")
@@ -66,6 +65,7 @@ class PolicyHost:
         self._connections = Connections()
         self.engine = ENGINES[config.protocol](self._connections, config.model, self._by_origin)
         self.dispatcher = Dispatcher(self.pool, self.engine)
+        self.metrics = PolicyMetrics(self.pool, self.dispatcher.loops)
         self.service: PolicyService
 
     @contextlib.asynccontextmanager

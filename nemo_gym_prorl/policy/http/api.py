@@ -25,6 +25,7 @@ from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.tokens.saved import SavedTurn, saved_turns
 from nemo_gym_prorl.policy.turns import RolloutGone
+from nemo_gym_prorl.serving.health import health_router
 from nemo_gym_prorl.serving.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
 
 
@@ -180,6 +181,7 @@ def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, De
         return PlainTextResponse(host.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
     app.include_router(router)
+    app.include_router(health_router(host.dispatcher.loops))
     add_problem_handlers(app, declared)
     inner = app.router.lifespan_context
 
