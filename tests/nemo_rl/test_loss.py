@@ -338,7 +338,7 @@ def test_a_row_without_loss_does_not_shift_the_baseline_of_its_siblings(
     rewards = [0.0, 1.0, 0.25, 1.0, 0.0]
     padded, lengths = 12, []
     prompts, masks, flat = [], [], []
-    for number, without in enumerate((without_loss, {})):  # the other group has the same prompt in one of the loops
+    for number, without in enumerate((without_loss, {})):
         rollouts = []
         for place, reward in enumerate(rewards):
             row = Row(0.0 if without.get(place) is NO_TOKENS else reward)
