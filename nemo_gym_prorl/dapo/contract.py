@@ -19,7 +19,7 @@ class AgentFailures(StrEnum):
     ZERO = "zero"
     """Reward and accuracy 0, trained on."""
     MASK = "mask"
-    """No loss, and no part in the group's variance and baseline: what is trained on is shorter than what is sampled."""
+    """No loss, and no part in variance and baseline of the group: trained rollouts are shorter than sampled ones."""
 
 
 @dataclass(frozen=True, slots=True)

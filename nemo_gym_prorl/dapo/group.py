@@ -119,7 +119,7 @@ class Group:
 
     @property
     def teaches(self) -> bool:
-        """Return whether the accuracies of two members with a loss differ; a masked one does not enter the baseline."""
+        """Return whether the accuracies of two members with a loss differ: others do not enter the baseline."""
         return len({member.accuracy for member in self.scored if not member.masked}) > 1
 
     @property

@@ -106,8 +106,8 @@ def results_of(rollouts: Sequence[TrainedRollout], group: Group) -> list[dict[st
 
 def _result(raw: float, member: Sampled, prompt: Sequence[int]) -> dict[str, Any]:
     first = {"role": "user", "content": "", "token_ids": list(prompt)}
-    # NeMo RL computes the baseline over equal prompts: another one keeps a masked reward out of the siblings' baseline.
-    # The two tokens differ, so no padding of the plain prompt equals them.
+    # NeMo RL computes the baseline over equal prompts, so another prompt keeps a masked reward out of that of the
+    # siblings. The two tokens differ, so no padding of the plain prompt equals them.
     apart = first if member.turns else {**first, "token_ids": [*prompt, 0, 1]}
     messages: list[dict[str, Any]] = [] if member.turns else [first]
     for turn in member.turns:
