@@ -40,11 +40,13 @@ from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
+from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.building.default import KERNEL
 from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.serving import open_files
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
+from nemo_gym_prorl.serving.health import health_router
 from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 from nemo_gym_prorl.serving.problems import add_problem_handlers
 from nemo_gym_prorl.serving.server_config import ServerConfig
@@ -142,6 +144,7 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
     _task: Task[Any, Any] = PrivateAttr()
     _sandboxes: TaskSandboxes | None = PrivateAttr(default=None)
     _sessions: Sessions[Any, Any] = PrivateAttr()
+    _loops: BackgroundLoops = PrivateAttr(default_factory=BackgroundLoops)
 
     @abstractmethod
     def make_task(self) -> Task[Any, Any]:
@@ -185,6 +188,7 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
         if not any(getattr(route, "path", None) == CLOSE_PATH for route in app.routes):
             app.post(CLOSE_PATH)(self.close_resources_session)  # Gym has the route since 0.7
         app.router.lifespan_context = self._lifespan(app.router.lifespan_context)
+        app.include_router(health_router(self._loops))
         add_problem_handlers(app)
         app.add_middleware(KeyGuard, key=self.config.control_token)
         return app
@@ -280,10 +284,10 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
         async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
             if self._sandboxes is not None:
                 await self._sandboxes.get_ready()
-            sweeper = asyncio.create_task(self._sweep())
+            self._loops.start("session-sweeper", self._sweep, delay_s=self._sweep_s)
             async with inner(app) as state:
                 yield state
-            sweeper.cancel()
+            await self._loops.aclose()
             with suppress(TimeoutError):
                 async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
                     await self._sessions.aclose()
@@ -294,12 +298,15 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
 
         return lifespan
 
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(min(60.0, self.config.session_ttl_s / 4))
-            await self._sessions.sweep()
-            if self._sandboxes is not None:
-                await self._sandboxes.delete_old_snapshots(self._kept_as, self.config.session_ttl_s)
+    @property
+    def _sweep_s(self) -> float:
+        return min(60.0, self.config.session_ttl_s / 4)
+
+    async def _sweep(self) -> float:
+        await self._sessions.sweep()
+        if self._sandboxes is not None:
+            await self._sandboxes.delete_old_snapshots(self._kept_as, self.config.session_ttl_s)
+        return self._sweep_s
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.commands.environments import blocks_of
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.rollout.client import RolloutClient
@@ -112,9 +113,10 @@ async def over_ray(
     # Ray takes SIGTERM for a crash: it passes it on, and aborts this process three seconds later, whatever that does.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     try:
-        nodes = RayNodes(order, say)
+        loops = BackgroundLoops()
+        nodes = RayNodes(order, say, loops)
         try:
-            async with _front(nodes, options, console) as front:
+            async with _front(nodes, options, console, loops) as front:
                 await _tell_nodes(front, console)
         finally:
             console.print("Stopping the nodes' servers")
@@ -159,11 +161,15 @@ def _agent_of(environments: Sequence[str]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _front(nodes: Nodes, options: FrontOptions, console: Console) -> AsyncIterator[Front]:
+async def _front(
+    nodes: Nodes, options: FrontOptions, console: Console, loops: BackgroundLoops | None = None
+) -> AsyncIterator[Front]:
     host, port = options.host, options.port
     check_exposure(host, options.token, field="--token", others=options.keys_file is not None)
     journal = None if options.journal is None else await asyncio.to_thread(Journal, options.journal)
-    front = Front(nodes, say=lambda what: console.print(what, markup=False, soft_wrap=True), journal=journal)
+    front = Front(
+        nodes, say=lambda what: console.print(what, markup=False, soft_wrap=True), journal=journal, loops=loops
+    )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(front.close)
         app = front_app(front, key=options.token, clients=options.keys_file)

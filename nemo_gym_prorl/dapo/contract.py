@@ -19,7 +19,7 @@ class AgentFailures(StrEnum):
     ZERO = "zero"
     """Reward and accuracy 0, trained on."""
     MASK = "mask"
-    """Reward and accuracy 0 in its group, and no loss: what is trained on is shorter than what is sampled."""
+    """No loss, and no part in variance and baseline of the group: trained rollouts are shorter than sampled ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Scored:
         rollout: its id.
         reward: raw, as its environment gave it.
         version: weights that it began under.
-        masked: whether it only counts in its group, and gets no loss.
+        masked: whether it gets no loss, and does not enter the baseline of its group.
     """
 
     rollout: str

@@ -119,8 +119,8 @@ class Group:
 
     @property
     def teaches(self) -> bool:
-        """Whether it varies, and some member gets a loss."""
-        return self.varies and not all(member.masked for member in self.scored)
+        """Return whether the accuracies of two members with a loss differ: others do not enter the baseline."""
+        return len({member.accuracy for member in self.scored if not member.masked}) > 1
 
     @property
     def version(self) -> int:

@@ -30,7 +30,7 @@ class Outcome:
     Attributes:
         reward: raw, as its environment gave it.
         accuracy: what the filter looks at.
-        masked: whether it counts in its group only.
+        masked: whether it gets no loss, and does not enter the baseline of its group.
     """
 
     reward: float

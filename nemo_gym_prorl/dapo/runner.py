@@ -54,7 +54,7 @@ class TrainedRollout:
         prompt: its row.
         reward: raw.
         version: weights it began under.
-        masked: whether it counts in its group only, and gets no loss.
+        masked: whether it gets no loss, and does not enter the baseline of its group.
         tokens: of each turn of the policy.
         inherited: so many turns, the first ones, are those of the rollout from whose prefix it began, and get no loss.
         body: the result as JSON: thousands are held, and as objects they would take several times the memory.

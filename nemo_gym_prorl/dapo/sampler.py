@@ -132,7 +132,7 @@ class DynamicSampler:
             reward: raw, as its environment gave it.
             usage: what it cost.
             accuracy: what the filter looks at; by default the reward.
-            masked: it counts in its group, and gets no loss.
+            masked: it gets no loss, and does not enter the baseline of its group.
             kept: where others can go on from it.
 
         Raises:

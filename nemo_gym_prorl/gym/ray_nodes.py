@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from nemo_gym_prorl.background import PROCESS_LOOPS, BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
@@ -115,7 +117,7 @@ class NodeActor:
             DeploymentError: Gym itself has ended.
         """
         assert self._deployment is not None, "it is up"
-        sharing = asyncio.create_task(self._share(self._deployment))
+        sharing = PROCESS_LOOPS.start("share-engines", partial(self._share, self._deployment))
         try:
             await self._deployment.watch()
         finally:
@@ -125,16 +127,15 @@ class NodeActor:
         """So many nodes sample from the same engines."""
         self._parts = parts
 
-    async def _share(self, deployment: GymDeployment) -> None:
+    async def _share(self, deployment: GymDeployment) -> float:
         """Tell the model servers, again and again: one that is started again has forgotten it."""
         models = [one.url for one in deployment.instances.values() if one.server == _MODEL]
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_SHARE_S)) as http:
-            while True:
-                for url in models:
-                    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                        async with http.post(f"{url}/v1/backends/share", json={"parts": self._parts}):
-                            pass
-                await asyncio.sleep(_SHARE_S)
+            for url in models:
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    async with http.post(f"{url}/v1/backends/share", json={"parts": self._parts}):
+                        pass
+        return _SHARE_S
 
     async def end(self) -> None:
         """End the deployment."""
@@ -150,10 +151,12 @@ class RayNodes:
     Args:
         order: what each is to run.
         say: told what becomes of them.
+        loops: supervises the look at Ray, and the keeping of each node.
     """
 
-    def __init__(self, order: Order, say: Callable[[str], None]) -> None:
-        self._order, self._say = order, say
+    def __init__(self, order: Order, say: Callable[[str], None], loops: BackgroundLoops) -> None:
+        self._order, self._say, self._loops = order, say, loops
+        self._shared = 0
         self._changes: asyncio.Queue[Joined | Left] = asyncio.Queue()
         self._kept: dict[str, asyncio.Task[None]] = {}
         self._actors: dict[str, Any] = {}
@@ -166,15 +169,10 @@ class RayNodes:
 
     async def changes(self) -> AsyncIterator[Joined | Left]:
         """Nodes come and go."""
-        looking = asyncio.create_task(self._look())
+        looking = self._loops.start("ray-nodes", self._look)
         try:
             while True:
-                change = asyncio.ensure_future(self._changes.get())
-                await asyncio.wait({change, looking}, return_when=asyncio.FIRST_COMPLETED)
-                if looking.done():
-                    change.cancel()
-                    looking.result()
-                yield await change
+                yield await self._changes.get()
         finally:
             looking.cancel()
 
@@ -190,28 +188,28 @@ class RayNodes:
         for actor in self._actors.values():
             ray.kill(actor)
 
-    async def _look(self) -> None:
-        shared = 0
-        while True:
-            alive = await asyncio.to_thread(_alive)
-            for node in alive:
-                if node not in self._kept:
-                    self._kept[node] = asyncio.create_task(self._keep(node))
-            if len(alive) != shared:
-                shared = len(alive)
-                for actor in self._actors.values():
-                    actor.share.remote(shared)
-            await asyncio.sleep(LOOK_S)
+    async def _look(self) -> float:
+        alive = await asyncio.to_thread(_alive)
+        for node in alive:
+            if node not in self._kept:
+                self._kept[node] = self._loops.start("ray-node", partial(self._keep, node))
+        if len(alive) != self._shared:
+            self._shared = len(alive)
+            for actor in self._actors.values():
+                actor.share.remote(self._shared)
+        return LOOK_S
 
     async def _keep(self, node: str) -> None:
         """Have a deployment on a node as long as that lives. A node that has died comes back as another one."""
         name, pause = node[:12], FIRST_PAUSE_S
-        self._actors[node] = actor = self._actor.options(
-            num_cpus=0,
-            resources={RESOURCE: 1},
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            max_restarts=-1,
-        ).remote()
+        if node not in self._actors:  # after a restart of this loop the actor holds the node's resource already
+            self._actors[node] = self._actor.options(
+                num_cpus=0,
+                resources={RESOURCE: 1},
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                max_restarts=-1,
+            ).remote()
+        actor = self._actors[node]
         begun = asyncio.ensure_future(_quietly(actor.share.remote(len(self._actors))))
         if not (await asyncio.wait({begun}, timeout=LATE_S))[0]:
             self._say(f"node {name}: its actor does not start; has another fleet this node, or is it busy?")
@@ -226,6 +224,10 @@ class RayNodes:
                 why = f"its actor ended: {_first_line(error)}"
             except (RayError, InfrastructureError, CallerError) as error:
                 why = f"its servers are not up: {_first_line(error)}"
+            except Exception as error:
+                if joined:
+                    self._changes.put_nowait(Left(name, repr(error)))
+                raise
             lives = node in await asyncio.to_thread(_alive)
             if joined:
                 self._changes.put_nowait(Left(name, why if lives else "Ray says that it is dead"))

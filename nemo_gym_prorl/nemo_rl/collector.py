@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_gym_prorl.background import PROCESS_LOOPS
 from nemo_gym_prorl.dapo.contract import SamplerConfig
 from nemo_gym_prorl.dapo.fates import Fate
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
@@ -136,16 +137,15 @@ class _Announced:
 
     async def __aenter__(self) -> None:
         if self._servers.engines:
-            self._reminding = asyncio.create_task(self._remind())
+            self._reminding = PROCESS_LOOPS.start("weights-reminder", self._remind, delay_s=REMIND_S)
 
     async def __aexit__(self, *_: object) -> None:
         if self._reminding is not None:
             self._reminding.cancel()
 
-    async def _remind(self) -> None:
-        while True:
-            await asyncio.sleep(REMIND_S)
-            await self.weights(self._version)
+    async def _remind(self) -> float:
+        await self.weights(self._version)
+        return REMIND_S
 
 
 class Collector:

@@ -6,11 +6,11 @@ Each turn's prompt begins with all tokens before it; so a conversation is one se
 answered alternate with what was sampled. NeMo RL knows the latter by its log-probabilities: a message without them is
 not trained on.
 
-A rollout whose tokens cannot be trusted, or that has none, keeps its reward, which is true, and gets no loss: it
-counts in its group's baseline and teaches nothing itself. What a rollout has of the one from whose prefix it began
-belongs to its prompt: nothing of it is trained on, and NeMo RL, which tells groups apart by their prompts, does not
-take it for one that began elsewhere. A group in which no rollout has tokens is a deployment that does not keep them,
-and an error.
+A rollout without a loss is masked, or has no tokens that can be trusted. Such a rollout has no turns here. Its reward
+stays in the metrics, and does not enter the baseline of its siblings (``GroupAdvantages``, ``synchronous``). What a
+rollout has of the one from whose prefix it began belongs to its prompt: nothing of it is trained on. NeMo RL tells
+groups apart by their prompts, so that rollout is not taken for one that began elsewhere. A group in which no rollout
+has tokens is a deployment that does not keep them, and an error.
 
 Pure, but for :func:`record_of`, which needs NeMo RL and torch.
 """

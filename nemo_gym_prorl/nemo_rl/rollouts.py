@@ -156,8 +156,9 @@ class ClosingSynchronizer:
 class GroupAdvantages:
     """NeMo RL's advantage estimator, told which rollouts are a group.
 
-    It takes those for one whose prompts have the same tokens, which merges two groups of one prompt, and tears a group
-    apart whose prompts say what time it is.
+    NeMo RL takes rollouts for one group if their prompts have the same tokens. That rule merges two groups of one
+    prompt, and splits a group whose prompts contain the time. Invariant: a rollout without a trained token does not
+    shift the baseline of its siblings, so it is a group of its own.
 
     Args:
         estimator: NeMo RL's own.
@@ -168,7 +169,16 @@ class GroupAdvantages:
         self._estimator = estimator
         self._size = size
 
-    def compute_advantage(self, *, prompt_ids: Any, rewards: Any, **more: Any) -> Any:
-        """With a group's number in the place of its prompt."""
-        groups = prompt_ids.new_tensor([[place // self._size] for place in range(len(rewards))])
-        return self._estimator.compute_advantage(prompt_ids=groups, rewards=rewards, **more)
+    def compute_advantage(self, *, prompt_ids: Any, rewards: Any, mask: Any, **more: Any) -> Any:
+        """Return the estimator's advantages, with a group's number in place of its prompt.
+
+        Args:
+            prompt_ids: one row for each rollout; only the device and type are used.
+            rewards: of shape ``[rollouts]``.
+            mask: of shape ``[rollouts, tokens]``, 1 for each token that is trained on.
+            more: what else the estimator takes.
+        """
+        trained = mask.bool().any(dim=1).tolist()
+        numbers = [[place // self._size if has_loss else -1 - place] for place, has_loss in enumerate(trained)]
+        groups = prompt_ids.new_tensor(numbers)
+        return self._estimator.compute_advantage(prompt_ids=groups, rewards=rewards, mask=mask, **more)

@@ -106,6 +106,9 @@ def results_of(rollouts: Sequence[TrainedRollout], group: Group) -> list[dict[st
 
 def _result(raw: float, member: Sampled, prompt: Sequence[int]) -> dict[str, Any]:
     first = {"role": "user", "content": "", "token_ids": list(prompt)}
+    # NeMo RL computes the baseline over equal prompts, so another prompt keeps a masked reward out of that of the
+    # siblings. The two tokens differ, so no padding of the plain prompt equals them.
+    apart = first if member.turns else {**first, "token_ids": [*prompt, 0, 1]}
     messages: list[dict[str, Any]] = [] if member.turns else [first]
     for turn in member.turns:
         messages.append({"role": "user", "content": "", "token_ids": list(turn.observed)})
@@ -114,8 +117,8 @@ def _result(raw: float, member: Sampled, prompt: Sequence[int]) -> dict[str, Any
         if turn.routed_experts is not None:
             add_experts(messages, turn)
     return {
-        # The prompt by which NeMo RL tells groups apart, so it is the same for all members.
-        "input_message_log": [first],
+        # The prompt by which NeMo RL tells groups apart, so it is the same for all members with a loss.
+        "input_message_log": [apart],
         "message_log": messages,
         "full_result": {
             "reward": member.reward,

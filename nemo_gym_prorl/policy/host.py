@@ -60,7 +60,6 @@ class PolicyHost:
             raise CallerError(f"engine {config.protocol!r} takes tokens, so it needs a tokenizer", field="tokenizer")
         self.config = config
         self.pool = BackendPool(limit=config.limit, unreachable_s=config.unreachable_s)
-        self.metrics = PolicyMetrics(self.pool)
         self._by_origin: dict[str, dict[str, str]] = {}
         for index, (given, key) in enumerate(zip(config.base_url, config.keys(), strict=True)):
             url = checked_url(given, "base_url")
@@ -69,6 +68,7 @@ class PolicyHost:
         self._connections = Connections()
         self.engine = ENGINES[config.protocol](self._connections, config.model, self._by_origin)
         self.dispatcher = Dispatcher(self.pool, self.engine)
+        self.metrics = PolicyMetrics(self.pool, self.dispatcher.loops)
         self.service: PolicyService
 
     @contextlib.asynccontextmanager
@@ -155,6 +155,31 @@ class PolicyHost:
         if api_key is not None:
             self._by_origin[origin_of(url)] = authorization(api_key)
         return known
+
+    async def resume(
+        self,
+        backend_id: str | None = None,
+        weight_version: str | None = None,
+        run: str | None = None,
+        *,
+        reset_prefix_cache: bool = False,
+    ) -> None:
+        """Resume one backend or all of a run. With ``reset_prefix_cache`` each is drained, and its prefix cache
+        emptied, before any resumes.
+
+        Raises:
+            CallerError: an engine has no route for the reset; every backend stays paused.
+            BackendFailed: an engine did not do it; every backend stays paused.
+        """
+        if reset_prefix_cache:
+            if not await self.dispatcher.pause(backend_id, run=run):
+                raise BackendFailed("turns are still in flight, so no prefix cache was emptied; pause first")
+            try:
+                chosen = self.pool.pause(backend_id, run)
+                await asyncio.gather(*(self.engine.reset_prefix_cache(backend.url) for backend in chosen))
+            except Misconfigured as error:
+                raise CallerError(error.reason) from error
+        self.dispatcher.apply(self.pool.resume(backend_id, weight_version, run))
 
     def _known(self, backend_id: str | None, url: str, run: str | None) -> Backend | None:
         """The backend that this run has at that URL: an engine has one policy, and one limit."""

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
+from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.policy.generation import Generation
 from nemo_gym_prorl.policy.pool.backend import Backend, Health
 from nemo_gym_prorl.policy.pool.dispatcher import Placed
 from nemo_gym_prorl.policy.pool.pool import BackendPool
+from nemo_gym_prorl.serving.health import LoopMetrics
 
 
 _OF_BACKENDS: Mapping[str, tuple[str, Callable[[Backend], float]]] = {
@@ -45,9 +47,11 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class PolicyMetrics:
     """Counters of a policy service and gauges read from its pool."""
 
-    def __init__(self, pool: BackendPool) -> None:
+    def __init__(self, pool: BackendPool, loops: BackgroundLoops | None = None) -> None:
         self._pool = pool
         registry = self._registry = CollectorRegistry()
+        if loops is not None:
+            registry.register(LoopMetrics(loops))
         at = ("backend", "run")
         self._of_backends = {
             Gauge(f"prorl_policy_{name}", told, at, registry=registry): value

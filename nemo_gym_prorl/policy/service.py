@@ -24,12 +24,13 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
 
+from nemo_gym_prorl.background import is_cancelled
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, SampleRequest
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
-from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher, cancelling
+from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.pool.prefixes import blocks_of
 from nemo_gym_prorl.policy.pool.waits import Wait
 from nemo_gym_prorl.policy.text.formats import FORMATS
@@ -135,7 +136,7 @@ class PolicyService:
         try:
             return await turn
         except asyncio.CancelledError:
-            if cancelling():
+            if is_cancelled():
                 raise
             raise RolloutGone(f"{request.rollout!r} was deleted while this turn ran", field="rollout") from None
         except RolloutError as error:

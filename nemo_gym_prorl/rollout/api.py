@@ -41,6 +41,7 @@ from nemo_gym_prorl.rollout.schemas import (
 )
 from nemo_gym_prorl.rollout.service import RolloutService
 from nemo_gym_prorl.serving.access import caller_of, tell
+from nemo_gym_prorl.serving.health import require_running
 from nemo_gym_prorl.serving.keys import Caller
 from nemo_gym_prorl.serving.problems import ProblemError, no_other_parameters, problem_of, problem_responses
 
@@ -259,9 +260,11 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         """Counts per stage, pool and state."""
         return service.status()
 
-    @router.get("/healthz", tags=["service"])
+    @router.get("/healthz", tags=["service"], responses=problem_responses(503))
     async def healthz() -> dict[str, str]:
-        """Answers while the event loop turns; says `draining` when no new work is taken."""
+        """Answers while the event loop turns and no background loop fails; says `draining` when no new work is
+        taken."""
+        require_running(service.loops)
         return {"status": "draining" if service.draining else "ok"}
 
     @router.get("/metrics", tags=["service"], response_class=PlainTextResponse, responses=problem_responses(403))

@@ -17,6 +17,7 @@ from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.service import RolloutService
+from nemo_gym_prorl.serving.health import LoopMetrics
 
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
@@ -71,6 +72,7 @@ class ServiceMetrics:
     def __init__(self, service: RolloutService, state: Collector) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(state)
+        self._registry.register(LoopMetrics(service.loops))
         self._outcomes = Counter(
             "prorl_rollouts", "Rollouts that ended.", ["state", "failure_kind", "environment"], registry=self._registry
         )

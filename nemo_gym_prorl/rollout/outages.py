@@ -20,7 +20,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from functools import partial
 
+from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage
 from nemo_gym_prorl.rollout.calls import HandlerCalls
 from nemo_gym_prorl.rollout.job import Job
@@ -64,6 +66,7 @@ class OutageWatch:
         tick: called with an environment after each look at its servers, to give up what has waited too long.
         clock: monotonic seconds.
         probe_s: pause between two looks, while a server is out.
+        loops: supervises the looks.
     """
 
     def __init__(
@@ -74,12 +77,15 @@ class OutageWatch:
         tick: Callable[[str], None],
         clock: Callable[[], float],
         probe_s: float,
+        loops: BackgroundLoops,
     ) -> None:
         self._calls, self._scheduler, self._carry_out = calls, scheduler, carry_out
-        self._tick, self._clock, self._probe_s = tick, clock, probe_s
+        self._tick, self._clock, self._probe_s, self._loops = tick, clock, probe_s, loops
         self._out: defaultdict[str, dict[str, Outage]] = defaultdict(dict)
         """By environment and name of the server, the first one first."""
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._silent: defaultdict[str, frozenset[str]] = defaultdict(frozenset)
+        """By environment, servers that did not answer the last look and are not out yet."""
         self._was_out_s: defaultdict[str, float] = defaultdict(float)
         """Seconds by environment; since one began that goes on, less the time of its beginning."""
 
@@ -100,7 +106,11 @@ class OutageWatch:
         """A stage works on a job of an environment, or a server of it is out: its servers are asked now and then."""
         watch = self._watches.get(environment)
         if watch is None or watch.done():
-            self._watches[environment] = asyncio.create_task(self._watch(environment))
+            self._silent.pop(environment, None)
+            watch = self._loops.start(
+                "outage-watch", partial(self._look, environment), delay_s=self._pause(environment)
+            )
+            self._watches[environment] = watch
 
     async def met(self, job: Job, stage: Stage, failure: Failure) -> bool:
         """A job lost its connection: ``True`` if the server is out, so that it is not the job's attempt that failed.
@@ -150,18 +160,23 @@ class OutageWatch:
         if self._scheduler.held(environment) != held:
             self._carry_out(self._scheduler.hold(environment, held))
 
-    async def _watch(self, environment: str) -> None:
-        """Ask as long as a stage works or a server is out. One that keeps silent may be busy: twice counts."""
-        servers, silent = self._out[environment], frozenset[str]()
-        while servers or self._scheduler.works_on(environment):
-            await asyncio.sleep(self._probe_s if servers or silent else LOOK_S)
-            down = await self._calls.unreachable(environment)
-            if down is None and not servers:
-                return  # nobody can tell
-            if down is not None:
-                for server in servers.keys() - down.keys():
-                    self._is_back(environment, server)
-                for server in silent & (down.keys() - servers.keys()):
-                    self._is_out(environment, server, down[server], "it does not answer")
-                silent = frozenset(down.keys() - servers.keys())
-            self._tick(environment)
+    async def _look(self, environment: str) -> float | None:
+        """Ask the servers of an environment; returns the pause, or ``None`` if no stage works and no server is out.
+
+        A server that does not answer may be busy, so two silent looks in a row take it out.
+        """
+        servers = self._out[environment]
+        down = await self._calls.unreachable(environment)
+        if down is None and not servers:
+            return None  # the handler cannot tell
+        if down is not None:
+            for server in servers.keys() - down.keys():
+                self._is_back(environment, server)
+            for server in self._silent[environment] & (down.keys() - servers.keys()):
+                self._is_out(environment, server, down[server], "it does not answer")
+            self._silent[environment] = frozenset(down.keys() - servers.keys())
+        self._tick(environment)
+        return self._pause(environment) if servers or self._scheduler.works_on(environment) else None
+
+    def _pause(self, environment: str) -> float:
+        return self._probe_s if self._out[environment] or self._silent[environment] else LOOK_S

@@ -121,7 +121,13 @@ class Pipeline(RolloutService):
         self.scheduler = StageScheduler(self.settings.stages, environments.shares, cohorts)
         self._calls = HandlerCalls(environments, self.settings.release_s, self.settings.cancel_grace_s, shared)
         self._outages = OutageWatch(
-            self._calls, self.scheduler, self._carry_out, self._give_up_waiting, clock, self.settings.probe_s
+            self._calls,
+            self.scheduler,
+            self._carry_out,
+            self._give_up_waiting,
+            clock,
+            self.settings.probe_s,
+            self.loops,
         )
         self._clock = clock
         self.checkpoints = Checkpoints(

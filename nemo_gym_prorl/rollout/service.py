@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, JobCancelled, Origin, RolloutError
 from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
@@ -49,11 +50,17 @@ class RolloutService(ABC):
         settings: bounds and defaults.
         clock: monotonic seconds.
         journal: what keeps its jobs over a restart, if anything; closed with it.
+        loops: supervises the background loops of the service.
     """
 
     def __init__(
-        self, settings: ServiceSettings, clock: Callable[[], float] = time.monotonic, journal: Journal | None = None
+        self,
+        settings: ServiceSettings,
+        clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
+        loops: BackgroundLoops | None = None,
     ) -> None:
+        self.loops = loops or BackgroundLoops(clock)
         self.store = JobStore(settings.retain_bytes, settings.keep_unread_s, clock, journal)
         self.draining = False
         self.on_finish: list[Callable[[Job], None]] = []

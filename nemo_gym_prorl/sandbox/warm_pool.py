@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
+from nemo_gym_prorl.background import PROCESS_LOOPS
 from nemo_gym_prorl.failures import RolloutError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 
@@ -49,7 +50,7 @@ class WarmPool:
         self._wanted = asyncio.Event()
         self._wanted.set()
         self._full = asyncio.Event()
-        self._filler = asyncio.create_task(self._fill())
+        self._filler = PROCESS_LOOPS.start("warm-pool", self._fill)
 
     @property
     def ready(self) -> int:
@@ -89,16 +90,16 @@ class WarmPool:
         while self._ready:
             await self._ready.popleft().close()
 
-    async def _fill(self) -> None:
-        while True:
-            await self._wanted.wait()
-            self._wanted.clear()
-            while self.ready < self._size:
-                try:
-                    self._ready.append(await self._start(self._spec))
-                except RolloutError:
-                    await asyncio.sleep(RETRY_S)
-            self._full.set()
+    async def _fill(self) -> float:
+        await self._wanted.wait()
+        while self.ready < self._size:
+            try:
+                self._ready.append(await self._start(self._spec))
+            except RolloutError:
+                await asyncio.sleep(RETRY_S)
+        self._wanted.clear()
+        self._full.set()
+        return 0.0
 
 
 class WarmPools:

@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from nemo_gym_prorl.dapo.contract import AgentFailures, NothingToLearn, SamplerConfig
 from nemo_gym_prorl.dapo.fates import Fate
+from nemo_gym_prorl.dapo.group import Group, Member
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
@@ -458,26 +459,43 @@ async def test_a_verdict_that_does_not_say_how_good_it_was_ends_the_training(fil
 
 
 @pytest.mark.parametrize("flag", [{"mask_sample": True}, {"instance_config": {"mask_sample": True}}])
-async def test_a_masked_rollout_counts_in_its_group_and_is_not_drawn_again(flag: dict[str, Any]) -> None:
-    dataset = rows(1, verdicts=[flag, {}])
-    config = SamplerConfig(1, 2, 2, reference_share=0.0)
+async def test_a_masked_rollout_stays_in_its_group_and_is_not_drawn_again(flag: dict[str, Any]) -> None:
+    dataset = rows(1, rewards=[0, 0, 1], verdicts=[flag, {}, {}])
+    config = SamplerConfig(1, 3, 3, reference_share=0.0)
     async with nodes() as up, runner(up, dataset, config, epochs=1) as driver:
         batch = await driver.batch()
         assert batch is not None
-        assert [(r.reward, r.masked) for group in batch.groups for r in group] == [(0.0, True), (1.0, False)]
-        assert driver.sampler.submitted == 2
+        told = [(r.reward, r.masked) for group in batch.groups for r in group]
+        assert told == [(0.0, True), (0.0, False), (1.0, False)]
+        assert driver.sampler.submitted == 3
 
 
 @pytest.mark.parametrize("treatment", AgentFailures)
 async def test_an_agent_that_runs_out_of_time_is_an_outcome_and_not_drawn_again(treatment: AgentFailures) -> None:
-    dataset = rows(1, rewards=[1, 1], late=[0], late_s=600.0)
-    config = SamplerConfig(1, 2, 2, agent_failures=treatment, reference_share=0.0)
+    dataset = rows(1, rewards=[1, 1, 0], late=[0], late_s=600.0)
+    config = SamplerConfig(1, 3, 3, agent_failures=treatment, reference_share=0.0)
     async with nodes() as up, runner(up, dataset, config, epochs=1, budgets={"run": 0.2}) as driver:
         batch = await driver.batch()
         assert batch is not None
         rollouts = [(r.reward, r.masked) for group in batch.groups for r in group]
-        assert rollouts == [(0.0, treatment is AgentFailures.MASK), (1.0, False)]
-        assert driver.sampler.submitted == 2
+        assert rollouts == [(0.0, treatment is AgentFailures.MASK), (1.0, False), (0.0, False)]
+        assert driver.sampler.submitted == 3
+
+
+@pytest.mark.parametrize(
+    ("members", "trained"),
+    [
+        ([(1, False), (0, False)], True),
+        ([(1, False), (0, True)], False),  # the siblings of the masked one are as good as each other
+        ([(1, False), (1, False), (0, True)], False),
+        ([(1, False), (0, False), (0, True)], True),
+        ([(1, False), (0, True), (0, True)], False),
+        ([(1, True), (0, True)], False),
+    ],
+)
+def test_a_group_varies_by_its_members_with_a_loss(members: list[tuple[float, bool]], trained: bool) -> None:
+    group = Group(0, 0, "p", [Member(n, reward=a, accuracy=a, masked=m) for n, (a, m) in enumerate(members)])
+    assert group.teaches is trained
 
 
 def unlucky() -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ class Removed:
         return "removed"
 
 
+_MODE = "policy.generation.vllm_cfg.logprobs_mode"
 REMOVED = Removed()
 """In place of a value: the key is taken out."""
 
@@ -80,12 +81,25 @@ MISTAKES = [
     one("prorl.mini_batches", 1, "the loss's ratio is 1"),
     one("prorl.mini_batches", 1, "the loss's ratio is 1", variant="synchronous"),
     one("policy.train_global_batch_size", 48, "grpo.num_prompts_per_step times", variant="synchronous"),
+    # Log-probs of another distribution than the one that is sampled from
+    *(
+        Mistake(
+            {f"policy.generation.{name}": value, _MODE: mode},
+            f"is sampled from ({name})",
+            field=_MODE,
+            variant=variant,
+        )
+        for name, value in (("temperature", 0.7), ("top_p", 0.95), ("top_k", 20))
+        for mode, variant in (("raw_logprobs", None), (REMOVED, "synchronous"))
+    ),
     # Lengths
     one("policy.generation.vllm_cfg.max_model_len", 10**6, "the trainer takes"),
     one("prorl.overlong.max_sequence_length", 10**6, "the trainer takes"),
     one(f"{AGENT}.max_total_sequence_length", REMOVED, "no such bound as the trainer's"),
     one(f"{AGENT}.max_total_sequence_length", 10**6, "no such bound as the trainer's"),
     # SingleController
+    one("async_rl.recompute_kv_cache_after_weight_updates", False, "of any earlier version"),
+    one("async_rl.recompute_kv_cache_after_weight_updates", REMOVED, "of any earlier version"),
     one("async_rl.min_groups_for_streaming_train", 4, "mini-batches are made of all"),
     one(DEADLINE, None, "that hangs"),
     one(DEADLINE, 600, "3 attempts of"),
@@ -154,6 +168,7 @@ _GOOD: dict[str, Any] = {
     "async_rl": {
         "sampler": {"name": "in_order", "max_lookahead_versions": 1},
         "min_groups_for_streaming_train": 8,
+        "recompute_kv_cache_after_weight_updates": True,
         "rollout_failure": {"nemo_gym": {"rollout_timeout_s": 9000}},
     },
     "loss_fn": {

@@ -307,6 +307,70 @@ def test_what_a_fork_took_over_gets_no_loss(tmp_path: Path, loop: str) -> None:
     assert metrics["global_valid_toks"] == sum(map(sum, chosen))
 
 
+NO_TOKENS, MASKED, UNTRUSTED = "an infrastructure failure", "an agent failure", "tokens that cannot be trusted"
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("loop", ["single_controller", "synchronous"])
+@pytest.mark.parametrize(
+    "without_loss",
+    [
+        {},
+        {0: NO_TOKENS},
+        {4: MASKED},
+        {1: UNTRUSTED},
+        {0: NO_TOKENS, 2: MASKED, 3: NO_TOKENS},
+        {0: MASKED, 1: NO_TOKENS, 2: MASKED, 4: MASKED},
+    ],
+    ids=lambda case: "+".join(f"{place} {why}" for place, why in case.items()) or "none",
+)
+def test_a_row_without_loss_does_not_shift_the_baseline_of_its_siblings(
+    without_loss: dict[int, str], loop: str, leave_one_out: bool
+) -> None:
+    """By NeMo RL's own estimator: advantages are those of a group in which that row never was."""
+    import torch
+    from nemo_rl.algorithms.advantage_estimator import AdvEstimatorConfig, GRPOAdvantageEstimator
+
+    from nemo_gym_prorl.nemo_rl.synchronous import results_of
+
+    configured = AdvEstimatorConfig(use_leave_one_out_baseline=leave_one_out, normalize_rewards=True)
+    estimator = GRPOAdvantageEstimator(configured, None)
+    rewards = [0.0, 1.0, 0.25, 1.0, 0.0]
+    padded, lengths = 12, []
+    prompts, masks, flat = [], [], []
+    for number, without in enumerate((without_loss, {})):
+        rollouts = []
+        for place, reward in enumerate(rewards):
+            row = Row(0.0 if without.get(place) is NO_TOKENS else reward)
+            if without.get(place) is not NO_TOKENS:
+                row.turn([7, 8, 9, number], [1, 2], [-0.5, -0.25])
+            if without.get(place) is UNTRUSTED:
+                row.turn([5], [3], [-0.5])
+                row.output[1]["prompt_token_ids"][0] += 1
+            masked = without.get(place) in (NO_TOKENS, MASKED)
+            rollouts.append(dataclasses.replace(rollout_of(row, f"g{number}:{place}"), masked=masked))
+        group = group_of(rollouts, lambda raw, length: raw)
+        flat += [member.reward for member in group.members]
+        for told, completion in zip(results_of(rollouts, group), record_of(group, number).completions, strict=True):
+            (first,) = told["input_message_log"]
+            prompts.append(first["token_ids"] + [0] * (padded - len(first["token_ids"])))
+            mask = [float("generation_logprobs" in one) for one in completion.message_log for _ in one["token_ids"]]
+            masks.append(mask + [0.0] * (padded - len(mask)))
+            lengths.append(sum(mask))
+            assert told["full_result"]["instance_config"]["mask_sample"] is not any(mask)
+    given = {"prompt_ids": torch.tensor(prompts), "rewards": torch.tensor(flat), "mask": torch.tensor(masks)}
+    ours = GroupAdvantages(estimator, len(rewards)) if loop == "single_controller" else estimator
+    got = ours.compute_advantage(**given)
+    assert got.isfinite().all()
+    for first, without in ((0, without_loss), (len(rewards), {})):
+        siblings = [first + place for place in range(len(rewards)) if place not in without]
+        assert [place for place in range(first, first + len(rewards)) if lengths[place]] == siblings
+        alone = estimator.compute_advantage(
+            prompt_ids=torch.zeros(len(siblings), 1), rewards=given["rewards"][siblings], mask=given["mask"][siblings]
+        )
+        assert torch.equal(got[siblings], alone)
+
+
 SHORT = {"max_sequence_length": 1200, "buffer_length": 600}
 
 

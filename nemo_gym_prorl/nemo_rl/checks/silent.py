@@ -44,6 +44,7 @@ def check(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Findin
             yield Finding(field, what, f"Set it to {fix}")
     yield from _loss(config, settings)
     yield from _lengths(config, settings)
+    yield from _log_probs(config)
     if settings.runtime is Runtime.SINGLE_CONTROLLER:
         yield from _single_controller(config, settings)
     else:
@@ -87,6 +88,20 @@ def _optimizer_steps(config: Mapping[str, Any], settings: ProrlSettings) -> Iter
         )
 
 
+def _log_probs(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """vLLM's log-probabilities are those of the unmodified logits, unless it is told otherwise."""
+    where = "policy.generation"
+    neutral = {"temperature": (1.0,), "top_p": (None, 1.0), "top_k": (None, 0, -1)}
+    changed = [name for name, values in neutral.items() if at(config, f"{where}.{name}", values[0]) not in values]
+    field = f"{where}.vllm_cfg.logprobs_mode"
+    if changed and at(config, f"{where}.backend", "vllm") == "vllm" and at(config, field) != "processed_logprobs":
+        yield Finding(
+            field,
+            f"log-probabilities would not be of the distribution that is sampled from ({', '.join(changed)})",
+            "Set it to processed_logprobs",
+        )
+
+
 def _lengths(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding]:
     longest, engine = "policy.max_total_sequence_length", "policy.generation.vllm_cfg.max_model_len"
     lengths = {engine: number_at(config, engine)}
@@ -107,6 +122,13 @@ def _single_controller(config: Mapping[str, Any], settings: ProrlSettings) -> It
             "async_rl.min_groups_for_streaming_train",
             f"mini-batches are made of all {prompts:g} groups of a step at once",
             "Set it to ${grpo.num_prompts_per_step}",
+        )
+    field = "async_rl.recompute_kv_cache_after_weight_updates"
+    if not at(config, field):
+        yield Finding(
+            field,
+            "a new rollout would read cached keys and values of a shared prefix from weights of any earlier version",
+            "Set it to true",
         )
     if settings.rollouts is Rollouts.GYM and number_at(config, DEADLINE) is None:
         yield Finding(DEADLINE, "a rollout that hangs is waited for until the job ends", "Set it in seconds")

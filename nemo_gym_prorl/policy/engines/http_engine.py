@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -46,6 +47,9 @@ CONTEXT_OVERFLOW = re.compile(
 
 _CONTROL_S = 60.0
 """How long a backend may take for one token before it counts as one that does not sample."""
+
+_RESET_S = 5.0  # an engine frees the blocks of an aborted request within a step
+"""How long an engine may hold blocks of requests that have ended."""
 
 _MEETING_S = 60.0
 """How long an engine, which may be busy, may take to say who it is."""
@@ -91,6 +95,9 @@ class HttpEngine:
     _foreign: str | None = None
     """A route that only engines of other protocols have."""
     _load_names: tuple[str, str] = ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    _reset_route: str | None = "/reset_prefix_cache"
+    """Where the engine is told to empty its prefix cache; ``None`` if it has no such route."""
+    _reset_hint = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, which adds the route"
     _kept_free = 0
     """Tokens of the context that prompt and answer may not use."""
 
@@ -352,6 +359,38 @@ class HttpEngine:
                 return response.status < 500
         except BackendFailed:
             return False
+
+    async def reset_prefix_cache(self, url: str) -> None:
+        """Empty the backend's prefix cache. The backend must be idle: an engine keeps blocks that a request holds.
+
+        Raises:
+            Misconfigured: the engine has no route for it; names the fix.
+            BackendFailed: no answer, or the cache is in use for longer than ``_RESET_S``.
+        """
+        if self._reset_route is None:
+            raise Misconfigured(f"{url} cannot empty its prefix cache: {self._reset_hint}", field="reset_prefix_cache")
+        there, deadline = f"{root_of(url)}{self._reset_route}", time.monotonic() + _RESET_S
+        while True:
+            try:
+                async with asyncio.timeout(_MEETING_S):
+                    status, raw = await post(self._connections.kept, there, self._headers_for(there), [])
+            except (TimeoutError, OSError, aiohttp.ClientError) as error:
+                raise _no_answer(url, error) from error
+            if status in (404, 405):
+                raise Misconfigured(
+                    f"{url} has no {self._reset_route}: {self._reset_hint}", field="reset_prefix_cache"
+                )
+            if status in (401, 403):
+                raise Misconfigured(f"{url} refused the key", field="policy_api_key")
+            # vLLM answers 200 and {"success": false} while a request holds blocks, SGLang 400.
+            if status == 200 and _fields(raw).get("success", True):
+                return
+            if time.monotonic() > deadline:
+                raise BackendFailed(
+                    f"{url} did not empty its prefix cache ({status}: {_said(raw)}): other clients use the engine; "
+                    "pause every model server of the engine first"
+                )
+            await asyncio.sleep(0.2)
 
     async def load(self, url: str) -> Load | None:
         """What the backend publishes on ``/metrics``; ``None`` if it publishes nothing of use."""

@@ -22,6 +22,8 @@ class NemoRl(VllmChat):
 
     name = "nemo_rl"
     _also, _foreign = None, "/v1/completions"
+    _reset_route = None
+    _reset_hint = "NeMo RL does it: set async_rl.recompute_kv_cache_after_weight_updates to true"
 
     def _body(self, request: SampleRequest) -> dict[str, Any]:
         body = super()._body(request)

@@ -34,6 +34,8 @@ class SglangGenerate(HttpEngine):
     name = "sglang"
     _route = "/generate"
     _load_names = ("sglang:num_queue_reqs", "sglang:token_usage")
+    _reset_route = "/flush_cache"
+    _reset_hint = "SGLang has it since 0.2"
     _kept_free = 1
 
     async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:

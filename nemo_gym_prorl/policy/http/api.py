@@ -25,6 +25,7 @@ from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.tokens.saved import SavedTurn, saved_turns
 from nemo_gym_prorl.policy.turns import RolloutGone
+from nemo_gym_prorl.serving.health import health_router
 from nemo_gym_prorl.serving.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
 
 
@@ -62,6 +63,7 @@ class Resume(Backends):
     """Body of ``resume``."""
 
     weight_version: _Label | None = None
+    reset_prefix_cache: bool = False
 
 
 class SavedRollout(BaseModel):
@@ -122,10 +124,11 @@ def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, De
         """Start nothing there until `resume`; answers when nothing runs there, or the time is over."""
         return {"drained": await host.dispatcher.pause(body.id, body.timeout_s, body.run)}
 
-    @router.post("/v1/backends/resume", responses=problem_responses(400, 404))
+    @router.post("/v1/backends/resume", responses=problem_responses(400, 404, 500))
     async def resume(body: Resume) -> dict[str, Any]:
-        """Go on, with a new label if the weights are new."""
-        host.dispatcher.apply(host.pool.resume(body.id, body.weight_version, body.run))
+        """Go on, with a new label if the weights are new. With `reset_prefix_cache` each backend's prefix cache is
+        emptied first, so no turn reads keys and values of earlier weights; if one cannot, all stay paused."""
+        await host.resume(body.id, body.weight_version, body.run, reset_prefix_cache=body.reset_prefix_cache)
         return _listing(host.pool, body.run)
 
     @router.post("/v1/backends/weight_version", responses=problem_responses(400, 404))
@@ -180,6 +183,7 @@ def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, De
         return PlainTextResponse(host.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
     app.include_router(router)
+    app.include_router(health_router(host.dispatcher.loops))
     add_problem_handlers(app, declared)
     inner = app.router.lifespan_context
 

@@ -14,9 +14,11 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
+from nemo_gym_prorl.background import BackgroundLoops, is_cancelled, log_exceptions, spawn_task
 from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.pool.backend import (
@@ -67,12 +69,14 @@ class Dispatcher:
         engine: answers probes and load reports.
         tick_s: interval of probes and idle checks.
         report_s: interval of load reports; 0 for none.
+        loops: supervises the ticking and the load reports.
     """
 
     pool: BackendPool
     engine: HttpEngine
     tick_s: float = 0.5
     report_s: float = 2.0
+    loops: BackgroundLoops = field(default_factory=BackgroundLoops)
     _leases: dict[int, _Lease] = field(default_factory=dict)
     _tickets: itertools.count[int] = field(default_factory=itertools.count)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
@@ -80,12 +84,13 @@ class Dispatcher:
 
     def start(self) -> None:
         """Start the background work; needs a running event loop."""
-        self.spawn(self._ticking())
+        self.loops.start("backend-tick", self._tick, delay_s=self.tick_s)
         if self.report_s:
-            self.spawn(self._reporting())
+            self.loops.start("backend-reports", self._report)
 
     async def aclose(self) -> None:
         """Stop the background work. Requests belong to their callers."""
+        await self.loops.aclose()
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -141,7 +146,7 @@ class Dispatcher:
                         _log.warning("backend %s is out, its turns wait: %s", backend.id, error.reason)
                     self.apply(self.pool.failed(ticket, time.monotonic()))
                 except asyncio.CancelledError:
-                    if not lease.aborted or cancelling():
+                    if not lease.aborted or is_cancelled():
                         raise
                 else:
                     over = not lease.aborted
@@ -212,39 +217,31 @@ class Dispatcher:
             return False
         return True
 
-    async def _ticking(self) -> None:
-        while True:
-            await asyncio.sleep(self.tick_s)
-            self.apply(self.pool.tick(time.monotonic()))
+    async def _tick(self) -> float:
+        self.apply(self.pool.tick(time.monotonic()))
+        return self.tick_s
 
-    async def _reporting(self) -> None:
-        while True:
-            backends = list(self.pool.backends.values())
-            loads = await asyncio.gather(*(self.engine.load(backend.url) for backend in backends))
-            for backend, load in zip(backends, loads, strict=True):
-                if load is not None:
-                    report = self.pool.report(
-                        backend.id, waiting=load.waiting, kv_use=load.kv_use, capacity=load.capacity
-                    )
-                    self.apply(report)
-            await asyncio.sleep(self.report_s)
+    async def _report(self) -> float:
+        backends = list(self.pool.backends.values())
+        loads = await asyncio.gather(*(self.engine.load(backend.url) for backend in backends))
+        for backend, load in zip(backends, loads, strict=True):
+            if load is not None:
+                report = self.pool.report(backend.id, waiting=load.waiting, kv_use=load.kv_use, capacity=load.capacity)
+                self.apply(report)
+        return self.report_s
 
     async def _probe(self, backend_id: str) -> None:
         backend = self.pool.backends.get(backend_id)
         if backend is not None:
-            alive = await self.engine.healthy(backend.url)
+            alive = False  # the pool hears of every probe, or no further probe would be due
+            with log_exceptions():
+                alive = await self.engine.healthy(backend.url)
             if alive:
                 _log.warning("backend %s answers again", backend_id)
             self.apply(self.pool.probed(backend_id, alive, time.monotonic()))
 
-    def spawn(self, work: Awaitable[None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something in the background, until it is done or this is closed."""
-        task = asyncio.ensure_future(work)
+        task = spawn_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-def cancelling() -> bool:
-    """Whether somebody wants the current task itself gone, not just the request it made."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
@@ -130,8 +131,10 @@ class Carrier:
         moved: Callable[[str, JobState], None] = lambda rollout, state: None,
         turned: Callable[[bool], None] = lambda away: None,
         patient: bool = False,
+        loops: BackgroundLoops | None = None,
     ) -> None:
         self.client, self._patient = client, patient
+        self._loops = loops or BackgroundLoops(restart=False)
         self._moved, self._turned = moved, turned
         self._tokens = tokens
         self._ended, self._lost, self._broke, self._say = ended, lost, broke, say
@@ -160,8 +163,8 @@ class Carrier:
 
     def start(self) -> None:
         """Begin to follow it."""
-        self._spawn(self._follow())
-        self._spawn(self._watch())
+        self._track(self._loops.start("node-outcomes", self._follow))
+        self._track(self._loops.start("node-events", self._watch))
 
     async def close(self) -> None:
         """Stop whatever is under way here; the service is told nothing."""
@@ -451,7 +454,9 @@ class Carrier:
             self._turned(False)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+        return self._track(asyncio.create_task(work))
+
+    def _track(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task

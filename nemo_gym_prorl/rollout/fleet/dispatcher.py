@@ -20,6 +20,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.client import ApiError
 from nemo_gym_prorl.rollout.client_shares import is_within_part
@@ -97,7 +98,7 @@ class Dispatcher:
         placed: told where a rollout goes, before it does.
         surveyed: told when a node has said how it is.
         bounded: hold back what no node works on; else each goes to a node at once, and waits there.
-        patient: as for a carrier.
+        patient, loops: as for a carrier.
     """
 
     def __init__(
@@ -115,10 +116,12 @@ class Dispatcher:
         surveyed: Callable[[str], None] = lambda node: None,
         bounded: bool = True,
         patient: bool = False,
+        loops: BackgroundLoops | None = None,
     ) -> None:
         self.statuses: dict[str, StatusView] = {}
         """What each node said of itself last."""
         self._nodes, self._bounded, self._patient = nodes, bounded, patient
+        self._loops = loops or BackgroundLoops(restart=False)
         self._tokens, self._say, self._follows = tokens, say, follows
         self._on_ended, self._on_lost, self._on_broke = ended, lost, broke
         self._on_moved, self._on_placed, self._on_surveyed = moved, placed, surveyed
@@ -133,11 +136,13 @@ class Dispatcher:
         self._holding: set[str] = set()
         """Those of them that count as their clients', since they have a place in a node's window."""
         self._drained: set[str] = set()
-        self._troubled: set[str] = set()
-        """Those that get nothing, since they are no parts of this fleet."""
+        self._troubled: dict[str, str] = {}
+        """Those that get nothing, since they are no parts of this fleet, and why."""
         self._surveys: dict[str, asyncio.Task[None]] = {}
         self._heard: dict[str, asyncio.Event] = {}
         """Set when a node has said how large it is."""
+        self._change: Joined | Left | None = None
+        """What a source told last, until that is done; a pass that fails is made again with that."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -192,11 +197,11 @@ class Dispatcher:
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_S):
                 await asyncio.gather(*(heard.wait() for heard in self._heard.values()))
-        self._spawn(self._watch())
+        self._track(self._loops.start("fleet-nodes", self._watch))
 
     async def close(self) -> None:
         """Stop whatever is under way here; nodes are told nothing."""
-        tasks = [*self._tasks, *self._surveys.values()]
+        tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -279,11 +284,18 @@ class Dispatcher:
     # Nodes come and go
 
     async def _watch(self) -> None:
+        if self._change is not None:
+            await self._take(self._change)
         async for change in self._nodes.changes():
-            if isinstance(change, Left):
-                self._leave(change)
-            else:
-                await self._join(change)
+            self._change = change
+            await self._take(change)
+
+    async def _take(self, change: Joined | Left) -> None:
+        if isinstance(change, Left):
+            self._leave(change)
+        elif change.node not in self._carriers:
+            await self._join(change)
+        self._change = None
 
     async def _join(self, joined: Joined) -> None:
         node, client = joined.node, joined.client
@@ -300,12 +312,13 @@ class Dispatcher:
             moved=self._moved,
             turned=lambda away: self._usable(node),
             patient=self._patient,
+            loops=self._loops,
         )
         self.placement.join(node)
         self._usable(node)
         carrier.start()
         self._heard[node] = asyncio.Event()
-        self._surveys[node] = asyncio.create_task(self._survey(node, carrier))
+        self._surveys[node] = self._track(self._loops.start("node-survey", partial(self._survey, node, carrier)))
         self._go_on()
 
     def _leave(self, left: Left) -> None:
@@ -314,7 +327,7 @@ class Dispatcher:
             return
         self.statuses.pop(left.node, None)
         self._drained.discard(left.node)
-        self._troubled.discard(left.node)
+        self._troubled.pop(left.node, None)
         self._surveys.pop(left.node).cancel()
         del self._heard[left.node]
         self.placement.leave(left.node)
@@ -322,32 +335,33 @@ class Dispatcher:
         carrier.give_up(f"{left.node} is gone: {left.why}")
         self._spawn(_closed(carrier))
 
-    async def _survey(self, node: str, carrier: Carrier) -> None:
-        """Ask a node again and again how large it is. It gets nothing before it has said so."""
-        told = ""
-        while True:
-            try:
-                async with asyncio.timeout(_ANSWER_S):
-                    status = await carrier.client.status()
-            except TimeoutError:
-                carrier.heard(InfrastructureError(f"no answer in {_ANSWER_S:g} s"))
-            except (ApiError, InfrastructureError):
-                pass  # its carrier finds that out
+    async def _survey(self, node: str, carrier: Carrier) -> float:
+        """Ask a node how large it is; returns the pause. A node gets nothing before its first answer."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                status = await carrier.client.status()
+        except TimeoutError:
+            carrier.heard(InfrastructureError(f"no answer in {_ANSWER_S:g} s"))
+        except (ApiError, InfrastructureError):
+            pass  # its carrier finds that out
+        else:
+            trouble = status.version_trouble() or self._folder_trouble(node, status)
+            if trouble and trouble != self._troubled.get(node):
+                self._say(f"{node} gets no rollouts: {trouble}")
+            if trouble:
+                self._troubled[node] = trouble
             else:
-                if (trouble := status.version_trouble() or self._folder_trouble(node, status)) and trouble != told:
-                    self._say(f"{node} gets no rollouts: {trouble}")
-                told = trouble or ""
-                (self._troubled.add if trouble else self._troubled.discard)(node)
-                self.statuses[node] = status
-                self._heard[node].set()
-                carrier.heard(None)
-                run = status.stages[Stage.RUN].slots
-                window = status.stages[Stage.INIT].slots + status.ready_slots + run
-                self.placement.resize(node, Capacity(run, 0 if status.draining or trouble else window))
-                self._on_surveyed(node)
-                self._usable(node)
-            pause = max(SURVEY_S, len(self._carriers) / _SURVEYS_PER_S)
-            await asyncio.sleep(pause * random.uniform(0.8, 1.2) if self._heard[node].is_set() else 0.2)
+                self._troubled.pop(node, None)
+            self.statuses[node] = status
+            self._heard[node].set()
+            carrier.heard(None)
+            run = status.stages[Stage.RUN].slots
+            window = status.stages[Stage.INIT].slots + status.ready_slots + run
+            self.placement.resize(node, Capacity(run, 0 if status.draining or trouble else window))
+            self._on_surveyed(node)
+            self._usable(node)
+        pause = max(SURVEY_S, len(self._carriers) / _SURVEYS_PER_S)
+        return pause * random.uniform(0.8, 1.2) if self._heard[node].is_set() else 0.2
 
     def _folder_trouble(self, node: str, status: StatusView) -> str | None:
         """Why a node could not go on with what others had; that of the first of those which get rollouts is the
@@ -456,9 +470,12 @@ class Dispatcher:
         return followed
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        self._track(asyncio.create_task(work))
+
+    def _track[T](self, task: asyncio.Task[T]) -> asyncio.Task[T]:
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

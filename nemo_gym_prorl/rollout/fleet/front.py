@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import (
     CallerError,
     Failure,
@@ -87,6 +88,7 @@ class Front(RolloutService):
         settings: bounds.
         say: told when a node is lost, away or back.
         journal: what keeps its jobs over a restart, if anything; closed with it.
+        loops: supervises the loops of the front, and those of the source of its nodes.
     """
 
     def __init__(
@@ -95,8 +97,9 @@ class Front(RolloutService):
         settings: ServiceSettings = SETTINGS,
         say: Callable[[str], None] = LOGGER.warning,
         journal: Journal | None = None,
+        loops: BackgroundLoops | None = None,
     ) -> None:
-        super().__init__(settings, journal=journal)
+        super().__init__(settings, journal=journal, loops=loops)
         self.lost_nodes = 0
         """Tries that ended with their node."""
         self.dispatcher = Dispatcher(
@@ -110,6 +113,7 @@ class Front(RolloutService):
             placed=self._placed,
             surveyed=self._surveyed,
             patient=True,
+            loops=self.loops,
         )
         self._environments: Environments | None = None
         self._controls: dict[str, _Control] = {}

@@ -26,6 +26,7 @@ import zstandard
 from sqlalchemy import BindParameter, Connection, bindparam, delete, func, insert, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from nemo_gym_prorl.background import PROCESS_LOOPS
 from nemo_gym_prorl.rollout.job import Job, Outcome
 from nemo_gym_prorl.rollout.journal.database import ENDED, FORGOTTEN, JOBS, KEPT, META, PLACED, Database, said
 from nemo_gym_prorl.rollout.journal.files import ContentFiles
@@ -121,9 +122,14 @@ class Journal:
         """To be closed; and a commit has failed since, of which the next life will see whether it came through."""
         self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._forget_before = 0
+        self._batch: list[_Entry] = []
+        """Entries that are being written; they outlive a restart of the thread's loop."""
+        self._over = False
         self._ghosts: list[str] = []
         """New jobs that were refused since a commit failed. Who knows whether it did."""
-        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
+        self._thread = threading.Thread(
+            target=PROCESS_LOOPS.run_thread, args=("journal", self._work), name="journal", daemon=True
+        )
         self._thread.start()
 
     # -- writing -------------------------------------------------------------------------------------------------
@@ -186,25 +192,22 @@ class Journal:
         return entry.future
 
     def _work(self) -> None:
-        batch: list[_Entry] = []
-        over = False
         next_at = 0.0
-        while not over or batch:
-            over = self._take(batch, next_at) or over
+        while not self._over or self._batch:
+            self._over = self._take(self._batch, next_at) or self._over
             next_at = time.monotonic() + _APART_S
             try:
                 if self._given_up:
                     raise self._fails()
-                told = self._write(batch)
+                told = self._write(self._batch)
             except Exception as error:  # of whatever kind: this thread is the only one that writes
                 self._given_up = self._closing
-                batch = self._refuse(batch, error)
-                if batch:
+                self._batch = self._refuse(self._batch, error)
+                if self._batch:
                     time.sleep(_RETRY_S)
                 continue
-            self.failing = None
+            self.failing, self._batch = None, []
             _tell(told)
-            batch = []
             try:
                 self._make_room()
             except Exception as error:

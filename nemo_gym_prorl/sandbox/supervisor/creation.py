@@ -19,6 +19,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
+from nemo_gym_prorl.background import run_uncancellable
 from nemo_gym_prorl.sandbox.isolation import joining, mounts
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, image_for, make, preliminaries
 from nemo_gym_prorl.sandbox.launcher import requests
@@ -28,7 +29,6 @@ from nemo_gym_prorl.sandbox.supervisor import runtime_start
 from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES
 from nemo_gym_prorl.sandbox.supervisor.prepared_images import PreparedImages
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
-from nemo_gym_prorl.sandbox.supervisor.processes.background import to_its_end
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Child, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure, in_words
@@ -154,7 +154,7 @@ class Creation:
         owners = [files.pop(0)] if answer.get("owners") else []
         try:
             with sandbox.step("first process"):
-                first = await to_its_end(self._start_first(sandbox, prepared, files))
+                first = await run_uncancellable(self._start_first(sandbox, prepared, files))
                 try:
                     self._note(sandbox, first.pid)
                     _hand_over(sandbox, prepared, owners[0] if owners else None)

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
 from nemo_gym_prorl.disks import in_memory, kind_under
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.binds import check_image_folder, checked
@@ -37,8 +38,6 @@ from nemo_gym_prorl.sandbox.limits.report import file_size_reached
 from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
 from nemo_gym_prorl.sandbox.supervisor import limit_watch
 from nemo_gym_prorl.sandbox.supervisor.creation import Creation, Turns
-from nemo_gym_prorl.sandbox.supervisor.processes import background
-from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure, in_words
@@ -87,7 +86,7 @@ class Sandboxes:
         self._launcher = launcher
         self._watchdog = limit_watch.Watchdog(children, self._overran, self._watches)
         # Later there may be no process to be had.
-        background.begin(self._watchdog.run())
+        PROCESS_LOOPS.start("limit-watch", self._watchdog.run_once)
         self._in_memory = in_memory(kind_under(folder))
         self._active: dict[str, list[int]] = {}
         """Those in which something was started that the watchdog has not been told of, and what."""
@@ -194,7 +193,7 @@ class Sandboxes:
             sandbox.expiry = self._loop.call_later(ttl_s, self.end_early, sandbox, f"time to live: {ttl_s:g} s")
         if order := limit_watch.order(sandbox, in_memory=self._in_memory):
             self._watchdog.tell({"watch": order})
-        background.begin(self._watch_starter(sandbox))
+        spawn_task(self._watch_starter(sandbox), expected=Refused)
         return {
             "environment": sandbox.environment,
             "controllers": sorted(sandbox.group.controllers) if sandbox.group else [],
@@ -321,19 +320,19 @@ class Sandboxes:
             sandbox.expiry.cancel()
         if not sandbox.created.is_set() and not sandbox.wanted.expired():
             sandbox.wanted.reschedule(0.0)
-        background.begin(self._end(sandbox))
+        spawn_task(self._end(sandbox))
 
     async def _end(self, sandbox: Sandbox) -> None:
         """From the beginning of its end until nothing of it is left. Whatever fails is tried again."""
         since = self._loop.time()
-        with guarded():
+        with log_exceptions():
             self._watchdog.tell({"forget": sandbox.name})
-        with guarded():
+        with log_exceptions():
             if sandbox.channel:
                 # A first process that we have not heard of yet ends by that.
                 sandbox.channel.shutdown(socket.SHUT_RDWR)
         await sandbox.created.wait()
-        with guarded():
+        with log_exceptions():
             look_for_first(sandbox)
         if sandbox.starter:
             sandbox.starter.wait().add_done_callback(lambda _status: sandbox.changed.set())
@@ -342,7 +341,7 @@ class Sandboxes:
         ended = False
         while True:
             sandbox.changed.clear()
-            with guarded():
+            with log_exceptions():
                 try:
                     if ended := self._take_down(sandbox, self._loop.time() - since):
                         await self._delete(sandbox)
@@ -364,7 +363,7 @@ class Sandboxes:
         if sandbox.space:
             self._inits.pop(sandbox.space.init, None)
         for told in self.on_gone:
-            with guarded():
+            with log_exceptions():
                 told(sandbox.name)
         sandbox.tell_gone()
 

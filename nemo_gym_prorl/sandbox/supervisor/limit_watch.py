@@ -8,7 +8,6 @@ sandbox that has to go is the supervisor's to end. What it decides by is :mod:`.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import os
@@ -36,7 +35,6 @@ from nemo_gym_prorl.sandbox.limits.watchdog import (
     goes_fast,
 )
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
-from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children, tell
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
@@ -92,12 +90,11 @@ class Watchdog:
         if self._connection:
             self._connection.post(message)
 
-    async def run(self) -> None:
-        """Have it there, for ever."""
-        while True:
-            with guarded(), contextlib.suppress(OSError, Refused):
-                await self._run_once()
-            await asyncio.sleep(RETRY_S)
+    async def run_once(self) -> float:
+        """Run the child until it ends; returns the pause before the next one."""
+        with contextlib.suppress(OSError, Refused):
+            await self._run_once()
+        return RETRY_S
 
     async def _run_once(self) -> None:
         ours, theirs = socket_pair()

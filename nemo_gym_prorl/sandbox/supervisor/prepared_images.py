@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_task
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, open_image, received
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.runtime import image_environment
 from nemo_gym_prorl.sandbox.runtime.command import OF_THE_RUNTIME
 from nemo_gym_prorl.sandbox.supervisor import runtime_start
-from nemo_gym_prorl.sandbox.supervisor.processes import background
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
@@ -69,7 +69,7 @@ class PreparedImages:
             self._made[key] = prepared
             return prepared
         if key not in self._making:
-            self._making[key] = background.begin(self._make(key, order))
+            self._making[key] = spawn_task(self._make(key, order), expected=Refused)
             self._making[key].add_done_callback(lambda _task: self._making.pop(key))
         return await asyncio.shield(self._making[key])
 
@@ -99,8 +99,8 @@ class PreparedImages:
                 {"error": f"the runtime did not start the image within {order['start_timeout_s']:g} s"}
             ) from None
         finally:
-            with background.guarded():
-                await background.to_its_end(self._end(asked))
+            with log_exceptions():
+                await run_uncancellable(self._end(asked))
 
     async def _end(self, asked: Sandbox) -> None:
         """An honest shell ends with its socket, and the runtime with that; neither is asked whether it would."""

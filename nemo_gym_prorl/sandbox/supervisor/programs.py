@@ -21,13 +21,13 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 
+from nemo_gym_prorl.background import log_exceptions
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import kernel_shares, usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Adopt, Child, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import EXHAUSTED, KILLED, Refused, exhausted, no_process
@@ -130,7 +130,7 @@ class Programs:
 
         def note(end: asyncio.Future[int]) -> None:
             del self._all[name]
-            with guarded():
+            with log_exceptions():
                 self._sandboxes.process_ended(sandbox.name, end.result())
             ended(end.result())
 

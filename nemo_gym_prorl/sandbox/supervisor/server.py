@@ -29,13 +29,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.isolation.files import snapshots
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, descriptors
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.processes import background, freezer
+from nemo_gym_prorl.sandbox.supervisor.processes import freezer
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.programs import Programs
@@ -77,9 +78,10 @@ class Supervisor:
         """Serve until the owner is gone and everything is cleaned up."""
         loop = asyncio.get_running_loop()
         signal.signal(signal.SIGTERM, lambda _number, _frame: loop.call_soon_threadsafe(self._ending.set))
-        background.begin(self._children.run(partial(_sweep, self.folder.parent)))
+        spawn_task(self._children.run(partial(_sweep, self.folder.parent)), expected=Refused)
         self._add_client(self._owner, self._ending.set)
-        background.begin(self._accept(peers.peer(self._owner)[0]))
+        self._listener.setblocking(False)
+        PROCESS_LOOPS.start("accept", partial(self._accept, peers.peer(self._owner)[0]))
         # What is there by now stays as it is: a forked child is to copy none of it for want of counting it.
         gc.collect()
         gc.freeze()
@@ -94,25 +96,23 @@ class Supervisor:
 
     def _add_client(self, connection: socket.socket, gone: Callable[[], None]) -> None:
         def heard(message: Message, files: list[int]) -> None:
-            background.begin(self._answer(client, message, files))
+            spawn_task(self._answer(client, message, files))
 
         client: Client = Connection(connection, heard, gone, bounded=True)
 
-    async def _accept(self, owner: int) -> None:
-        self._listener.setblocking(False)
-        while True:
-            await ready(self._listener)
-            try:
-                connection, _address = self._listener.accept()
-            except OSError:
-                # Where no more files may be open it waits.
-                await asyncio.sleep(PAUSE_S)
-                continue
-            with background.guarded():
-                if peers.trusted(connection, owner):
-                    self._add_client(connection, lambda: None)
-                else:
-                    connection.close()
+    async def _accept(self, owner: int) -> float:
+        """Take one client; returns the pause before the next one, where no more files may be open."""
+        await ready(self._listener)
+        try:
+            connection, _address = self._listener.accept()
+        except OSError:
+            return PAUSE_S
+        with log_exceptions():  # a client's error must not slow the loop down for the others
+            if peers.trusted(connection, owner):
+                self._add_client(connection, lambda: None)
+            else:
+                connection.close()
+        return 0.0
 
     async def _answer(self, client: Client, message: Message, files: list[int]) -> None:
         """Answer one question of a client's, whatever happens; one without a number wants no answer."""

@@ -22,11 +22,11 @@ from functools import partial
 from ipaddress import IPv4Address, ip_address
 from itertools import count
 
+from nemo_gym_prorl.background import spawn_task
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.isolation.shared_network import router as networks
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.processes import background
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, of_those_inside
@@ -208,4 +208,4 @@ class Networks:
             names = self._names.get(other, {})
             if address in names.values():
                 left = {known: place for known, place in names.items() if place != address}
-                background.begin(self._tell(other, left))
+                spawn_task(self._tell(other, left), expected=Refused)

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from nemo_gym_prorl.background import spawn_task
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.zygote import zygote
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups
-from nemo_gym_prorl.sandbox.supervisor.processes import background
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Child, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.programs import Joiner
@@ -85,7 +85,7 @@ class Zygotes:
         living = [other for other in self._all.values() if other.process and other.process.alive]
         for other in living[: len(living) + 1 - MOST]:
             self._end(other)
-        background.begin(self._live(started))
+        spawn_task(self._live(started), expected=Refused)
         return started
 
     async def _live(self, which: _Zygote) -> None:

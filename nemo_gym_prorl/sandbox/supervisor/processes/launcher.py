@@ -20,10 +20,10 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_gym_prorl.background import spawn_task
 from nemo_gym_prorl.sandbox.launcher import program
 from nemo_gym_prorl.sandbox.launcher.requests import GO, Request, receive
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
-from nemo_gym_prorl.sandbox.supervisor.processes.background import begin
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Child, Children
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, Refused, no_process
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
@@ -68,7 +68,7 @@ class Launcher:
         self._asked: deque[asyncio.Future[int | None]] = deque()
         self._silent = 0
         """At so many looks in a row it had said nothing."""
-        self._looking = begin(self._look())
+        self._looking = spawn_task(self._look(), expected=Refused)
 
     async def begin(self, request: Request, files: Sequence[int], group: Group | None) -> tuple[Child, socket.socket]:
         """Have a request carried out by a child in ``group``; returns that, and the channel on which it answers, the
@@ -145,7 +145,7 @@ class Launcher:
         answer: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._asked.append(answer)
         if self._looking.done():
-            self._looking = begin(self._look())
+            self._looking = spawn_task(self._look(), expected=Refused)
         try:
             await connection.send_packet(packet)
             pid = await answer

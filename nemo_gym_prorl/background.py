@@ -1,0 +1,217 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Background work: loops that are restarted after an exception, and tasks that no caller awaits.
+
+Invariants of a loop in :class:`BackgroundLoops`:
+
+- An exception never ends a loop. The loop is restarted after a pause that doubles up to ``LONGEST_PAUSE_S``.
+- A loop is *failing* from an exception until its work has returned once, or has run for ``SETTLED_S``.
+- Each restart is counted. A traceback is logged once per exception type and line, so a loop cannot flood the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+_log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0  # an operator who mended the cause sees the loop work within half a minute
+SETTLED_S = 5.0  # work that streams for ever counts as recovered after this time without an exception
+
+type Work = Callable[[], Coroutine[Any, Any, float | None]]
+"""One pass of a loop. Returns the pause in seconds before the next pass, or ``None`` to end the loop."""
+
+
+@dataclass(slots=True, eq=False)
+class LoopState:
+    """Restart decisions of one loop (pure).
+
+    Attributes:
+        name: the loop's name in health checks, metrics and logs.
+        error: type of the last exception; ``None`` after a completed pass.
+        failures: exceptions since the last completed pass.
+        running_since: start of the current pass by the caller's clock; ``None`` between passes.
+    """
+
+    name: str
+    error: str | None = None
+    failures: int = 0
+    running_since: float | None = None
+
+    def failed(self, error: BaseException, now: float) -> float:
+        """Record an exception and return the seconds until the restart."""
+        if self._has_settled(now):
+            self.failures = 0
+        self.error, self.running_since = type(error).__name__, None
+        self.failures += 1
+        return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.failures - 1, 16)))
+
+    def completed(self) -> None:
+        """Record a pass without an exception."""
+        self.error, self.running_since, self.failures = None, None, 0
+
+    def is_failing(self, now: float) -> bool:
+        """Return whether the loop died and has not worked since."""
+        return self.error is not None and not self._has_settled(now)
+
+    def _has_settled(self, now: float) -> bool:
+        return self.running_since is not None and now - self.running_since >= SETTLED_S
+
+
+@dataclass(slots=True)
+class BackgroundLoops:
+    """The supervised loops of one server or component.
+
+    Args:
+        clock: monotonic seconds.
+        sleep: waits between passes.
+        restart: ``False`` in a client, which has no health route: an exception ends the loop's task.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    restart: bool = True
+    restarts: Counter[str] = field(default_factory=Counter)
+    """Restarts by name of the loop, those of ended loops included."""
+    _states: set[LoopState] = field(default_factory=set)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _logged: set[tuple[str, str, int]] = field(default_factory=set)
+
+    @property
+    def failing(self) -> Mapping[str, str]:
+        """The failing loops by name, each with the type of its last exception."""
+        now = self.clock()
+        return {state.name: state.error or "" for state in self._states.copy() if state.is_failing(now)}
+
+    def start(self, name: str, work: Work, *, delay_s: float = 0.0) -> asyncio.Task[None]:
+        """Start a loop; cancelling the returned task ends it.
+
+        Args:
+            name: the loop's name; several loops of one kind share it.
+            work: one pass.
+            delay_s: pause before the first pass.
+        """
+        task = asyncio.create_task(self._run(name, work, delay_s), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def run_thread(self, name: str, work: Callable[[], None]) -> None:
+        """Run work in the calling thread until it returns; restart it after an exception."""
+        state = LoopState(name)
+        self._states.add(state)
+        try:
+            while True:
+                state.running_since = self.clock()
+                try:
+                    return work()
+                except Exception as error:
+                    time.sleep(self._failed(state, error))
+        finally:
+            self._states.discard(state)
+
+    async def aclose(self) -> None:
+        """Cancel every loop and wait until all have ended."""
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, name: str, work: Work, delay_s: float) -> None:
+        state = LoopState(name)
+        self._states.add(state)
+        pause_s: float | None = delay_s
+        try:
+            while pause_s is not None:
+                if pause_s:
+                    await self.sleep(pause_s)
+                state.running_since = self.clock()
+                try:
+                    pause_s = await work()
+                    state.completed()
+                except asyncio.CancelledError as error:
+                    # A future that the work awaited may have been cancelled; only a cancelled loop ends.
+                    if is_cancelled() or not self.restart:
+                        raise
+                    pause_s = self._failed(state, error)
+                except Exception as error:
+                    if not self.restart:
+                        raise
+                    pause_s = self._failed(state, error)
+        finally:
+            self._states.discard(state)
+
+    def _failed(self, state: LoopState, error: BaseException) -> float:
+        pause_s = state.failed(error, self.clock())
+        self.restarts[state.name] += 1
+        where = error.__traceback__
+        while where is not None and where.tb_next is not None:
+            where = where.tb_next
+        kind = state.name, type(error).__name__, where.tb_lineno if where is not None else 0
+        trace = None if kind in self._logged else error
+        self._logged.add(kind)
+        _log.error("background loop %s failed, restart in %g s: %r", state.name, pause_s, error, exc_info=trace)
+        return pause_s
+
+
+PROCESS_LOOPS = BackgroundLoops()
+"""Loops that belong to no server: those of sandbox pools, and of the sandbox supervisor in its own process."""
+
+_spawned: set[asyncio.Task[Any]] = set()
+
+
+def spawn_task[T](work: Coroutine[Any, Any, T], *, expected: type[Exception] | tuple[()] = ()) -> asyncio.Task[T]:
+    """Start work that no caller awaits. The work runs until its first wait before this function returns.
+
+    Args:
+        work: an exception in it is logged and ends nothing else.
+        expected: exceptions that are not logged.
+    """
+
+    def ended(task: asyncio.Task[T]) -> None:
+        _spawned.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, expected):
+            _log.error("background task failed: %r", error, exc_info=error)
+
+    task = asyncio.eager_task_factory(asyncio.get_running_loop(), work)
+    if task.done():
+        ended(task)
+    else:
+        _spawned.add(task)
+        task.add_done_callback(ended)
+    return task
+
+
+@contextlib.contextmanager
+def log_exceptions() -> Iterator[None]:
+    """Log an exception of the block; what follows the block goes on."""
+    try:
+        yield
+    except Exception as error:
+        _log.error("background work failed: %r", error, exc_info=error)
+
+
+async def run_uncancellable[T](work: Coroutine[Any, Any, T]) -> T:
+    """Run work that must not be left half done. A cancelled caller is cancelled after the work has ended."""
+    task = asyncio.eager_task_factory(asyncio.get_running_loop(), work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+
+
+def is_cancelled() -> bool:
+    """Return whether the current task itself is being cancelled, not only a request that it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,338 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Background loops: every loop of the package survives an exception, and health checks tell of the exception."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+
+from nemo_gym_prorl import background
+from nemo_gym_prorl.background import PROCESS_LOOPS, BackgroundLoops
+from nemo_gym_prorl.gym import ray_nodes
+from nemo_gym_prorl.nemo_rl import collector
+from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
+from nemo_gym_prorl.policy.http.api import add_control_routes
+from nemo_gym_prorl.policy.pool.backend import Probe
+from nemo_gym_prorl.policy.pool.pool import BackendPool
+from nemo_gym_prorl.rollout import outages
+from nemo_gym_prorl.rollout.calls import HandlerCalls
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.fleet import dispatcher
+from nemo_gym_prorl.rollout.fleet.app import front_app
+from nemo_gym_prorl.rollout.fleet.front import Front
+from nemo_gym_prorl.rollout.journal.journal import Journal
+from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.sandbox.container import ContainerSpec
+from nemo_gym_prorl.sandbox.supervisor import server as supervisor_server
+from nemo_gym_prorl.sandbox.supervisor.limit_watch import Watchdog
+from nemo_gym_prorl.sandbox.supervisor.server import Supervisor
+from nemo_gym_prorl.sandbox.warm_pool import WarmPool
+from nemo_gym_prorl.serving.health import LoopMetrics, health_router
+from nemo_gym_prorl.serving.problems import MEDIA_TYPE
+from nemo_gym_prorl.tasks.sessions import Sessions
+from tests.policy.hosts import hosted
+from tests.rollout.fleet.fleets import Changing, service
+from tests.rollout.serving import serve
+from tests.tasks.math.conftest import build as math_server
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restart within the time of a test."""
+    monkeypatch.setattr(background, "FIRST_PAUSE_S", 1.0)  # long enough to be seen
+    monkeypatch.setattr(background, "SETTLED_S", 0.3)
+
+
+def raise_once(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Have the first call of a function raise; later calls are the function's own."""
+    original, left = getattr(owner, name), [ValueError("a defect")]
+
+    def replacement(*args: Any, **more: Any) -> Any:
+        if left:
+            raise left.pop()
+        return original(*args, **more)
+
+    patch.setattr(owner, name, replacement)
+
+
+def bare(loops: BackgroundLoops | None = None) -> FastAPI:
+    app = FastAPI()
+    app.include_router(health_router(loops or BackgroundLoops()))
+    return app
+
+
+@asynccontextmanager
+async def model_server(folder: Path) -> AsyncIterator[str]:
+    async with hosted("http://127.0.0.1:9/v1", engine="vllm_chat") as host:
+        app = FastAPI()
+        add_control_routes(app, host)
+        app.router.lifespan_context = FastAPI().router.lifespan_context  # the host runs already
+        async with serve(app) as url:
+            yield url
+
+
+@asynccontextmanager
+async def agent(folder: Path) -> AsyncIterator[str]:
+    async with service() as it:
+        it.pipeline.submit(JobRequest({"plan": {"run": [{"how": "held"}]}}))
+        yield it.url
+        it.handler.let_go.set()
+
+
+@asynccontextmanager
+async def front(folder: Path) -> AsyncIterator[str]:
+    async with service() as node:
+        at = Front(Changing([node.joined]), say=lambda what: None)
+        await at.start()
+        async with serve(front_app(at, key=None)) as url:
+            yield url
+        await at.close()
+
+
+@asynccontextmanager
+async def ray_source(folder: Path) -> AsyncIterator[str]:
+    loops = BackgroundLoops()
+    order = ray_nodes.Order({}, "agent", None)
+    nodes = ray_nodes.RayNodes(order, print, loops)
+    reading = asyncio.create_task(anext(nodes.changes()))
+    async with serve(bare(loops)) as url:
+        yield url
+    reading.cancel()
+    await loops.aclose()
+
+
+@asynccontextmanager
+async def ray_actor(folder: Path) -> AsyncIterator[str]:
+    actor = ray_nodes.NodeActor()
+    actor._deployment = SimpleNamespace(watch=asyncio.Event().wait, instances={})
+    watching = asyncio.create_task(actor.watch())
+    async with serve(bare()) as url:
+        yield url
+    watching.cancel()
+    await asyncio.wait([watching])
+
+
+@asynccontextmanager
+async def task_server(folder: Path) -> AsyncIterator[str]:
+    async with serve(math_server(sandbox_provider=None, session_ttl_s=0.4).setup_webserver()) as url:
+        yield url
+
+
+class Box:
+    alive = True
+
+    @staticmethod
+    async def start(spec: ContainerSpec) -> Any:
+        return Box()
+
+    async def close(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def warm_pool(folder: Path) -> AsyncIterator[str]:
+    pool = WarmPool(ContainerSpec(image=folder), 1, lambda spec: Box.start(spec))
+    async with serve(bare()) as url:
+        yield url
+        await asyncio.wait_for(pool.filled(), 5)
+    await pool.close()
+
+
+@asynccontextmanager
+async def journal(folder: Path) -> AsyncIterator[str]:
+    kept = Journal(str(folder))
+    async with serve(bare()) as url:
+        yield url
+    await kept.close()
+    assert "journal" not in {thread.name for thread in threading.enumerate()}
+
+
+@asynccontextmanager
+async def trainer(folder: Path) -> AsyncIterator[str]:
+    async with collector._Announced(Servers), serve(bare()) as url:
+        yield url
+
+
+class Servers:
+    engines = ("an engine",)
+
+    @staticmethod
+    def announce(version: int, *, needed: bool) -> None:
+        pass
+
+
+@asynccontextmanager
+async def limit_watch(folder: Path) -> AsyncIterator[str]:
+    watchdog = Watchdog(SimpleNamespace(fork=Children.fork), lambda message: None, list)
+    task = PROCESS_LOOPS.start("limit-watch", watchdog.run_once)
+    async with serve(bare()) as url:
+        yield url
+    task.cancel()
+    await asyncio.wait([task])
+
+
+class Children:
+    @staticmethod
+    def fork(*_: Any) -> Any:
+        return SimpleNamespace(wait=asyncio.Event().wait)
+
+
+@asynccontextmanager
+async def supervisor(folder: Path) -> AsyncIterator[str]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(folder / "socket"))
+        listener.listen()
+        listener.setblocking(False)
+        server = SimpleNamespace(_listener=listener)
+        task = PROCESS_LOOPS.start("accept", lambda: Supervisor._accept(server, 0))  # type: ignore[arg-type]
+        async with serve(bare()) as url:
+            yield url
+        task.cancel()
+        await asyncio.wait([task])
+
+
+type Case = tuple[str, Any, str, Callable[[Path], AbstractAsyncContextManager[str]]]
+
+CASES: list[Case] = [
+    ("backend-tick", BackendPool, "tick", model_server),
+    ("backend-reports", HttpEngine, "load", model_server),
+    ("outage-watch", HandlerCalls, "unreachable", agent),
+    ("fleet-nodes", Changing, "changes", front),
+    ("node-survey", RolloutClient, "status", front),
+    ("node-outcomes", RolloutClient, "ended", front),
+    ("node-events", RolloutClient, "events", front),
+    ("ray-nodes", ray_nodes, "_alive", ray_source),
+    ("share-engines", ray_nodes.NodeActor, "_share", ray_actor),
+    ("session-sweeper", Sessions, "sweep", task_server),
+    ("warm-pool", Box, "start", warm_pool),
+    ("journal", Journal, "_take", journal),
+    ("weights-reminder", Servers, "announce", trainer),
+    ("limit-watch", Children, "fork", limit_watch),
+    ("accept", supervisor_server, "ready", supervisor),
+]
+
+
+@pytest.mark.parametrize(("name", "owner", "broken", "parts"), CASES, ids=[case[0] for case in CASES])
+async def test_a_loop_that_raises_once_is_restarted_and_turns_health_red_meanwhile(
+    name: str,
+    owner: Any,
+    broken: str,
+    parts: Callable[[Path], AbstractAsyncContextManager[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module, constant in ((outages, "LOOK_S"), (collector, "REMIND_S"), (ray_nodes, "LOOK_S")):
+        monkeypatch.setattr(module, constant, 0.1)
+    for module, constant in ((dispatcher, "SURVEY_S"), (dispatcher, "_FIRST_S"), (ray_nodes, "_SHARE_S")):
+        monkeypatch.setattr(module, constant, 0.1)
+    monkeypatch.setattr(ray_nodes, "_alive", list)
+    failed: list[BackgroundLoops] = []
+    real = BackgroundLoops._failed
+    monkeypatch.setattr(BackgroundLoops, "_failed", lambda *args: failed.append(args[0]) or real(*args))
+    before = PROCESS_LOOPS.restarts[name]
+    async with aiohttp.ClientSession() as http:
+        raise_once(monkeypatch, owner, broken)
+        async with parts(tmp_path) as url, asyncio.timeout(10):
+            while (told := await health(http, url))[0] != 503:
+                await asyncio.sleep(0.02)
+            _, kind, problem = told
+            while (told := await health(http, url))[0] != 200:
+                await asyncio.sleep(0.02)
+    assert kind == MEDIA_TYPE
+    assert problem["type"].endswith("background-loop-failing")
+    assert problem["errors"] == [{"field": name, "message": "the last pass ended with ValueError"}]
+    (loops,) = failed
+    assert loops.restarts[name] == 1 + (before if loops is PROCESS_LOOPS else 0)
+    assert f'prorl_background_restarts_total{{loop="{name}"}}' in exposed(loops)
+
+
+async def health(http: aiohttp.ClientSession, url: str) -> tuple[int, str, Any]:
+    async with http.get(f"{url}/healthz") as response:
+        return response.status, response.content_type, await response.json(content_type=None)
+
+
+def exposed(loops: BackgroundLoops) -> str:
+    registry = CollectorRegistry()
+    registry.register(LoopMetrics(loops))
+    return generate_latest(registry).decode()
+
+
+async def test_pauses_double_up_to_a_bound_and_a_completed_pass_resets_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.undo()
+    now, slept = 0.0, list[float]()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        slept.append(seconds)
+
+    ends = iter(["raise"] * 9 + ["cancel", "ok", "raise", "long", "end"])
+
+    async def work() -> float | None:
+        nonlocal now
+        match next(ends):
+            case "raise":
+                raise ValueError("a defect")
+            case "cancel":  # what the work awaits is cancelled, the loop is not
+                raise asyncio.CancelledError
+            case "long":  # the loop has settled before the exception
+                now += background.SETTLED_S
+                raise KeyError("another")
+            case "end":
+                return None
+        return 7.0
+
+    loops = BackgroundLoops(lambda: now, sleep)
+    await loops.start("loop", work)
+    doubling = [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30]
+    assert slept == [*doubling, 7.0, 0.5, 0.5]
+    assert loops.restarts == {"loop": 12}
+    assert not loops.failing
+    traces = [record for record in caplog.records if record.exc_info]
+    assert [record.exc_info[0] for record in traces if record.exc_info] == [
+        ValueError,
+        asyncio.CancelledError,
+        KeyError,
+    ]
+    assert len(caplog.records) == 12, "each failure has a line, and the traceback of a kind is logged once"
+
+
+async def test_a_probe_that_raises_counts_as_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with hosted("http://127.0.0.1:9/v1", engine="vllm_chat") as host:
+        raise_once(monkeypatch, HttpEngine, "healthy")
+        probed: list[bool] = []
+        monkeypatch.setattr(BackendPool, "probed", lambda pool, backend, alive, now: probed.append(alive) or [])
+        host.dispatcher.apply([Probe("backend0")])
+        async with asyncio.timeout(5):
+            while not probed:
+                await asyncio.sleep(0.01)
+        assert probed == [False]
+
+
+async def test_a_cancelled_loop_ends_and_a_client_ends_with_the_exception() -> None:
+    loops, client = BackgroundLoops(), BackgroundLoops(restart=False)
+
+    async def waits() -> None:
+        await asyncio.Event().wait()
+
+    async def raises() -> None:
+        raise ValueError("a defect")
+
+    task, failed = loops.start("waits", waits), client.start("raises", raises)
+    await asyncio.wait([failed])
+    assert isinstance(failed.exception(), ValueError)
+    await loops.aclose()
+    assert task.cancelled()
+    assert not loops.failing
