@@ -17,7 +17,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.config import PolicyConfig, check_host
 from nemo_gym_prorl.policy.engines.addresses import checked_url, origin_of, root_of
 from nemo_gym_prorl.policy.engines.connections import Connections
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, LogitsReturned, Misconfigured
 from nemo_gym_prorl.policy.engines.registry import ENGINES
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend
@@ -107,6 +107,7 @@ class PolicyHost:
             try:
                 await self.engine.check_protocol(backend.url)
                 served = [str(card.get("id")) for card in await self.engine.models(backend.url)]
+                await self.engine.learn_mode(backend.url)
             except Misconfigured as error:
                 _log.error("%s", error.reason)
             except BackendFailed as error:
@@ -132,7 +133,8 @@ class PolicyHost:
 
         Raises:
             AlreadyThere: there is one of that id, or another run has one at that URL.
-            CallerError: no URL, no host that is allowed, or an engine of another kind than the others.
+            CallerError: no URL, no host that is allowed, an engine of another kind than the others, or one that
+                returns logits.
         """
         url = checked_url(url)
         check_host(url, self.config)
@@ -152,6 +154,13 @@ class PolicyHost:
             self.pool.label(weight_version, known.id)
         if api_key is not None:
             self._by_origin[origin_of(url)] = authorization(api_key)
+        try:
+            await self.engine.learn_mode(url)
+        except LogitsReturned as error:
+            self.dispatcher.apply(self.pool.remove(known.id))
+            raise CallerError(error.reason, field="url") from error
+        except BackendFailed:
+            pass  # the engine is probed before its first turn
         return known
 
     def _known(self, backend_id: str | None, url: str, run: str | None) -> Backend | None:

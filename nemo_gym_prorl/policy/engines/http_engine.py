@@ -7,6 +7,10 @@ a request for samples: what opens it asks who is there, how it reads a text, and
 is what was asked.
 
 A wrong protocol, model name or key, an answer that is not JSON each end in an error that says so.
+
+An engine is probed for the mode of its log-probs when it is registered, else before its first turn, and for grammars
+before the first turn that asks for one. A failure of the engine discards both verdicts. So does a new connection, for
+a request that depends on them.
 """
 
 from __future__ import annotations
@@ -30,9 +34,20 @@ from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
     Load,
+    LogitsReturned,
     Misconfigured,
     RequestRefused,
     SampleRequest,
+)
+from nemo_gym_prorl.policy.engines.log_probs import (
+    LogProbMode,
+    are_logits,
+    changes,
+    check,
+    field_of,
+    grammar_of,
+    judge,
+    judge_biased,
 )
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
@@ -49,6 +64,29 @@ _CONTROL_S = 60.0
 
 _MEETING_S = 60.0
 """How long an engine, which may be busy, may take to say who it is."""
+
+_REGISTRATION_PROBE_S = 15.0
+"""Limit of the probe at registration; an engine that is asleep is probed before its first turn."""
+
+_PROBE_PROMPTS = (((0,), "hi"), ((1, 2), "Name any word."), ((3, 1, 2), "Say a number."))
+"""Prompts of the probe, as ids and as a message. A prompt with one likely continuation does not tell modes apart."""
+
+_PROBE_TOP = 5
+_COLD = 0.2
+_BIASED = (10, 11)
+"""Token ids that the probe forces by a bias; every vocabulary has them."""
+
+_CHOICE = "zqxj-"
+_CHOICES = [f"{_CHOICE}1", f"{_CHOICE}2"]
+_GRAMMAR_PROBES: Mapping[str, tuple[str, object]] = {
+    "structured_outputs": ("structured_outputs", {"choice": _CHOICES}),
+    "json_schema": ("json_schema", orjson.dumps({"enum": _CHOICES}).decode()),
+    "regex": ("regex", f"{_CHOICE}[12]"),
+    "ebnf": ("ebnf", 'root ::= "{}" | "{}"'.format(*_CHOICES)),
+    **{f"guided_{kind}": ("guided_choice", _CHOICES) for kind in ("json", "regex", "choice", "grammar")},
+}
+"""By the setting that asks for a grammar: the setting of its probe. Others are probed by ``response_format``."""
+_CHOICE_FORMAT = {"type": "json_schema", "json_schema": {"name": "probe", "schema": {"enum": _CHOICES}}}
 
 _CACHE_CONFIG = re.compile(
     r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE
@@ -93,6 +131,12 @@ class HttpEngine:
     _load_names: tuple[str, str] = ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     _kept_free = 0
     """Tokens of the context that prompt and answer may not use."""
+    log_probs_fix = "start vLLM with --logprobs-mode processed_logprobs"
+    """What makes the engine's log-probs include all settings."""
+    _fixed_sampling = False
+    """The engine refuses other temperatures than its own, so it is probed under those of a request."""
+    _biased_mode = LogProbMode.SCALED
+    """The mode of an engine of which is known only that its log-probs include a bias."""
 
     def __init__(
         self,
@@ -108,6 +152,10 @@ class HttpEngine:
         self._text = SAMPLE
         self._ids: list[int] | None = None
         self._accepted: dict[str, Sampling] = {}
+        self.log_prob_modes: dict[str, LogProbMode] = {}
+        """By URL, of the engines that were probed."""
+        self._grammars: dict[tuple[str, str], bool] = {}
+        """By URL and setting: whether the engine follows a grammar."""
 
     async def generate(self, url: str, request: SampleRequest) -> Generation:
         """What the backend samples.
@@ -122,6 +170,7 @@ class HttpEngine:
             return Generation((), (), Finish.CONTEXT)
         except BackendFailed:
             self._contexts.pop(url, None)  # a router's connections outlive the engines behind it
+            self._discard_verdicts(url)
             raise
         except (TimeoutError, OSError, aiohttp.ClientError) as error:
             raise _no_answer(url, error) from error
@@ -143,21 +192,144 @@ class HttpEngine:
         try:
             if url in self._contexts:
                 try:
-                    return await self._generate(Asked(url, kept, self._contexts[url]), request)
+                    return await self._sample(Asked(url, kept, self._contexts[url]), request)
                 except NotOpen:
                     pass
-            return await self._generate(await self._meet(url, kept), request)
+            return await self._sample(await self._meet(url, kept, request), request)
         except NotOpen:
             pass  # others were quicker, or it answers once over each
         except Dropped as dropped:
             if dropped.begun:
                 raise
         async with self._connections.single() as session:
-            asked = await self._meet(url, session)
+            asked = await self._meet(url, session, request)
             try:
-                return await self._generate(asked, request)
+                return await self._sample(asked, request)
             except NotOpen:
-                return await self._generate(replace(asked, opens=True), request)
+                return await self._sample(replace(asked, opens=True), request)
+
+    async def _sample(self, asked: Asked, request: SampleRequest) -> Generation:
+        """Sample, with log-probs of the distribution that was sampled from.
+
+        Raises:
+            RequestRefused: the engine's log-probs do not include a setting, or the engine does not follow a grammar.
+        """
+        sampling = request.sampling
+        mode = self.log_prob_modes.get(asked.url) or await self._probe_mode(asked, sampling)
+        forced_call = request.tool_choice not in (None, "none", "auto")
+        if refusal := check(sampling, mode, forced_call=forced_call, fix=self.log_probs_fix):
+            field, reason = refusal
+            raise RequestRefused(f"{asked.url}: {reason}", field=field)
+        if grammar := grammar_of(sampling):
+            await self._require_grammar(asked, grammar, sampling)
+        generation = await self._generate(asked, request)
+        # Engines return log-probs of temperature 1 for greedy sampling, whose tokens have probability 1.
+        log_probs = [0.0] * len(generation.log_probs) if sampling.greedy else generation.log_probs
+        return replace(generation, log_probs=log_probs, log_prob_mode=mode)
+
+    async def learn_mode(self, url: str) -> None:
+        """Probe a newly registered engine for the mode of its log-probs, if it can be probed without a request.
+
+        Raises:
+            BackendFailed: the engine cannot be probed yet.
+            Misconfigured: the engine returns logits, or is not the one that was configured.
+        """
+        if self._fixed_sampling or url in self.log_prob_modes:
+            return
+        try:
+            async with asyncio.timeout(_REGISTRATION_PROBE_S), self._connections.single() as session:
+                asked = replace(await self._meet(url, session), opens=True)
+                await self._probe_mode(asked, Sampling())
+        except (TimeoutError, OSError, aiohttp.ClientError) as error:
+            raise _no_answer(url, error) from error
+
+    async def _probe_mode(self, asked: Asked, sampling: Sampling) -> LogProbMode:
+        """Find out which distribution the engine's log-probs belong to, and remember it.
+
+        Raises:
+            Misconfigured: they are logits.
+            BackendFailed: the engine cannot sample.
+        """
+        mode: LogProbMode | None = None
+        if not self._fixed_sampling:
+            for prompt in range(len(_PROBE_PROMPTS)):
+                try:
+                    mode = await self._compare(asked, prompt)
+                except (_NoVerdict, BackendErred):  # it may refuse these settings, and take a request's own
+                    break
+                if mode is not None:
+                    break
+        if mode is None:
+            try:
+                own = replace(sampling, max_tokens=1, stop=(), extra={})
+                mode = judge_biased([await self._bias(asked, token, own) for token in _BIASED], self._biased_mode)
+            except _NoVerdict:
+                mode = LogProbMode.UNKNOWN
+        self.log_prob_modes[asked.url] = mode
+        return mode
+
+    async def _compare(self, asked: Asked, prompt: int) -> LogProbMode | None:
+        """The verdict of one prompt, if it has one: its most probable token under three settings."""
+        plain = await self._probe(asked, Sampling(max_tokens=1), prompt, _PROBE_TOP)
+        cold = await self._probe(asked, Sampling(max_tokens=1, temperature=_COLD), prompt, 1)
+        only = await self._probe(asked, Sampling(max_tokens=1, extra={"top_k": 1}), prompt, 1)
+        return judge(max(plain.top), max(cold.top), only.log_probs[0])
+
+    async def _bias(self, asked: Asked, token: int, sampling: Sampling) -> float:
+        """The log-prob of a token that a bias forces."""
+        biased = await self._probe(asked, replace(sampling, extra={"logit_bias": {str(token): 100}}), 0, 0)
+        if list(biased.ids) != [token]:
+            raise _NoVerdict
+        return biased.log_probs[0]
+
+    async def _probe(self, asked: Asked, sampling: Sampling, prompt: int, top: int) -> Generation:
+        """One request of a probe.
+
+        Raises:
+            _NoVerdict: the engine refuses it, or its answer does not have what a probe needs.
+        """
+        ids, text = _PROBE_PROMPTS[prompt]
+        messages = [{"role": "user", "content": text}]
+        request = SampleRequest(ids if self.takes_tokens else (), sampling, messages, top=top)
+        try:
+            generation = await self._generate(asked, request)
+            logits = are_logits(generation.log_probs, generation.top)
+        except (RequestRefused, ContextFull, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise _NoVerdict from error
+        if logits:
+            raise LogitsReturned(
+                f"{asked.url} returns logits in place of log-probs: {self.log_probs_fix}", field="logprobs_mode"
+            )
+        if not generation.log_probs or (top and not generation.top):
+            raise _NoVerdict
+        return generation
+
+    async def _require_grammar(self, asked: Asked, name: str, sampling: Sampling) -> None:
+        """Refuse a grammar that the engine takes and does not follow.
+
+        Raises:
+            RequestRefused: names the setting.
+        """
+        known = asked.url, name
+        if known not in self._grammars:
+            setting, choices = _GRAMMAR_PROBES.get(name, ("response_format", _CHOICE_FORMAT))
+            probe = Sampling(4, sampling.temperature, sampling.top_p, extra={setting: choices})
+            try:
+                text = (await self._probe(asked, probe, 0, 0)).text.strip().lstrip('"')
+            except _NoVerdict:
+                return  # the engine says by itself what is wrong with the request
+            self._grammars[known] = bool(text) and (text.startswith(_CHOICE) or _CHOICE.startswith(text))
+        if not self._grammars[known]:
+            raise RequestRefused(
+                f"{asked.url} does not follow a grammar: start vLLM without --reasoning-parser, which engine 'vllm' does"
+                " not need, or with --structured-outputs-config '{\"enable_in_reasoning\": true}'",
+                field=field_of(name),
+            )
+
+    def _discard_verdicts(self, url: str) -> None:
+        self.log_prob_modes.pop(url, None)
+        for known in [one for one in self._grammars if one[0] == url]:
+            del self._grammars[known]
 
     async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
         raise NotImplementedError
@@ -166,8 +338,8 @@ class HttpEngine:
         """How engines must read a text; by default all as the first one that is met."""
         self._text, self._ids = text, list(ids)
 
-    async def _meet(self, url: str, session: aiohttp.ClientSession) -> Asked:
-        """Ask who is there.
+    async def _meet(self, url: str, session: aiohttp.ClientSession, request: SampleRequest | None = None) -> Asked:
+        """Ask who is there; for a request that depends on verdicts about the engine, these are found anew.
 
         Raises:
             BackendFailed: it does not say.
@@ -176,6 +348,8 @@ class HttpEngine:
         if url not in self._contexts:
             await self.check_protocol(url)
         self._contexts[url] = context = await self._context(url, session)
+        if request is not None and changes(request.sampling):
+            self._discard_verdicts(url)
         return Asked(url, session, context)
 
     async def check_protocol(self, url: str) -> None:
@@ -371,6 +545,10 @@ class HttpEngine:
     def _capacity(self, metrics: str) -> int | None:
         """Tokens that fit into the KV cache: vLLM publishes blocks and their size as labels."""
         return sum(int(size) * int(count) for size, count in _CACHE_CONFIG.findall(metrics)) or None
+
+
+class _NoVerdict(Exception):
+    """A probe does not tell."""
 
 
 def _no_answer(url: str, error: Exception) -> BackendFailed:
