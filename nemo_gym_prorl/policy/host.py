@@ -107,16 +107,16 @@ class PolicyHost:
             try:
                 await self.engine.check_protocol(backend.url)
                 served = [str(card.get("id")) for card in await self.engine.models(backend.url)]
-                await self.engine.learn_mode(backend.url)
-            except Misconfigured as error:
-                _log.error("%s", error.reason)
-            except BackendFailed as error:
-                _log.warning("policy_base_url: %s: not there yet", error.reason)
-            else:
                 if served and self.config.model not in served:
                     _log.warning(
                         "policy_model_name: %s serves %s, not %r", backend.url, ", ".join(served), self.config.model
                     )
+                else:
+                    await self.engine.learn_mode(backend.url)
+            except Misconfigured as error:
+                _log.error("%s", error.reason)
+            except BackendFailed as error:
+                _log.warning("policy_base_url: %s: not there yet", error.reason)
 
     # Who may join
 

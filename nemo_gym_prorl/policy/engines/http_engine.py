@@ -238,8 +238,7 @@ class HttpEngine:
             return
         try:
             async with asyncio.timeout(_REGISTRATION_PROBE_S), self._connections.single() as session:
-                asked = replace(await self._meet(url, session), opens=True)
-                await self._probe_mode(asked, Sampling())
+                await self._probe_mode(await self._meet(url, session), Sampling())
         except (TimeoutError, OSError, aiohttp.ClientError) as error:
             raise _no_answer(url, error) from error
 
@@ -292,7 +291,9 @@ class HttpEngine:
         messages = [{"role": "user", "content": text}]
         request = SampleRequest(ids if self.takes_tokens else (), sampling, messages, top=top)
         try:
-            generation = await self._generate(asked, request)
+            # Engines may close a connection after any answer, so each probe opens its own.
+            async with self._connections.single() as session:
+                generation = await self._generate(replace(asked, session=session, opens=True), request)
             logits = are_logits(generation.log_probs, generation.top)
         except (RequestRefused, ContextFull, AttributeError, LookupError, TypeError, ValueError) as error:
             raise _NoVerdict from error
@@ -318,13 +319,17 @@ class HttpEngine:
                 text = (await self._probe(asked, probe, 0, 0)).text.strip().lstrip('"')
             except _NoVerdict:
                 return  # the engine says by itself what is wrong with the request
+            except BackendErred:
+                # vLLM with a reasoning parser ends some of these requests with an error.
+                await self._probe(asked, replace(probe, extra={}), 0, 0)
+                text = ""
             self._grammars[known] = bool(text) and (text.startswith(_CHOICE) or _CHOICE.startswith(text))
         if not self._grammars[known]:
-            raise RequestRefused(
-                f"{asked.url} does not follow a grammar: start vLLM without --reasoning-parser, which engine 'vllm' does"
-                " not need, or with --structured-outputs-config '{\"enable_in_reasoning\": true}'",
-                field=field_of(name),
-            )
+            fix = "start vLLM without --reasoning-parser, which engine 'vllm' does not need, or with "
+            fix += "--structured-outputs-config '{\"enable_in_reasoning\": true}'"
+            if name.startswith("guided_"):
+                fix = "use structured_outputs"
+            raise RequestRefused(f"{asked.url} does not follow a grammar of this kind: {fix}", field=field_of(name))
 
     def _discard_verdicts(self, url: str) -> None:
         self.log_prob_modes.pop(url, None)

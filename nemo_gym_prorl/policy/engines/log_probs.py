@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any
 
 from nemo_gym_prorl.policy.engines.sampling import NEUTRAL, Sampling
 

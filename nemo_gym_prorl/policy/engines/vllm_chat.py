@@ -52,9 +52,9 @@ class VllmChat(HttpEngine):
         prompt_ids = message.get("prompt_token_ids") or answer.get("prompt_token_ids")
         ids = message.get("generation_token_ids", choice.get("token_ids"))
         log_probs = message.get("generation_log_probs")
-        content = (choice.get("logprobs") or {}).get("content")
+        logged = choice.get("logprobs") or {}
         if log_probs is None:
-            content = required(choice.get("logprobs") or {}, "content", asked.url)
+            content = required(logged, "content", asked.url)
             log_probs = [token["logprob"] for token in content]
             if ids is None and all(token["token"].startswith("token_id:") for token in content):
                 ids = [int(token["token"].removeprefix("token_id:")) for token in content]
@@ -71,6 +71,6 @@ class VllmChat(HttpEngine):
             prompt_ids=prompt_ids,
             message=message,
             routed_experts=message.pop("routed_experts", None),
-            top=[one["logprob"] for one in content[0]["top_logprobs"]] if request.top else (),
+            top=[one["logprob"] for one in logged["content"][0]["top_logprobs"]] if request.top else (),
             text="".join(message.get(part) or "" for part in ("reasoning", "reasoning_content", "content")),
         )
