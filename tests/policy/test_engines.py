@@ -560,4 +560,7 @@ async def test_the_control_routes(connections: Connections) -> None:
         assert await call("DELETE", "/v1/rollouts/r") == (200, {"rollout": "r"})
         assert await call("DELETE", "/v1/backends") == (200, {"backends": []})
         async with connections.control.get(f"{url}/metrics") as response:
-            assert 'prorl_policy_waiting{run=""} 0.0' in await response.text()
+            told = await response.text()
+        assert 'prorl_policy_waiting{run=""} 0.0' in told
+        assert "# TYPE prorl_policy_migrations_total counter" in told
+        assert "# TYPE prorl_policy_failovers_total counter" in told

@@ -154,8 +154,8 @@ class HttpEngine:
         self._accepted: dict[str, Sampling] = {}
         self.log_prob_modes: dict[str, LogProbMode] = {}
         """By URL, of the engines that were probed."""
-        self._grammars: dict[tuple[str, str], bool] = {}
-        """By URL and setting: whether the engine follows a grammar."""
+        self._grammars: set[tuple[str, str]] = set()
+        """URLs and settings by which engines follow grammars."""
 
     async def generate(self, url: str, request: SampleRequest) -> Generation:
         """What the backend samples.
@@ -215,9 +215,15 @@ class HttpEngine:
             RequestRefused: the engine's log-probs do not include a setting, or the engine does not follow a grammar.
         """
         sampling = request.sampling
-        mode = self.log_prob_modes.get(asked.url) or await self._probe_mode(asked, sampling)
+        known = self.log_prob_modes.get(asked.url)
+        mode = known or await self._probe_mode(asked, sampling)
         forced_call = request.tool_choice not in (None, "none", "auto")
-        if refusal := check(sampling, mode, forced_call=forced_call, fix=self.log_probs_fix):
+        refusal = check(sampling, mode, forced_call=forced_call, fix=self.log_probs_fix)
+        if refusal and known:
+            # A refused request opens no connection, by which another engine at this address would be noticed.
+            mode = await self._probe_mode(asked, sampling)
+            refusal = check(sampling, mode, forced_call=forced_call, fix=self.log_probs_fix)
+        if refusal:
             field, reason = refusal
             raise RequestRefused(f"{asked.url}: {reason}", field=field)
         if grammar := grammar_of(sampling):
@@ -311,30 +317,30 @@ class HttpEngine:
         Raises:
             RequestRefused: names the setting.
         """
-        known = asked.url, name
-        if known not in self._grammars:
-            setting, choices = _GRAMMAR_PROBES.get(name, ("response_format", _CHOICE_FORMAT))
-            probe = Sampling(4, sampling.temperature, sampling.top_p, extra={setting: choices})
-            try:
-                text = (await self._probe(asked, probe, 0, 0)).text.strip().lstrip('"')
-            except _NoVerdict:
-                return  # the engine says by itself what is wrong with the request
-            except BackendErred:
-                # vLLM with a reasoning parser ends some of these requests with an error.
-                await self._probe(asked, replace(probe, extra={}), 0, 0)
-                text = ""
-            self._grammars[known] = bool(text) and (text.startswith(_CHOICE) or _CHOICE.startswith(text))
-        if not self._grammars[known]:
-            fix = "start vLLM without --reasoning-parser, which engine 'vllm' does not need, or with "
-            fix += "--structured-outputs-config '{\"enable_in_reasoning\": true}'"
-            if name.startswith("guided_"):
-                fix = "use structured_outputs"
-            raise RequestRefused(f"{asked.url} does not follow a grammar of this kind: {fix}", field=field_of(name))
+        if (asked.url, name) in self._grammars:
+            return
+        setting, choices = _GRAMMAR_PROBES.get(name, ("response_format", _CHOICE_FORMAT))
+        probe = Sampling(4, sampling.temperature, sampling.top_p, extra={setting: choices})
+        try:
+            text = (await self._probe(asked, probe, 0, 0)).text.strip().lstrip('"')
+        except _NoVerdict:
+            return  # the engine says by itself what is wrong with the request
+        except BackendErred:
+            # vLLM with a reasoning parser ends some of these requests with an error.
+            await self._probe(asked, replace(probe, extra={}), 0, 0)
+            text = ""
+        if text and (text.startswith(_CHOICE) or _CHOICE.startswith(text)):
+            self._grammars.add((asked.url, name))
+            return
+        fix = "start vLLM without --reasoning-parser, which engine 'vllm' does not need, or with "
+        fix += "--structured-outputs-config '{\"enable_in_reasoning\": true}'"
+        if name.startswith("guided_"):
+            fix = "use structured_outputs"
+        raise RequestRefused(f"{asked.url} does not follow a grammar of this kind: {fix}", field=field_of(name))
 
     def _discard_verdicts(self, url: str) -> None:
         self.log_prob_modes.pop(url, None)
-        for known in [one for one in self._grammars if one[0] == url]:
-            del self._grammars[known]
+        self._grammars = {known for known in self._grammars if known[0] != url}
 
     async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
         raise NotImplementedError
