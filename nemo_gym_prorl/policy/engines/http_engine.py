@@ -270,6 +270,10 @@ class HttpEngine:
                 mode = judge_biased([await self._bias(asked, token, own) for token in _BIASED], self._biased_mode)
             except _NoVerdict:
                 mode = LogProbMode.UNKNOWN
+            except BackendErred:
+                if changes(sampling):
+                    raise
+                return LogProbMode.UNKNOWN
         self.log_prob_modes[asked.url] = mode
         return mode
 
