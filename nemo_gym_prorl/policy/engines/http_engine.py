@@ -34,21 +34,12 @@ from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
     Load,
-    LogitsReturned,
     Misconfigured,
     RequestRefused,
     SampleRequest,
 )
-from nemo_gym_prorl.policy.engines.log_probs import (
-    LogProbMode,
-    are_logits,
-    changes,
-    check,
-    field_of,
-    grammar_of,
-    judge,
-    judge_biased,
-)
+from nemo_gym_prorl.policy.engines.log_probs import LogProbMode, changes, check, grammar_of
+from nemo_gym_prorl.policy.engines.probe import EngineProbe
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
 from nemo_gym_prorl.policy.text.tokenizer import SAMPLE
@@ -67,26 +58,6 @@ _MEETING_S = 60.0
 
 _REGISTRATION_PROBE_S = 15.0
 """Limit of the probe at registration; an engine that is asleep is probed before its first turn."""
-
-_PROBE_PROMPTS = (((0,), "hi"), ((1, 2), "Name any word."), ((3, 1, 2), "Say a number."))
-"""Prompts of the probe, as ids and as a message. A prompt with one likely continuation does not tell modes apart."""
-
-_PROBE_TOP = 5
-_COLD = 0.2
-_BIASED = (10, 11)
-"""Token ids that the probe forces by a bias; every vocabulary has them."""
-
-_CHOICE = "zqxj-"
-_CHOICES = [f"{_CHOICE}1", f"{_CHOICE}2"]
-_GRAMMAR_PROBES: Mapping[str, tuple[str, object]] = {
-    "structured_outputs": ("structured_outputs", {"choice": _CHOICES}),
-    "json_schema": ("json_schema", orjson.dumps({"enum": _CHOICES}).decode()),
-    "regex": ("regex", f"{_CHOICE}[12]"),
-    "ebnf": ("ebnf", 'root ::= "{}" | "{}"'.format(*_CHOICES)),
-    **{f"guided_{kind}": ("guided_choice", _CHOICES) for kind in ("json", "regex", "choice", "grammar")},
-}
-"""By the setting that asks for a grammar: the setting of its probe. Others are probed by ``response_format``."""
-_CHOICE_FORMAT = {"type": "json_schema", "json_schema": {"name": "probe", "schema": {"enum": _CHOICES}}}
 
 _CACHE_CONFIG = re.compile(
     r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE
@@ -178,8 +149,7 @@ class HttpEngine:
             raise Misconfigured(
                 f"{url} answered in no form of this protocol: {error!r}", field="policy_base_url"
             ) from error
-        said = request.sampling
-        self._accepted[url] = Sampling(max_tokens=1, temperature=said.temperature, top_p=said.top_p)
+        self._accepted[url] = request.sampling.probe(1)
         return generation
 
     async def _known(self, url: str, request: SampleRequest) -> Generation:
@@ -249,71 +219,10 @@ class HttpEngine:
             raise _no_answer(url, error) from error
 
     async def _probe_mode(self, asked: Asked, sampling: Sampling) -> LogProbMode:
-        """Find out which distribution the engine's log-probs belong to, and remember it.
-
-        Raises:
-            Misconfigured: they are logits.
-            BackendFailed: the engine cannot sample.
-        """
-        mode: LogProbMode | None = None
-        if not self._fixed_sampling:
-            for prompt in range(len(_PROBE_PROMPTS)):
-                try:
-                    mode = await self._compare(asked, prompt)
-                except (_NoVerdict, BackendErred):  # it may refuse these settings, and take a request's own
-                    break
-                if mode is not None:
-                    break
-        if mode is None:
-            try:
-                own = replace(sampling, max_tokens=1, stop=(), extra={})
-                mode = judge_biased([await self._bias(asked, token, own) for token in _BIASED], self._biased_mode)
-            except _NoVerdict:
-                mode = LogProbMode.UNKNOWN
-            except BackendErred:
-                if changes(sampling):
-                    raise
-                return LogProbMode.UNKNOWN
-        self.log_prob_modes[asked.url] = mode
+        mode, known = await self._probe(asked).mode(sampling)
+        if known:
+            self.log_prob_modes[asked.url] = mode
         return mode
-
-    async def _compare(self, asked: Asked, prompt: int) -> LogProbMode | None:
-        """The verdict of one prompt, if it has one: its most probable token under three settings."""
-        plain = await self._probe(asked, Sampling(max_tokens=1), prompt, _PROBE_TOP)
-        cold = await self._probe(asked, Sampling(max_tokens=1, temperature=_COLD), prompt, 1)
-        only = await self._probe(asked, Sampling(max_tokens=1, extra={"top_k": 1}), prompt, 1)
-        return judge(max(plain.top), max(cold.top), only.log_probs[0])
-
-    async def _bias(self, asked: Asked, token: int, sampling: Sampling) -> float:
-        """The log-prob of a token that a bias forces."""
-        biased = await self._probe(asked, replace(sampling, extra={"logit_bias": {str(token): 100}}), 0, 0)
-        if list(biased.ids) != [token]:
-            raise _NoVerdict
-        return biased.log_probs[0]
-
-    async def _probe(self, asked: Asked, sampling: Sampling, prompt: int, top: int) -> Generation:
-        """One request of a probe.
-
-        Raises:
-            _NoVerdict: the engine refuses it, or its answer does not have what a probe needs.
-        """
-        ids, text = _PROBE_PROMPTS[prompt]
-        messages = [{"role": "user", "content": text}]
-        request = SampleRequest(ids if self.takes_tokens else (), sampling, messages, top=top)
-        try:
-            # Engines may close a connection after any answer, so each probe opens its own.
-            async with self._connections.single() as session:
-                generation = await self._generate(replace(asked, session=session, opens=True), request)
-            logits = are_logits(generation.log_probs, generation.top)
-        except (RequestRefused, ContextFull, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise _NoVerdict from error
-        if logits:
-            raise LogitsReturned(
-                f"{asked.url} returns logits in place of log-probs: {self.log_probs_fix}", field="logprobs_mode"
-            )
-        if not generation.log_probs or (top and not generation.top):
-            raise _NoVerdict
-        return generation
 
     async def _require_grammar(self, asked: Asked, name: str, sampling: Sampling) -> None:
         """Refuse a grammar that the engine takes and does not follow.
@@ -321,26 +230,24 @@ class HttpEngine:
         Raises:
             RequestRefused: names the setting.
         """
-        if (asked.url, name) in self._grammars:
-            return
-        setting, choices = _GRAMMAR_PROBES.get(name, ("response_format", _CHOICE_FORMAT))
-        probe = Sampling(4, sampling.temperature, sampling.top_p, extra={setting: choices})
-        try:
-            text = (await self._probe(asked, probe, 0, 0)).text.strip().lstrip('"')
-        except _NoVerdict:
-            return  # the engine says by itself what is wrong with the request
-        except BackendErred:
-            # vLLM with a reasoning parser ends some of these requests with an error.
-            await self._probe(asked, replace(probe, extra={}), 0, 0)
-            text = ""
-        if text and (text.startswith(_CHOICE) or _CHOICE.startswith(text)):
+        if (asked.url, name) not in self._grammars:
+            await self._probe(asked).require_grammar(name, sampling)
             self._grammars.add((asked.url, name))
-            return
-        fix = "start vLLM without --reasoning-parser, which engine 'vllm' does not need, or with "
-        fix += "--structured-outputs-config '{\"enable_in_reasoning\": true}'"
-        if name.startswith("guided_"):
-            fix = "use structured_outputs"
-        raise RequestRefused(f"{asked.url} does not follow a grammar of this kind: {fix}", field=field_of(name))
+
+    def _probe(self, asked: Asked) -> EngineProbe:
+        async def ask(request: SampleRequest) -> Generation:
+            # Engines may close a connection after any answer, so each probe opens its own.
+            async with self._connections.single() as session:
+                return await self._generate(replace(asked, session=session, opens=True), request)
+
+        return EngineProbe(
+            asked.url,
+            ask,
+            takes_tokens=self.takes_tokens,
+            biased_mode=self._biased_mode,
+            fixed_sampling=self._fixed_sampling,
+            fix=self.log_probs_fix,
+        )
 
     def _discard_verdicts(self, url: str) -> None:
         self.log_prob_modes.pop(url, None)
@@ -411,7 +318,7 @@ class HttpEngine:
 
     async def samples(self, url: str) -> bool:
         """Whether the backend answers a request that nothing is wrong with: one token, sampled as it did before."""
-        sampling = self._accepted.get(url, Sampling(max_tokens=1, temperature=1.0, top_p=1.0))
+        sampling = self._accepted.get(url, Sampling(max_tokens=1))
         try:
             async with asyncio.timeout(_CONTROL_S):
                 prompt = (0,) if self.takes_tokens else ()
@@ -560,10 +467,6 @@ class HttpEngine:
     def _capacity(self, metrics: str) -> int | None:
         """Tokens that fit into the KV cache: vLLM publishes blocks and their size as labels."""
         return sum(int(size) * int(count) for size, count in _CACHE_CONFIG.findall(metrics)) or None
-
-
-class _NoVerdict(Exception):
-    """A probe does not tell."""
 
 
 def _no_answer(url: str, error: Exception) -> BackendFailed:

@@ -90,6 +90,11 @@ class Sampling:
         temperature = self.settings["temperature"]
         return isinstance(temperature, int | float) and 0.0 <= temperature < _GREEDY
 
+    def probe(self, max_tokens: int, **extra: object) -> Sampling:
+        """Return short sampling with the same temperature and ``top_p``, which some engines prescribe."""
+        settings = self.settings
+        return Sampling(max_tokens, settings["temperature"], settings["top_p"], extra=extra)
+
     def as_openai(self) -> dict[str, Any]:
         """Return the fields of a request for an OpenAI-style engine."""
         # Engines differ in where greedy sampling begins, so each gets an exact 0.
