@@ -275,6 +275,7 @@ def gym_row(job: Job, *, collector: bool) -> bytes:
         "tool_calls": job.progress.tool_calls,
         "finish_reason": job.progress.finish_reason,
         "weight_versions": job.progress.weight_versions,
+        "log_probs": job.progress.log_probs,
         "seconds": {
             stage.value: {"waited": time.waited_s, "worked": time.worked_s} for stage, time in job.times.items()
         },

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import orjson
-from pydantic import BaseModel, FiniteFloat, NonNegativeInt, StrictInt, ValidationError, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, StrictInt, ValidationError, model_validator
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer, in_header, in_path, json_of, require_ok
@@ -74,6 +74,7 @@ class _Tokens(BaseModel):
     sequences: list[_Sequence]
     answers: dict[str, _Place]
     run: str | None = None
+    log_probs: list[str] = Field(default_factory=list, max_length=4)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -119,6 +120,7 @@ class Conversation:
     Attributes:
         weight_versions: after :meth:`settle`, per turn the labels of the weights that sampled its first and its last
             token: ``{"turn": 0, "first": "step-7", "last": "step-8"}``; ``None`` where the server has no label.
+        log_probs: after :meth:`settle`, the modes of the log-probs, where the server tells.
     """
 
     def __init__(self, model: GymServer, rollout_id: str, group: str | None = None, run: str | None = None) -> None:
@@ -136,6 +138,7 @@ class Conversation:
         self._asked = 0
         self._turns: dict[str, _Turn] = {}
         self.weight_versions: list[dict[str, Any]] = []
+        self.log_probs: list[str] = []
         self._saved = SavedTurns()
 
     async def save(self) -> SavedTurns:
@@ -261,7 +264,7 @@ class Conversation:
         kept = await self._fetch()
         if kept.run != self._run and self._run is not None:
             raise self._knows_no_runs()
-        self.weight_versions = []
+        self.weight_versions, self.log_probs = [], kept.log_probs
         for answer_id, turn in self._turns.items():
             if (place := kept.answers.get(answer_id)) is None:
                 if turn.cut:

@@ -193,6 +193,7 @@ class GymEnvironmentHandler:
             raise
         finally:
             job.progress.weight_versions = conversation.weight_versions
+            job.progress.log_probs = conversation.log_probs
             for step, told in zip(job.progress.steps, conversation.weight_versions, strict=False):
                 step["weights"] = (told["first"], told["last"])
             # Never in the rollout's own time: it is finished whether or not the server forgets it.

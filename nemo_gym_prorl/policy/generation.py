@@ -36,6 +36,9 @@ class Generation:
         message: the assistant message as the engine parsed it, from engines that parse themselves.
         routed_experts: of each token of prompt and sample, from engines that tell
             (:mod:`~nemo_gym_prorl.serving.routed_experts`).
+        log_prob_mode: the distribution that the log-probs belong to (:class:`.LogProbMode`).
+        top: log-probs of the first position's most probable tokens, where the request asks for them.
+        text: what the engine decoded.
     """
 
     ids: Sequence[int]
@@ -45,6 +48,9 @@ class Generation:
     prompt_ids: Sequence[int] | None = None
     message: Mapping[str, Any] | None = None
     routed_experts: str | None = None
+    log_prob_mode: str | None = None
+    top: Sequence[float] = ()
+    text: str = ""
 
 
 _ROUNDING = 1e-3

@@ -17,7 +17,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.config import PolicyConfig, check_host
 from nemo_gym_prorl.policy.engines.addresses import checked_url, origin_of, root_of
 from nemo_gym_prorl.policy.engines.connections import Connections
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, LogitsReturned, Misconfigured
 from nemo_gym_prorl.policy.engines.registry import ENGINES
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend
@@ -109,15 +109,16 @@ class PolicyHost:
             try:
                 await self.engine.check_protocol(backend.url)
                 served = [str(card.get("id")) for card in await self.engine.models(backend.url)]
-            except Misconfigured as error:
-                _log.error("%s", error.reason)
-            except BackendFailed as error:
-                _log.warning("policy_base_url: %s: not there yet", error.reason)
-            else:
                 if served and self.config.model not in served:
                     _log.warning(
                         "policy_model_name: %s serves %s, not %r", backend.url, ", ".join(served), self.config.model
                     )
+                else:
+                    await self.engine.learn_mode(backend.url)
+            except Misconfigured as error:
+                _log.error("%s", error.reason)
+            except BackendFailed as error:
+                _log.warning("policy_base_url: %s: not there yet", error.reason)
 
     # Who may join
 
@@ -134,7 +135,8 @@ class PolicyHost:
 
         Raises:
             AlreadyThere: there is one of that id, or another run has one at that URL.
-            CallerError: no URL, no host that is allowed, or an engine of another kind than the others.
+            CallerError: no URL, no host that is allowed, an engine of another kind than the others, or one that
+                returns logits.
         """
         url = checked_url(url)
         check_host(url, self.config)
@@ -154,6 +156,13 @@ class PolicyHost:
             self.pool.label(weight_version, known.id)
         if api_key is not None:
             self._by_origin[origin_of(url)] = authorization(api_key)
+        try:
+            await self.engine.learn_mode(url)
+        except LogitsReturned as error:
+            self.dispatcher.apply(self.pool.remove(known.id))
+            raise CallerError(error.reason, field="url") from error
+        except BackendFailed:
+            pass  # the engine is probed before its first turn
         return known
 
     async def resume(

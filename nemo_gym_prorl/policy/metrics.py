@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily
 
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.policy.generation import Generation
@@ -24,7 +25,6 @@ _OF_BACKENDS: Mapping[str, tuple[str, Callable[[Backend], float]]] = {
     "held": ("Turns that wait for this very backend", lambda backend: len(backend.held)),
     "up": ("1 while the backend serves", lambda backend: backend.health is Health.UP),
     "limit": ("Live rollouts allowed there", lambda backend: backend.limit),
-    "failovers": ("Requests that failed there", lambda backend: backend.failovers),
 }
 _OF_ROLLOUTS: Mapping[str, tuple[str, str]] = {
     "rewrites": ("history_rewrites", "Turns whose template would rewrite history"),
@@ -45,7 +45,7 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class PolicyMetrics:
-    """Counters of a policy service and gauges read from its pool."""
+    """Counters of a policy service, and gauges and counters read from its pool."""
 
     def __init__(self, pool: BackendPool, loops: BackgroundLoops | None = None) -> None:
         self._pool = pool
@@ -58,9 +58,7 @@ class PolicyMetrics:
             for name, (told, value) in _OF_BACKENDS.items()
         }
         self._waiting = Gauge("prorl_policy_waiting", "Turns that wait for a backend", ("run",), registry=registry)
-        self._migrations = Gauge(
-            "prorl_policy_migrations", "Rollouts that moved to another backend", registry=registry
-        )
+        registry.register(self)
         self._prompt = Counter("prorl_policy_prompt_tokens", "Prompt tokens sent", at, registry=registry)
         self._sampled = Counter("prorl_policy_sampled_tokens", "Tokens sampled", at, registry=registry)
         self._cached = Counter("prorl_policy_cached_prompt_tokens", "Prefix-cache hits", at, registry=registry)
@@ -99,6 +97,18 @@ class PolicyMetrics:
         self._latency.labels(*at).observe(seconds)
         self._queued.labels(run or "").observe(placed.queued_s)
 
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yield the counters that the pool keeps, as Prometheus reads them."""
+        failovers = CounterMetricFamily(
+            "prorl_policy_failovers", "Requests that failed there", labels=("backend", "run")
+        )
+        for backend in self._pool.backends.values():
+            failovers.add_metric((backend.id, backend.run or ""), backend.failovers)
+        yield failovers
+        yield CounterMetricFamily(
+            "prorl_policy_migrations", "Rollouts that moved to another backend", self._pool.migrations
+        )
+
     def finished(self, branches: int) -> None:
         """Count one forgotten rollout."""
         self._branches.observe(branches)
@@ -113,5 +123,4 @@ class PolicyMetrics:
                 gauge.labels(*at).set(value(backend))
         for run, waiting in self._pool.waiting_of.items():
             self._waiting.labels(run or "").set(waiting)
-        self._migrations.set(self._pool.migrations)
         return generate_latest(self._registry)

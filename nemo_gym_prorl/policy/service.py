@@ -69,6 +69,8 @@ class RolloutState:
     began: datetime = field(default_factory=datetime.now)
     wait: Wait = field(default_factory=Wait)
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
+    log_prob_modes: set[str] = field(default_factory=set)
+    """Of the engines that sampled its turns here."""
     used_at: float = 0.0
     restored: bool = False
     """It has no place at a backend yet, though it has turns."""
@@ -190,6 +192,8 @@ class PolicyService:
             note(this, backend=placed.backend, weights=placed.weight_version, queued_s=placed.queued_s)
         generation = placed.result
         self.metrics.turn(placed, time.monotonic() - started, len(prompt), request.run)
+        if generation.log_prob_mode is not None:
+            rollout.log_prob_modes.add(generation.log_prob_mode)
         if generation.finish is Finish.CONTEXT:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))

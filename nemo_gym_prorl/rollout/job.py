@@ -115,6 +115,7 @@ class Progress:
         weight_versions: per turn, the labels of the weights that sampled it, where the model server tells:
             ``{"turn": 0, "first": …, "last": …}``.
         steps: per turn, what is to be told of it.
+        log_probs: the modes of the log-probs of the turns, where the model server tells.
     """
 
     turns: int = 0
@@ -122,6 +123,7 @@ class Progress:
     finish_reason: str | None = None
     weight_versions: list[dict[str, Any]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    log_probs: list[str] = field(default_factory=list)
 
     @property
     def labels(self) -> list[str | None]:
@@ -138,6 +140,7 @@ class Progress:
             _count(tool_calls),
             None if reason is None else clean_text(reason, 200),
             versions if isinstance(versions := getattr(told, "weight_versions", None), list) else [],
+            log_probs=[mode for mode in getattr(told, "log_probs", ()) if isinstance(mode, str)][:4],
         )
 
 

@@ -211,10 +211,15 @@ class ScriptedPolicy:
         for position, token in enumerate(generated):
             chosen = self._log_prob(position, token)
             entry = {"token": _token_name(token, ids_as_tokens), "logprob": chosen, "bytes": [token]}
-            # The chosen token leads; the others are less likely, one nat apart.
+            # The chosen token leads. The others are less likely, and all together have at most what is left.
+            left = math.log1p(-math.exp(chosen)) if chosen < -1e-9 else chosen - 50
             others = ((token + rank) % text.VOCABULARY_SIZE for rank in range(top))
             entry["top_logprobs"] = [
-                {"token": _token_name(other, ids_as_tokens), "logprob": chosen - rank, "bytes": [other]}
+                {
+                    "token": _token_name(other, ids_as_tokens),
+                    "logprob": min(chosen - rank, left - rank) if rank else chosen,
+                    "bytes": [other],
+                }
                 for rank, other in enumerate(others)
             ]
             entries.append(entry)

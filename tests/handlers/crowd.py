@@ -28,6 +28,7 @@ from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
 from tests.policy.engines import free_port
 from tests.policy.model_process import Server, started
+from tests.policy.probes import answer_of, is_probe
 from tests.rollout.serving import serve
 
 
@@ -66,7 +67,10 @@ class Engine:
         if scope["path"] == "/v1/models":
             status, said = 200, orjson.dumps({"data": [{"id": "tiny", "max_model_len": 10**6}]})
         elif scope["path"] == "/v1/completions":
-            status, said = 200, await self._sample(orjson.loads(body)["prompt"], receive)
+            asked = orjson.loads(body)
+            status, said = 200, orjson.dumps(answer_of(asked))
+            if not is_probe(asked):
+                said = await self._sample(asked["prompt"], receive)
         head = {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
         await send(head)
         await send({"type": "http.response.body", "body": said})

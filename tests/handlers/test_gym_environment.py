@@ -287,6 +287,7 @@ async def test_the_row_names_the_weights_that_sampled_each_turn(stage: Stage) ->
     assert result["rollout"]["weight_versions"] == [
         {"turn": turn, "first": "step-7", "last": "step-7"} for turn in range(3)
     ]
+    assert len(result["rollout"]["log_probs"]) == 1, "the mode of its engine"
 
 
 async def test_rollouts_at_once_do_not_share_a_session(stage: Stage) -> None:

@@ -28,6 +28,7 @@ from nemo_rl.models.generation.vllm.utils import attach_routed_experts_to_chat_r
 
 from nemo_gym_prorl.scripted import text
 from tests.nemo_rl.tokenizer import ByteTokenizer
+from tests.policy.probes import answer_of, is_probe
 
 
 MODEL = "bytes"
@@ -66,12 +67,16 @@ class Engine:
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
-        self.requests.append(body)
+        probed = is_probe(body)
+        if not probed:
+            self.requests.append(body)
         assert body.get("top_k") in (None, -1), "top k must be unset"
         assert body.get("top_p") is not None, "top_p must be set explicitly on NeMo-RL requests"
         assert (body.get("temperature"), body["top_p"]) in PROFILES, "matches neither the train nor the val profile"
         if body["model"] != MODEL:
             return _error(404, f"The model `{body['model']}` does not exist.")
+        if probed:
+            return JSONResponse(answer_of(body))
         prompt = _prompt(body)
         room = MAX_MODEL_LEN - len(prompt)
         if room <= 0:

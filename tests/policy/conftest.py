@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the policy tests.
 
-``PRORL_TEST_ENGINES=URL,URL`` uses engines that run already (a vLLM with ``--trust-request-chat-template``).
+``PRORL_TEST_ENGINES=URL,URL`` uses engines that run already (a vLLM with ``--trust-request-chat-template`` and
+``--logprobs-mode processed_logprobs``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.policy.engines import tiny_model, vllm
+from tests.policy.engines import PROCESSED, tiny_model, vllm
 
 
 _failed: dict[str, BaseException] = {}
@@ -47,7 +48,7 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with contextlib.ExitStack() as stack:
         log = tmp_path_factory.mktemp("vllm") / "engine.log"
         with _tried_once("starting vLLM"):
-            url, _ = stack.enter_context(vllm(model_folder, log, "--trust-request-chat-template"))
+            url, _ = stack.enter_context(vllm(model_folder, log, "--trust-request-chat-template", *PROCESSED))
         yield url
 
 

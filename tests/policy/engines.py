@@ -24,6 +24,7 @@ from tests.policy.families import lessons
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 MODEL = "tiny"
 START_S = 240
+PROCESSED = ("--logprobs-mode", "processed_logprobs")
 
 
 def vllm_python() -> Path:

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from tests.policy.probes import answer_of, is_probe
 from tests.policy.tokenizers import tokenizer_of
 from tests.rollout.serving import serve as serving
 
@@ -85,7 +86,9 @@ class Engine:
     async def _answer(self, request: Request) -> Response:
         path, raw = request.url.path, await request.body()
         body = json.loads(raw) if raw else {}
-        if path.endswith("completions") and body:
+        if is_probe(body) and self.upstream is None:
+            return JSONResponse(answer_of(body))
+        if path.endswith("completions") and body and not is_probe(body):
             self.seen.append(body)
         if self.upstream is not None:
             async with (

@@ -42,6 +42,7 @@ from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port
 from tests.policy.hosts import hosted, words_in
+from tests.policy.probes import answer_of, is_probe
 from tests.rollout.serving import serve as serving
 
 
@@ -64,15 +65,18 @@ def says(
     *,
     published: bool = True,
 ) -> FastAPI:
-    """An endpoint whose answers we choose: what a misconfigured or foreign server might send."""
+    """An endpoint whose answers we choose: what a misconfigured or foreign server might send. It answers probes as a
+    vLLM with processed log-probs does, and does not count them among the requests seen."""
     app = FastAPI(openapi_url="/openapi.json" if published else None)
 
     @app.post(path)
     async def respond(request: Request) -> Response:
         body = await request.json()
-        if seen is not None:
-            seen.append(body)
         said = answer(body)
+        if is_probe(body):
+            said = said if isinstance(said, Response) else answer_of(body)
+        elif seen is not None:
+            seen.append(body)
         return said if isinstance(said, Response) else Response(json.dumps(said), media_type="application/json")
 
     return app
@@ -271,7 +275,10 @@ class Replaced:
 
         @app.post("/v1/chat/completions")
         async def chat(request: Request) -> Any:
-            self.seen.append(await request.json())
+            body = await request.json()
+            if is_probe(body):
+                return answer_of(body)
+            self.seen.append(body)
             logged = {"content": [{"token": "token_id:1", "logprob": -0.5}]}
             message = {"role": "assistant", "content": "?", "prompt_token_ids": [0]}
             return {"choices": [{"message": message, "logprobs": logged, "finish_reason": "stop"}]}
@@ -401,19 +408,21 @@ async def test_nobody_there(connections: Connections) -> None:
 async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
     """Each connection answers who is there and once more, and is closed when it is used again, as an engine's idle
     limit may have it."""
-    known = {"tokens": [1], "max_model_len": 100}
     asked: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError):
-            for said in (known, completion(), None):
+            for said in ({"tokens": [1], "max_model_len": 100}, completion(), None):
                 head = await reader.readuntil(b"\r\n\r\n")
                 if head.startswith(b"GET"):
                     writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
                     break
                 length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
-                await reader.readexactly(int(length.partition(b":")[2]))
-                asked.append(head.split()[1].decode())
+                body = json.loads(await reader.readexactly(int(length.partition(b":")[2])))
+                if is_probe(body):
+                    said = answer_of(body)
+                else:
+                    asked.append(head.split()[1].decode())
                 if said is not None:
                     content = json.dumps(said).encode()
                     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content))
@@ -551,4 +560,7 @@ async def test_the_control_routes(connections: Connections) -> None:
         assert await call("DELETE", "/v1/rollouts/r") == (200, {"rollout": "r"})
         assert await call("DELETE", "/v1/backends") == (200, {"backends": []})
         async with connections.control.get(f"{url}/metrics") as response:
-            assert 'prorl_policy_waiting{run=""} 0.0' in await response.text()
+            told = await response.text()
+        assert 'prorl_policy_waiting{run=""} 0.0' in told
+        assert "# TYPE prorl_policy_migrations_total counter" in told
+        assert "# TYPE prorl_policy_failovers_total counter" in told

@@ -1,63 +1,465 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts of the table of kept log-probs, on made-up samples and on a real engine."""
+"""Log-probs that are kept belong to the distribution that was sampled from, or the request is refused by field."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI, Request, Response
 
-from benchmarks.log_probs import TOLERANCE, Engine, Result, Sample, compute_truth, judge, table
-from benchmarks.sampling_ways import NEUTRAL, Way
-from tests.policy.engines import MODEL, vllm_python
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.engines.connections import Connections
+from nemo_gym_prorl.policy.engines.engine import BackendErred, LogitsReturned, RequestRefused, SampleRequest
+from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
+from nemo_gym_prorl.policy.engines.log_probs import LogProbMode, changes, check, judge, judge_biased
+from nemo_gym_prorl.policy.engines.registry import ENGINES
+from nemo_gym_prorl.policy.engines.sampling import NEUTRAL, Sampling
+from nemo_gym_prorl.policy.generation import Generation
+from nemo_gym_prorl.policy.http.api import _listing, trajectory
+from nemo_gym_prorl.policy.turns import TurnRequest
+from tests.policy.engines import MODEL, free_port, vllm
+from tests.policy.hosts import hosted
+from tests.policy.probes import LOGITS, answer_of, is_probe, settings_of
+from tests.rollout.serving import serve as serving
 
 
-def _sample(sampling: dict[str, Any], kept: list[float], sent: dict[str, Any] | None = None) -> Sample:
-    return Sample(Way("any", sampling), (1, 2), [3, 4], kept, sampling if sent is None else sent)
+PROCESSED_MODE, SCALED, RAW, UNKNOWN = LogProbMode
+ROUTES = {"vllm": "/v1/completions", "sglang": "/generate"}
+HI = [{"role": "user", "content": "hi"}]
 
 
-TRUTH = [{"log_probs": [-1.0, -2.0], "raw": [-1.5, -2.0]}]
-ROWS: dict[str, tuple[list[Sample], str]] = {
-    "equal": ([_sample({}, [-1.0, -2.0])], "0.0e+00"),
-    "within the tolerance": ([_sample({}, [-1.0, -2.00005])], "5.0e-05"),
-    "one token differs": ([_sample({}, [-1.0, -2.5])], "FALSE 0.50"),
-    "beyond the tolerance": ([_sample({}, [-1.0, -2.001])], "FALSE 1.0e-03"),
-    "rounding at a low temperature": (
-        [_sample({"temperature": 0.01}, [-1, -2.001])],
-        "1.0e-03",
-    ),
-    "greedy is exact": ([_sample({"temperature": 0.0}, [-1, -2.001])], "FALSE 1.0e-03"),
-    "not a number": ([_sample({}, [float("nan"), -2.0])], "FALSE inf"),
-    "not sent": ([_sample({"top_k": 5}, [-1.0, -2.0], {})], "FALSE 0.0e+00, not sent: top_k"),
-    "sent otherwise": ([_sample({"top_k": 5}, [-1.0, -2.0], {"top_k": 6})], "FALSE 0.0e+00, not sent: top_k"),
-    "nothing sampled": ([], "FALSE 0.0e+00"),
+class Engine:
+    """Answers each request as an engine of this mode does.
+
+    Attributes:
+        mode: of its log-probs.
+        logits: after every prompt.
+        own_temperature: the only one that it samples at, as NeMo RL's server does.
+        status: of its answers.
+        follows: whether it follows a grammar.
+        turns: the settings of requests that are no probes.
+        probes: how many probes came.
+    """
+
+    def __init__(self, mode: str, logits: dict[int, float] | None = None) -> None:
+        self.mode, self.logits, self.follows = mode, logits or LOGITS, True
+        self.own_temperature: float | None = None
+        self.status = 200
+        self.turns: list[dict[str, Any]] = []
+        self.probes = 0
+
+    def app(self, protocol: str) -> FastAPI:
+        app = FastAPI()
+        app.add_api_route(ROUTES.get(protocol, "/v1/chat/completions"), self.answer, methods=["POST"])
+        if protocol == "vllm_chat":
+            app.add_api_route("/v1/completions", self.answer, methods=["POST"])
+        app.add_api_route("/v1/models", lambda: {"data": [{"id": MODEL, "max_model_len": 100}]})
+        return app
+
+    async def answer(self, request: Request) -> Response:
+        body = await request.json()
+        settings = settings_of(body)
+        self.probes += is_probe(body)
+        if not is_probe(body):
+            self.turns.append(dict(settings))
+        if self.status != 200:
+            return Response("no", status_code=self.status)
+        if self.own_temperature is not None and (
+            settings["temperature"] != self.own_temperature or settings["top_k"] != -1
+        ):
+            return Response("matches neither profile", status_code=500)
+        said = json.dumps(answer_of(body, self.mode, self.logits))
+        if "zqxj" in json.dumps(body) and not self.follows:
+            said = said.replace('"zqxj"', '"well"')
+        return Response(said, media_type="application/json")
+
+
+@pytest.fixture
+async def connections() -> AsyncIterator[Connections]:
+    async with Connections() as connections:
+        yield connections
+
+
+async def sample(engine: HttpEngine, url: str, sampling: Sampling, **request: Any) -> Generation:
+    prompt = (7, 8) if engine.takes_tokens else ()
+    return await engine.generate(url, SampleRequest(prompt, sampling, HI, **request))
+
+
+# Decisions
+
+
+@pytest.mark.parametrize(
+    ("plain", "cold", "only", "mode"),
+    [
+        (-1.0, -0.1, 0.0, PROCESSED_MODE),
+        (-1.0, -0.1, -1.0, SCALED),
+        (-1.0, -1.0, -1.0, RAW),
+        (-1.0, -1.02, -0.98, RAW),  # bfloat16
+        (-0.7, -0.7, 0.0, None),  # a tie of two
+        (-0.01, 0.0, 0.0, None),  # one likely continuation: every mode looks like this
+        (-0.01, -0.01, -0.01, None),
+        (-1.0, -0.93, -1.0, None),
+        (-1.0, -0.1, -0.07, None),
+    ],
+)
+def test_a_mode_is_told_by_three_log_probs(plain: float, cold: float, only: float, mode: LogProbMode | None) -> None:
+    assert judge(plain, cold, only) is mode
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "mode"),
+    [((0.0, -0.01), SCALED), ((-0.01, -8.0), RAW), ((-7.0, -8.0), RAW), ((0.0, -0.07), UNKNOWN)],
+)
+def test_a_mode_is_told_by_two_biased_tokens(log_probs: tuple[float, float], mode: LogProbMode) -> None:
+    assert judge_biased(log_probs, SCALED) is mode
+
+
+TRUNCATIONS = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
+SCALINGS = {
+    "temperature": 0.5,
+    "logit_bias": {"5": 1},
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "min_tokens": 3,
 }
+GRAMMARS = {
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"choice": ["a"]},
+    "regex": "a",
+}
+OTHERS = {
+    "thinking_token_budget": 9,
+    "bad_words": ["a"],
+    "allowed_token_ids": [1],
+    "vllm_xargs": {"a": 1},
+    "watermarking": True,
+    "never_heard_of": 1,
+}
+NO_CHANGES = {
+    **NEUTRAL,
+    "stop": ["a"],
+    "stop_token_ids": [1],
+    "seed": 5,
+    "user": "me",
+    "metadata": {"a": "b"},
+    "ignore_eos": True,
+    "priority": 1,
+    "top_k": 0,
+    "min_tokens": 0,
+    "logit_bias": {},
+    "bad_words": [],
+    "thinking_token_budget": -1,
+    "response_format": {"type": "text"},
+    "never_heard_of": None,
+    "watermarking": False,
+}
+ALL = [*TRUNCATIONS.items(), *SCALINGS.items(), *GRAMMARS.items(), *OTHERS.items()]
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_judged(name: str) -> None:
-    samples, shown = ROWS[name]
-    result = judge(samples, TRUTH[: len(samples)])
-    assert result.shown(TOLERANCE) == shown
-    assert result.is_false(TOLERANCE) == shown.startswith("FALSE")
+@pytest.mark.parametrize(("name", "value"), ALL)
+def test_settings_by_mode(name: str, value: Any) -> None:
+    included = {
+        PROCESSED_MODE: True,
+        SCALED: name in SCALINGS or name in GRAMMARS,
+        RAW: name in GRAMMARS,
+        UNKNOWN: False,
+    }
+    for mode, serves in included.items():
+        refused = check(Sampling(extra={name: value}), mode, forced_call=False, fix="mend it")
+        assert (refused is None) == serves, mode
+        assert serves or (refused[0].removeprefix("extra_body.") == name and "mend it" in refused[1])
+        assert check(Sampling(temperature=0.0, extra={name: value}), mode, forced_call=True, fix="") is None, "greedy"
 
 
-def test_a_refusal_is_not_false() -> None:
-    refused = Result(refused="temperature")
-    assert (refused.shown(TOLERANCE), refused.is_false(TOLERANCE)) == ("refused: temperature", False)
-    assert "| any | refused: temperature | - |" in table({"raw": {"any": refused}}, TOLERANCE, markdown=True)
+def test_settings_that_change_nothing() -> None:
+    assert [name for name, value in NO_CHANGES.items() if changes(Sampling(extra={name: value}))] == []
+    assert check(Sampling(), UNKNOWN, forced_call=True, fix="")[0] == "tool_choice"
+    assert check(Sampling(), RAW, forced_call=True, fix="") is None
 
 
-async def test_a_real_engine_is_measured(engine_url: str, model_folder: Path) -> None:
-    """The row without settings is true in any log-prob mode, and false once a log-prob is changed."""
-    engine = Engine(engine_url, MODEL, model_folder, model_folder)
-    played = await engine.play(lambda way: way is NEUTRAL)
-    samples = played[NEUTRAL]
-    assert isinstance(samples, list)
-    truths = compute_truth(str(vllm_python()), model_folder, "cpu", samples)
-    assert judge(samples, truths).shown(TOLERANCE).startswith(("0", "1", "2", "3", "4", "5", "6", "7", "8", "9"))
-    wrong = replace(samples[-1], kept=[*samples[-1].kept[:-1], samples[-1].kept[-1] - 0.01])
-    assert judge([*samples[:-1], wrong], truths).is_false(TOLERANCE)
+@pytest.mark.parametrize(
+    "extra", [{"min_p": math.nan}, {"top_k": math.inf}, {"temperature": math.nan}, {"repetition_penalty": -math.inf}]
+)
+def test_a_number_that_json_writes_as_null_is_refused(extra: dict[str, float]) -> None:
+    """The engine would take its own default for it."""
+    with pytest.raises(CallerError) as refused:
+        Sampling(extra=extra)
+    assert [refused.value.field] == list(extra)
+
+
+# On the wire
+
+
+@pytest.mark.parametrize("protocol", list(ENGINES))
+async def test_every_parameter_is_sent(connections: Connections, protocol: str) -> None:
+    engine, scripted = ENGINES[protocol](connections, MODEL), Engine(PROCESSED_MODE)
+    async with serving(scripted.app(protocol)) as url:
+        await sample(engine, url, Sampling(4))
+        await sample(engine, url, Sampling(4, temperature=1e-6, extra={"top_k": None, "min_p": 0.2}))
+    assert NEUTRAL.items() <= scripted.turns[0].items()
+    assert (NEUTRAL | {"temperature": 0.0, "min_p": 0.2}).items() <= scripted.turns[1].items()
+
+
+CASES = [(protocol, mode) for protocol in ENGINES for mode in (PROCESSED_MODE, SCALED, RAW)]
+CASES.remove(("nemo_rl", SCALED))  # which is vLLM
+
+
+@pytest.mark.parametrize(("protocol", "mode"), CASES)
+async def test_an_engines_mode_is_found_out(connections: Connections, protocol: str, mode: LogProbMode) -> None:
+    engine, scripted = ENGINES[protocol](connections, MODEL), Engine(mode)
+    async with serving(scripted.app(protocol)) as url:
+        assert (await sample(engine, url, Sampling(4))).log_prob_mode == mode
+        probes = scripted.probes
+        await sample(engine, url, Sampling(4))
+        assert scripted.probes == probes, "it is remembered"
+        greedy = await sample(engine, url, Sampling(4, temperature=0.0))
+        assert list(greedy.log_probs) == [0.0]
+        for name, value in TRUNCATIONS.items():
+            asked = sample(engine, url, Sampling(4, extra={name: value}))
+            if mode is PROCESSED_MODE:
+                await asked
+            else:
+                with pytest.raises(RequestRefused, match="log-probs") as refused:
+                    await asked
+                assert refused.value.field.removeprefix("extra_body.") == name
+                assert engine.log_probs_fix in refused.value.reason
+
+
+@pytest.mark.parametrize("mode", [PROCESSED_MODE, RAW])
+async def test_nemo_rl_is_probed_under_its_own_sampling(connections: Connections, mode: LogProbMode) -> None:
+    engine, scripted = ENGINES["nemo_rl"](connections, MODEL), Engine(mode)
+    scripted.own_temperature = 0.6
+    async with serving(scripted.app("nemo_rl")) as url:
+        await engine.learn_mode(url)
+        assert not scripted.probes
+        if mode is RAW:
+            with pytest.raises(RequestRefused, match=r"temperature: .* policy.generation.vllm_kwargs.logprobs_mode"):
+                await sample(engine, url, Sampling(4, temperature=0.6))
+        else:
+            assert (await sample(engine, url, Sampling(4, temperature=0.6))).log_prob_mode is mode
+        with pytest.raises(BackendErred, match="neither profile"):
+            await ENGINES["nemo_rl"](connections, MODEL).generate(url, SampleRequest((), Sampling(4), HI))
+
+
+@pytest.mark.parametrize(
+    ("logits", "mode"),
+    [({10: 9.0, 11: 0.0}, {"vllm_chat": PROCESSED_MODE, "vllm": SCALED}), ({10: 0.0, 11: 0.0, 12: -9.0}, None)],
+)
+async def test_a_prompt_without_a_verdict(
+    connections: Connections, logits: dict[int, float], mode: dict[str, LogProbMode] | None
+) -> None:
+    """A model that always begins alike, as those that think do, is probed by a bias."""
+    for protocol in ("vllm", "vllm_chat"):
+        engine, scripted = ENGINES[protocol](connections, MODEL), Engine(PROCESSED_MODE, logits)
+        async with serving(scripted.app(protocol)) as url:
+            told = (await sample(engine, url, Sampling(4))).log_prob_mode
+        assert told == (mode or {"vllm_chat": PROCESSED_MODE, "vllm": SCALED})[protocol]
+        engine, scripted = ENGINES[protocol](connections, MODEL), Engine(RAW, logits)
+        async with serving(scripted.app(protocol)) as url:
+            assert (await sample(engine, url, Sampling(4))).log_prob_mode == RAW
+
+
+@pytest.mark.parametrize("status", [400, 422, 500])
+async def test_an_engine_that_refuses_probes_is_unknown_or_at_fault(connections: Connections, status: int) -> None:
+    engine, scripted = ENGINES["vllm"](connections, MODEL), Engine(RAW)
+    app = scripted.app("vllm")
+
+    @app.middleware("http")
+    async def refuse(request: Request, rest: Any) -> Any:
+        body = await request.body() if request.url.path == "/v1/completions" else b""
+        if body and (b'"temperature":1.0' not in body or (b"logit_bias" in body and status != 500)):
+            return Response("no", status_code=status)
+        return await rest(request)
+
+    async with serving(app) as url:
+        assert (await sample(engine, url, Sampling(4))).log_prob_mode == (RAW if status == 500 else UNKNOWN)
+
+
+async def test_a_verdict_ends_with_a_failure_of_the_engine(connections: Connections) -> None:
+    engine, scripted = ENGINES["vllm"](connections, MODEL), Engine(PROCESSED_MODE)
+    half = Sampling(4, temperature=0.5, extra={"response_format": {"type": "json_object"}})
+    async with serving(scripted.app("vllm")) as url:
+        await sample(engine, url, half)
+        scripted.status = 500
+        with pytest.raises(BackendErred):
+            await sample(engine, url, half)
+        assert url not in engine.log_prob_modes
+        scripted.status, scripted.follows = 200, False
+        with pytest.raises(RequestRefused, match="response_format"):
+            await sample(engine, url, half)
+        scripted.status = 500
+        with pytest.raises(BackendErred):
+            await sample(engine, url, Sampling(4))
+        scripted.status, scripted.mode = 200, RAW
+        with pytest.raises(RequestRefused, match="temperature"):
+            await sample(engine, url, half)
+
+
+async def test_an_engine_of_another_mode_at_the_same_address_is_noticed(connections: Connections) -> None:
+    engine, port = ENGINES["vllm"](connections, MODEL), free_port()
+    url = f"http://127.0.0.1:{port}"
+    for mode in (PROCESSED_MODE, RAW, PROCESSED_MODE):
+        async with serving(Engine(mode).app("vllm"), port):
+            asked = sample(engine, url, Sampling(4, temperature=0.5))
+            if mode is RAW:
+                with pytest.raises(RequestRefused):
+                    await asked
+            else:
+                assert (await asked).log_prob_mode is mode
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "vllm_chat", "sglang"])
+@pytest.mark.parametrize("shift", [8.0, -40.0])
+async def test_logits_in_place_of_log_probs_are_refused(
+    connections: Connections, protocol: str, shift: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.policy.probes.sampled", lambda *_: (10, {10: shift, 11: shift - 1}))
+    engine = ENGINES[protocol](connections, MODEL)
+    async with serving(Engine(RAW).app(protocol)) as url:
+        with pytest.raises(LogitsReturned, match="logits in place of log-probs"):
+            await sample(engine, url, Sampling(4))
+        if protocol == "vllm_chat":
+            async with hosted(engine="vllm_chat") as host:
+                with pytest.raises(CallerError, match="logits"):
+                    await host.add(url)
+                assert not host.pool.backends
+
+
+FIELDS: list[tuple[str, Any]] = [
+    ("response_format", {"type": "json_object"}),
+    ("structured_outputs", {"choice": ["ab", "cd"]}),
+    ("guided_choice", ["ab", "cd"]),
+    ("regex", "a"),
+]
+
+
+@pytest.mark.parametrize("protocol", list(ENGINES))
+async def test_a_grammar_that_is_not_followed_is_refused(connections: Connections, protocol: str) -> None:
+    for follows in (True, False):
+        engine, scripted = ENGINES[protocol](connections, MODEL), Engine(RAW)
+        scripted.follows = follows
+        async with serving(scripted.app(protocol)) as url:
+            for name, value in FIELDS:
+                if follows:
+                    await sample(engine, url, Sampling(4, extra={name: value}))
+                    continue
+                with pytest.raises(RequestRefused, match="does not follow a grammar") as refused:
+                    await sample(engine, url, Sampling(4, extra={name: value}))
+                assert refused.value.field.removeprefix("extra_body.") == name
+            probes = scripted.probes
+            await sample(engine, url, Sampling(4, extra={"response_format": {"type": "text"}}))
+            assert scripted.probes == probes
+
+
+async def test_the_mode_is_told() -> None:
+    scripted = Engine(RAW)
+    async with serving(scripted.app("vllm_chat")) as url, hosted(url, engine="vllm_chat") as host:
+        async with asyncio.timeout(30):
+            while _listing(host, None)["backends"][0]["log_probs"] != "raw":
+                await asyncio.sleep(0.01)
+        await host.service.turn(TurnRequest("r", HI))
+        assert trajectory(host.service, "r")["log_probs"] == ["raw"]
+        assert scripted.turns
+        async with serving(Engine(PROCESSED_MODE).app("vllm_chat")) as other:
+            known = await host.add(other)
+            assert host.engine.log_prob_modes[known.url] == "processed"
+
+
+# Real engines
+
+
+THINKS = ("--reasoning-parser", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def raw_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A vLLM with its default log-probs, and with a reasoning parser."""
+    with vllm(model_folder, tmp_path_factory.mktemp("raw") / "log", *THINKS) as (url, _):
+        yield url
+
+
+PROTOCOLS = pytest.mark.parametrize("protocol", ["vllm", "vllm_chat"])
+
+
+@PROTOCOLS
+async def test_a_real_engine_with_raw_log_probs(raw_url: str, connections: Connections, protocol: str) -> None:
+    engine = ENGINES[protocol](connections, MODEL)
+    assert (await sample(engine, raw_url, Sampling(4))).log_prob_mode == RAW
+    assert set((await sample(engine, raw_url, Sampling(4, temperature=0.0))).log_probs) == {0.0}
+    for name, value in [*TRUNCATIONS.items(), *SCALINGS.items(), *OTHERS.items()]:
+        with pytest.raises(RequestRefused, match="processed_logprobs") as refused:
+            await sample(engine, raw_url, Sampling(4, extra={name: value}))
+        assert refused.value.field.removeprefix("extra_body.") == name
+
+
+async def _next(engine: HttpEngine, url: str, *allowed: int, **settings: Any) -> tuple[int, float]:
+    extra = {"allowed_token_ids": list(allowed), **settings}
+    [token], [log_prob] = (lambda one: (one.ids, one.log_probs))(await sample(engine, url, Sampling(1, extra=extra)))
+    return token, log_prob
+
+
+@pytest.mark.engine
+async def test_a_real_engine_with_processed_log_probs(engine_url: str, connections: Connections) -> None:
+    engine = ENGINES["vllm"](connections, MODEL)
+    logits = {}
+    for token in (20, 21):
+        seen, log_prob = await _next(engine, engine_url, token, 30)
+        odds = log_prob - math.log1p(-math.exp(log_prob))
+        logits[token] = odds if seen == token else -odds
+    apart = logits[20] - logits[21]
+
+    def log_sigmoid(x: float) -> float:
+        return -math.log1p(math.exp(-x))
+
+    for settings, factor, shift in (
+        ({"temperature": 1.0}, 1.0, 0.0),
+        ({"temperature": 0.5}, 2.0, 0.0),
+        ({"temperature": 2.0}, 0.5, 0.0),
+        ({"logit_bias": {"20": 1.5}}, 1.0, 1.5),
+        ({"temperature": 0.5, "logit_bias": {"20": 1.5}}, 2.0, 1.5),
+    ):
+        token, log_prob = await _next(engine, engine_url, 20, 21, **settings)
+        gap = (apart + shift) * factor
+        assert log_prob == pytest.approx(log_sigmoid(gap if token == 20 else -gap), abs=1e-4), settings
+    for settings in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}, {"temperature": 0.0}):
+        assert (await _next(engine, engine_url, 20, 21, **settings))[1] == 0.0
+
+
+@PROTOCOLS
+async def test_a_real_engine_that_waits_for_the_end_of_a_thought(
+    raw_url: str, engine_url: str, connections: Connections, protocol: str
+) -> None:
+    engine = ENGINES[protocol](connections, MODEL)
+    for name, value in FIELDS[:2]:
+        with pytest.raises(RequestRefused, match="reasoning-parser") as refused:
+            await sample(engine, raw_url, Sampling(8, extra={name: value}))
+        assert refused.value.field.removeprefix("extra_body.") == name
+    assert (await sample(engine, raw_url, Sampling(8))).ids
+    followed = await sample(engine, engine_url, Sampling(8, extra={"structured_outputs": {"choice": ["ab", "cd"]}}))
+    assert followed.text in ("ab", "cd")
+
+
+async def test_a_real_engine_that_is_told_to_follow_grammars_in_thoughts(
+    model_folder: Path, tmp_path: Path, connections: Connections
+) -> None:
+    flags = (*THINKS, "--structured-outputs-config", '{"enable_in_reasoning": true}')
+    with vllm(model_folder, tmp_path / "log", *flags) as (url, _):
+        for protocol in ("vllm", "vllm_chat"):
+            engine = ENGINES[protocol](connections, MODEL)
+            for name, value in FIELDS[:2]:
+                assert (await sample(engine, url, Sampling(8, extra={name: value}))).text
+
+
+async def test_a_real_engine_that_returns_logits(model_folder: Path, tmp_path: Path, connections: Connections) -> None:
+    with vllm(model_folder, tmp_path / "log", "--logprobs-mode", "raw_logits") as (url, _):
+        for protocol in ("vllm", "vllm_chat"):
+            with pytest.raises(LogitsReturned):
+                await sample(ENGINES[protocol](connections, MODEL), url, Sampling(8))

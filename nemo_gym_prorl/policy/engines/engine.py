@@ -42,6 +42,10 @@ class Misconfigured(BackendFailed):
         super().__init__(f"{field}: {reason}")
 
 
+class LogitsReturned(Misconfigured):
+    """The engine returns logits in place of log-probs."""
+
+
 class RequestRefused(CallerError):
     """The engine refused the request as such; every backend would."""
 
@@ -73,6 +77,7 @@ class SampleRequest:
         template_variables: further ones.
         tool_choice: as :class:`~nemo_gym_prorl.policy.turns.TurnRequest` has it.
         effort: likewise.
+        top: how many of the most probable tokens' log-probs to return.
     """
 
     prompt: Sequence[int]
@@ -82,3 +87,4 @@ class SampleRequest:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     tool_choice: str | Mapping[str, Any] | None = None
     effort: str | None = None
+    top: int = 0

@@ -7,6 +7,10 @@ a request for samples: what opens it asks who is there, how it reads a text, and
 is what was asked.
 
 A wrong protocol, model name or key, an answer that is not JSON each end in an error that says so.
+
+An engine is probed for the mode of its log-probs when it is registered, else before its first turn, and for grammars
+before the first turn that asks for one. A failure of the engine discards both verdicts. So does a new connection, for
+a request that depends on them.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ from nemo_gym_prorl.policy.engines.engine import (
     RequestRefused,
     SampleRequest,
 )
+from nemo_gym_prorl.policy.engines.log_probs import LogProbMode, changes, check, grammar_of
+from nemo_gym_prorl.policy.engines.probe import EngineProbe
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
 from nemo_gym_prorl.policy.text.tokenizer import SAMPLE
@@ -53,6 +59,9 @@ _RESET_S = 5.0  # an engine frees the blocks of an aborted request within a step
 
 _MEETING_S = 60.0
 """How long an engine, which may be busy, may take to say who it is."""
+
+_REGISTRATION_PROBE_S = 15.0
+"""Limit of the probe at registration; an engine that is asleep is probed before its first turn."""
 
 _CACHE_CONFIG = re.compile(
     r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE
@@ -100,6 +109,12 @@ class HttpEngine:
     _reset_hint = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, which adds the route"
     _kept_free = 0
     """Tokens of the context that prompt and answer may not use."""
+    log_probs_fix = "start vLLM with --logprobs-mode processed_logprobs"
+    """What makes the engine's log-probs include all settings."""
+    _fixed_sampling = False
+    """The engine refuses other temperatures than its own, so it is probed under those of a request."""
+    _biased_mode = LogProbMode.SCALED
+    """The mode of an engine of which is known only that its log-probs include a bias."""
 
     def __init__(
         self,
@@ -115,6 +130,10 @@ class HttpEngine:
         self._text = SAMPLE
         self._ids: list[int] | None = None
         self._accepted: dict[str, Sampling] = {}
+        self.log_prob_modes: dict[str, LogProbMode] = {}
+        """By URL, of the engines that were probed."""
+        self._grammars: set[tuple[str, str]] = set()
+        """URLs and settings by which engines follow grammars."""
 
     async def generate(self, url: str, request: SampleRequest) -> Generation:
         """What the backend samples.
@@ -129,6 +148,7 @@ class HttpEngine:
             return Generation((), (), Finish.CONTEXT)
         except BackendFailed:
             self._contexts.pop(url, None)  # a router's connections outlive the engines behind it
+            self._discard_verdicts(url)
             raise
         except (TimeoutError, OSError, aiohttp.ClientError) as error:
             raise _no_answer(url, error) from error
@@ -136,8 +156,7 @@ class HttpEngine:
             raise Misconfigured(
                 f"{url} answered in no form of this protocol: {error!r}", field="policy_base_url"
             ) from error
-        said = request.sampling
-        self._accepted[url] = Sampling(max_tokens=1, temperature=said.temperature, top_p=said.top_p)
+        self._accepted[url] = request.sampling.probe(1)
         return generation
 
     async def _known(self, url: str, request: SampleRequest) -> Generation:
@@ -150,21 +169,96 @@ class HttpEngine:
         try:
             if url in self._contexts:
                 try:
-                    return await self._generate(Asked(url, kept, self._contexts[url]), request)
+                    return await self._sample(Asked(url, kept, self._contexts[url]), request)
                 except NotOpen:
                     pass
-            return await self._generate(await self._meet(url, kept), request)
+            return await self._sample(await self._meet(url, kept, request), request)
         except NotOpen:
             pass  # others were quicker, or it answers once over each
         except Dropped as dropped:
             if dropped.begun:
                 raise
         async with self._connections.single() as session:
-            asked = await self._meet(url, session)
+            asked = await self._meet(url, session, request)
             try:
-                return await self._generate(asked, request)
+                return await self._sample(asked, request)
             except NotOpen:
-                return await self._generate(replace(asked, opens=True), request)
+                return await self._sample(replace(asked, opens=True), request)
+
+    async def _sample(self, asked: Asked, request: SampleRequest) -> Generation:
+        """Sample, with log-probs of the distribution that was sampled from.
+
+        Raises:
+            RequestRefused: the engine's log-probs do not include a setting, or the engine does not follow a grammar.
+        """
+        sampling = request.sampling
+        known = self.log_prob_modes.get(asked.url)
+        mode = known or await self._probe_mode(asked, sampling)
+        forced_call = request.tool_choice not in (None, "none", "auto")
+        refusal = check(sampling, mode, forced_call=forced_call, fix=self.log_probs_fix)
+        if refusal and known:
+            # A refused request opens no connection, by which another engine at this address would be noticed.
+            mode = await self._probe_mode(asked, sampling)
+            refusal = check(sampling, mode, forced_call=forced_call, fix=self.log_probs_fix)
+        if refusal:
+            field, reason = refusal
+            raise RequestRefused(f"{asked.url}: {reason}", field=field)
+        if grammar := grammar_of(sampling):
+            await self._require_grammar(asked, grammar, sampling)
+        generation = await self._generate(asked, request)
+        # Engines return log-probs of temperature 1 for greedy sampling, whose tokens have probability 1.
+        log_probs = [0.0] * len(generation.log_probs) if sampling.greedy else generation.log_probs
+        return replace(generation, log_probs=log_probs, log_prob_mode=mode)
+
+    async def learn_mode(self, url: str) -> None:
+        """Probe a newly registered engine for the mode of its log-probs, if it can be probed without a request.
+
+        Raises:
+            BackendFailed: the engine cannot be probed yet.
+            Misconfigured: the engine returns logits, or is not the one that was configured.
+        """
+        if self._fixed_sampling or url in self.log_prob_modes:
+            return
+        try:
+            async with asyncio.timeout(_REGISTRATION_PROBE_S), self._connections.single() as session:
+                await self._probe_mode(await self._meet(url, session), Sampling())
+        except (TimeoutError, OSError, aiohttp.ClientError) as error:
+            raise _no_answer(url, error) from error
+
+    async def _probe_mode(self, asked: Asked, sampling: Sampling) -> LogProbMode:
+        mode, known = await self._probe(asked).mode(sampling)
+        if known:
+            self.log_prob_modes[asked.url] = mode
+        return mode
+
+    async def _require_grammar(self, asked: Asked, name: str, sampling: Sampling) -> None:
+        """Refuse a grammar that the engine takes and does not follow.
+
+        Raises:
+            RequestRefused: names the setting.
+        """
+        if (asked.url, name) not in self._grammars:
+            await self._probe(asked).require_grammar(name, sampling)
+            self._grammars.add((asked.url, name))
+
+    def _probe(self, asked: Asked) -> EngineProbe:
+        async def ask(request: SampleRequest) -> Generation:
+            # Engines may close a connection after any answer, so each probe opens its own.
+            async with self._connections.single() as session:
+                return await self._generate(replace(asked, session=session, opens=True), request)
+
+        return EngineProbe(
+            asked.url,
+            ask,
+            takes_tokens=self.takes_tokens,
+            biased_mode=self._biased_mode,
+            fixed_sampling=self._fixed_sampling,
+            fix=self.log_probs_fix,
+        )
+
+    def _discard_verdicts(self, url: str) -> None:
+        self.log_prob_modes.pop(url, None)
+        self._grammars = {known for known in self._grammars if known[0] != url}
 
     async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
         raise NotImplementedError
@@ -173,8 +267,8 @@ class HttpEngine:
         """How engines must read a text; by default all as the first one that is met."""
         self._text, self._ids = text, list(ids)
 
-    async def _meet(self, url: str, session: aiohttp.ClientSession) -> Asked:
-        """Ask who is there.
+    async def _meet(self, url: str, session: aiohttp.ClientSession, request: SampleRequest | None = None) -> Asked:
+        """Ask who is there; for a request that depends on verdicts about the engine, these are found anew.
 
         Raises:
             BackendFailed: it does not say.
@@ -183,6 +277,8 @@ class HttpEngine:
         if url not in self._contexts:
             await self.check_protocol(url)
         self._contexts[url] = context = await self._context(url, session)
+        if request is not None and changes(request.sampling):
+            self._discard_verdicts(url)
         return Asked(url, session, context)
 
     async def check_protocol(self, url: str) -> None:
@@ -229,7 +325,7 @@ class HttpEngine:
 
     async def samples(self, url: str) -> bool:
         """Whether the backend answers a request that nothing is wrong with: one token, sampled as it did before."""
-        sampling = self._accepted.get(url, Sampling(max_tokens=1, temperature=1.0, top_p=1.0))
+        sampling = self._accepted.get(url, Sampling(max_tokens=1))
         try:
             async with asyncio.timeout(_CONTROL_S):
                 prompt = (0,) if self.takes_tokens else ()

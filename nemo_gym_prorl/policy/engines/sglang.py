@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nemo_gym_prorl.policy.engines.answers import finish, required
@@ -17,9 +18,11 @@ from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine, metric
 from nemo_gym_prorl.policy.generation import Generation
 
 
-def _parameters(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Further parameters under SGLang's names, which refuses those that it does not know."""
-    parameters = {name: value for name, value in extra.items() if name not in ("metadata", "user")}
+def _parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings under SGLang's names, which refuses those that it does not know."""
+    parameters = {name: value for name, value in settings.items() if name not in ("metadata", "user")}
+    if "seed" in parameters:
+        parameters["sampling_seed"] = parameters.pop("seed")
     match parameters.pop("response_format", None):
         case {"type": "json_object"}:
             parameters["json_schema"] = '{"type": "object"}'
@@ -37,26 +40,30 @@ class SglangGenerate(HttpEngine):
     _reset_route = "/flush_cache"
     _reset_hint = "SGLang has it since 0.2"
     _kept_free = 1
+    log_probs_fix = "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB (truncation is never included)"
 
     async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
         prompt, sampling = request.prompt, request.sampling
         room = self.room(asked, len(prompt), sampling.max_tokens)
         parameters = {
+            **_parameters(replace(sampling, max_tokens=None).as_openai()),
             "max_new_tokens": room,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "stop": list(sampling.stop) or None,
-            "sampling_seed": sampling.seed,
             "skip_special_tokens": False,
         }
-        parameters = _parameters(sampling.extra) | {name: v for name, v in parameters.items() if v is not None}
         body = {"sampling_params": parameters, "return_logprob": True}
+        if request.top:
+            body["top_logprobs_num"] = request.top
         answer = await self._post(asked, body, ("input_ids", prompt))
         about = required(answer, "meta_info", asked.url)
         pairs = required(about, "output_token_logprobs", asked.url)
         ids, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
         return Generation(
-            ids, log_probs, finish(about["finish_reason"]["type"], asked.url), about.get("cached_tokens")
+            ids,
+            log_probs,
+            finish(about["finish_reason"]["type"], asked.url),
+            about.get("cached_tokens"),
+            top=[one[0] for one in about["output_top_logprobs"][0]] if request.top else (),
+            text=answer.get("text") or "",
         )
 
     def _capacity(self, metrics: str) -> int | None:

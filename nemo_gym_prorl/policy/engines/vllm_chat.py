@@ -9,6 +9,7 @@ from typing import Any
 from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
 from nemo_gym_prorl.policy.engines.engine import Misconfigured, SampleRequest
 from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine
+from nemo_gym_prorl.policy.engines.log_probs import LogProbMode
 from nemo_gym_prorl.policy.generation import Generation
 
 
@@ -21,6 +22,7 @@ class VllmChat(HttpEngine):
 
     name = "vllm_chat"
     takes_tokens = False
+    _biased_mode = LogProbMode.PROCESSED
     _route = "/v1/chat/completions"
     _also: str | None = "/v1/completions"  # NeMo RL's engine has none, and must be told where its prompts start
 
@@ -29,7 +31,7 @@ class VllmChat(HttpEngine):
             "model": self.model,
             "messages": list(request.messages),
             "logprobs": True,
-            "top_logprobs": 0,
+            "top_logprobs": request.top,
             "return_token_ids": True,
             **request.sampling.as_openai(),
         }
@@ -50,8 +52,9 @@ class VllmChat(HttpEngine):
         prompt_ids = message.get("prompt_token_ids") or answer.get("prompt_token_ids")
         ids = message.get("generation_token_ids", choice.get("token_ids"))
         log_probs = message.get("generation_log_probs")
+        logged = choice.get("logprobs") or {}
         if log_probs is None:
-            content = required(choice.get("logprobs") or {}, "content", asked.url)
+            content = required(logged, "content", asked.url)
             log_probs = [token["logprob"] for token in content]
             if ids is None and all(token["token"].startswith("token_id:") for token in content):
                 ids = [int(token["token"].removeprefix("token_id:")) for token in content]
@@ -68,4 +71,6 @@ class VllmChat(HttpEngine):
             prompt_ids=prompt_ids,
             message=message,
             routed_experts=message.pop("routed_experts", None),
+            top=[one["logprob"] for one in logged["content"][0]["top_logprobs"]] if request.top else (),
+            text="".join(message.get(part) or "" for part in ("reasoning", "reasoning_content", "content")),
         )

@@ -26,8 +26,10 @@ class VllmCompletions(HttpEngine):
         room = self.room(asked, len(prompt), sampling.max_tokens)
         body = {
             "model": self.model,
-            "logprobs": 0,
+            "logprobs": request.top,
             "return_token_ids": True,
+            # Else tokens of the same text are one key among the most probable ones.
+            **({"return_tokens_as_token_ids": True} if request.top else {}),
             "skip_special_tokens": False,
             **replace(sampling, max_tokens=room).as_openai(),
         }
@@ -37,5 +39,12 @@ class VllmCompletions(HttpEngine):
         echoed = choice.get("prompt_token_ids")
         if echoed and list(echoed) != list(prompt):
             raise Misconfigured(f"{asked.url} sampled after other tokens than it was given", field="tokenizer")
-        log_probs = required(choice.get("logprobs") or {}, "token_logprobs", asked.url)
-        return Generation(sampled, log_probs, finish(choice.get("finish_reason"), asked.url), cached_tokens(answer))
+        logged = choice.get("logprobs") or {}
+        return Generation(
+            sampled,
+            required(logged, "token_logprobs", asked.url),
+            finish(choice.get("finish_reason"), asked.url),
+            cached_tokens(answer),
+            top=list(logged["top_logprobs"][0].values()) if request.top else (),
+            text=choice.get("text") or "",
+        )

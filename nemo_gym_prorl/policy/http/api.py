@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.pool.backend import Backend
-from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.tokens.saved import SavedTurn, saved_turns
 from nemo_gym_prorl.policy.turns import RolloutGone
@@ -100,12 +99,12 @@ def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, De
     @router.post("/v1/backends", status_code=201, responses=problem_responses(400, 403, 409))
     async def add(body: NewBackend) -> dict[str, Any]:
         """Add a backend for the rollouts of a run. Turns that wait may be placed there at once."""
-        return _described(await host.add(body.url, body.id, body.weight_version, body.api_key, body.run))
+        return _described(host, await host.add(body.url, body.id, body.weight_version, body.api_key, body.run))
 
     @router.get("/v1/backends", responses=problem_responses())
     async def listing(run: _Label | None = None) -> dict[str, Any]:
         """The backends, how they fare, and how many turns wait; of all runs, or of one."""
-        return _listing(host.pool, run)
+        return _listing(host, run)
 
     @router.delete("/v1/backends/{backend_id}", responses=problem_responses(404))
     async def remove(backend_id: str, drain: bool = False) -> dict[str, Any]:
@@ -129,20 +128,20 @@ def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, De
         """Go on, with a new label if the weights are new. With `reset_prefix_cache` each backend's prefix cache is
         emptied first, so no turn reads keys and values of earlier weights; if one cannot, all stay paused."""
         await host.resume(body.id, body.weight_version, body.run, reset_prefix_cache=body.reset_prefix_cache)
-        return _listing(host.pool, body.run)
+        return _listing(host, body.run)
 
     @router.post("/v1/backends/weight_version", responses=problem_responses(400, 404))
     async def label(body: Weights) -> dict[str, Any]:
         """Label the weights, without a pause: a turn that is being sampled begins with the old ones and ends with
         these."""
         host.pool.label(body.weight_version, body.id, body.run)
-        return _listing(host.pool, body.run)
+        return _listing(host, body.run)
 
     @router.post("/v1/backends/share", responses=problem_responses(400))
     async def share(body: Share) -> dict[str, Any]:
         """Have a run's backends at their `limit` once among so many model servers that share them, not once each."""
         host.dispatcher.apply(host.pool.share(body.parts, body.run))
-        return _listing(host.pool, body.run)
+        return _listing(host, body.run)
 
     @router.get("/v1/rollouts/{rollout}/tokens", response_model=dict[str, Any], responses=problem_responses(410))
     async def tokens(rollout: str) -> Response:
@@ -195,14 +194,14 @@ def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, De
     app.router.lifespan_context = lifespan
 
 
-def _listing(pool: BackendPool, run: str | None) -> dict[str, Any]:
-    waiting = pool.waiting_of
-    if run is None:
-        return {"backends": [*map(_described, pool.backends.values())], "waiting": sum(waiting.values())}
-    return {"backends": [*map(_described, pool.of_run(run))], "waiting": waiting.get(run, 0)}
+def _listing(host: PolicyHost, run: str | None) -> dict[str, Any]:
+    pool, waiting = host.pool, host.pool.waiting_of
+    chosen = pool.backends.values() if run is None else pool.of_run(run)
+    number = sum(waiting.values()) if run is None else waiting.get(run, 0)
+    return {"backends": [_described(host, backend) for backend in chosen], "waiting": number}
 
 
-def _described(backend: Backend) -> dict[str, Any]:
+def _described(host: PolicyHost, backend: Backend) -> dict[str, Any]:
     return {
         "id": backend.id,
         "url": backend.url,
@@ -216,6 +215,7 @@ def _described(backend: Backend) -> dict[str, Any]:
         "limit": backend.limit,
         "live_tokens": backend.demand,
         "capacity": backend.capacity,
+        "log_probs": host.engine.log_prob_modes.get(backend.url),
     }
 
 
@@ -224,7 +224,8 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
 
     An answer's prompt is ``ids[:start]`` of its sequence, its generation ``ids[start:end]``. Its ``weight_versions``
     are the labels of the weights when sampling it began and ended. Its ``routed_experts``, where the engine tells,
-    are of its last tokens: of all that are new in it, and the one before.
+    are of its last tokens: of all that are new in it, and the one before. ``log_probs`` are the modes of the engines
+    that sampled the rollout here.
     """
     state = service.rollout(rollout)
     ledger = state.history.ledger
@@ -233,6 +234,7 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
         "rollout": rollout,
         "run": state.run,
         "counts": asdict(state.counts),
+        "log_probs": sorted(state.log_prob_modes),
         "sequences": [
             {
                 "ids": sequence.ids.tolist(),
