@@ -40,6 +40,7 @@ PATHS = [
     "/v1/rollouts/{rollout}/turns",
     "/v1/rollouts/{rollout}/waited",
     "/metrics",
+    "/healthz",
 ]
 
 ENGINE: dict[str, str] = {}
