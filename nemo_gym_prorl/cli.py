@@ -91,13 +91,28 @@ def setup() -> None:
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    policy_url: Annotated[
+        str | None, typer.Option(help="Check this inference endpoint instead of the machine: is it fit to train with?")
+    ] = None,
+    policy_model: Annotated[str, typer.Option(help="The model's name at the endpoint.")] = "",
+    policy_key: Annotated[str, typer.Option(envvar="PRORL_API_KEY", help="Its bearer token.")] = "",
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or Hugging Face name of the tokenizer.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="Jinja file that replaces the tokenizer's own.")] = None,
+    tool_call_parser: Annotated[str | None, typer.Option(help="vLLM's name; else found by the template.")] = None,
+    engine: Annotated[str | None, typer.Option(help="vllm, vllm_chat, nemo_rl or sglang.")] = None,
+) -> None:
     """Show what is there, what is missing and how to get it. Exit code 1 if rollouts can't run."""
     from rich.console import Console
 
     from nemo_gym_prorl.commands import doctor as command
 
-    if not command.show(Console(highlight=False)):
+    asked: dict[str, object] | None = None
+    if policy_url is not None:
+        asked = {"base_url": [policy_url], "model": policy_model or tokenizer or "", "api_key": policy_key}
+        asked |= {"tokenizer": tokenizer, "chat_template": chat_template, "engine": engine}
+        asked["tool_call_parser"] = tool_call_parser
+    if not command.show(Console(highlight=False), asked):
         raise typer.Exit(1)
 
 

@@ -1,27 +1,37 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl doctor``: what was found, as a table."""
+"""``prorl doctor``: the findings as a table."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nemo_gym_prorl.doctor import Level, examine
+from nemo_gym_prorl.doctor import Check, Level, examine
+from nemo_gym_prorl.policy.config import PolicyConfig
+from nemo_gym_prorl.policy.fitness import examine_engine
 
 
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
 
 
-def show(console: Console) -> bool:
-    """Show what is there, what is missing and how to get it; whether rollouts can run."""
+def show(console: Console, policy: Mapping[str, Any] | None = None) -> bool:
+    """Show the findings and their fixes; return whether rollouts can run.
+
+    Args:
+        console: where the table goes.
+        policy: settings of a :class:`PolicyConfig`, to check its engine and tokenizer instead of the machine.
+    """
     # What a sandbox's start logs about limits is one of the findings.
     logging.disable(logging.WARNING)
     with console.status("looking"):
-        checks = list(examine())
+        checks = list(examine()) if policy is None else asyncio.run(_of_policy(PolicyConfig.model_validate(policy)))
     # What to do stands below what was found, so that both are wide enough on a terminal of 80 columns.
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
@@ -34,3 +44,7 @@ def show(console: Console) -> bool:
             table.add_row("", "", f"[{colour}]→ {escape(check.fix)}[/]")
     console.print(table)
     return all(check.level is not Level.MISSING for check in checks)
+
+
+async def _of_policy(config: PolicyConfig) -> list[Check]:
+    return [Check(one.name, Level(one.level), one.found, one.fix) async for one in examine_engine(config)]

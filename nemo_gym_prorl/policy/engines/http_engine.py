@@ -104,9 +104,9 @@ class HttpEngine:
     _foreign: str | None = None
     """A route that only engines of other protocols have."""
     _load_names: tuple[str, str] = ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    _reset_route: str | None = "/reset_prefix_cache"
+    reset_route: str | None = "/reset_prefix_cache"
     """Where the engine is told to empty its prefix cache; ``None`` if it has no such route."""
-    _reset_hint = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, which adds the route"
+    reset_hint = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, which adds the route"
     _kept_free = 0
     """Tokens of the context that prompt and answer may not use."""
     log_probs_fix = "start vLLM with --logprobs-mode processed_logprobs"
@@ -125,7 +125,7 @@ class HttpEngine:
         self._connections = connections
         self.model = model
         self._by_origin = by_origin
-        self._contexts: dict[str, int | None] = {}
+        self.contexts: dict[str, int | None] = {}
         """Of the engines that were met: how many tokens prompt and answer may have, if they say so."""
         self._text = SAMPLE
         self._ids: list[int] | None = None
@@ -147,7 +147,7 @@ class HttpEngine:
         except ContextFull:
             return Generation((), (), Finish.CONTEXT)
         except BackendFailed:
-            self._contexts.pop(url, None)  # a router's connections outlive the engines behind it
+            self.contexts.pop(url, None)  # a router's connections outlive the engines behind it
             self._discard_verdicts(url)
             raise
         except (TimeoutError, OSError, aiohttp.ClientError) as error:
@@ -167,9 +167,9 @@ class HttpEngine:
         """
         kept = self._connections.kept
         try:
-            if url in self._contexts:
+            if url in self.contexts:
                 try:
-                    return await self._sample(Asked(url, kept, self._contexts[url]), request)
+                    return await self._sample(Asked(url, kept, self.contexts[url]), request)
                 except NotOpen:
                     pass
             return await self._sample(await self._meet(url, kept, request), request)
@@ -274,9 +274,9 @@ class HttpEngine:
             BackendFailed: it does not say.
             Misconfigured: it speaks another protocol, its tokenizer is another one, or its key.
         """
-        if url not in self._contexts:
+        if url not in self.contexts:
             await self.check_protocol(url)
-        self._contexts[url] = context = await self._context(url, session)
+        self.contexts[url] = context = await self._context(url, session)
         if request is not None and changes(request.sampling):
             self._discard_verdicts(url)
         return Asked(url, session, context)
@@ -289,17 +289,26 @@ class HttpEngine:
             Misconfigured: names the setting.
             BackendFailed: no answer.
         """
-        async with self._get(url, "/openapi.json") as response:
-            if response.status in (502, 503, 504):
-                raise BackendFailed(f"{url} answered {response.status}")
-            try:
-                routes = list((await response.json(content_type=None))["paths"])
-            except (KeyError, TypeError, ValueError):
-                return
+        if (routes := await self.routes(url)) is None:
+            return
         wrong = [f"has no {route}" for route in (self._route, self._also) if route and route not in routes]
         wrong += [f"has {self._foreign}"] if self._foreign in routes else []
         if wrong:
             raise Misconfigured(f"{url} {wrong[0]}, so it is not {self.name!r}", field="policy.engine")
+
+    async def routes(self, url: str) -> list[str] | None:
+        """Return the routes that an engine publishes; ``None`` if it publishes none.
+
+        Raises:
+            BackendFailed: no answer.
+        """
+        async with self._get(url, "/openapi.json") as response:
+            if response.status in (502, 503, 504):
+                raise BackendFailed(f"{url} answered {response.status}")
+            try:
+                return list((await response.json(content_type=None))["paths"])
+            except (KeyError, TypeError, ValueError):
+                return None
 
     async def _context(self, url: str, session: aiohttp.ClientSession) -> int | None:
         """How long the engine's context is, which reads texts as it must."""
@@ -344,7 +353,7 @@ class HttpEngine:
             Misconfigured: nobody says.
         """
         if asked.context is None:
-            self._contexts.pop(asked.url, None)  # it may say so by the next turn
+            self.contexts.pop(asked.url, None)  # it may say so by the next turn
             if wanted is None:
                 raise Misconfigured(
                     f"{asked.url} does not say how long its context is (max_model_len in /v1/models): rows need it",
@@ -463,9 +472,9 @@ class HttpEngine:
             Misconfigured: the engine has no route for it; names the fix.
             BackendFailed: no answer, or the cache is in use for longer than ``_RESET_S``.
         """
-        if self._reset_route is None:
-            raise Misconfigured(f"{url} cannot empty its prefix cache: {self._reset_hint}", field="reset_prefix_cache")
-        there, deadline = f"{root_of(url)}{self._reset_route}", time.monotonic() + _RESET_S
+        if self.reset_route is None:
+            raise Misconfigured(f"{url} cannot empty its prefix cache: {self.reset_hint}", field="reset_prefix_cache")
+        there, deadline = f"{root_of(url)}{self.reset_route}", time.monotonic() + _RESET_S
         while True:
             try:
                 async with asyncio.timeout(_MEETING_S):
@@ -473,9 +482,7 @@ class HttpEngine:
             except (TimeoutError, OSError, aiohttp.ClientError) as error:
                 raise _no_answer(url, error) from error
             if status in (404, 405):
-                raise Misconfigured(
-                    f"{url} has no {self._reset_route}: {self._reset_hint}", field="reset_prefix_cache"
-                )
+                raise Misconfigured(f"{url} has no {self.reset_route}: {self.reset_hint}", field="reset_prefix_cache")
             if status in (401, 403):
                 raise Misconfigured(f"{url} refused the key", field="policy_api_key")
             # vLLM answers 200 and {"success": false} while a request holds blocks, SGLang 400.
@@ -488,13 +495,17 @@ class HttpEngine:
                 )
             await asyncio.sleep(0.2)
 
-    async def load(self, url: str) -> Load | None:
-        """What the backend publishes on ``/metrics``; ``None`` if it publishes nothing of use."""
+    async def published_metrics(self, url: str) -> str:
+        """Return the text of ``/metrics``, or nothing."""
         try:
             async with self._get(url, "/metrics") as response:
-                text = await response.text(errors="replace")
+                return await response.text(errors="replace")
         except BackendFailed:
-            return None
+            return ""
+
+    async def load(self, url: str) -> Load | None:
+        """What the backend publishes on ``/metrics``; ``None`` if it publishes nothing of use."""
+        text = await self.published_metrics(url)
         try:
             waiting, kv_use = (metric(text, name) for name in self._load_names)
             if waiting is None or kv_use is None:

@@ -24,8 +24,8 @@ class NemoRl(VllmChat):
     log_probs_fix = "set policy.generation.vllm_kwargs.logprobs_mode to processed_logprobs"
     _fixed_sampling = True
     _also, _foreign = None, "/v1/completions"
-    _reset_route = None
-    _reset_hint = "NeMo RL does it: set async_rl.recompute_kv_cache_after_weight_updates to true"
+    reset_route = None
+    reset_hint = "NeMo RL does it: set async_rl.recompute_kv_cache_after_weight_updates to true"
 
     def _body(self, request: SampleRequest) -> dict[str, Any]:
         body = super()._body(request)

@@ -37,8 +37,8 @@ class SglangGenerate(HttpEngine):
     name = "sglang"
     _route = "/generate"
     _load_names = ("sglang:num_queue_reqs", "sglang:token_usage")
-    _reset_route = "/flush_cache"
-    _reset_hint = "SGLang has it since 0.2"
+    reset_route = "/flush_cache"
+    reset_hint = "SGLang has it since 0.2"
     _kept_free = 1
     log_probs_fix = "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB (truncation is never included)"
 

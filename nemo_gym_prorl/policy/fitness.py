@@ -1,0 +1,149 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an engine and a tokenizer are fit to train with: what a deployment would find out turn by turn, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from nemo_gym_prorl.failures import CallerError, RolloutError
+from nemo_gym_prorl.policy.config import PolicyConfig
+from nemo_gym_prorl.policy.engines.addresses import checked_url, origin_of
+from nemo_gym_prorl.policy.engines.connections import Connections
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, SampleRequest
+from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
+from nemo_gym_prorl.policy.engines.log_probs import LogProbMode
+from nemo_gym_prorl.policy.engines.registry import ENGINES
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.text.formats import FORMATS
+from nemo_gym_prorl.policy.text.rehearsal import rehearse
+from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.serving.keys import authorization
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One property of the engine or the tokenizer.
+
+    Attributes:
+        name: the property.
+        level: ``warn`` where training works with restrictions, ``missing`` where it does not.
+        found: its value.
+        fix: what to change; empty where nothing is wrong.
+    """
+
+    name: str
+    level: Literal["ok", "warn", "missing"]
+    found: str
+    fix: str = ""
+
+
+async def examine_engine(config: PolicyConfig) -> AsyncIterator[Finding]:
+    """Check the first backend of a configuration; every check that the earlier ones allow is made.
+
+    Raises:
+        CallerError: the configuration names no backend, or no URL.
+    """
+    url = checked_url(config.base_url[0], "base_url") if config.base_url else ""
+    headers = config.headers | authorization(config.keys()[0] if config.base_url else "")
+    async with Connections() as connections:
+        engine = ENGINES[config.protocol](connections, config.model, {origin_of(url): headers})
+        if engine.takes_tokens and config.tokenizer_folder is not None:
+            yield await asyncio.to_thread(_templates, config, engine)
+        else:
+            yield Finding(
+                "Template",
+                "warn",
+                "the engine renders prompts and reads calls",
+                "pass --tokenizer, so that no sampled token is tokenised again",
+            )
+        reached = await _found("Engine", lambda: _reached(engine, url, config.model))
+        yield reached
+        if reached.level != "missing":
+            for name, check in (
+                ("Log-probs", _log_probs),
+                ("Context", _context),
+                ("Token ids", _token_ids),
+                ("Prefix cache", _prefix_cache),
+                ("Grammars", _grammars),
+            ):
+                yield await _found(name, lambda check=check: check(engine, url))  # type: ignore[misc]
+
+
+async def _found(name: str, check: Callable[[], Awaitable[tuple[str, str]]]) -> Finding:
+    """A check as a finding: with a fix it is a warning, and an error is a thing that is missing."""
+    try:
+        found, fix = await check()
+    except RolloutError as error:
+        return Finding(name, "missing", error.reason, "see the message")
+    return Finding(name, "warn" if fix else "ok", found, fix)
+
+
+def _templates(config: PolicyConfig, engine: HttpEngine) -> Finding:
+    try:
+        renderer = Renderer.load(str(config.tokenizer_folder), config.chat_template)
+        form = rehearse(renderer, config.tool_call_parser, thoughts=config.thoughts)
+    except CallerError as error:
+        return Finding("Template", "missing", f"{error.field}: {error.reason}", "see the message")
+    text = renderer.tokenizer.sample_text()
+    engine.expect(text, renderer.tokenizer.encode(text))
+    name = next((name for name, known in FORMATS.items() if known.opens is form.opens), config.tool_call_parser)
+    if not renderer.shows_tools:
+        return Finding("Template", "warn", "followed; it shows no tools", "offer none, or give a template that does")
+    return Finding("Template", "ok", f"followed; calls are read by {name}, thoughts begin with {form.think[0]!r}")
+
+
+async def _reached(engine: HttpEngine, url: str, model: str) -> tuple[str, str]:
+    await engine.check_protocol(url)
+    served = [str(card.get("id")) for card in await engine.models(url)]
+    if served and model not in served:
+        raise BackendFailed(f"{url} serves {', '.join(served)}, not {model!r}: pass --policy-model")
+    return f"{url} serves {model}", ""
+
+
+async def _log_probs(engine: HttpEngine, url: str) -> tuple[str, str]:
+    await engine.learn_mode(url)
+    mode = engine.log_prob_modes.get(url, LogProbMode.UNKNOWN)
+    if mode is LogProbMode.PROCESSED:
+        return "of the sampled distribution, with all settings", ""
+    return f"{mode}: rows may not change the distribution by sampling settings", engine.log_probs_fix
+
+
+async def _context(engine: HttpEngine, url: str) -> tuple[str, str]:
+    length = engine.contexts.get(url)
+    if length is None:
+        return "its length is not published", "every row needs max_output_tokens"
+    return f"{length} tokens", ""
+
+
+async def _token_ids(engine: HttpEngine, url: str) -> tuple[str, str]:
+    prompt = (0,) if engine.takes_tokens else ()
+    sampled = await engine.generate(url, SampleRequest(prompt, Sampling(1), [{"role": "user", "content": "hi"}]))
+    return f"returned with the sample ({len(sampled.ids)} id, {len(sampled.log_probs)} log-prob)", ""
+
+
+async def _prefix_cache(engine: HttpEngine, url: str) -> tuple[str, str]:
+    text = await engine.published_metrics(url)
+    stated = re.search(r'enable_prefix_caching="(\w+)"', text)
+    if stated is not None and stated[1] != "True":
+        return "off: each turn computes its whole prompt", "start vLLM with --enable-prefix-caching"
+    if engine.reset_route is None or engine.reset_route not in (await engine.routes(url) or [engine.reset_route]):
+        return "on, and it cannot be reset after a weight update", engine.reset_hint
+    return "on, and it can be reset after a weight update", ""
+
+
+async def _grammars(engine: HttpEngine, url: str) -> tuple[str, str]:
+    try:
+        choice = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["a", "b"]}}}
+        sampling = Sampling(8, extra={"response_format": choice})
+        await engine.generate(url, SampleRequest((0,) if engine.takes_tokens else (), sampling, _HI))
+    except CallerError as error:
+        return "response_format is refused", error.reason
+    return "response_format is followed", ""
+
+
+_HI = [{"role": "user", "content": "hi"}]
