@@ -38,6 +38,7 @@ from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.http.api import add_control_routes, trajectory
 from nemo_gym_prorl.policy.service import PolicyService
+from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port
@@ -49,7 +50,7 @@ from tests.rollout.serving import serve as serving
 @pytest.fixture(autouse=True)
 def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenizers of a few words have too few for a rehearsal."""
-    monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: None)
+    monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: FORMATS["hermes"])
 
 
 @pytest.fixture
@@ -109,11 +110,22 @@ async def test_a_tokenizer_of_the_engines_size_with_two_ids_swapped(
         await first_call(engine_url, tokenizer=str(tmp_path))
 
 
-async def test_a_tokenizer_that_does_not_know_what_was_sampled(tmp_path: Path) -> None:
-    """An engine that does not tokenise for others is found out by what it samples."""
-    async with serving(says("/v1/completions", lambda _: completion())) as url:
-        with pytest.raises(Misconfigured, match=r"tokenizer: the engine sampled id 2, the tokenizer knows 2"):
-            await first_call(url, engine="vllm", tokenizer=words_in(tmp_path, "hi", "?"))
+@pytest.mark.parametrize("ids", [[1, 7], [7], [9_999, 7, 1]])
+async def test_an_id_without_text_is_the_policys_act(tmp_path: Path, ids: list[int]) -> None:
+    """The padding of an embedding can be sampled; sampling again until it is not would be a selection."""
+    said = completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)})
+    seen: list[dict[str, Any]] = []
+    async with (
+        serving(says("/v1/completions", lambda _: said, seen)) as url,
+        hosted(url, engine="vllm", tokenizer=words_in(tmp_path, "hi", "?")) as host,
+    ):
+        asked = TurnRequest("r", [{"role": "user", "content": "hi"}], sampling=Sampling(max_tokens=9))
+        answer = await host.service.turn(asked)
+        assert answer.turn is not None
+        assert list(answer.turn.sampled) == ids
+        assert answer.parsed.content.count("\ufffd") == len([one for one in ids if one > 1])
+        assert host.service.rollout("r").counts.unreadable == len([one for one in ids if one > 1])
+        assert sum(body["max_tokens"] == 9 for body in seen) == 1, "it was not sampled again"
 
 
 @pytest.mark.engine

@@ -23,6 +23,7 @@ from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, R
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.pool.backend import Health
+from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.turns import TurnRequest
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.policy.engines import MODEL, free_port
@@ -37,7 +38,7 @@ HI = [{"role": "user", "content": "hi"}]
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A tokenizer of three words, too few for a rehearsal."""
-    monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: None)
+    monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: FORMATS["hermes"])
     folder = tmp_path / "words"
     folder.mkdir()
     return words_in(folder, "hi", "ho", "?")
