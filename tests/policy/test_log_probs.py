@@ -300,8 +300,8 @@ async def test_a_grammar_that_ends_the_request_is_refused_by_name(connections: C
         return Response("no", status_code=500) if b"zqxj" in await request.body() else await rest(request)
 
     async with serving(app) as url:
+        asked = Sampling(4, extra={"response_format": {"type": "json_object"}})
         with pytest.raises(RequestRefused, match="response_format"):
-            asked = Sampling(4, extra={"response_format": {"type": "json_object"}})
             await sample(ENGINES["vllm"](connections, MODEL), url, asked)
 
 
