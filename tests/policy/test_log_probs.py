@@ -283,6 +283,28 @@ async def test_an_engine_that_refuses_probes_is_unknown_or_at_fault(connections:
         assert (await sample(engine, url, Sampling(4))).log_prob_mode == (RAW if status == 500 else UNKNOWN)
 
 
+async def test_an_engine_that_ignores_a_bias_is_unknown(connections: Connections) -> None:
+    """Its log-probs of 0 are of another token than the one that the bias would force."""
+    app = FastAPI()
+    always = {"token_ids": [5], "logprobs": {"token_logprobs": [-0.01]}, "finish_reason": "length"}
+    app.add_api_route("/v1/completions", lambda: {"choices": [always]}, methods=["POST"])
+    async with serving(app) as url:
+        assert (await sample(ENGINES["vllm"](connections, MODEL), url, Sampling(4))).log_prob_mode == UNKNOWN
+
+
+async def test_a_grammar_that_ends_the_request_is_refused_by_name(connections: Connections) -> None:
+    app = Engine(RAW).app("vllm")
+
+    @app.middleware("http")
+    async def choke(request: Request, rest: Any) -> Any:
+        return Response("no", status_code=500) if b"zqxj" in await request.body() else await rest(request)
+
+    async with serving(app) as url:
+        asked = Sampling(4, extra={"response_format": {"type": "json_object"}})
+        with pytest.raises(RequestRefused, match="response_format"):
+            await sample(ENGINES["vllm"](connections, MODEL), url, asked)
+
+
 async def test_a_verdict_ends_with_a_failure_of_the_engine(connections: Connections) -> None:
     engine, scripted = ENGINES["vllm"](connections, MODEL), Engine(PROCESSED_MODE)
     half = Sampling(4, temperature=0.5, extra={"response_format": {"type": "json_object"}})
