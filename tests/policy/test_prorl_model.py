@@ -18,6 +18,7 @@ from yarl import URL
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.conversation import Conversation
 from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
+from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
 from tests.policy.hosts import server, words_in
