@@ -131,7 +131,9 @@ async def _prefix_cache(engine: HttpEngine, url: str) -> tuple[str, str]:
     stated = re.search(r'enable_prefix_caching="(\w+)"', text)
     if stated is not None and stated[1] != "True":
         return "off: each turn computes its whole prompt", "start vLLM with --enable-prefix-caching"
-    if engine.reset_route is None or engine.reset_route not in (await engine.routes(url) or [engine.reset_route]):
+    if stated is None:
+        return "whether it is on is not published", "see that the engine keeps prefixes"
+    if engine.reset_route is None or engine.reset_route not in (await engine.routes(url) or ()):
         return "on, and it cannot be reset after a weight update", engine.reset_hint
     return "on, and it can be reset after a weight update", ""
 

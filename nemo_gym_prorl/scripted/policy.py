@@ -120,7 +120,7 @@ class ScriptedPolicy:
             ids_as_tokens = bool(body.get("return_tokens_as_token_ids"))
             choice["logprobs"] = {
                 "tokens": [_token_name(token, ids_as_tokens) for token in generated],
-                "token_logprobs": [self._log_prob(i, token) for i, token in enumerate(generated)],
+                "token_logprobs": [self._log_prob(body, i, token) for i, token in enumerate(generated)],
                 "top_logprobs": None,
                 "text_offset": list(range(len(generated))),
             }
@@ -199,8 +199,16 @@ class ScriptedPolicy:
             )
         return max_tokens
 
-    def _log_prob(self, position: int, token: int) -> float:
-        return self._log_probs[(token * 31 + position * 7) & 4095]
+    def _log_prob(self, body: dict[str, Any], position: int, token: int) -> float:
+        """The log-prob of a token under the settings of a request, as vLLM's processed ones: 0 if no other may come.
+
+        The first token is never certain, so that a client can tell how log-probs follow the settings.
+        """
+        heat = 0.0 if body.get("top_k") == 1 else body.get("temperature")
+        log_prob = self._log_probs[(token * 31 + position * 7) & 4095]
+        return (log_prob if position else min(log_prob, -1.0)) * (
+            min(heat, 1.0) if isinstance(heat, int | float) else 1
+        )
 
     def _chat_log_probs(self, body: dict[str, Any], generated: bytes) -> list[dict[str, Any]]:
         ids_as_tokens = bool(body.get("return_tokens_as_token_ids"))
@@ -209,7 +217,7 @@ class ScriptedPolicy:
             raise BadRequest("top_logprobs: must be an integer in [0, 20]")
         entries = []
         for position, token in enumerate(generated):
-            chosen = self._log_prob(position, token)
+            chosen = self._log_prob(body, position, token)
             entry = {"token": _token_name(token, ids_as_tokens), "logprob": chosen, "bytes": [token]}
             # The chosen token leads. The others are less likely, and all together have at most what is left.
             left = math.log1p(-math.exp(chosen)) if chosen < -1e-9 else chosen - 50
