@@ -287,10 +287,10 @@ def show(
     url: Url = None,
     token: Token = None,
 ) -> None:
-    """Show a rollout: turns, thoughts, tool calls, observations, reward, failures; or its tokens."""
-    from nemo_gym_prorl.commands.show import Look, show
+    """Show a rollout as a table: input, turns, reward, failures; or its tokens."""
+    from nemo_gym_prorl.commands import show as command
 
-    _run(show(url, token, rollout, Look(full, as_json, tokens, tokenizer)))
+    _run(command.show(url, token, rollout, full=full, as_json=as_json, tokens=tokens, tokenizer=tokenizer))
 
 
 @app.command()
