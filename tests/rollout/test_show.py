@@ -67,9 +67,9 @@ async def test_a_trajectory_reads_well_in_80_columns(tmp_path: Path) -> None:
         assert any(line in one for one in lines), (line, output)
     assert 'EOF", "timeout_s": 5}' in output
     assert "\x1b" not in output
-    assert "line 150\n" not in output
+    assert "line 150 " not in output
     code, output = await prorl("show", str(path), "--full")
-    assert "line 150\n" in output
+    assert "line 150 " in output
     code, output = await prorl("show", f"{path}:1", "--json")
     assert json.loads(output) == ROW
 
