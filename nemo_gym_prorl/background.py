@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -137,6 +138,8 @@ class BackgroundLoops:
                 state.running_since = self.clock()
                 try:
                     pause_s = await work()
+                    if pause_s is not None and not 0 <= pause_s < math.inf:
+                        raise ValueError(f"a pause of {pause_s!r} seconds")
                     state.completed()
                 except asyncio.CancelledError as error:
                     # A future that the work awaited may have been cancelled; only a cancelled loop ends.
@@ -204,11 +207,15 @@ def log_exceptions() -> Iterator[None]:
 async def run_uncancellable[T](work: Coroutine[Any, Any, T]) -> T:
     """Run work that must not be left half done. A cancelled caller is cancelled after the work has ended."""
     task = asyncio.eager_task_factory(asyncio.get_running_loop(), work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.gather(task, return_exceptions=True)
-        raise
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})  # which does not pass a cancellation on to the work
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    return await task
 
 
 def is_cancelled() -> bool:

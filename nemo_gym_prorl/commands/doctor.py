@@ -39,11 +39,16 @@ def show(console: Console, policy: Mapping[str, Any] | None = None) -> bool:
     table.add_column(overflow="fold")
     for check in checks:
         colour = _COLOURS[check.level]
-        table.add_row(f"[{colour}]{check.level}[/]", check.name, escape(check.found))
+        table.add_row(f"[{colour}]{check.level}[/]", check.name, _printable(check.found))
         if check.fix:
-            table.add_row("", "", f"[{colour}]→ {escape(check.fix)}[/]")
+            table.add_row("", "", f"[{colour}]→ {_printable(check.fix)}[/]")
     console.print(table)
     return all(check.level is not Level.MISSING for check in checks)
+
+
+def _printable(text: str) -> str:
+    """Text without control characters, which an endpoint may have put there, for rich."""
+    return escape("".join(one if one.isprintable() else " " for one in text))
 
 
 async def _of_policy(config: PolicyConfig) -> list[Check]:

@@ -19,10 +19,14 @@ from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.log_probs import LogProbMode
 from nemo_gym_prorl.policy.engines.registry import ENGINES
 from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.text.formats import FORMATS
+from nemo_gym_prorl.policy.text.formats import FORMATS, format_named
 from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.serving.keys import authorization
+
+
+_CHECK_S = 45.0
+"""Limit of one check; an engine on a CPU needs some seconds for its first sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,10 @@ async def examine_engine(config: PolicyConfig) -> AsyncIterator[Finding]:
     async with Connections() as connections:
         engine = ENGINES[config.protocol](connections, config.model, {origin_of(url): headers})
         if engine.takes_tokens and config.tokenizer_folder is not None:
-            yield await asyncio.to_thread(_templates, config, engine)
+            templates = await asyncio.to_thread(_templates, config, engine)
+            yield templates
+            if templates.level == "missing":
+                return  # what the engine says of prompts depends on the tokenizer
         else:
             yield Finding(
                 "Template",
@@ -65,30 +72,42 @@ async def examine_engine(config: PolicyConfig) -> AsyncIterator[Finding]:
         yield reached
         if reached.level != "missing":
             for name, check in (
+                ("Tokenizer", _tokenizer),
                 ("Log-probs", _log_probs),
                 ("Context", _context),
                 ("Token ids", _token_ids),
                 ("Prefix cache", _prefix_cache),
                 ("Grammars", _grammars),
             ):
-                yield await _found(name, lambda check=check: check(engine, url))  # type: ignore[misc]
+                found = await _found(name, lambda check=check: check(engine, url))  # type: ignore[misc]
+                yield found
+                if found.level == "missing":
+                    return
 
 
 async def _found(name: str, check: Callable[[], Awaitable[tuple[str, str]]]) -> Finding:
     """A check as a finding: with a fix it is a warning, and an error is a thing that is missing."""
     try:
-        found, fix = await check()
+        async with asyncio.timeout(_CHECK_S):
+            found, fix = await check()
+    except TimeoutError:
+        return Finding(name, "missing", f"no answer within {_CHECK_S:g} s", "see the engine's log")
     except RolloutError as error:
-        return Finding(name, "missing", error.reason, "see the message")
+        fix = "see that the engine runs, and --policy-url, --policy-model, --policy-key and --engine"
+        if error.reason.startswith("tokenizer:"):
+            fix = "pass the --tokenizer of the model that the engine serves"
+        return Finding(name, "missing", error.reason, fix)
     return Finding(name, "warn" if fix else "ok", found, fix)
 
 
 def _templates(config: PolicyConfig, engine: HttpEngine) -> Finding:
     try:
+        if config.tool_call_parser is not None and format_named(config.tool_call_parser) is None:
+            raise CallerError(f"{config.tool_call_parser!r} is none of {', '.join(FORMATS)}", field="tool_call_parser")
         renderer = Renderer.load(str(config.tokenizer_folder), config.chat_template)
         form = rehearse(renderer, config.tool_call_parser, thoughts=config.thoughts)
     except CallerError as error:
-        return Finding("Template", "missing", f"{error.field}: {error.reason}", "see the message")
+        return Finding("Template", "missing", error.reason, "correct --tokenizer, --chat-template or its parser")
     text = renderer.tokenizer.sample_text()
     engine.expect(text, renderer.tokenizer.encode(text))
     name = next((name for name, known in FORMATS.items() if known.opens is form.opens), config.tool_call_parser)
@@ -101,8 +120,13 @@ async def _reached(engine: HttpEngine, url: str, model: str) -> tuple[str, str]:
     await engine.check_protocol(url)
     served = [str(card.get("id")) for card in await engine.models(url)]
     if served and model not in served:
-        raise BackendFailed(f"{url} serves {', '.join(served)}, not {model!r}: pass --policy-model")
+        raise BackendFailed(f"{url} serves {', '.join(served)}, not {model!r}: pass --policy-model {served[0]}")
     return f"{url} serves {model}", ""
+
+
+async def _tokenizer(engine: HttpEngine, url: str) -> tuple[str, str]:
+    await engine.learn_mode(url)  # meets the engine, which must read a text as the tokenizer does
+    return "reads texts as the engine does" if engine.takes_tokens else "the engine's own", ""
 
 
 async def _log_probs(engine: HttpEngine, url: str) -> tuple[str, str]:
@@ -110,7 +134,7 @@ async def _log_probs(engine: HttpEngine, url: str) -> tuple[str, str]:
     mode = engine.log_prob_modes.get(url, LogProbMode.UNKNOWN)
     if mode is LogProbMode.PROCESSED:
         return "of the sampled distribution, with all settings", ""
-    return f"{mode}: rows may not change the distribution by sampling settings", engine.log_probs_fix
+    return f"{mode}: rows with a temperature, top_p, top_k and the like are refused (422)", engine.log_probs_fix
 
 
 async def _context(engine: HttpEngine, url: str) -> tuple[str, str]:
@@ -123,6 +147,8 @@ async def _context(engine: HttpEngine, url: str) -> tuple[str, str]:
 async def _token_ids(engine: HttpEngine, url: str) -> tuple[str, str]:
     prompt = (0,) if engine.takes_tokens else ()
     sampled = await engine.generate(url, SampleRequest(prompt, Sampling(1), [{"role": "user", "content": "hi"}]))
+    if not sampled.ids or None in sampled.log_probs:
+        raise BackendFailed(f"{url} returned a sample without token ids or log-probs")
     return f"returned with the sample ({len(sampled.ids)} id, {len(sampled.log_probs)} log-prob)", ""
 
 

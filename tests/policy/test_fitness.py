@@ -34,7 +34,7 @@ async def test_a_real_engine_is_looked_over(engine_url: str, model_folder: Path)
     found = await _findings(engine_url, tokenizer=str(model_folder), chat_template=template)
     levels = {name: one.level for name, one in found.items()}
     assert levels == {
-        **dict.fromkeys(("Template", "Engine", "Log-probs", "Context", "Token ids", "Grammars"), "ok"),
+        **dict.fromkeys(("Template", "Engine", "Tokenizer", "Log-probs", "Context", "Token ids", "Grammars"), "ok"),
         "Prefix cache": "warn",
     }, found
     assert "hermes" in found["Template"].found
@@ -45,11 +45,12 @@ async def test_a_real_engine_is_looked_over(engine_url: str, model_folder: Path)
 @pytest.mark.parametrize(
     ("settings", "name", "said"),
     [
-        ({"model": "nope"}, "Engine", "not 'nope': pass --policy-model"),
+        ({"model": "nope"}, "Engine", "not 'nope': pass --policy-model tiny"),
         ({"tool_call_parser": "mistral"}, "Template", "'mistral' does not read its calls, 'hermes' does"),
         ({"chat_template": "opened", "tokenizer": None, "engine": "sglang"}, "Engine", "has no /generate"),
         ({"tokenizer": "words"}, "Template", "the tokenizer has no ids for 'Sayone'"),
         ({"tokenizer": "nowhere-at-all"}, "Template", "neither a folder nor a model"),
+        ({"tool_call_parser": "nosuch"}, "Template", "'nosuch' is none of hermes"),
     ],
 )
 async def test_what_does_not_fit_is_named(

@@ -265,6 +265,51 @@ def test_calls_in_thoughts_are_not_read_and_calls_behind_thoughts_are(name: str)
     assert ended == (("I will " + call, "", []) if FORMATS[name].unmarked else ("I will ", "", [("edit", ARGUMENTS)]))
 
 
+@pytest.mark.parametrize("name", ["deepseek_v31", "kimi_k2", "solar_open", "gemma4", "hermes", "mistral"])
+def test_a_call_in_an_argument_that_was_cut_off_is_not_read(name: str) -> None:
+    inner = written(name, [("look", {})])
+    text = written(name, [("edit", {"text": f"see {inner} and"})])
+    assert _read(text, name)[2][0] == ("edit", {"text": f"see {inner} and"})
+    read = _read(text[: text.index(" and")], name, cut=True)[2]
+    assert [one for one in read if isinstance(one[1], dict)] == []
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm45", "hy_v3", "minimax_m2", "kimi_k3", "deepseek_v4"])
+@pytest.mark.parametrize(
+    "text", ["<![CDATA[x]]>", " <![CDATA[a]]> b <![CDATA[c]]>", "\u2028", "<b>&amp;</b>", "\r\n x"]
+)
+def test_a_text_survives_whatever_it_holds(name: str, text: str) -> None:
+    assert _read(written(name, [("edit", {"text": text})]), name)[2] == [("edit", {"text": text})]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": [{"type": "string"}, "null"]},
+        {"type": [["string"]]},
+        {"anyOf": [{"$ref": "#/properties/text"}] * 50},
+        {"$ref": "#"},
+        {"$ref": "#/properties/text"},
+        {"enum": [[1], {}]},
+        {"allOf": True},
+        True,
+        None,
+        [],
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m3"])
+def test_no_schema_breaks_a_parser(name: str, schema: Any) -> None:
+    tool = {"type": "function", "function": {"name": "edit", "parameters": {"properties": {"text": schema}}}}
+    (call,) = parse(written(name, [("edit", {"text": "5"})]), FORMATS[name], [tool]).calls
+    assert call.malformed is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_a_character_breaks_no_parser(name: str) -> None:
+    for call in parse(written(name, [("edit", {"text": "\ud800"})]), FORMATS[name], TOOLS).calls:
+        assert call.malformed or json.loads(call.arguments)["text"].encode()
+
+
 def test_a_thought_may_be_closed_that_was_not_opened() -> None:
     """MiniMax M3 closes one where it does not think."""
     assert _read("</mm:think>5", "minimax_m3") == ("", "5", [])
@@ -277,6 +322,7 @@ def test_the_harmony_channels() -> None:
     assert _read(text, "openai") == ("hm", "So:", [("edit", ARGUMENTS)])
     assert _read("<|channel|>final<|message|>5", "openai") == (None, "5", [])
     assert _read("<|channel|>analysis<|message|>hm", "openai", cut=True) == ("hm", "", [])
+    assert _read("Hello <|message|> x", "openai") == (None, "Hello <|message|> x", [])
 
 
 MARKERS = {
@@ -375,9 +421,14 @@ def test_long_texts_take_linear_time(name: str) -> None:
     """Each of these took minutes, were a pattern quadratic; the time limit of the test is the check."""
     pieces = [" " * 200_000, "<" * 100_000, written(name, [("look", {})])[:12] * 20_000, "<parameter=a>" * 10_000]
     pieces += ["<arg_key>a</arg_key>" * 10_000, '{"' * 50_000, "[" * 100_000, "<tool_call>" * 20_000]
+    pieces += ["<function=" * 10_000, "<invoke name=" * 10_000, "<|tool_call>call:1{<tool_call|>" * 3_000]
+    call = written(name, [("look", {})])
     for piece in pieces:
         for text in (piece, written(name, [("edit", {"text": piece})]), f"<tool_call>{piece}"):
             parse(text, FORMATS[name], TOOLS)
+    for at in range(0, len(call), 3):
+        parse(f"{call[:at]}{' ' * 50_000}x{call[at:]}", FORMATS[name], TOOLS)
+    parse(call * (200_000 // len(call)), FORMATS[name], TOOLS)
 
 
 ORACLE = [

@@ -226,7 +226,11 @@ class HttpEngine:
             raise _no_answer(url, error) from error
 
     async def _probe_mode(self, asked: Asked, sampling: Sampling) -> LogProbMode:
-        mode, known = await self._probe(asked).mode(sampling)
+        try:
+            async with asyncio.timeout(_CONTROL_S):
+                mode, known = await self._probe(asked).mode(sampling)
+        except TimeoutError as error:
+            raise _no_answer(asked.url, error) from error
         if known:
             self.log_prob_modes[asked.url] = mode
         return mode
@@ -307,7 +311,7 @@ class HttpEngine:
                 raise BackendFailed(f"{url} answered {response.status}")
             try:
                 return list((await response.json(content_type=None))["paths"])
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, RecursionError):
                 return None
 
     async def _context(self, url: str, session: aiohttp.ClientSession) -> int | None:
@@ -536,7 +540,7 @@ def _fields(raw: bytes) -> dict[str, Any]:
 
 
 def _is_length(value: object) -> bool:
-    return isinstance(value, int) and value > 0
+    return type(value) is int and value > 0
 
 
 def _said(raw: bytes) -> str:

@@ -22,6 +22,8 @@ from pydantic_core import from_json
 MAX_PYTHON_CHARS = 100_000
 """Longest Python literal that is read; Python's own parser needs quadratic memory for some inputs."""
 _MAX_DEPTH = 100
+_MAX_BRANCHES = 16
+"""Branches of a union that are looked at on each of its levels, so that a schema cannot take long."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 ITEM = "[]"
 _STRING = "string"
@@ -35,7 +37,10 @@ def read_json(text: str) -> Any:
         ValueError: the text is no JSON, is nested deeper than 200 levels, or holds ``NaN``, half a surrogate pair or a
             number of thousands of digits.
     """
-    return from_json(text, allow_inf_nan=False)
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except TypeError as error:  # half a surrogate pair in the text itself
+        raise ValueError(str(error)) from error
 
 
 def read_python(text: str) -> Any:
@@ -160,11 +165,12 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 3) -> frozenset[str]:
     """All JSON types that a schema declares, through unions, constants and references; empty for any type."""
     schema = _resolved(schema, root)
     declared = schema.get("type")
-    found = {declared} if isinstance(declared, str) else {*declared} if isinstance(declared, list) else set()
+    listed = declared if isinstance(declared, list) else [declared]
+    found = {kind for kind in listed if isinstance(kind, str)}
     if not found:
         enum = schema.get("enum")
         constants = [*(enum if isinstance(enum, list) else ()), *([schema["const"]] if "const" in schema else ())]
@@ -172,9 +178,9 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[st
     for name in _ALTERNATIVES:
         branches = schema.get(name)
         if not found and isinstance(branches, list) and depth:
-            parts = [_types(branch, root, depth - 1) for branch in branches]
+            parts = [_types(branch, root, depth - 1) for branch in branches[:_MAX_BRANCHES]]
             found |= frozenset().union(*parts) if all(parts) or name == "allOf" else set()
-    return frozenset(kind for kind in found if isinstance(kind, str))
+    return frozenset(found)
 
 
 def _types_of(value: object) -> frozenset[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from nemo_gym_prorl.policy.text.arguments import ToolSchemas
 from nemo_gym_prorl.policy.text.parsers import Format, Found
 from nemo_gym_prorl.policy.text.readers import (
     Tags,
@@ -33,17 +34,20 @@ _PLAIN = Format(re.compile(r"(?!)"), lambda text, opening, schemas: Found([], 0)
 
 _LLAMA = re.compile(
     r"<\|python_tag\|>|(?=\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?"
-    r"\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(?:parameters|arguments)\"\s*:)"
+    r"\"name\"\s*:\s*\"[^\"]{0,200}\"\s*,\s*\"(?:parameters|arguments)\"\s*:)"
 )
 
-_MISTRAL = named_json(r"(?P<name>[^\[{]*?)(?:\[CALL_ID\](?P<id>[^\[{]*))?\[ARGS\]")
+_MISTRAL_HEAD = r"\s*+(?P<name>[^\[{]{0,200})(?:\[CALL_ID\](?P<id>[^\[{]{0,200}))?\[ARGS\]"
+_MISTRAL, _MISTRAL_NEWER = named_json(_MISTRAL_HEAD), re.compile(_MISTRAL_HEAD)
 
 
-def _mistral(text: str, opening: re.Match[str], schemas: object) -> Found:
+_MISTRAL_OLDER = json_until()
+
+
+def _mistral(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
     """Newer models name the function before ``[ARGS]``; older ones write a list of JSON objects."""
-    body = text[opening.end() :].lstrip()
-    newer = re.match(r"[^\[{]*(?:\[CALL_ID\][^\[{]*)?\[ARGS\]", body)
-    return (_MISTRAL if newer else json_until())(text, opening, schemas)  # type: ignore[arg-type]
+    newer = _MISTRAL_NEWER.match(text, opening.end())
+    return (_MISTRAL if newer else _MISTRAL_OLDER)(text, opening, schemas)
 
 
 _FUNCTION = Tags(
@@ -60,7 +64,7 @@ def _dsml(block: str, space: str = "") -> Format:
     """DeepSeek's markup, from V3.2 on."""
     mark = f"｜DSML｜{space}"
     return Format(
-        re.compile(rf'(?:<{mark}{block}>\s*)?<{mark}invoke name="(?P<name>[^"]*)">|<{mark}{block}>'),
+        re.compile(rf'(?:<{mark}{block}>\s*)?<{mark}invoke name="(?P<name>[^"<>]{{0,200}})">|<{mark}{block}>'),
         tagged(
             Tags(
                 rf'<{mark}parameter name="(?P<key>[^"]{{1,200}})"(?: string="(?P<kind>[^"]*)")?>',
@@ -77,7 +81,7 @@ _M3 = "]<]minimax[>["
 FORMATS: Mapping[str, Format] = {
     "hermes": _marked("<tool_call>", "</tool_call>"),
     "qwen3_coder": Format(
-        re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]*)>|<tool_call>"), tagged(_FUNCTION)
+        re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^<>\n]{0,200})>|<tool_call>"), tagged(_FUNCTION)
     ),
     "llama3_json": Format(_LLAMA, json_until(), unmarked=True),
     "mistral": Format(
@@ -91,22 +95,24 @@ FORMATS: Mapping[str, Format] = {
     "deepseek_v3": Format(
         re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
         named_json(
-            r"(?P<name>[^\n<]*)\n(?:```json\n)?", r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?", fence=r"```"
+            r"(?P<name>[^\n<]{0,200})\n(?:```json\n)?",
+            r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
+            fence=r"```",
         ),
     ),
     "deepseek_v31": Format(
         re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"),
-        named_json(r"(?P<name>[^\n<]*)<｜tool▁sep｜>", r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?"),
+        named_json(r"(?P<name>[^\n<]{0,200})<｜tool▁sep｜>", r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?"),
     ),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
     "deepseek_v41": _dsml("calls", " "),
     "glm45": Format(
-        re.compile(r"<tool_call>(?P<name>[^<\n]*)"),
+        re.compile(r"<tool_call>(?P<name>[^<\n]{0,200})"),
         tagged(Tags(_KEY_VALUE.format(""), r"</arg_value>", r"</tool_call>")),
     ),
     "hy_v3": Format(
-        re.compile(r"(?:<tool_calls(?::\w+)?>\s*)?<tool_call(?::\w+)?>(?P<name>[^<\n]*)<tool_sep(?::\w+)?>"),
+        re.compile(r"(?:<tool_calls(?::\w+)?>\s*)?<tool_call(?::\w+)?>(?P<name>[^<\n]{0,200})<tool_sep(?::\w+)?>"),
         tagged(
             Tags(
                 _KEY_VALUE.format(r"(?::\w+)?"),
@@ -120,14 +126,14 @@ FORMATS: Mapping[str, Format] = {
     "kimi_k2": Format(
         re.compile(r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>"),
         named_json(
-            r"(?P<id>\s*(?:functions\.)?(?P<name>[^:<]*)(?::\d+)?\s*)<\|tool_call_argument_begin\|>",
+            r"(?P<id>[^<]{1,300})<\|tool_call_argument_begin\|>",
             r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
         ),
         own_ids=re.compile(r"functions\.[\w.-]+:\d+"),
     ),
     "kimi_k3": Format(
         re.compile(
-            r'(?:<\|open\|>tools<\|sep\|>\s*)?<\|open\|>call tool="(?P<name>[^"]*)"[^<]*<\|sep\|>'
+            r'(?:<\|open\|>tools<\|sep\|>\s*)?<\|open\|>call tool="(?P<name>[^"<>]{0,200})"[^<]*<\|sep\|>'
             r"|<\|open\|>tools<\|sep\|>"
         ),
         tagged(
@@ -142,27 +148,27 @@ FORMATS: Mapping[str, Format] = {
         sheds=re.compile(r"<\|(?:open|close)\|>(?:response|message)<\|sep\|>"),
     ),
     "minimax_m2": Format(
-        re.compile(r'(?:<minimax:tool_call>\s*)?<invoke name="?(?P<name>[^">]*)"?>|<minimax:tool_call>'),
+        re.compile(r'(?:<minimax:tool_call>\s*)?<invoke name="?(?P<name>[^"<>]{0,200})"?>|<minimax:tool_call>'),
         tagged(
             Tags(r'<parameter name="?(?P<key>[^">]{1,200})"?>', r"</parameter>", r"</invoke>", r"</minimax:tool_call>")
         ),
     ),
     "minimax_m3": Format(
-        re.compile(rf'(?:{re.escape(_M3)}<tool_call>\s*)?{re.escape(_M3)}<invoke name="?(?P<name>[^">]*)"?>'),
+        re.compile(rf'(?:{re.escape(_M3)}<tool_call>\s*)?{re.escape(_M3)}<invoke name="?(?P<name>[^"<>]{{0,200}})"?>'),
         elements(_M3, "</invoke>", "</tool_call>"),
         ("<mm:think>", "</mm:think>"),
     ),
     "minicpm5": Format(
-        re.compile(r'<function name="(?P<name>[^"]*)">'),
-        tagged(Tags(r'<param name="(?P<key>[^"]{1,200})">', r"</param>", r"</function>")),
+        re.compile(r'<function name="(?P<name>[^"<>]{0,200})">'),
+        tagged(Tags(r'<param name="(?P<key>[^"]{1,200})">', r"</param>", r"</function>", cdata=True)),
     ),
     "seed_oss": Format(
-        re.compile(r"(?:<seed:tool_call>\s*)?<function=(?P<name>[^>\n]*)>|<seed:tool_call>"),
+        re.compile(r"(?:<seed:tool_call>\s*)?<function=(?P<name>[^<>\n]{0,200})>|<seed:tool_call>"),
         tagged(Tags(_FUNCTION.parameter, _FUNCTION.value_end, _FUNCTION.call_end, r"</seed:tool_call>")),
         ("<seed:think>", "</seed:think>"),
     ),
     "gemma4": Format(
-        re.compile(r"<\|tool_call>call:(?P<name>[^{<]*)\{"),
+        re.compile(r"<\|tool_call>call:(?P<name>[^{<]{0,200})\{"),
         gemma("<tool_call|>"),
         ("<|channel>thought\n", "<channel|>"),
     ),
@@ -188,7 +194,7 @@ FORMATS: Mapping[str, Format] = {
     "solar_open": Format(
         re.compile(r"(?:<\|tool_calls\|>)?<\|tool_call:begin\|>"),
         named_json(
-            r"(?P<id>[^<]*)<\|tool_call:name\|>(?P<name>[^<]*)<\|tool_call:args\|>",
+            r"(?P<id>[^<]{0,200})<\|tool_call:name\|>(?P<name>[^<]{0,200})<\|tool_call:args\|>",
             r"<\|tool_call:end\|>(?:<\|calls\|>)?",
         ),
     ),

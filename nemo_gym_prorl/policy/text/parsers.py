@@ -69,11 +69,13 @@ class Found:
         calls: the calls; empty if the text is no call after all.
         end: index behind the last of them.
         closed: whether the text closes the last call with the format's own marker.
+        runs_out: the text ends within the arguments, so that what looks like further calls may be part of them.
     """
 
     calls: list[ToolCall]
     end: int
     closed: bool = True
+    runs_out: bool = False
 
 
 type Reader = Callable[[str, re.Match[str], ToolSchemas], Found]
@@ -166,9 +168,12 @@ def _scan(text: str, form: Format, schemas: ToolSchemas, *, thoughts: bool, cut:
     """The content and the calls of a text behind its thought."""
     content: list[str] = []
     calls: list[ToolCall] = []
-    closed, at = True, 0
+    closed, at, start = True, 0, -1
     while (opening := form.opens.search(text, at)) is not None:
-        if thoughts and 0 <= (start := text.find(form.think[0], at)) < opening.start():
+        if thoughts and start < at:
+            start = text.find(form.think[0], at)
+            start = len(text) if start < 0 else start
+        if thoughts and start < opening.start():
             end = text.find(form.think[1], start)
             end = len(text) if end < 0 else end + len(form.think[1])
             content.append(text[at:end])
@@ -176,10 +181,12 @@ def _scan(text: str, form: Format, schemas: ToolSchemas, *, thoughts: bool, cut:
             continue
         found = form.read(text, opening, schemas)
         end = max(found.end, opening.end(), opening.start() + 1)
+        if cut and found.runs_out:
+            end = len(text)
         content.append(text[at : opening.start() if found.calls else end])
         calls += found.calls
         if found.calls:
-            closed = found.closed
+            closed = found.closed and not found.runs_out
         at = end
     content.append(text[at:])
     return "".join(content), _cut(calls, closed or not cut)
@@ -232,7 +239,8 @@ def as_call(name: object, arguments: object, raw: str, own_id: object = None) ->
         return ToolCall(name, raw, "its arguments are not a JSON object", own)
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        written.encode()
     except ValueError:
-        return ToolCall(name, raw, "its arguments hold a number that is too large", own)
+        return ToolCall(name, raw, "its arguments hold a number that is too large, or half a character", own)
     # Arguments that came as text stay as they are: an engine that renders history must see what it wrote.
     return ToolCall(name, text if text is not None else written, None, own)

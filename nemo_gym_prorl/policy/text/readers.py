@@ -31,9 +31,11 @@ def _skip(text: str, at: int) -> int:
 
 
 def _json_end(text: str, at: int) -> int | None:
-    """Index behind the JSON value that begins there; ``None`` if there is none."""
+    """Index behind the JSON value that begins there; ``None`` if there is none, -1 if the text ends within it."""
     try:
         return _DECODER.raw_decode(text, at)[1]
+    except json.JSONDecodeError as error:
+        return -1 if error.msg.startswith("Unterminated string") or error.pos >= len(text) else None
     except (ValueError, RecursionError):
         return None
 
@@ -71,9 +73,11 @@ def json_until(closing: str = "") -> Reader:
     def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
         calls: list[ToolCall] = []
         at = end = _skip(text, opening.end())
+        runs_out = False
         goes_on = (closing, "{", "[", opening[0] or "\0")
         while not calls or text.startswith(("{", "["), at):
             start, ends = at, _json_end(text, at)
+            runs_out, ends = runs_out or ends == -1, None if ends == -1 else ends
             end = at = len(text) if ends is None else ends
             at = _skip(text, at)
             if ends is None or (closing and at < len(text) and not text.startswith(goes_on, at)):
@@ -82,9 +86,9 @@ def json_until(closing: str = "") -> Reader:
                 end = at = len(text) if marker < 0 else marker
             calls += _json_calls(text[start:end].strip())
         if closing and text.startswith(closing, at):
-            return Found(calls, at + len(closing))
+            return Found(calls, at + len(closing), runs_out=runs_out)
         reopened = bool(opening[0]) and text.startswith(opening[0], at)
-        return Found(calls, at if closing else end, closed=reopened or not closing)
+        return Found(calls, at if closing else end, closed=reopened or not closing, runs_out=runs_out)
 
     return read
 
@@ -99,14 +103,16 @@ def named_json(head: str = "", closing: str = "", fence: str = "") -> Reader:
         fence: pattern of what may stand between the arguments and the closing marker.
     """
     headed = re.compile(head, re.DOTALL)
-    closes, closer = re.compile(rf"\s*(?:{fence})?\s*(?:{closing})"), re.compile(closing)
+    closes, closer = re.compile(rf"\s*+(?:{fence}\s*+)?(?:{closing})"), re.compile(closing)
 
     def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
         about = headed.match(text, opening.end())
         groups = opening.groupdict() | (about.groupdict() if about else {})
-        name, own = (groups.get("name") or "").strip(), (groups.get("id") or "").strip()
+        own = (groups.get("id") or "").strip()
+        name = (groups.get("name") or own.removeprefix("functions.").partition(":")[0]).strip()
         at = about.end() if about else opening.end()
         end = _json_end(text, at)
+        runs_out, end = end == -1, None if end == -1 else end
         closed = closes.match(text, end) if end is not None else None
         if end is None or closed is None:
             later = closer.search(text, at) if closing else None
@@ -115,7 +121,7 @@ def named_json(head: str = "", closing: str = "", fence: str = "") -> Reader:
             closed = later
         raw = text[at:end].strip()
         call = as_call(name if _NAME.fullmatch(name) else None, raw, raw, own or None)
-        return Found([call], closed.end() if closed and closing else end, closed is not None)
+        return Found([call], closed.end() if closed and closing else end, closed is not None, runs_out)
 
     return read
 
@@ -134,6 +140,7 @@ class Tags:
         call_end: what closes a call.
         block_end: what may close a block of calls behind it.
         lines: one line break at either end of a value belongs to the tags.
+        cdata: a value may be quoted as a CDATA section.
     """
 
     parameter: str
@@ -141,6 +148,7 @@ class Tags:
     call_end: str
     block_end: str = r"(?!)"
     lines: bool = False
+    cdata: bool = False
 
 
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
@@ -181,7 +189,7 @@ def tagged(tags: Tags) -> Reader:
                     unclosed, at = f"it ends within the parameter {key!r}", len(text)
                     break
                 bare, at = value
-                arguments[key] = _typed(bare, kind, schemas, name, key, lines=tags.lines)
+                arguments[key] = _typed(bare, kind, schemas, name, key, tags)
                 continue
             next_tag = stop.search(text, at)
             to = next_tag.start() if next_tag else len(text)
@@ -198,10 +206,10 @@ def tagged(tags: Tags) -> Reader:
     return read
 
 
-def _typed(bare: str, kind: str | None, schemas: ToolSchemas, name: str, key: str, *, lines: bool) -> Any:
-    if lines:
+def _typed(bare: str, kind: str | None, schemas: ToolSchemas, name: str, key: str, tags: Tags) -> Any:
+    if tags.lines:
         bare = bare.removeprefix("\n").removesuffix("\n")
-    if (quoted := _CDATA.fullmatch(bare)) is not None:
+    if tags.cdata and (quoted := _CDATA.fullmatch(bare)) is not None:
         bare = quoted[1]
     if kind in ("true", "string"):
         return bare
@@ -264,9 +272,9 @@ def elements(mark: str, call_end: str, block_end: str) -> Reader:
             while (found := opens.match(text, space.match(text, at).end())) is not None:  # type: ignore[union-attr]
                 arguments[found[1]], at = element(text, found.end(), schemas, name, [found[1]])
         except ValueError as error:
-            later = closes.search(text, at)
-            end = later.end() if later else len(text)
-            return Found([ToolCall(name, text[opening.start() : end], str(error))], end, later is not None)
+            later = text.find(f"{mark}{call_end}", at)
+            end = len(text) if later < 0 else later + len(mark) + len(call_end)
+            return Found([ToolCall(name, text[opening.start() : end], str(error))], end, later >= 0)
         closed = closes.match(text, at)
         call = as_call(name, arguments, text[opening.start() : at])
         return Found([call], closed.end() if closed else at, closed is not None)
@@ -338,6 +346,11 @@ def _dotted(node: ast.expr) -> str | None:
 
 _QUOTE = '<|"|>'
 _BARE = re.compile(r"[^,{}\[\]<]*")
+_KEY = re.compile(r'(?:<\|"\|>)?([^,:{}\[\]<>|]{1,200})(?:<\|"\|>)?:')
+
+
+class _RunsOut(ValueError):
+    """The text ends within a value."""
 
 
 def gemma(closing: str) -> Reader:
@@ -354,7 +367,7 @@ def gemma(closing: str) -> Reader:
         if text.startswith(_QUOTE, at):
             end = text.find(_QUOTE, at + len(_QUOTE))
             if end < 0:
-                raise ValueError("a text does not end")
+                raise _RunsOut("a text does not end")
             return text[at + len(_QUOTE) : end], end + len(_QUOTE)
         if text.startswith("{", at):
             return fields(text, at + 1, depth - 1)
@@ -363,7 +376,7 @@ def gemma(closing: str) -> Reader:
             while not text.startswith("]", at):
                 one, at = value(text, at, depth - 1)
                 items.append(one)
-                at = _skip(text, at)
+                at = behind(text, at, "]")
             return items, at + 1
         bare = _BARE.match(text, at)
         if bare is None or not bare[0].strip():
@@ -375,25 +388,31 @@ def gemma(closing: str) -> Reader:
         found: dict[str, Any] = {}
         at = _skip(text, at)
         while not text.startswith("}", at):
-            colon = text.find(":", at)
-            if colon < 0:
-                raise ValueError("an object does not end")
-            key = text[at:colon].strip().removeprefix(_QUOTE).removesuffix(_QUOTE)
-            found[key], at = value(text, _skip(text, colon + 1), depth)
-            at = _skip(text, at)
+            key = _KEY.match(text, at)
+            if key is None:
+                raise (ValueError if at < len(text) else _RunsOut)("an object does not end")
+            found[key[1].strip()], at = value(text, _skip(text, key.end()), depth)
+            at = behind(text, at, "}")
         return found, at + 1
 
+    def behind(text: str, at: int, end: str) -> int:
+        """Index behind the separator after a value, or at the bracket that ends its container."""
+        at = _skip(text, at)
+        if text.startswith(end, at) or text.startswith((",", "\n"), at - 1):
+            return at
+        raise (ValueError if at < len(text) else _RunsOut)("something else than a value follows a value")
+
     def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
-        name = opening["name"].strip()
+        name, runs_out = opening["name"].strip(), False
         try:
             arguments, end = fields(text, opening.end(), _MAX_DEPTH)
             call = as_call(name, arguments, text[opening.start() : end])
         except ValueError as error:
-            end = text.find(closing, opening.end())
+            end, runs_out = text.find(closing, opening.end()), isinstance(error, _RunsOut)
             end = len(text) if end < 0 else end
             call = ToolCall(name, text[opening.start() : end], str(error))
         closed = text.startswith(closing, end)
-        return Found([call], end + len(closing) if closed else end, closed)
+        return Found([call], end + len(closing) if closed else end, closed, runs_out)
 
     return read
 
@@ -402,7 +421,8 @@ def gemma(closing: str) -> Reader:
 
 
 _HARMONY = re.compile(
-    r"(?:<\|start\|>assistant)?(?P<head>(?:(?!<\|(?:message|start|end|call|return)\|>).){0,500})<\|message\|>"
+    r"(?:<\|start\|>assistant|(?=\s*(?:to=|<\|channel\|>)))"
+    r"(?P<head>(?:(?!<\|(?:message|start|end|call|return)\|>).){0,500})<\|message\|>"
     r"(?P<body>.*?)(?P<end><\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",
     re.DOTALL,
 )

@@ -51,6 +51,15 @@ def rehearse(renderer: Renderer, tool_format: str | None = None, *, thoughts: bo
     Raises:
         CannotFollow: it says what goes wrong.
     """
+    try:
+        return _rehearse(renderer, tool_format, thoughts=thoughts)
+    except CannotFollow:
+        raise
+    except (CallerError, TypeError, ValueError, MemoryError) as error:
+        raise _cannot_follow(str(error)) from error
+
+
+def _rehearse(renderer: Renderer, tool_format: str | None, *, thoughts: bool) -> Format:
     plays_calls = tool_format != "plain" and renderer.shows_tools
     source = renderer.template.source + renderer.example
     markers = [pair for pair in THOUGHT_MARKERS if any(marker.strip() in source for marker in pair)]

@@ -22,6 +22,7 @@ from nemo_gym_prorl.policy.text.seam import Render
 _REFUSALS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
     RecursionError,  # macros that descend a JSON schema without end
+    *(MemoryError, RuntimeError),
 )
 
 
@@ -61,7 +62,7 @@ class ChatTemplate:
             self._with_tools = self._template
             if with_tools is not None:
                 self._with_tools = environment.from_string(with_tools)
-        except jinja2.TemplateSyntaxError as error:
+        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise CallerError(f"not a Jinja template: {error}", field="chat_template") from error
         self._variables = {"bos_token": bos_token, "eos_token": eos_token, **variables}
 
