@@ -46,6 +46,9 @@ WEATHER = {"type": "resources_servers", "name": "weather"}
 type Agent = tuple[dict[str, Any], str, dict[str, Any]]
 """Its block, the grammar of its calls, and what its rows have of their own."""
 
+THOUGHTS = {"chatml": "", "thinking": r"<think>\n[a-z ]{1,20}\n</think>\n\n"}
+"""By template: the grammar of what precedes a call."""
+
 
 def called(name: str, argument: str) -> str:
     """The grammar of a call in the format of the template."""
@@ -106,14 +109,16 @@ def agent(request: pytest.FixtureRequest) -> Agent:
 
 
 @pytest.mark.long("its agents take minutes; a caller of test_prorl_model.py knows as little as they do")
+@pytest.mark.parametrize("family", list(THOUGHTS))
 @pytest.mark.parametrize("agent", ["simple_agent", "mini_swe_agent_2", "claude_code_agent"], indirect=True)
 async def test_the_chain_of_an_agent_that_knows_its_url(
-    agent: Agent, engine_url: str, model_folder: Path, tmp_path: Path
+    agent: Agent, family: str, engine_url: str, model_folder: Path, tmp_path: Path
 ) -> None:
-    block, grammar, more = agent
+    block, call, more = agent
+    grammar = THOUGHTS[family] + call
     held = {"structured_outputs": {"regex": grammar}}
     template = tmp_path / "template.jinja"
-    template.write_text("{#- Claude Code asks for a reasoning_effort. -#}" + (TEMPLATES / "chatml.jinja").read_text())
+    template.write_text("{#- Claude Code asks for a reasoning_effort. -#}" + (TEMPLATES / f"{family}.jinja").read_text())
     policy = {"tokenizer": str(model_folder), "chat_template": str(template)}
     config = servers(f"{engine_url}/v1", MODEL, policy=policy, extra_body=held) | {"agent": block}
     names = tuple(config)
