@@ -4,10 +4,10 @@
 
     python -m tests.nemo_rl.chat_server FOLDER_OF_MODEL PORT GENERATIONS_AS_JSON
 
-The worker's class makes the engine and the routes. Its constructor is left out, since it wants devices and weights of a
-trainer. The last argument has blocks ``policy.generation``, as NeMo RL hands them to its workers, by name. Each block
-has the routes, with its own parsers, under that name. All blocks share one engine, with the settings of the first, since
-starting an engine takes minutes.
+The worker's class makes the engine and the routes. Its constructor is left out, since it wants devices and weights of
+a trainer. The last argument has blocks ``policy.generation``, as NeMo RL hands them to its workers, by name. A block
+has the routes, with its own parsers, under that name. All blocks share one engine, with the settings of the first,
+since starting an engine takes minutes.
 
 Two more routes stand in for Ray calls. ``POST /weights`` reads weights from a folder, in place of a refit by NCCL.
 ``POST /prefix_cache_resets`` calls the worker's own method, and ``GET`` lists what vLLM answered.

@@ -3,9 +3,9 @@
 """The first optimizer steps of recipes, with a real vLLM on the CPU and NeMo RL's controller.
 
 vLLM samples behind NeMo RL's own chat server, whose parsers find the calls. The environment's tools decide the reward.
-NeMo RL's controller and loss train the weights that vLLM samples from next. A dense model and a mixture of experts have
-one engine each, with the settings of their recipes. Three parts stand in for GPUs: transformers trains the weights,
-vLLM reads new weights from disk, and an HTTP route carries the call that resets the prefix cache.
+NeMo RL's controller and loss train the weights that vLLM samples from next. A dense model and a mixture of experts
+have one engine each, with the settings of their recipes. Three parts stand in for GPUs: transformers trains the
+weights, vLLM reads new weights from disk, and an HTTP route carries the call that resets the prefix cache.
 """
 
 import contextlib
