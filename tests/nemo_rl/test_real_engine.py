@@ -282,8 +282,12 @@ def test_the_first_steps_of_a_recipe(case: Case, counter: Deployment, tmp_path: 
                 assert ("<think>" in said) is thinks
                 if step == 0 or on_policy:  # one version sampled the whole rollout
                     weights = TinyPolicy.weights(tmp_path, step) if step else counter.model
-                    off = (log_probs_of(weights, ids) - chunk["generation_logprobs"][row, :length])[mask].abs().max()
-                    furthest = max(furthest, off.item())
+                    trainers = [log_probs_of(weights, ids)]
+                    if "prev_logprobs" in chunk:
+                        trainers.append(chunk["prev_logprobs"][row, :length])
+                    for own in trainers:
+                        off = (own - chunk["generation_logprobs"][row, :length])[mask].abs().max()
+                        furthest = max(furthest, off.item())
                 assert ("routed_experts" in chunk) is replay
                 if step == 0 and replay:
                     rows, own = chunk["routed_experts"][row, : length - 1], chosen(counter.model, ids[:-1])
