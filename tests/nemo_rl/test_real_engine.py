@@ -235,6 +235,7 @@ def counter(
     ("counter", "case"),
     [pytest.param(architecture, case, id=case.recipe) for architecture, cases in CASES.items() for case in cases],
     indirect=["counter"],
+    scope="module",  # keeps an engine up for all cases of its architecture
 )
 def test_the_first_steps_of_a_recipe(case: Case, counter: Deployment, tmp_path: Path) -> None:
     import torch
