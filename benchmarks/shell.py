@@ -35,7 +35,6 @@ from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
-from nemo_gym_prorl.sandbox.warm_pool import WarmPool
 
 
 ECHO = "echo hello"
@@ -216,23 +215,6 @@ async def sif_starts(image: Path, runtime: Runtime, quick: bool) -> list[Figure]
     return [Figure("cold start from a SIF to first answer, p50", quantile(first, 0.5), "ms", goal="<= 250")]
 
 
-async def warm_starts(image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
-    """From the pool to the first answer, with time to refill between."""
-    taken = []
-    pool = WarmPool(ContainerSpec(image=image), 2, lambda spec: Container.start(spec, runtime))
-    try:
-        for _ in range(10 if quick else 40):
-            await pool.filled()
-            begin = time.perf_counter()
-            container = await pool.take({}, None)
-            await container.run(ECHO)
-            taken.append((time.perf_counter() - begin) * 1e3)
-            await container.close()
-    finally:
-        await pool.close()
-    return [Figure("warm start to first answer, p50", quantile(sorted(taken), 0.5), "ms", goal="<= 20")]
-
-
 async def cells(_image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
     """A kernel's start in a fresh sandbox, and one cell in it."""
     image = await asyncio.to_thread(ensure_image, KERNEL, print)
@@ -354,7 +336,7 @@ async def main() -> None:
     runtime.activate()
     image = ensure_image(DEFAULT, print)
     figures = []
-    for part in (actions, cells, starts, sif_starts, warm_starts, together, cycles):
+    for part in (actions, cells, starts, sif_starts, together, cycles):
         figures += await part(image, runtime, quick)
         print(f"{part.__name__}: done", flush=True)
     publish("shell", figures, packages=("nemo-gym", "swe-rex"), quick=quick)

@@ -302,10 +302,10 @@ def show(
     url: Url = None,
     token: Token = None,
 ) -> None:
-    """Show a rollout: turns, thoughts, tool calls, observations, reward, failures; or its tokens."""
-    from nemo_gym_prorl.commands.show import Look, show
+    """Show a rollout as a table: input, turns, reward, failures; or its tokens."""
+    from nemo_gym_prorl.commands import show as command
 
-    _run(show(url, token, rollout, Look(full, as_json, tokens, tokenizer)))
+    _run(command.show(url, token, rollout, full=full, as_json=as_json, tokens=tokens, tokenizer=tokenizer))
 
 
 @app.command()
@@ -370,24 +370,6 @@ def tail(
     from nemo_gym_prorl.commands import watch
 
     _run(watch.tail(url, token, after, group))
-
-
-@app.command()
-def selfcheck(
-    subject: Annotated[str, typer.Argument(help="What to check: sandbox.")],
-    provider: Annotated[str, typer.Option(help="A sandbox provider that NeMo Gym knows by name.")] = "singularity",
-    image: Annotated[str | None, typer.Option(help="Image, in the provider's terms; the default image.")] = None,
-    options: Annotated[str, typer.Option(help="The provider's own options, as JSON.")] = "{}",
-) -> None:
-    """Put a sandbox provider of NeMo Gym through the conformance suite. Exit code 1 if a check fails."""
-    from rich.console import Console
-
-    from nemo_gym_prorl.commands import selfcheck as command
-
-    if subject != "sandbox":
-        raise typer.BadParameter("only 'sandbox' can be checked")
-    if not command.check_provider(provider, options, image, Console(highlight=False)):
-        raise typer.Exit(1)
 
 
 app.add_typer(image_app)

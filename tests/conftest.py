@@ -52,8 +52,7 @@ def state() -> Iterator[Path]:
     else:
         os.environ["PRORL_STATE"] = before
     for owner in folder.iterdir():
-        # Zygotes last as long as their supervisor, which is this process's.
-        left = [entry.name for entry in owner.iterdir() if entry.is_dir() and not entry.name.startswith("z-")]
+        left = [entry.name for entry in owner.iterdir() if entry.is_dir()]
         assert left == [], "a test left a sandbox"
     shutil.rmtree(folder, ignore_errors=True)
 

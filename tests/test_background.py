@@ -32,11 +32,9 @@ from nemo_gym_prorl.rollout.fleet.app import front_app
 from nemo_gym_prorl.rollout.fleet.front import Front
 from nemo_gym_prorl.rollout.journal.journal import Journal
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.sandbox.container import ContainerSpec
 from nemo_gym_prorl.sandbox.supervisor import server as supervisor_server
 from nemo_gym_prorl.sandbox.supervisor.limit_watch import Watchdog
 from nemo_gym_prorl.sandbox.supervisor.server import Supervisor
-from nemo_gym_prorl.sandbox.warm_pool import WarmPool
 from nemo_gym_prorl.serving.health import LoopMetrics, health_router
 from nemo_gym_prorl.serving.problems import MEDIA_TYPE
 from nemo_gym_prorl.tasks.sessions import Sessions
@@ -128,26 +126,6 @@ async def task_server(folder: Path) -> AsyncIterator[str]:
         yield url
 
 
-class Box:
-    alive = True
-
-    @staticmethod
-    async def start(spec: ContainerSpec) -> Any:
-        return Box()
-
-    async def close(self) -> None:
-        pass
-
-
-@asynccontextmanager
-async def warm_pool(folder: Path) -> AsyncIterator[str]:
-    pool = WarmPool(ContainerSpec(image=folder), 1, lambda spec: Box.start(spec))
-    async with serve(bare()) as url:
-        yield url
-        await asyncio.wait_for(pool.filled(), 5)
-    await pool.close()
-
-
 @asynccontextmanager
 async def journal(folder: Path) -> AsyncIterator[str]:
     kept = Journal(str(folder))
@@ -214,7 +192,6 @@ CASES: list[Case] = [
     ("ray-nodes", ray_nodes, "_alive", ray_source),
     ("share-engines", ray_nodes.NodeActor, "_share", ray_actor),
     ("session-sweeper", Sessions, "sweep", task_server),
-    ("warm-pool", Box, "start", warm_pool),
     ("journal", Journal, "_take", journal),
     ("weights-reminder", Servers, "announce", trainer),
     ("limit-watch", Children, "fork", limit_watch),

@@ -1,26 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl show``: one rollout for a person to read: what was asked, thought, called and observed, and how it ended.
+"""``prorl show``: one rollout as a table: input, turns, verdict and failures.
 
-What a model or a sandbox has written is printed as text and nothing else: control characters, which a terminal would
-obey, are made visible.
+Text of a model or a sandbox is untrusted: control characters are escaped before a terminal sees them.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 from pydantic import ValidationError
 from rich.console import Console
-from rich.highlighter import JSONHighlighter
-from rich.padding import Padding
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
@@ -32,27 +27,19 @@ from nemo_gym_prorl.rollout.schemas import FailureView, JobView
 from nemo_gym_prorl.rollout.steps import items, part, text_of, turns
 
 
-SHORT_LINES = 16
 SHORT_CHARACTERS = 1600
-"""How much of a text is shown without ``--full``; its middle is left out."""
+"""Characters of a cell that are shown without ``--full``: about a screen; the middle is left out."""
 
 _NO_VERDICT = {"reward", "response", "responses_create_params", "rollout", "mask_sample"}
+_TEXTS = ("summary", "content", "arguments", "output", "action")
+"""Fields of an item that may hold its text; the first one with a text is shown."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""What a terminal obeys, also by turning the direction of what follows."""
-_CONTENT = {"message", "reasoning", "function_call", "function_call_output"}
+"""Characters that a terminal obeys, including those that turn the direction of text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """How to show a rollout: nothing left out, as JSON, its tokens, with the text that a tokenizer gives them."""
-
-    full: bool = False
-    as_json: bool = False
-    tokens: bool = False
-    tokenizer: Path | None = None
-
-
-async def show(url: str | None, token: str | None, what: str, look: Look) -> None:
+async def show(
+    url: str | None, token: str | None, what: str, *, full: bool, as_json: bool, tokens: bool, tokenizer: Path | None
+) -> None:
     """Print a rollout of a service, by id, or of a file of results, ``FILE`` or ``FILE:LINE``.
 
     Raises:
@@ -62,184 +49,107 @@ async def show(url: str | None, token: str | None, what: str, look: Look) -> Non
     path, line = _file(what)
     if path is not None:
         found = read_rollouts(path)
-        if line is None and len(found) != 1 and not look.as_json:
-            console.print(_contents(found))
+        if line is None and len(found) != 1 and not as_json:
+            console.print(file_table(found))
             return
-        rows = [_line(path, found, line)] if line is not None else list(found.values())
+        if line is not None and line not in found:
+            raise CallerError(f"there is no rollout in this line; the file has {len(found)}", field=what)
+        rows = [*found.values()] if line is None else [found[line]]
     else:
         async with connect(url, token) as client:
             job = await client.get(what)
         rows = [{**(job.result or {}), "rollout": job.model_dump(mode="json", exclude={"result"})}]
     for row in rows:
-        if look.as_json:
+        if as_json:
             text = orjson.dumps(row, option=orjson.OPT_INDENT_2).decode()
             text = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-            # Not print_json, which reads it and writes it anew.
-            console.print(JSONHighlighter()(Text(text)), soft_wrap=True)
-        elif look.tokens:
-            print_tokens(console, row, look.tokenizer, full=look.full)
+            console.print(Text(text), soft_wrap=True)
+        elif tokens:
+            print_tokens(console, row, tokenizer, full=full)
         else:
-            Page(console, look.full).print(row)
+            console.print(rollout_table(row, full=full))
 
 
-class Page:
-    """Prints rollouts.
+def rollout_table(row: Mapping[str, Any], *, full: bool) -> Table:
+    """Return a rollout as a table of three columns: turn, kind of item, text."""
+    given = part(row, "responses_create_params", "input")
+    given = items([{"role": "user", "content": given}] if isinstance(given, str) else given)
+    cells = [*_ending(row), *(("", *_item(item)) for item in given)]
+    for number, turn in enumerate(turns(items(part(row, "response", "output"))), 1):
+        cells += [(str(number), *_item(item)) for item in turn]
+    return _table(("turn", "item", "text"), (tuple(cell if full else shorten(cell) for cell in one) for one in cells))
 
-    Args:
-        console: where.
-        full: leave nothing out.
-    """
 
-    def __init__(self, console: Console, full: bool) -> None:
-        self._console, self._full = console, full
-
-    def print(self, row: Mapping[str, Any]) -> None:
-        """One rollout: its head, the conversation, the verdict."""
+def file_table(found: Mapping[int, Mapping[str, Any]]) -> Table:
+    """Return the rollouts of a file as a table, one a line."""
+    cells = []
+    for number, row in found.items():
         job = _view(row)
-        self._head(row, job)
-        self._input(part(row, "responses_create_params", "input"))
-        for number, turn in enumerate(turns(items(part(row, "response", "output"))), 1):
-            self._turn(number, turn)
-        self._end(row, job)
+        about, state = (str(row.get("task_id", "")), "") if job is None else (job.id, job.state.value)
+        count = sum(1 for _ in turns(items(part(row, "response", "output"))))
+        cells.append((str(number), about, state, str(row.get("reward", "")), str(count)))
+    return _table(("line", "rollout", "state", "reward", "turns"), cells)
 
-    def _head(self, row: Mapping[str, Any], job: JobView | None) -> None:
-        if job is None:
-            self._say(f"reward {row.get('reward')}", "bold")
-            return
+
+def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(visible(cell.rstrip("\n"))) for cell in row))
+    return table
+
+
+def _ending(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield state, reward and failures, and the verdict's other fields."""
+    if (job := _view(row)) is None:
+        yield "", "reward", str(row.get("reward"))
+    else:
         reward = "" if job.reward is None else f", reward {job.reward:g}"
-        self._say(f"{job.id}: {job.state}{reward}", "bold")
-        group = f", group {job.group}" if job.group else ""
-        ended = f", {job.finish_reason}" if job.finish_reason else ""
-        self._say(f"{job.handler}, client {job.client}{group}", "dim")
-        self._say(f"{job.turns} turns, {job.tool_calls} tool calls{ended}", "dim")
-        table = Table("stage", box=None, pad_edge=False)
-        for column in ("worked", "waited", "attempts"):
-            table.add_column(column, justify="right")
-        for stage, time in job.timings.items():
-            table.add_row(stage.value, f"{time.worked_s:.2f} s", f"{time.waited_s:.2f} s", str(time.attempts))
-        self._console.print(table)
-
-    def _input(self, given: Any) -> None:
-        messages = items([{"role": "user", "content": given}] if isinstance(given, str) else given)
-        if messages:
-            self._console.print(Rule("input", align="left", characters="─"))
-        for message in messages:
-            self._item(message)
-
-    def _turn(self, number: int, items: Sequence[Mapping[str, Any]]) -> None:
-        self._console.print(Rule(f"turn {number}{_tokens(items)}", align="left", characters="─"))
-        for item in items:
-            self._item(item)
-
-    def _item(self, item: Mapping[str, Any]) -> None:
-        match item.get("type", "message"):
-            case "reasoning":
-                self._block("thought", text_of(item.get("summary")) or text_of(item.get("content")), "italic dim")
-            case "function_call":
-                self._call(item)
-            case "function_call_output":
-                self._block("observed", text_of(item.get("output")), "")
-            case "message":
-                self._block(str(item.get("role", "assistant")), text_of(item.get("content")), "")
-            case other:
-                about = {key: value for key, value in item.items() if not key.endswith(("_ids", "_log_probs"))}
-                self._block(str(other), orjson.dumps(about).decode(), "")
-
-    def _call(self, item: Mapping[str, Any]) -> None:
-        self._say(f"calls {item.get('name')}" + (" (malformed)" if item.get("status") == "incomplete" else ""), "cyan")
-        arguments = str(item.get("arguments", ""))
-        try:
-            parsed = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            parsed = None
-        if not isinstance(parsed, dict):
-            self._body(arguments, "")
-            return
-        for name, value in parsed.items():
-            text = value if isinstance(value, str) else orjson.dumps(value).decode()
-            if "\n" in text:
-                self._body(f"{name}:", "cyan")
-                self._body(text, "", indent=4)
-            else:
-                self._body(f"{name}: {text}", "")
-
-    def _end(self, row: Mapping[str, Any], job: JobView | None) -> None:
-        verdict = {
-            key: value
-            for key, value in row.items()
-            if key not in _NO_VERDICT and not key.startswith("_") and isinstance(value, str | int | float | bool)
-        }
-        if job is not None and job.failure is None and job.state.terminal:
-            self._console.print(Rule("verdict", align="left", characters="─"))
-            self._say(f"reward {job.reward:g}" if job.reward is not None else "no reward", "bold green")
-        for key, value in verdict.items():
-            self._body(f"{key}: {value}", "")
-        if job is None:
-            return
+        yield "", "rollout", f"{job.id}: {job.state}{reward}" + ("" if job.state.terminal else "; it has not ended")
         for failure, times in told_once(job):
-            ended = failure == job.failure
-            title = job.state.value.replace("_", " ") if ended else "an attempt failed"
-            self._failure(title if times == 1 else f"{title}, {times} attempts", failure)
-        if not job.state.terminal:
-            self._say("it has not ended; what it did is shown when it has", "yellow")
+            what = job.state.value if failure == job.failure else "failed attempt"
+            yield "", what, f"{failure_line(failure, times)}\n{failure.traceback or ''}"
+    for key, value in row.items():
+        if key not in _NO_VERDICT and not key.startswith("_") and isinstance(value, str | int | float | bool):
+            yield "", key, str(value)
 
-    def _failure(self, title: str, failure: FailureView) -> None:
-        where = f" in {failure.stage}" if failure.stage else ""
-        self._console.print(Rule(f"{title}{where}", align="left", characters="─", style="red"))
-        self._say(f"{failure.kind} ({failure.origin})", "red")
-        self._body(failure.reason, "")
-        if failure.traceback:
-            self._body(failure.traceback, "dim")
 
-    def _block(self, title: str, text: str, style: str) -> None:
-        self._say(title, "cyan")
-        self._body(text, style)
+def _item(item: Mapping[str, Any]) -> tuple[str, str]:
+    malformed = "(malformed)" if item.get("status") == "incomplete" else ""
+    kind = (item.get("type", "message"), item.get("name") or item.get("role"), malformed)
+    text = next(filter(None, (text_of(item.get(name)) for name in _TEXTS)), "")
+    return " ".join(str(word) for word in kind if word), text
 
-    def _say(self, text: str, style: str) -> None:
-        self._console.print(Text(visible(text), style=style))
 
-    def _body(self, text: str, style: str, indent: int = 2) -> None:
-        shown = text if self._full else shorten(text)
-        self._console.print(Padding(Text(visible(shown.rstrip("\n")), style=style), (0, 0, 0, indent)))
+def failure_line(failure: FailureView, times: int) -> str:
+    """Return what failed, where, how often and why, as one line."""
+    where = (f" in {failure.stage}" if failure.stage else "") + (f", {times} attempts" if times > 1 else "")
+    return f"{failure.kind}{where} ({failure.origin}): {failure.reason}"
 
 
 def told_once(job: JobView) -> list[tuple[FailureView, int]]:
-    """What went wrong, oldest first, and how many attempts ended so; why the rollout has failed comes last."""
+    """Return each different failure with its number of attempts; the failure that ended the rollout comes last."""
+    failures = [*job.failed_attempts, *([] if job.failure is None else [job.failure])]
     times = Counter(failure.model_dump_json() for failure in job.failed_attempts)
-    last = [] if job.failure is None else [job.failure]
-    told = {failure.model_dump_json(): failure for failure in [*job.failed_attempts, *last]}
-    return sorted(((failure, times[key] or 1) for key, failure in told.items()), key=lambda each: each[0] in last)
+    told = {failure.model_dump_json(): failure for failure in failures}
+    return sorted(((failure, times[key] or 1) for key, failure in told.items()), key=lambda one: one[0] == job.failure)
 
 
-def shorten(text: str, lines: int = SHORT_LINES, characters: int = SHORT_CHARACTERS) -> str:
-    """Beginning and end of a text, and how much is left out between them."""
-    all_lines = text.splitlines()
-    if len(all_lines) > lines:
-        head, tail = all_lines[: lines - lines // 4], all_lines[-(lines // 4) :]
-        left_out = len(all_lines) - len(head) - len(tail)
-        text = "\n".join([*head, f"[… {left_out} lines]", *tail])
-    if len(text) > characters:
-        head_size, tail_size = characters * 3 // 4, characters // 4
-        left_out = len(text) - head_size - tail_size
-        text = f"{text[:head_size]}\n[… {left_out} characters]\n{text[-tail_size:]}"
-    return text
+def shorten(text: str) -> str:
+    """Return a text's beginning and end, with the number of characters left out between them."""
+    head, tail = SHORT_CHARACTERS * 3 // 4, SHORT_CHARACTERS // 4
+    left_out = len(text) - head - tail
+    return text if left_out <= 0 else f"{text[:head]}\n[… {left_out} characters]\n{text[-tail:]}"
 
 
 def visible(text: str) -> str:
-    """Text that a terminal shows and does not obey."""
+    """Return the text with its control characters escaped."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
-def _tokens(items: Sequence[Mapping[str, Any]]) -> str:
-    for item in items:
-        if isinstance(item.get("generation_token_ids"), list):
-            prompt = len(item.get("prompt_token_ids") or ())
-            return f": {prompt} tokens of prompt, {len(item['generation_token_ids'])} sampled"
-    return ""
-
-
 def _view(row: Mapping[str, Any]) -> JobView | None:
-    """How the rollout came about, if the file says so; Gym's own results do not."""
+    """Return the job of a row; ``None`` for Gym's own results, which have none."""
     try:
         return JobView.model_validate(row.get("rollout"))
     except ValidationError:
@@ -258,10 +168,10 @@ def _file(what: str) -> tuple[Path | None, int | None]:
 
 
 def read_rollouts(path: Path) -> dict[int, dict[str, Any]]:
-    """The rollouts of a file of results by line, also while it is being written.
+    """Return the rollouts of a file of results by line, also while the file is being written.
 
     Raises:
-        CallerError: a line is none; names it.
+        CallerError: a line is no rollout.
     """
     found: dict[int, dict[str, Any]] = {}
     for number, row in json_lines(path, growing=True):
@@ -271,29 +181,3 @@ def read_rollouts(path: Path) -> dict[int, dict[str, Any]]:
             raise CallerError("is no rollout", field=f"{path}:{number}")
         found[number] = row
     return found
-
-
-def _line(path: Path, found: Mapping[int, dict[str, Any]], line: int) -> dict[str, Any]:
-    if line not in found:
-        raise CallerError(f"there is no rollout in this line; the file has {len(found)}", field=f"{path}:{line}")
-    return found[line]
-
-
-def _contents(found: Mapping[int, dict[str, Any]]) -> Table:
-    """What is in a file of several rollouts."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("line", justify="right")
-    table.add_column("rollout", overflow="fold")
-    table.add_column("state")
-    table.add_column("reward", justify="right")
-    table.add_column("turns", justify="right")
-    for number, row in found.items():
-        job = _view(row)
-        about = str(row.get("task_id", "")) if job is None else job.id
-        count = sum(1 for _ in turns(items(part(row, "response", "output"))))
-        reward = row.get("reward") if job is None else job.reward
-        state = "" if job is None else job.state.value
-        score = f"{reward:g}" if isinstance(reward, int | float) else str(reward or "")
-        cells = (str(number), about, state, score, str(count))
-        table.add_row(*(Text(visible(cell)) for cell in cells))
-    return table

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_gym_prorl.commands.jobs import connect
-from nemo_gym_prorl.commands.show import told_once, visible
+from nemo_gym_prorl.commands.show import failure_line, told_once, visible
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.client import ApiError
 from nemo_gym_prorl.rollout.job import JobState
@@ -116,10 +116,7 @@ def _print_failed(console: Console, job: JobView) -> None:
     """An entry for each thing that went wrong: the last one is why the rollout has failed."""
     console.print(f"[bold]{escape(job.id)}[/] [red]{job.state}[/]", soft_wrap=True)
     for failure, times in told_once(job):
-        where = (f" in {failure.stage}" if failure.stage else "") + (f", {times} attempts" if times > 1 else "")
-        console.print(
-            Padding(Text(visible(f"{failure.kind}{where} ({failure.origin}): {failure.reason}")), (0, 0, 0, 2))
-        )
+        console.print(Padding(Text(visible(failure_line(failure, times))), (0, 0, 0, 2)))
         if failure.traceback:
             console.print(Padding(Text(visible(failure.traceback), style="dim"), (0, 0, 0, 4)))
 

@@ -189,15 +189,6 @@ class Runner:
         self.sampler.weights(version)
         self._pump()
 
-    async def idle(self) -> None:
-        """When nothing is in flight, and every sandbox is gone; one that took longer than the service's grace to start
-        goes when it is up. After a strictly on-policy batch that comes by itself; rollouts of the next one begin with
-        :meth:`weights`."""
-        while self.sampler.in_flight:
-            if self._broken is not None:
-                raise self._broken
-            await self._change()
-
     def state(self) -> dict[str, Any]:
         """What a new runner goes on from, as JSON; for a checkpoint that is written between two batches.
 

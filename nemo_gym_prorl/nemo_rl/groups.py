@@ -7,7 +7,7 @@ answered alternate with what was sampled. NeMo RL knows the latter by its log-pr
 not trained on.
 
 A rollout without a loss is masked, or has no tokens that can be trusted. Such a rollout has no turns here. Its reward
-stays in the metrics, and does not enter the baseline of its siblings (``GroupAdvantages``, ``synchronous``). What a
+stays in the metrics, and does not enter the baseline of its siblings (``GroupAdvantages``). What a
 rollout has of the one from whose prefix it began belongs to its prompt: nothing of it is trained on. NeMo RL tells
 groups apart by their prompts, so that rollout is not taken for one that began elsewhere. A group in which no rollout
 has tokens is a deployment that does not keep them, and an error.

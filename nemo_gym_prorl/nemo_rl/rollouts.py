@@ -7,7 +7,7 @@ Here a request is a ticket: it gets the next group that the sampler has found wo
 is of. So groups without variance, failures, retries and staleness are the sampler's, and the controller only ever sees
 groups that are complete; its own retries and drop budgets find nothing to do.
 
-No class is derived from NeMo RL's: what the controller asks of each stands in :mod:`.upstream`.
+No class here is derived from a class of NeMo RL.
 """
 
 from __future__ import annotations

@@ -19,15 +19,6 @@ from nemo_gym_prorl.dapo.contract import AgentFailures, SamplerConfig
 from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
-class Runtime(StrEnum):
-    """Which of NeMo RL's training loops runs."""
-
-    SINGLE_CONTROLLER = "single_controller"
-    """Its asynchronous controller: rollouts go on while it trains."""
-    SYNCHRONOUS = "synchronous"
-    """``grpo_train``: rollouts and training in turn, on the same devices if one likes."""
-
-
 class Rollouts(StrEnum):
     """Whose the rollout services are."""
 
@@ -86,7 +77,6 @@ class ProrlSettings(_Block):
     """The block ``prorl:``.
 
     Attributes:
-        runtime: which training loop.
         rollouts: whose the rollout services are.
         agent: name of the ``prorl_agent`` server in ``env.nemo_gym``; ``None``: the only one there is.
         services: URLs of ``prorl_agent`` servers, for ``rollouts: service``.
@@ -112,7 +102,6 @@ class ProrlSettings(_Block):
         skip_solved: a prompt that all of a group solved this often is not sampled any more.
     """
 
-    runtime: Runtime = Runtime.SINGLE_CONTROLLER
     rollouts: Rollouts = Rollouts.GYM
     agent: str | None = None
     services: tuple[str, ...] = ()
@@ -148,8 +137,6 @@ class ProrlSettings(_Block):
         for name in ("services", "models"):
             if bool(getattr(self, name)) is not (self.rollouts is Rollouts.SERVICE):
                 raise ValueError(f"{name} are for rollouts: service, which needs them, and for no other")
-        if self.runtime is Runtime.SYNCHRONOUS and self.max_staleness:
-            raise ValueError("grpo_train waits for all rollouts before it trains: with it max_staleness is 0")
         return self
 
     def sampler(self, groups_per_batch: int, group_size: int, max_in_flight: int, first_version: int) -> SamplerConfig:
@@ -178,4 +165,4 @@ def settings_of(config: Mapping[str, Any]) -> ProrlSettings:
     return ProrlSettings.model_validate({} if block is None else block)
 
 
-__all__ = ["Overlong", "ProrlSettings", "RewardScaling", "Rollouts", "Runtime", "settings_of"]
+__all__ = ["Overlong", "ProrlSettings", "RewardScaling", "Rollouts", "settings_of"]

@@ -77,7 +77,7 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def configure_generation(master: Any, tokenizer: Any) -> None:
-    """What NeMo RL's launchers do to the block ``policy.generation``; for either training loop."""
+    """Complete the block ``policy.generation`` as NeMo RL's launchers do."""
     from nemo_rl.models.generation import configure_generation_config
 
     master.policy["generation"] = configure_generation_config(
@@ -156,13 +156,12 @@ def cause_of(error: BaseException | None) -> RolloutError | None:
     return next(filter(None, map(cause_of, [*inner, getattr(error, "cause", None), error.__cause__])), None)
 
 
-def shut_down(environments: Mapping[str, Any], engines: Iterable[Any], timeout_s: float = SHUTDOWN_S) -> None:
+def shut_down(environments: Mapping[str, Any], engines: Iterable[Any]) -> None:
     """As NeMo RL's own launcher: environments before the engines that they ask.
 
     Args:
         environments: handles of actors by name.
         engines: what samples, and what trains.
-        timeout_s: how long an actor may take.
     """
     import ray
 
@@ -171,7 +170,7 @@ def shut_down(environments: Mapping[str, Any], engines: Iterable[Any], timeout_s
             actor.shutdown()
             continue
         try:
-            ray.get(actor.shutdown.remote(), timeout=timeout_s)
+            ray.get(actor.shutdown.remote(), timeout=SHUTDOWN_S)
         except Exception as error:
             LOG.warning("environment %s did not shut down, and is killed: %s", name, error)
             ray.kill(actor)

@@ -27,7 +27,7 @@ from nemo_gym_prorl.nemo_rl.checks import check
 from nemo_gym_prorl.nemo_rl.checks.finding import Finding, at, of_validation
 from nemo_gym_prorl.nemo_rl.configuration import names_of, read
 from nemo_gym_prorl.nemo_rl.services import already_running
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Runtime, settings_of
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 
 
 REFUSED = 2
@@ -64,16 +64,18 @@ def find(config: Mapping[str, Any]) -> list[Finding]:
         # What the others look for depends on it.
         return [*of_validation("prorl", error)]
     try:
-        upstream.check(upstream.needed(settings.runtime))
+        upstream.check(upstream.TRAINING)
     except CallerError as error:
         # Whatever else were found would be of a NeMo RL that is not known.
         return [_refused(error)]
+    from nemo_rl.algorithms.single_controller_utils import MasterConfig
+
     findings = check(config, settings)
     try:
-        validated = model_of(settings)(**config)
+        validated = MasterConfig(**config)
     except ValidationError as error:
         return [*findings, *of_validation("", error)]
-    return [*(findings or _cross_check(validated, settings)), *_running(settings)]
+    return [*(findings or _cross_check(validated)), *_running(settings)]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,20 +131,7 @@ def complete(config: dict[str, Any]) -> None:
             os.environ[ROOTS_VARIABLE] = os.pathsep.join([*roots, str(ours)])
 
 
-def model_of(settings: ProrlSettings) -> Any:
-    """NeMo RL's model of the configuration for the loop that is meant."""
-    if settings.runtime is Runtime.SYNCHRONOUS:
-        from nemo_rl.algorithms.grpo import MasterConfig as Synchronous
-
-        return Synchronous
-    from nemo_rl.algorithms.single_controller_utils import MasterConfig
-
-    return MasterConfig
-
-
-def _cross_check(validated: Any, settings: ProrlSettings) -> list[Finding]:
-    if settings.runtime is Runtime.SYNCHRONOUS:
-        return []
+def _cross_check(validated: Any) -> list[Finding]:
     from nemo_rl.algorithms.single_controller_utils.config import validate_single_controller_config
 
     try:
@@ -174,12 +163,10 @@ def _tell(findings: Sequence[Finding]) -> int:
 
 
 def _run(config: dict[str, Any]) -> int:
-    from nemo_gym_prorl.nemo_rl import single_controller, synchronous
+    from nemo_gym_prorl.nemo_rl import single_controller
 
-    settings = settings_of(config)
-    run = synchronous.run if settings.runtime is Runtime.SYNCHRONOUS else single_controller.run
     try:
-        run(config)
+        single_controller.run(config)
     except RolloutError as error:
         print(f"error: {error.reason}", file=sys.stderr)
         return 1

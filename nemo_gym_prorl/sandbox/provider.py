@@ -43,7 +43,6 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
-from nemo_gym_prorl.sandbox.warm_pool import WarmPools
 
 
 if TYPE_CHECKING:
@@ -63,13 +62,6 @@ STARTS = 2 * (os.cpu_count() or 1)
 """Most sandboxes that start at a time in a process: the time limit of a start is for starting, not for waiting."""
 
 _starts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
-_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, WarmPools] = weakref.WeakKeyDictionary()
-
-
-async def close_pools() -> None:
-    """End the sandboxes that the running loop keeps started ahead; they end with the process in any case."""
-    if pools := _pools.pop(asyncio.get_running_loop(), None):
-        await pools.close()
 
 
 class SingularityProvider(ComposeSupport):
@@ -101,8 +93,7 @@ class SingularityProvider(ComposeSupport):
             wanted, snapshot, image = await self._wanted(spec)
             runtime = await self._require_runtime()
             wanted = replace(wanted, image=await self._images.locate(image, runtime))
-            pooled = self._settings.warm and not wanted.volumes
-            container = await self._take(wanted) if pooled else await self._start(wanted)
+            container = await self._start(wanted)
             # It may have been started from an unpacked copy, which comes and goes.
             container.image = wanted.image
             try:
@@ -294,7 +285,3 @@ class SingularityProvider(ComposeSupport):
             held = [start.lock.descriptor] if start.lock else []
             async with _starts.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(STARTS)):
                 return await Container.start(replace(spec, image=start.path), self._runtime, held)
-
-    async def _take(self, spec: ContainerSpec) -> Container:
-        pools = _pools.setdefault(asyncio.get_running_loop(), WarmPools())
-        return await pools.take(spec, self._settings.warm, self._start)

@@ -136,11 +136,3 @@ def trainer(nemo_rl: Path, engine_url: str, state: Path) -> Iterator["Trainer"]:
         import ray
 
         ray.get(trainer.actor.shutdown.remote())
-
-
-@pytest.fixture
-def own_ray(nemo_rl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """grpo_train asks for Ray's memory, of whichever Ray there is on the machine."""
-    import ray
-
-    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)

@@ -57,10 +57,9 @@ def one(path: str, value: Any, says: str, **more: Any) -> Mistake:
 MISTAKES = [
     # Our own block
     one("prorl.max_stalness", 1, "max_staleness"),
-    one("prorl.runtime", "async", "single_controller"),
+    one("prorl.runtime", "synchronous", "there is no such setting"),
     one("prorl.overlong.buffer_length", 10**6, "more than max_sequence_length", field="prorl.overlong"),
     one("prorl.overlong.max_response_length", 3000, "is called max_sequence_length"),
-    one("prorl.max_staleness", 2, "waits for all rollouts", variant="synchronous", field="prorl"),
     one("prorl.services", ["http://127.0.0.1:1"], "for rollouts: service", field="prorl"),
     one("prorl.services", [], "for rollouts: service", variant="service", field="prorl"),
     one("prorl.models", [], "for rollouts: service", variant="service", field="prorl"),
@@ -79,18 +78,15 @@ MISTAKES = [
     one("loss_fn.force_on_policy_ratio", True, "not 1"),
     one("loss_fn.disable_ppo_ratio", True, "no ratio to clip"),
     one("prorl.mini_batches", 1, "the loss's ratio is 1"),
-    one("prorl.mini_batches", 1, "the loss's ratio is 1", variant="synchronous"),
-    one("policy.train_global_batch_size", 48, "grpo.num_prompts_per_step times", variant="synchronous"),
     # Log-probs of another distribution than the one that is sampled from
     *(
         Mistake(
             {f"policy.generation.{name}": value, _MODE: mode},
             f"is sampled from ({name})",
             field=_MODE,
-            variant=variant,
         )
         for name, value in (("temperature", 0.7), ("top_p", 0.95), ("top_k", 20))
-        for mode, variant in (("raw_logprobs", None), (REMOVED, "synchronous"))
+        for mode in ("raw_logprobs", REMOVED)
     ),
     # Lengths
     one("policy.generation.vllm_cfg.max_model_len", 10**6, "the trainer takes"),
@@ -130,15 +126,6 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 def good(variant: str | None = None) -> dict[str, Any]:
     """A configuration in which nothing is wrong, as small as it can be."""
     config = changed(_GOOD, {})
-    if variant == "synchronous":
-        config = changed(
-            config,
-            {
-                "prorl.runtime": "synchronous",
-                "prorl.max_staleness": 0,
-                "policy.train_global_batch_size": 32,
-            },
-        )
     if variant == "service":
         config = changed(
             config,

@@ -26,7 +26,7 @@ def findings_of(config: dict[str, Any]) -> list[Finding]:
         return [*of_validation("prorl", error)]
 
 
-@pytest.mark.parametrize("variant", [None, "synchronous", "service"])
+@pytest.mark.parametrize("variant", [None, "service"])
 def test_nothing_stands_against_a_good_configuration(variant: str | None) -> None:
     assert findings_of(good(variant)) == []
 
@@ -170,7 +170,7 @@ def places(config: Any, path: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("garbage", ["x", None, [], {}, -1, 0, True, [1], {"x": {"y": 1}}, 1e400], ids=repr)
-@pytest.mark.parametrize("variant", [None, "synchronous", "service"])
+@pytest.mark.parametrize("variant", [None, "service"])
 def test_anything_anywhere_gives_findings_and_no_traceback(variant: str | None, garbage: Any) -> None:
     config = good(variant)
     if variant != "service":

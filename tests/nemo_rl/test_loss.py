@@ -260,15 +260,12 @@ def forks_and_their_like() -> list[list[Row]]:
     return [[turns(prefix.fork(float(place % 2)), 1 + place) for place in range(SIZE)] for prefix in prefixes]
 
 
-@pytest.mark.parametrize("loop", ["single_controller", "synchronous"])
-def test_what_a_fork_took_over_gets_no_loss(tmp_path: Path, loop: str) -> None:
-    """By NeMo RL's own masks, in either of its loops; and groups that began elsewhere are other groups to it."""
+def test_what_a_fork_took_over_gets_no_loss(tmp_path: Path) -> None:
+    """Compare with the token masks of NeMo RL's own payload."""
     import torch
-    from nemo_rl.algorithms.grpo import add_grpo_token_loss_masks_and_generation_logprobs
     from nemo_rl.algorithms.loss import ClippedPGLossFn
     from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
 
-    from nemo_gym_prorl.nemo_rl.synchronous import results_of
     from tests.nemo_rl.controller import PARTITION, Policy
 
     torch.manual_seed(0)
@@ -276,20 +273,6 @@ def test_what_a_fork_took_over_gets_no_loss(tmp_path: Path, loop: str) -> None:
     flat = [row for group in rows for row in group]
     chosen = [[log_prob is not None for log_prob in row.sampled] for row in flat]
     assert sum(row.inherited for row in flat) == 5 * SIZE
-    if loop == "synchronous":
-        found, prompts = [], []
-        for group in rows:
-            rollouts = [rollout_of(row, "r") for row in group]
-            for told in results_of(rollouts, group_of(rollouts, lambda raw, length: raw)):
-                log = [message | {"token_ids": torch.tensor(message["token_ids"])} for message in told["message_log"]]
-                add_grpo_token_loss_masks_and_generation_logprobs([log])
-                ids, mask = (torch.cat([one[name] for one in log]) for name in ("token_ids", "token_loss_mask"))
-                found.append((ids.tolist(), mask.bool().tolist()))
-                prompts.append(tuple(told["input_message_log"][0]["token_ids"]))
-        assert found == [(row.tokens, mask) for row, mask in zip(flat, chosen, strict=True)]
-        assert [len({*prompts[first : first + SIZE]}) for first in range(0, len(flat), SIZE)] == [1, 1, 1]
-        assert len({*prompts}) == 3
-        return
     master, *_ = configured()
     plane = NoOpDataPlaneClient()
     policy = Policy(plane, tmp_path)
@@ -311,7 +294,6 @@ NO_TOKENS, MASKED, UNTRUSTED = "an infrastructure failure", "an agent failure", 
 
 
 @pytest.mark.parametrize("leave_one_out", [False, True])
-@pytest.mark.parametrize("loop", ["single_controller", "synchronous"])
 @pytest.mark.parametrize(
     "without_loss",
     [
@@ -325,13 +307,11 @@ NO_TOKENS, MASKED, UNTRUSTED = "an infrastructure failure", "an agent failure", 
     ids=lambda case: "+".join(f"{place} {why}" for place, why in case.items()) or "none",
 )
 def test_a_row_without_loss_does_not_shift_the_baseline_of_its_siblings(
-    without_loss: dict[int, str], loop: str, leave_one_out: bool
+    without_loss: dict[int, str], leave_one_out: bool
 ) -> None:
     """By NeMo RL's own estimator: advantages are those of a group in which that row never was."""
     import torch
     from nemo_rl.algorithms.advantage_estimator import AdvEstimatorConfig, GRPOAdvantageEstimator
-
-    from nemo_gym_prorl.nemo_rl.synchronous import results_of
 
     configured = AdvEstimatorConfig(use_leave_one_out_baseline=leave_one_out, normalize_rewards=True)
     estimator = GRPOAdvantageEstimator(configured, None)
@@ -351,16 +331,13 @@ def test_a_row_without_loss_does_not_shift_the_baseline_of_its_siblings(
             rollouts.append(dataclasses.replace(rollout_of(row, f"g{number}:{place}"), masked=masked))
         group = group_of(rollouts, lambda raw, length: raw)
         flat += [member.reward for member in group.members]
-        for told, completion in zip(results_of(rollouts, group), record_of(group, number).completions, strict=True):
-            (first,) = told["input_message_log"]
-            prompts.append(first["token_ids"] + [0] * (padded - len(first["token_ids"])))
+        for completion in record_of(group, number).completions:
+            prompts.append([*group.prompt] + [0] * (padded - len(group.prompt)))
             mask = [float("generation_logprobs" in one) for one in completion.message_log for _ in one["token_ids"]]
             masks.append(mask + [0.0] * (padded - len(mask)))
             lengths.append(sum(mask))
-            assert told["full_result"]["instance_config"]["mask_sample"] is not any(mask)
     given = {"prompt_ids": torch.tensor(prompts), "rewards": torch.tensor(flat), "mask": torch.tensor(masks)}
-    ours = GroupAdvantages(estimator, len(rewards)) if loop == "single_controller" else estimator
-    got = ours.compute_advantage(**given)
+    got = GroupAdvantages(estimator, len(rewards)).compute_advantage(**given)
     assert got.isfinite().all()
     for first, without in ((0, without_loss), (len(rewards), {})):
         siblings = [first + place for place in range(len(rewards)) if place not in without]
@@ -413,7 +390,7 @@ CLIPS: list[dict[str, float]] = [
 ]
 
 
-@pytest.mark.parametrize("variant", [None, "on-policy", "service", "synchronous"])
+@pytest.mark.parametrize("variant", [None, "on-policy", "service"])
 def test_the_clip_of_a_recipe_acts(tmp_path: Path, variant: str | None) -> None:
     assert len(weights_after(tmp_path, variant)) == 3
 
@@ -429,7 +406,7 @@ def weights_after(folder: Path, variant: str | None, parts: int | None = None) -
     from nemo_rl.algorithms.loss import ClippedPGLossFn
     from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
 
-    from tests.nemo_rl import controller, synchronous
+    from tests.nemo_rl import controller
 
     torch.manual_seed(0)
     master, settings, config = configured(variant)
@@ -441,16 +418,9 @@ def weights_after(folder: Path, variant: str | None, parts: int | None = None) -
     found = set()
     for clip in CLIPS:
         loss = ClippedPGLossFn(master.loss_fn.model_copy(update=clip))
-        policy: Any
-        if variant == "synchronous":
-            policy = synchronous.Policy(config["policy"]["train_global_batch_size"])
-        else:
-            policy = controller.Policy(plane, folder)
+        policy = controller.Policy(plane, folder)
         policy.model.load_state_dict(sampled.model.state_dict())
         policy.optimizer.param_groups[0]["lr"] = 0.1
-        if variant == "synchronous":
-            policy.train(sampled._read(meta, [*controller.FIELDS, "reference_policy_logprobs"]), loss)
-        else:
-            stepped(MiniBatches(policy, parts or settings.mini_batches), meta, loss)
+        stepped(MiniBatches(policy, parts or settings.mini_batches), meta, loss)
         found.add(float(sum(weights.detach().double().square().sum() for weights in policy.model.parameters())))
     return found

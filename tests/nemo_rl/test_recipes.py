@@ -81,7 +81,7 @@ def test_the_recipes_that_there_are() -> None:
         "dapo-swe-qwen3-4b",
         "dapo-swe-qwen3-8b",
     ]
-    assert names_of("variants") == ["on-policy", "service", "synchronous"]
+    assert names_of("variants") == ["on-policy", "service"]
     assert file_of("dapo-swe-qwen3-4b") == RECIPES / "dapo-swe-qwen3-4b.yaml"
     with pytest.raises(Exception, match="nearest that there is: dapo-swe-qwen3-4b"):
         file_of("dapo-swe-qwen-4b")
@@ -149,7 +149,6 @@ def test_the_papers_numbers(name: str, importable: Path, rows: Path) -> None:
             None: (32, 256, 1),
             "service": (32, 256, 1),
             "on-policy": (32, 256, 0),
-            "synchronous": (32, 64, 0),
         }[variant]
         loss, optimizer = config["loss_fn"], config["policy"]["megatron_cfg"]["optimizer"]
         assert (loss["ratio_clip_min"], loss["ratio_clip_max"], loss["reference_policy_kl_penalty"]) == (

@@ -3,7 +3,6 @@
 """A recipe as it ships trains under each variant, but for what a CPU and three steps want otherwise."""
 
 import json
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from tests.nemo_rl.test_single_controller import NUMBER, counting, jobs
 
 if TYPE_CHECKING:
     from tests.nemo_rl.controller import TrainedGroup
-    from tests.nemo_rl.engine import Engine
     from tests.nemo_rl.trainer import Trainer
 
 pytestmark = [pytest.mark.gym, pytest.mark.timeout(420)]
@@ -114,54 +112,6 @@ def test_validation_on_the_single_controller(trainer: "Trainer", engine_url: str
     told = logged(tmp_path / "logs")
     assert told["validation/reward"] == pytest.approx([0.5] * (STEPS - 1))
     assert told["validation/weight_version"] == [1, 2]
-
-
-@pytest.mark.usefixtures("own_ray")
-def test_on_the_synchronous_loop(
-    trainer: "Trainer", engine: "Engine", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the command line to the last step, but for what needs GPUs: NeMo RL's own setup is not called."""
-    from nemo_rl.algorithms import grpo
-    from nemo_rl.distributed import virtual_cluster
-
-    from nemo_gym_prorl.nemo_rl.train import main
-    from tests.nemo_rl.controller import Lent, tokenizer
-    from tests.nemo_rl.synchronous import Generation, Policy, set_up, told
-
-    policy, lent = Policy(4), Lent(trainer.actor)
-    generation = Generation({}, engine)
-
-    @wraps(grpo.setup)
-    def setup(master: Any, _: Any, rows: Any, validation: Any) -> tuple[Any, ...]:
-        assert validation is None
-        generation.cfg = master.policy["generation"]
-        return set_up(master, rows, policy, generation, lent)
-
-    monkeypatch.setattr(grpo, "setup", setup)
-    monkeypatch.setattr(virtual_cluster, "init_ray", lambda: None)
-    made = tokenizer()
-    made.pad_token = "?"
-    made.save_pretrained(tmp_path / "tokenizer")
-    own = [f"++policy.tokenizer.name={tmp_path / 'tokenizer'}", "++policy.train_global_batch_size=4"]
-    own += ["++cluster.num_nodes=1", "++cluster.gpus_per_node=4"]
-    # The recipe's own agent is another environment's; the block makes the counting one known to the checks.
-    shipped = "entrypoint:app.py,max_total_sequence_length:65536,budgets:{init:60,run:60,eval:60}"
-    block = f"{{responses_api_agents:{{prorl_agent:{{{shipped}}}}}}}"
-    agent = ["++prorl.agent=counting_agent", f"++env.nemo_gym.counting_agent={block}"]
-    config = recipe(tmp_path, "synchronous", *own, *agent)
-    rows = config["data"]["train"]["data_path"]
-    places = [f"++data.train.data_path={rows}", f"++logger.log_dir={tmp_path / 'logs'}"]
-    command = ["--config", "dapo-code-qwen3-4b", "--with", "synchronous", *SMALLER, *places, *own, *agent]
-    assert main(command) == 0
-    got = told(policy, generation, 0.0)
-    assert (len(got.batches), got.policy.optimizer_steps) == (STEPS, 2 * STEPS)
-    assert lent.told_to_end
-    settings = settings_of(config)
-    for groups in got.batches:
-        for group in groups:
-            # Rewards are not among what its policy is given, so what they are follows from the tokens alone.
-            group.rewards = [expected(group, member, settings) for member in range(len(group.tokens))]
-            check(group, settings)
 
 
 def expected(group: "TrainedGroup", member: int, settings: ProrlSettings) -> float:

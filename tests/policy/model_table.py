@@ -131,7 +131,7 @@ def row(file: Path) -> list[str]:
         form = rehearse(renderer)
     except CallerError as error:
         why = error.reason.split("turn by turn: ")[-1].split(". Give another")[0].splitlines()[0]
-        return ["refused", f"{why[:90]}", *[""] * 5]
+        return ["refused", why[:90].replace("|", "\\|"), *[""] * 5]
     name = outcome(source, "bytes", (), eos)
     if not renderer.shows_tools or name.followed == "plain":
         seams = outcome(source, "bytes", SHAPES[:1], eos).tally

@@ -265,6 +265,11 @@ def test_calls_in_thoughts_are_not_read_and_calls_behind_thoughts_are(name: str)
     assert ended == (("I will " + call, "", []) if FORMATS[name].unmarked else ("I will ", "", [("edit", ARGUMENTS)]))
 
 
+def test_a_thought_may_be_closed_that_was_not_opened() -> None:
+    """MiniMax M3 closes one where it does not think."""
+    assert _read("</mm:think>5", "minimax_m3") == ("", "5", [])
+
+
 def test_the_harmony_channels() -> None:
     call = written("openai", [("edit", ARGUMENTS)])
     start = "<|start|>assistant"

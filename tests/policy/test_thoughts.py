@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,41 @@ def test_a_thought_of_somebody_else_is_shown_to_the_policy() -> None:
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}, own]})
     prompt = renderer.first(asked.model_dump(exclude_unset=True)["messages"])
     assert tokenizer.decode(prompt.ids) == "user?[|]assistantSo.[hm|hm]"
+
+
+@pytest.mark.parametrize("route", ["responses", "chat/completions", "messages"])
+async def test_a_call_that_the_token_limit_cut_off_is_complete_on_no_route(tmp_path: Path, route: str) -> None:
+    """`rm -rf /data/old-backups` must not arrive as `rm -rf /data/old`."""
+    xml = (TEMPLATES / "xml.jinja").read_text()
+    tokenizer = tokenizer_of("bytes", xml, "<|im_end|>")
+    tokenizer._fast.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(xml)
+    ids = tokenizer.encode("<tool_call>\n<function=look>\n<parameter=what>\nrm -rf /data/old")
+    said = completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)}, finish_reason="length")
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "tools": TOOLS, "max_tokens": len(ids)}
+    if route == "responses":
+        tool = {"type": "function", "strict": False, **FUNCTION}
+        asked = {"input": asked["messages"], "tools": [tool], "max_output_tokens": len(ids)}
+    if route == "messages":
+        asked |= {"model": "m", "tools": [{"name": "look", "description": "", "input_schema": FUNCTION["parameters"]}]}
+    async with serving(says("/v1/completions", lambda _: said)) as engine, aiohttp.ClientSession() as http:
+        model = server(engine, tmp_path, policy={"engine": "vllm", "tokenizer": str(tmp_path)})
+        async with serving(model.setup_webserver()) as url:
+            answer = await _post(http, f"{url}/v1/{route}", asked)
+    match route:
+        case "responses":
+            (item,) = answer["output"]
+            assert item["status"] == "incomplete"
+            assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+            arguments = item["arguments"]
+        case "messages":
+            (block,) = answer["content"]
+            assert answer["stop_reason"] == "max_tokens"
+            assert list(block["input"]) == ["malformed"]
+            return
+        case _:
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == "length"
+            arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    with pytest.raises(ValueError, match="Expecting value"):
+        json.loads(arguments)

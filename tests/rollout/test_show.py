@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nemo_gym_prorl.commands.show import SHORT_CHARACTERS, SHORT_LINES, Page, _contents, shorten, turns
+from nemo_gym_prorl.commands.show import SHORT_CHARACTERS, file_table, rollout_table, shorten, turns
 from nemo_gym_prorl.rollout.client import RolloutClient
 from tests.rollout.command_line import TOKEN, begin, prorl, service
 from tests.rollout.standalone import standalone
@@ -37,7 +37,7 @@ TOKENS = {"prompt_token_ids": [1] * 512, "generation_token_ids": [2] * 64, "gene
 OUTPUT = [
     {"type": "reasoning", "summary": [{"type": "summary_text", "text": "First I look around."}]},
     call("bash", json.dumps({"command": "cat <<EOF\nthree\nlines\nEOF", "timeout_s": 5}), **TOKENS),
-    observation("\n".join(f"line {number}" for number in range(100))),
+    observation("\n".join(f"line {number}" for number in range(400))),
     call("bash", '{"command": ', status="incomplete"),
     observation("Invalid tool call"),
     said("Done \x1b]0;owned\x07 [red]now[/].", **TOKENS),
@@ -58,16 +58,18 @@ async def test_a_trajectory_reads_well_in_80_columns(tmp_path: Path) -> None:
     code, output = await prorl("show", str(path), COLUMNS="80")
     assert code == 0
     assert max(len(line) for line in output.splitlines()) <= 80
-    for part in (
-        "reward 1.0", "Be good.", "turn 1: 512 tokens of prompt, 64 sampled", "First I look around.", "calls bash",
-        "timeout_s: 5", "    three", "line 0", "[… 84 lines]", "line 99", "turn 2", "calls bash (malformed)", "turn 3",
-        "Done \\x1b]0;owned\\x07 [red]now[/].", "verdict: passed",
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    for line in (
+        "turn item text", "reward 1.0", "verdict passed", "message system Be good.", "message user Go",
+        "1 reasoning First I look around.", "1 function_call_output line 0", "[… 1889 characters]", "line 399",
+        "2 function_call bash (malformed) {\"command\":", "3 message assistant Done \\x1b]0;owned\\x07 [red]now[/].",
     ):  # fmt: skip
-        assert part in output, part
+        assert any(line in one for one in lines), (line, output)
+    assert 'EOF", "timeout_s": 5}' in output
     assert "\x1b" not in output
-    assert "line 50" not in output
+    assert "line 150 " not in output
     code, output = await prorl("show", str(path), "--full")
-    assert "line 50" in output
+    assert "line 150 " in output
     code, output = await prorl("show", f"{path}:1", "--json")
     assert json.loads(output) == ROW
 
@@ -84,9 +86,9 @@ def test_an_environments_own_answers_can_be_shown_whatever_they_are(odd: Any) ->
         "reward": odd,
         "note": "\u202egnp.exe\x1b[2J",
     }
-    Page(Console(file=page, width=80), full=False).print(row)
+    Console(file=page, width=80).print(rollout_table(row, full=False))
     assert "\\u202egnp.exe\\x1b[2J" in page.getvalue()
-    Console(file=page).print(_contents({1: row}))
+    Console(file=page).print(file_table({1: row}))
 
 
 async def test_a_file_of_several_rollouts_is_listed_and_each_can_be_shown(tmp_path: Path) -> None:
@@ -95,10 +97,10 @@ async def test_a_file_of_several_rollouts_is_listed_and_each_can_be_shown(tmp_pa
     code, output = await prorl("show", str(path))
     assert (code, [line.split() for line in output.splitlines()][1:]) == (
         0,
-        [["1", "1", "3"], ["2", "other", "0.25", "3"]],
+        [["1", "1.0", "3"], ["2", "other", "0.25", "3"]],
     )
     code, output = await prorl("show", f"{path}:2")
-    assert (code, "task_id: other" in output) == (0, True)
+    assert (code, ["task_id", "other"] in [line.split() for line in output.splitlines()]) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -133,10 +135,10 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
             for ends in ("good", "bad", "late", "bug", "gone"):
                 await client.wait(ends)
         shown = {
-            "show good": ["good: succeeded, reward 1", "stage", "run"],
-            "show bad": ["bad: failed", "agent_run_error (agent)", "the agent gave up"],
-            "show late": ["late: succeeded", "an attempt failed in init", "the sandbox is gone"],
-            "show gone": ["failed, 2 attempts in init", "the sandbox is gone"],
+            "show good": ["good: succeeded, reward 1"],
+            "show bad": ["bad: failed", "agent_run_error in run (agent)", "the agent gave up"],
+            "show late": ["late: succeeded", "failed attempt", "in init (infrastructure)", "the sandbox is gone"],
+            "show gone": ["gone: failed", "in init, 2 attempts (infrastructure)", "the sandbox is gone"],
             "show bug": ["bug: failed", "KeyError: 'a bug'", "Traceback (most recent call last)"],
             "show live": ["live: ", "it has not ended"],
             "status --group g": ["good", "bad", "2 rollouts"],
@@ -171,9 +173,8 @@ async def test_a_listing_goes_on_behind_its_first_page(monkeypatch: pytest.Monke
 def test_what_is_shortened_is_short_and_keeps_both_ends(text: str, repeats: int) -> None:
     text = "\n".join([text] * repeats)
     short = shorten(text)
-    assert len(short) <= max(len(text), 0) + 40
-    assert len(short) <= SHORT_CHARACTERS + 40
-    assert len(short.splitlines()) <= max(SHORT_LINES + 3, len(text.splitlines()))
+    assert len(short) <= min(len(text), SHORT_CHARACTERS) + 40
+    assert (short[:9], short[-9:]) == (text[:9], text[-9:])
 
 
 @given(st.lists(st.sampled_from([OUTPUT[0], OUTPUT[1], OUTPUT[2], OUTPUT[5], said("x")]), max_size=20))

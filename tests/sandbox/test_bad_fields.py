@@ -59,7 +59,6 @@ async def test_a_wrong_value_is_refused_by_the_name_of_its_field(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("warm", value) for value in (-1, 0.5, "2", HUGE, None)),
         *(("exec_timeout_s", value) for value in (0, -1, NAN, INF, "10")),
         *(("output_limit", value) for value in (-1, 0.5, HUGE, "10")),
         *((name, value) for name in ("pull", "unpack", "root") for value in ("no", 0, None)),

@@ -36,14 +36,13 @@ without_fuse = pytest.mark.skipif(not fuse_trouble(), reason="/dev/fuse can be u
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(state: Path) -> Iterator[None]:
-    """After each test. What forks kernels stays as long as the supervisor, which is that of all tests here."""
+    """Check after each test that no sandbox, helper or control group is left."""
     yield
     assert not any(state.glob("*/b-*"))
     for owner in state.glob("s-*"):
-        groups = [group for group in state_dir.groups_of(owner) if "-z-" not in group.path.name]
         assert not state_dir.helpers_of(owner)
         assert not any(space.alive for space in state_dir.spaces_of(owner))
-        assert not any(group.processes() for group in groups)
+        assert not any(group.processes() for group in state_dir.groups_of(owner))
 
 
 def contents(path: Path) -> bytearray:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from nemo_gym.sandbox.providers.apptainer import ApptainerProvider
 
-from nemo_gym_prorl.sandbox.gym import conformance
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from tests.sandbox import conformance
 
 
 pytestmark = pytest.mark.sandbox

@@ -228,7 +228,7 @@ def open_files() -> int:
 async def test_a_prepared_image_is_kept_as_long_as_a_sandbox_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files are used when a sandbox is made, a while after it was asked for, and when its zygote is."""
+    """A sandbox uses the files of its prepared image a while after it asked for the image."""
     monkeypatch.setattr(prepared_images, "MOST", 2)
     made = {"owner": [0, 0], "one_user": "", "ranges": []}
     children = Mock()

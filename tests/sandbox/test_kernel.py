@@ -4,12 +4,9 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,9 +15,6 @@ import pytest_asyncio
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.isolation.zygote import zygote
-from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.jupyter.channel import open_socket
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import DATA_LIMIT, OUTPUT_LIMIT, Kernel
@@ -32,38 +26,12 @@ pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 
 
-ITS_PROGRAM = "print(open('/proc/self/cmdline').read())"
-
-ZYGOTE_TRIES = 40
-
-GRANTED = cgroups.delegation()
-"""Found out by a fork, which a process that has threads by now may not survive."""
-
-PLAIN = {"PYTHONFAULTHANDLER": "1"}
-"""With a variable of Python's that its image does not set, a kernel is never forked."""
-
-
-@pytest_asyncio.fixture(params=["forked", "plain"])
-async def kernel(
-    kernel_image: Path, runtime: Runtime, way: str, request: pytest.FixtureRequest
-) -> AsyncIterator[Kernel]:
-    """A kernel that was forked from its image's zygote, and one that was not."""
-    forked = request.param == "forked"
-    if forked and (not is_machine_root() or way != "direct" or GRANTED is None):
-        pytest.skip(
-            "only root's kernels, in sandboxes that are made directly, are forked, and where there are control groups"
-        )
-    container = await Container.start(ContainerSpec(image=kernel_image, env={} if forked else PLAIN), runtime)
-    async with container, await Kernel.start(container) as live:
-        for _ in range(ZYGOTE_TRIES):
-            if ("ipykernel_launcher" in (await live.run(ITS_PROGRAM)).output) != forked:
-                break
-            # The zygote is not ready yet.
-            assert forked
-            await asyncio.sleep(0.2)
-            await live.restart()
-        else:
-            raise AssertionError("no kernel was forked")
+@pytest_asyncio.fixture
+async def kernel(kernel_image: Path, runtime: Runtime) -> AsyncIterator[Kernel]:
+    async with (
+        await Container.start(ContainerSpec(image=kernel_image), runtime) as container,
+        await Kernel.start(container) as live,
+    ):
         yield live
 
 
@@ -92,41 +60,10 @@ print(sorted(os.environ), [os.readlink(f'/proc/self/ns/{{name}}') for name in so
     assert cleaned.split() == plain.stdout.split()
 
 
-async def test_kernels_of_one_zygote_share_nothing(kernel: Kernel) -> None:
-    draw = "import random, os, uuid, multiprocessing.process as process\n"
-    draw += "print(random.random(), os.urandom(4).hex(), process.current_process().authkey.hex(), uuid.uuid4())"
-    first = (await kernel.run(f"x = 1; {draw}")).output.split()
+async def test_a_restarted_kernel_keeps_nothing(kernel: Kernel) -> None:
+    await kernel.run("x = 1")
     await kernel.restart()
-    again = (await kernel.run(draw)).output.split()
-    assert len(set(first + again)) == 2 * len(first) == 8
     assert "NameError" in ((await kernel.run("x")).error or "")
-
-
-def test_what_modules_drew_before_a_fork_is_drawn_anew() -> None:
-    """Also by modules that the image of these tests lacks: run as the zygote would, in its own words."""
-    pytest.importorskip("numpy")
-    text = Path(zygote.__file__).with_name("zygote_program.py").read_text()
-    (function,) = (part for part in ast.parse(text).body if getattr(part, "name", "") == "draw_anew")
-    draw = f"""
-import multiprocessing.process, os, sys, tempfile, uuid
-import numpy.random
-{ast.get_source_segment(text, function)}
-tempfile.gettempdir(), uuid.getnode()
-for number in range(3):
-    if os.fork() == 0:
-        if number:
-            draw_anew()
-        key = multiprocessing.process.current_process().authkey.hex()
-        os.write(1, f"{{numpy.random.random()}} {{key}}\\n".encode())
-        assert not number or (tempfile.tempdir, uuid._node) == (None, None)
-        os._exit(0)
-    os.wait()
-print(numpy.random.random(), multiprocessing.process.current_process().authkey.hex())
-"""
-    done = subprocess.run([sys.executable, "-c", draw], check=True, capture_output=True, text=True, timeout=60)
-    inherited, *anew, parents = done.stdout.splitlines()
-    assert inherited == parents
-    assert len({word for line in [parents, *anew] for word in line.split()}) == 6
 
 
 async def test_cells_share_state_and_say_what_happened(kernel: Kernel) -> None:

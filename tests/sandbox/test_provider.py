@@ -24,7 +24,7 @@ from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxHandle, S
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.compose import port_forward
 from nemo_gym_prorl.sandbox.gym.options import container_spec
-from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider, close_pools
+from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions import exec as exec_sessions
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
@@ -113,22 +113,6 @@ async def test_an_entrypoint_runs_beside_the_commands(provider: SingularityProvi
     else:
         pytest.fail("the entrypoint did not run")
     await provider.close(handle)
-
-
-async def test_sandboxes_started_ahead(image: Path, runtime: Runtime, state: Path) -> None:
-    try:
-        for number in range(3):
-            # A new object each time, as Gym makes them.
-            provider = SingularityProvider(image=str(image), warm=1)
-            handle = await provider.create(SandboxSpec(env={"N": str(number)}))
-            assert (await provider.exec(handle, "echo $N; ls /tmp; touch /tmp/used")).stdout == f"{number}\n"
-            await provider.close(handle)
-        async with asyncio.timeout(30):
-            while not any(state.glob("*/b-*")):  # noqa: ASYNC240
-                await asyncio.sleep(0.01)
-    finally:
-        await close_pools()
-    assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
 
 
 @pytest.mark.parametrize(

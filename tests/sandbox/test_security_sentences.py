@@ -23,9 +23,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
 from tests.sandbox.test_kernel_shares import INOTIFY, QUEUES, take_all
-from tests.sandbox.test_zygote import ZYGOTES
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]
@@ -221,46 +219,3 @@ def test_outside_everybody_makes_them() -> None:
     flags = " ".join(map(str, NAMESPACES.values()))
     outside = subprocess.run([sys.executable, "-c", MAKE, *flags.split()], capture_output=True, text=True, check=False)
     assert outside.stdout.split().count("made") == 2 * len(NAMESPACES)
-
-
-only_root = pytest.mark.skipif(not is_machine_root(), reason="only root's kernels are forked")
-
-FORKS = """
-import asyncio, sys
-from pathlib import Path
-from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.limits import cgroups
-from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
-async def main():
-    assert cgroups.delegation() is None
-    spec = ContainerSpec(image=Path(sys.argv[1]), start="direct")
-    async with await Container.start(spec, require_runtime()) as container, await Kernel.start(container) as kernel:
-        for _ in range(3):
-            print((await kernel.run("print(open('/proc/self/cmdline').read())")).output)
-            await kernel.restart()
-asyncio.run(main())
-"""
-
-
-@only_root
-def test_no_kernel_is_forked_without_control_groups(kernel_image: Path) -> None:
-    hide = "for group in $(findmnt -n -o TARGET -t cgroup2); do umount -l $group; done"
-    command = ["unshare", "--mount", "sh", "-c", f'{hide}; exec "$@"', "_", sys.executable, "-c", FORKS]
-    done = subprocess.run([*command, str(kernel_image)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("launch(sys.argv[1])") == 3, done.stdout
-    assert ZYGOTES not in done.stdout
-
-
-@only_root
-@pytest.mark.skipif(not {"memory", "pids"} <= CONTROLLERS, reason="no controllers of memory and processes here")
-async def test_a_zygotes_memory_and_processes_are_bounded(kernel_image: Path, runtime: Runtime) -> None:
-    assert GRANTED
-    spec = ContainerSpec(image=kernel_image, start="direct")
-    async with await Container.start(spec, runtime) as container, await Kernel.start(container):
-        groups = [group for group in GRANTED.base.glob("prorl-*") if "-z-" in group.name]
-        assert groups
-        for group in groups:
-            assert (group / "memory.max").read_text() == f"{1 << 30}\n"
-            assert int((group / "pids.max").read_text()) <= 32 + cgroups.PROCESS_SLACK

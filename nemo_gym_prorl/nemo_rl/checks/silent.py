@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_gym_prorl.nemo_rl.checks.finding import Finding, at, number_at
 from nemo_gym_prorl.nemo_rl.checks.servers import DEADLINE
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts, Runtime
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts
 
 
 _LEFT_OUT = (
@@ -45,10 +45,7 @@ def check(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Findin
     yield from _loss(config, settings)
     yield from _lengths(config, settings)
     yield from _log_probs(config)
-    if settings.runtime is Runtime.SINGLE_CONTROLLER:
-        yield from _single_controller(config, settings)
-    else:
-        yield from _optimizer_steps(config, settings)
+    yield from _single_controller(config, settings)
 
 
 def _loss(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding]:
@@ -72,19 +69,6 @@ def _loss(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Findin
             "prorl.mini_batches",
             "in the only optimizer step of a batch the loss's ratio is 1, so loss_fn.ratio_clip_max does nothing",
             "2 or more, e.g. 4; or set loss_fn.force_on_policy_ratio to true, to train without a clip",
-        )
-
-
-def _optimizer_steps(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding]:
-    """``grpo_train`` makes as many of a batch as it comes to, be it more or fewer than are meant."""
-    paths = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")
-    prompts, size = (number_at(config, path) for path in paths)
-    batch = number_at(config, "policy.train_global_batch_size")
-    if prompts and size and batch and prompts * size != batch * settings.mini_batches:
-        yield Finding(
-            "policy.train_global_batch_size",
-            f"grpo.num_prompts_per_step times grpo.num_generations_per_prompt are {prompts * size:g} rollouts",
-            "Set it to that over prorl.mini_batches",
         )
 
 

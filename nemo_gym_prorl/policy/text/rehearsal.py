@@ -280,6 +280,7 @@ class _Seam:
         if turn[: len(prompt)] != prompt or whole[: len(turn)] != turn:
             return  # A token lies across the seam, as none does that is sampled.
         ids, behind = turn[len(prompt) :], prompt[-1]
+        self._holds(bool(ids), f"the tokenizer has no ids for {sampled!r}")
         got = self._renderer.next(
             self._history, self._new, self._tools, sampled=ids, finish=finish, behind=behind, now=_NOW
         )

@@ -38,8 +38,6 @@ SNAPSHOT = "snapshot_id"
 CAPABILITIES, SHARED_MEMORY = "prorl.capabilities", "prorl.shm_size"
 """Metadata of a specification that Gym carries from ``validate_runtime_requirements`` to ``create``."""
 
-MOST_WARM = 1024
-
 _BYTES = re.compile(r"[0-9]{1,15}")
 
 
@@ -52,8 +50,6 @@ class Settings:
         exec_timeout_s: for commands without a time limit of their own; none if not given. Gym itself gives a command
             180 s, unless it is told that there is no limit, as for the services of its Compose.
         output_limit: bytes kept of each output stream of a command.
-        warm: sandboxes to keep started ahead, of each of the specifications that were asked for last; see
-            :mod:`.warm_pool`.
         pull: get images of registries that are not there yet.
         unpack: start SIFs from an unpacked copy on this machine's disk, where there is room for one.
         snapshots: folder for snapshots of sandboxes; one below the sandboxes' own if not given.
@@ -62,7 +58,6 @@ class Settings:
     image: fields.Text | None = None
     exec_timeout_s: fields.Seconds | None = None
     output_limit: Annotated[fields.Whole, fields.between(0, MOST_OUTPUT)] = OUTPUT_LIMIT
-    warm: Annotated[fields.Whole, fields.between(0, MOST_WARM)] = 0
     pull: fields.Flag = True
     unpack: fields.Flag = True
     snapshots: fields.Text | None = None

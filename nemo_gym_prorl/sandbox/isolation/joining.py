@@ -82,15 +82,6 @@ def spaces_of(process: ProcessFolder) -> int:
     return sum(differing)
 
 
-def doors(place: Place, spaces: int) -> list[int]:
-    """Those of its namespaces, as open descriptors."""
-    return [
-        os.open(f"ns/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=place.process.number)
-        for name, flag in NAMESPACES.items()
-        if flag & place.spaces & spaces
-    ]
-
-
 @contextlib.contextmanager
 def reaching() -> Iterator[None]:
     """Errors in the block are the container's, which may have ended meanwhile: nothing in it depends on a request."""
@@ -153,5 +144,10 @@ def join_users(place: Place) -> None:
 
 
 def _enter(place: Place, spaces: int) -> None:
-    for door in doors(place, spaces):
-        os.setns(door)
+    descriptors = [
+        os.open(f"ns/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=place.process.number)
+        for name, flag in NAMESPACES.items()
+        if flag & place.spaces & spaces
+    ]
+    for descriptor in descriptors:
+        os.setns(descriptor)

@@ -4,7 +4,7 @@
 
 The kernel is one for all sandboxes and the host; most ways out of a container that were ever found begin with a call
 that ordinary programs never make. Everything that is executed in a sandbox therefore runs under a filter, from its
-first instruction and with no way back: :func:`install` is the last thing before ``exec``. What a filter refuses it
+first instruction and with no way back: the launcher installs it last, before ``exec``. What a filter refuses it
 refuses as the kernel refuses users without a right (``EPERM``); what is newer than the table does not exist
 (``ENOSYS``), and so does ``clone3``, whose flags no filter can read: the C library then calls ``clone``.
 
@@ -204,20 +204,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 _MACHINE = os.uname().machine
 
-NUMBER = TABLES[_MACHINE].seccomp if _MACHINE in TABLES else 0
-"""Of the system call that installs a filter."""
-
 FILTER = program(TABLES[_MACHINE].audit, TABLES[_MACHINE].verdicts(), LAST) if _MACHINE in TABLES else b""
 """This machine's, made once: the children that install it are forked."""
-
-
-def filter_allowing(name: str) -> bytes:
-    """As :data:`FILTER`, but for one call that is refused there."""
-    if not FILTER:
-        return b""
-    table = TABLES[_MACHINE]
-    verdicts = {number: verdict for number, verdict in table.verdicts().items() if number != table.refused[name]}
-    return program(table.audit, verdicts, LAST)
 
 
 def install(rules: bytes = FILTER) -> None:

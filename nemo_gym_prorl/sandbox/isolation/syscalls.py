@@ -55,11 +55,6 @@ _OPEN_HOW = struct.Struct("3Q")
 _MFD_EXEC = 0x10
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
-_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_CAPABILITY_HEADER = struct.pack("Ii", 0x20080522, 0)
-
-_PR_CAP_AMBIENT, _AMBIENT_RAISE = 47, 2
-
 _KCMP = {"x86_64": 312, "aarch64": 272}
 _KCMP_FILES = 2
 
@@ -96,11 +91,6 @@ def prctl(option: int, value: int) -> None:
     _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
-def last_capability() -> int:
-    """The highest number of a capability that this kernel has."""
-    return int(Path("/proc/sys/kernel/cap_last_cap").read_text())
-
-
 def end_with(parent: int) -> None:
     """Have this process end with its parent, which is ``parent``; if that has ended already, end now."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -117,24 +107,6 @@ def fork_into(group: int) -> int:
     pid = int(_libc_locked.syscall(_CLONE3, arguments, ctypes.c_size_t(len(arguments))))
     _check(pid, "clone3")
     return pid
-
-
-def become_with(uid: int, capability: int, last: int) -> None:
-    """As a root: become another user, with one capability, also of what is executed, and with no way to another.
-
-    ``last`` is the :func:`last_capability`, which there may be no ``/proc`` to ask for by now.
-    """
-    prctl(PR_SET_SECUREBITS, NO_SETUID_FIXUP)
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
-    prctl(PR_SET_SECUREBITS, 0)
-    for number in range(last + 1):
-        if number != capability:
-            prctl(PR_CAPBSET_DROP, number)
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    low, high = 1 << capability & 0xFFFFFFFF, 1 << capability >> 32
-    _check(_libc.capset(_CAPABILITY_HEADER, struct.pack("6I", low, low, low, high, high, high)), "capset")
-    _check(_libc.prctl(_PR_CAP_AMBIENT, ctypes.c_ulong(_AMBIENT_RAISE), ctypes.c_ulong(capability), 0, 0), "prctl")
 
 
 def detached(source: str | int, *, recursive: bool = False) -> int:
@@ -235,14 +207,6 @@ def executable_memory(name: str) -> int:
 def seal(memory: int) -> None:
     """Make sure that nobody ever changes a memory file again."""
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
-
-
-def pivot_root() -> None:
-    """Make the mount in the working folder the root; the old root is mounted over it until :func:`unmount`."""
-    number = _PIVOT_ROOT.get(os.uname().machine)
-    if number is None:
-        raise OSError(errno.ENOSYS, "pivot_root of this architecture is not known")
-    _check(_libc.syscall(number, b".", b"."), "pivot_root")
 
 
 def unmount(target: str) -> None:

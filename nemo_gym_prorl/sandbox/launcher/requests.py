@@ -279,10 +279,6 @@ class Answer:
     number: int = 0
     words: str = ""
 
-    def packed(self) -> bytes:
-        """As the launcher would send it."""
-        return _ANSWER.pack(self.said, self.number) + os.fsencode(self.words)
-
     def message(self) -> Message:
         """What is told of it."""
         match self.said:

@@ -44,7 +44,7 @@ def of_commands(part: float = COMMANDS_FILES) -> tuple[int, int] | None:
     return min(_original[0], hard), hard
 
 
-def usual_limit(part: float = COMMANDS_FILES) -> None:
+def usual_limit(part: float) -> None:
     """In a forked child that is to execute something of the sandbox: have the limits of :func:`of_commands`."""
     if limits := of_commands(part):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

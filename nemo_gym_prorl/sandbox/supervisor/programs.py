@@ -19,7 +19,7 @@ import errno
 import resource
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from nemo_gym_prorl.background import log_exceptions
 from nemo_gym_prorl.sandbox.isolation.joining import Place
@@ -34,10 +34,6 @@ from nemo_gym_prorl.sandbox.supervisor.rpc.answers import EXHAUSTED, KILLED, Ref
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
-
-
-Joiner = Callable[[list[int]], tuple[Child, socket.socket]]
-"""What else may enter the sandbox and start a program with those files there; says so on the channel."""
 
 
 class Program:
@@ -81,13 +77,7 @@ class Programs:
         self._all: dict[str, Program] = {}
 
     async def start(
-        self,
-        name: str,
-        sandbox: Sandbox,
-        order: Message,
-        files: list[int],
-        ended: Callable[[int], object],
-        joiner: Joiner | None = None,
+        self, name: str, sandbox: Sandbox, order: Message, files: list[int], ended: Callable[[int], object]
     ) -> tuple[int, list[int]]:
         """Start a program; its number when it runs, with its terminal if it has one.
 
@@ -97,7 +87,6 @@ class Programs:
             order: as for :func:`.requests.spawn`.
             files: its open files; the caller's.
             ended: told its exit code, negative for a signal, after this.
-            joiner: what may start it; if that says that nothing was done, the launcher has its turn.
 
         Raises:
             Refused: it does not run.
@@ -110,7 +99,7 @@ class Programs:
             request = requests.spawn(place, order)
             assert program.wanted
             async with program.wanted:
-                terminal = await self._start(program, request, files, sandbox.group, joiner)
+                terminal = await self._start(program, request, files, sandbox.group)
         except BaseException as error:
             del self._all[name]
             refusal = self._refusal(error, program, place, sandbox.group)
@@ -146,27 +135,19 @@ class Programs:
             program.process.signal(number, group=True)
 
     async def _start(
-        self, program: Program, request: requests.Request, files: list[int], group: Group | None, joiner: Joiner | None
+        self, program: Program, request: requests.Request, files: list[int], group: Group | None
     ) -> list[int]:
-        async def launch() -> tuple[Child, socket.socket]:
-            return await self._launcher.begin(request, files, group)
-
-        async def fork() -> tuple[Child, socket.socket]:
-            assert joiner
-            return joiner(files)
-
-        for way in [*([fork] if joiner else []), *([launch] * TRIES)]:
+        for _ in range(TRIES):
             with contextlib.suppress(LauncherLost):
-                if (started := await self._begin(program, way)) is not None:
-                    return started
+                return await self._begin(program, request, files, group)
         raise Refused(KILLED)
 
     async def _begin(
-        self, program: Program, join: Callable[[], Awaitable[tuple[Child, socket.socket]]]
-    ) -> list[int] | None:
-        """Have a program started; returns its terminal, or nothing if nothing was done."""
+        self, program: Program, request: requests.Request, files: list[int], group: Group | None
+    ) -> list[int]:
+        """Start a program by the launcher; return its terminal, if it has one."""
         with self._children.starting() as adopt:
-            program.joiner, channel = await join()
+            program.joiner, channel = await self._launcher.begin(request, files, group)
             with channel:
                 try:
                     return await _until_it_runs(program, channel, adopt)
@@ -214,7 +195,7 @@ async def _give_up(program: Program, channel: socket.socket, adopt: Adopt) -> No
     program.strike()
 
 
-async def _until_it_runs(program: Program, channel: socket.socket, adopt: Adopt) -> list[int] | None:
+async def _until_it_runs(program: Program, channel: socket.socket, adopt: Adopt) -> list[int]:
     await ready(channel)
     try:
         message, files = requests.receive(channel)
@@ -222,8 +203,6 @@ async def _until_it_runs(program: Program, channel: socket.socket, adopt: Adopt)
         raise Refused(KILLED) from None
     if "error" in message:
         raise Refused(message)
-    if "pid" not in message:
-        return None
     program.process = adopt(message["pid"])
     try:
         await ready(channel)

@@ -48,7 +48,6 @@ from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, cl
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Client
 from nemo_gym_prorl.sandbox.supervisor.shared_networks import Networks
 from nemo_gym_prorl.sandbox.supervisor.storage import cleanup
-from nemo_gym_prorl.sandbox.supervisor.zygotes import Zygotes
 
 
 Handler = Callable[[Client, Message, list[int]], Awaitable[Answer]]
@@ -61,11 +60,9 @@ class Supervisor:
         self.folder = folder
         self._children = Children(self._orphan_ended)
         self._launcher = Launcher(self._children, folder)
-        groups = _groups()
-        self._sandboxes = Sandboxes(folder, self._children, groups, self._launcher)
+        self._sandboxes = Sandboxes(folder, self._children, _groups(), self._launcher)
         self._networks = Networks(self._children, self._launcher, self._sandboxes)
         self._programs = Programs(self._children, self._launcher, self._sandboxes)
-        self._zygotes = Zygotes(folder, self._children, self._launcher, groups)
         self._sessions = Sessions(self._programs, self._sandboxes)
         self._handlers: dict[str, Handler] = {
             name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
@@ -159,8 +156,7 @@ class Supervisor:
         def ended(code: int) -> None:
             client.post({"event": "exit", "spawn": name, "status": code})
 
-        joiner = self._zygotes.joiner(sandbox, order)
-        pid, terminal = await self._programs.start(name, sandbox, order, files, ended, joiner)
+        pid, terminal = await self._programs.start(name, sandbox, order, files, ended)
         return {"pid": pid}, terminal
 
     def _place(self, order: Message) -> Place:

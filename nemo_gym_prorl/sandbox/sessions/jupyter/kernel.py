@@ -23,11 +23,11 @@ import socket
 import stat
 import struct
 from collections.abc import Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import SHARED_FOLDER, Container
-from nemo_gym_prorl.sandbox.isolation.zygote import zygote
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
 from nemo_gym_prorl.sandbox.sessions.exec import DEATH_S
 from nemo_gym_prorl.sandbox.sessions.jupyter import channel as jupyter_channel
@@ -57,6 +57,9 @@ INTERRUPT_GRACE_S = 2.0
 IDLE_GRACE_S = 1.0
 """How long the last output may take to come after the kernel's answer. In a flood the kernel drops what we do not take
 in time, and the word that it is idle may be among that."""
+
+KERNEL = ("python3", "-c", Path(__file__).with_name("kernel_program.py").read_text())
+"""Command that starts a kernel, without its last argument: the path of the connection file."""
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 _POLL_S = 0.003
@@ -180,7 +183,7 @@ class Kernel:
         try:
             async with asyncio.timeout(timeout_s):
                 self._process = await self._container.spawn(
-                    [*zygote.KERNEL, f"{SHARED_FOLDER}/{name}.json"], [null, log, log]
+                    [*KERNEL, f"{SHARED_FOLDER}/{name}.json"], [null, log, log]
                 )
                 await self._connect(name)
                 await self._until_it_answers()

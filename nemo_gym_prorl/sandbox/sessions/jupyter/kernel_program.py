@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel executes, as text, with the image's own Python: as ``-m ipykernel_launcher``, and faster."""
+"""Program of a kernel process: starts faster than ``-m ipykernel_launcher``.
+
+The image's own Python runs the text of this module (``python3 -c``); nothing of this package is in the image.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ if not sys.modules["debugpy"]:
 
 
 def launch(connection_file: str) -> None:
-    """Be a kernel; returns when it is to end."""
+    """Serve as a kernel until a client shuts the kernel down."""
     sys.argv = ["ipykernel_launcher.py", "-f", connection_file]
     config = Config(
         # A database on disk that is written for each cell takes longer than the cell.
@@ -38,3 +41,7 @@ def launch(connection_file: str) -> None:
     app.init_heartbeat = lambda: None
     app.initialize()
     app.start()
+
+
+if __name__ == "__main__":
+    launch(sys.argv[1])

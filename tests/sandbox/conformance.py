@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A conformance suite for any NeMo Gym sandbox provider: what rollouts rely on, each tried on a real sandbox.
+"""Conformance suite for NeMo Gym sandbox providers: guarantees that rollouts rely on.
 
-Only Gym's common contract is used, so whoever implements it can be put through it. A check that fails says what came
-instead; nothing is assumed about how the provider works. Checks run one after the other, each in a fresh sandbox.
+Each check uses only Gym's common contract and runs on a fresh, real sandbox. A failed check reports what it found.
 """
 
 from __future__ import annotations
