@@ -4,10 +4,13 @@
 
     python -m tests.nemo_rl.chat_server FOLDER_OF_MODEL PORT GENERATIONS_AS_JSON
 
-The worker's class makes the engine and the routes; its constructor, which wants devices and weights of a trainer, is
-left out. The last argument has blocks ``policy.generation``, as NeMo RL hands them to its workers, by name: each has
-the routes, with its own parsers, under that name, over one engine, since starting one takes minutes. A route besides
-has the engine read weights from a folder, in place of a refit by NCCL.
+The worker's class makes the engine and the routes. Its constructor is left out, since it wants devices and weights of
+a trainer. The last argument has blocks ``policy.generation``, as NeMo RL hands them to its workers, by name. A block
+has the routes, with its own parsers, under that name. All blocks share one engine, with the settings of the first,
+since starting an engine takes minutes.
+
+Two more routes stand in for Ray calls. ``POST /weights`` reads weights from a folder, in place of a refit by NCCL.
+``POST /prefix_cache_resets`` calls the worker's own method, and ``GET`` lists what vLLM answered.
 """
 
 from __future__ import annotations
@@ -37,6 +40,10 @@ def application(folder: str, generations: dict[str, dict[str, Any]]) -> FastAPI:
     worker.routed_experts_dtype = resolve_routed_experts_dtype(experts)
     # It serves on all addresses by itself, and counts by threads; we want neither.
     quiet = {"expose_http_server": False, "enable_vllm_metrics_logger": False}
+    vllm, more = first["vllm_cfg"], first.get("vllm_kwargs") or {}
+    # NeMo RL turns the prefix cache on where a recipe leaves it open, on GPUs since Ampere.
+    caches = vllm.get("enable_prefix_caching")
+    mode = vllm.get("logprobs_mode")
     worker.cfg = first | {"vllm_cfg": first["vllm_cfg"] | quiet}
     worker._create_engine(
         {
@@ -45,17 +52,30 @@ def application(folder: str, generations: dict[str, dict[str, Any]]) -> FastAPI:
             "dtype": "float32",
             "enforce_eager": True,
             "enable_return_routed_experts": experts is not None,
-            "enable_prefix_caching": experts is None,
+            "enable_prefix_caching": caches is not False,
             "worker_extension_cls": "tests.nemo_rl.cpu_experts.Tells" if experts is not None else "",
-            "max_model_len": first["vllm_cfg"]["max_model_len"],
-            "logprobs_mode": first["vllm_cfg"].get("logprobs_mode", "processed_logprobs"),
+            "max_model_len": vllm["max_model_len"],
             "distributed_executor_backend": "uni",
+            **more,
+            **({"logprobs_mode": mode} if mode else {}),
         }
     )
+    resets: list[bool] = []
+    reset_prefix_cache = worker.llm.reset_prefix_cache
+
+    async def recorded_reset() -> None:
+        resets.append(await reset_prefix_cache())
+
+    worker.llm.reset_prefix_cache = recorded_reset
 
     async def weights(folder: str) -> None:
         await worker.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-        await worker.llm.reset_prefix_cache()
+
+    async def reset() -> None:
+        await worker.reset_prefix_cache_async()
+
+    async def answers() -> list[bool]:
+        return resets
 
     app = FastAPI()
     for name, generation in generations.items():
@@ -63,6 +83,8 @@ def application(folder: str, generations: dict[str, dict[str, Any]]) -> FastAPI:
         own.cfg = generation | {"vllm_cfg": generation["vllm_cfg"] | quiet}
         own._setup_vllm_openai_api_server(routes)
         routes.post("/weights")(weights)
+        routes.post("/prefix_cache_resets")(reset)
+        routes.get("/prefix_cache_resets")(answers)
         app.mount(f"/{name}", routes)
     return app
 

@@ -159,6 +159,10 @@ class Generation:
     dp_openai_server_base_urls: list[str]
     requires_kv_scale_sync: bool = False
 
+    def invalidate_kv_cache(self) -> bool:
+        """Scripted engines have no prefix cache."""
+        return True
+
     def shutdown(self) -> None:
         pass
 

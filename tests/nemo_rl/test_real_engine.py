@@ -1,8 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes' first steps with nothing kind in between: a real vLLM samples on the CPU behind NeMo RL's own chat
-server, whose parsers find the calls; the environment's tools decide the reward; NeMo RL's controller and loss train
-the weights that are sampled from next."""
+"""The first optimizer steps of recipes, with a real vLLM on the CPU and NeMo RL's controller.
+
+vLLM samples behind NeMo RL's own chat server, whose parsers find the calls. The environment's tools decide the reward.
+NeMo RL's controller and loss train the weights that vLLM samples from next. A dense model and a mixture of experts
+have one engine each, with the settings of their recipes. Three parts stand in for GPUs: transformers trains the
+weights, vLLM reads new weights from disk, and an HTTP route carries the call that resets the prefix cache.
+"""
 
 import contextlib
 import json
@@ -29,18 +33,35 @@ PYTHON = os.environ.get("NRL_VLLM_PYTHON")
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.gym,
+    pytest.mark.long("trains eight optimizer steps against two real engines"),
     pytest.mark.timeout(1800),
     pytest.mark.skipif(PYTHON is None, reason="NRL_VLLM_PYTHON names no Python with both NeMo RL and vLLM"),
 ]
 
 PROMPTS, GENERATIONS = 2, 4
-RECIPES = {
-    "dapo-code-qwen3-4b": 3,
-    "dapo-swe-qwen3-30b-a3b": 1,
-    "dapo-swe-qwen3-8b": 1,
-    "dapo-math-qwen3-4b": 1,
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, the variants that it is combined with, and how many optimizer steps to train."""
+
+    recipe: str
+    steps: int
+    variants: tuple[str, ...] = ()
+
+
+CASES = {
+    "dense": [
+        Case("dapo-code-qwen3-4b", 3),
+        Case("dapo-math-qwen3-4b", 3, ("on-policy",)),
+        Case("dapo-swe-qwen3-8b", 1),
+    ],
+    "mixture": [Case("dapo-swe-qwen3-30b-a3b", 3)],
 }
-"""Each with its own parsers, and so many optimizer steps."""
+"""By the architecture of the model. The cases of one architecture share an engine."""
+EXPERTS = {"dense": 0, "mixture": 8}
+LOG_PROB_TOLERANCE = 1e-3
+"""Nats. Trainer and engine round differently by less; keys and values of earlier weights add more."""
 UNTAUGHT = os.environ.get("PRORL_UNTAUGHT_MODEL")
 LESSON = """You count with the function add. To add 3, write exactly this:
 <tool_call>
@@ -68,12 +89,12 @@ SMALLER = [
 ]
 
 
-def recipe(name: str, steps: int, folder: Path, *overrides: str) -> dict[str, Any]:
-    """A recipe as it ships, made small."""
+def recipe(case: Case, folder: Path, *overrides: str) -> dict[str, Any]:
+    """Return a recipe as it ships, made small."""
     from nemo_gym_prorl.nemo_rl.configuration import read
 
     places = [f"++data.train.data_path={folder / 'rows.jsonl'}", f"++logger.log_dir={folder / 'logs'}"]
-    return read(name, (), [*SMALLER, f"++grpo.max_num_steps={steps}", *places, *overrides])
+    return read(case.recipe, case.variants, [*SMALLER, f"++grpo.max_num_steps={case.steps}", *places, *overrides])
 
 
 def write_rows(folder: Path, ask: Callable[[int], str]) -> None:
@@ -135,7 +156,7 @@ class Deployment:
         from nemo_gym_prorl.nemo_rl.single_controller import train
         from nemo_gym_prorl.nemo_rl.validation import validation_of
         from tests.nemo_rl.controller import Lent, arguments_of, logged, swap_engines
-        from tests.nemo_rl.tiny_trainer import FromDisk, TinyPolicy
+        from tests.nemo_rl.tiny_trainer import ChatServers, FromDisk, TinyPolicy
 
         engine = f"{self.url}/{name}/v1"
         swap_engines(self.gym.server_urls()["policy_model"], [engine])
@@ -144,6 +165,7 @@ class Deployment:
         arguments = arguments_of(master, folder, [engine], {"nemo_gym": Lent(self.gym.actor)})
         replay = router_replay_enabled(master.policy)
         arguments.trainer_handle = TinyPolicy(arguments.dp_client, folder, self.model, replay)
+        arguments.gen_handle = ChatServers([engine])
         arguments.weight_synchronizer = FromDisk([engine], folder, self.model)
         result = train(master, arguments, SetupTimingMetrics(), settings_of(config), validation_of(config))
         assert result["train_steps"] == config["grpo"]["max_num_steps"]
@@ -153,9 +175,23 @@ class Deployment:
                 print(metric, [round(value, 4) for value in told[metric]])
         return told
 
+    def log_prob_modes(self) -> list[str | None]:
+        """Return the mode of each backend's log-probs, as the model server probed it."""
+        from tests.nemo_rl.controller import call
+
+        listing = call("GET", f"{self.gym.server_urls()['policy_model']}/v1/backends")
+        return [backend["log_probs"] for backend in listing["backends"]]
+
+    def prefix_cache_resets(self, name: str) -> list[bool]:
+        """Return what vLLM answered to each reset so far."""
+        from tests.nemo_rl.controller import call
+
+        resets: list[bool] = call("GET", f"{self.url}/{name}/prefix_cache_resets")
+        return resets
+
 
 @contextlib.contextmanager
-def deployed(model: Path, names: Iterable[str], driver: Path, folder: Path) -> Iterator[Deployment]:
+def deployed(model: Path, cases: Iterable[Case], driver: Path, folder: Path) -> Iterator[Deployment]:
     """One engine and one set of servers for all of these recipes."""
     import ray
     from omegaconf import OmegaConf
@@ -170,7 +206,7 @@ def deployed(model: Path, names: Iterable[str], driver: Path, folder: Path) -> I
     config["config_paths"].append(str(driver / "resources_servers/counting/counting.yaml"))
     # Of a CPU that samples for all at once.
     config["counting_agent"] = {"responses_api_agents": {"prorl_agent": {"budgets": {"run": 120}, "max_steps": 6}}}
-    generations = {name: recipe(name, 1, folder)["policy"]["generation"] for name in names}
+    generations = {case.recipe: recipe(case, folder)["policy"]["generation"] for case in cases}
     with chat_server(model, generations, folder / "vllm.log") as url:
         tokenizer, first = AutoTokenizer.from_pretrained(model), next(iter(generations))
         gym = Trainer([f"{url}/{first}/v1"], driver, config, model="tiny", tokenizer=tokenizer)
@@ -181,34 +217,56 @@ def deployed(model: Path, names: Iterable[str], driver: Path, folder: Path) -> I
 
 
 @pytest.fixture(scope="module")
-def counter(nemo_rl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The policy that was taught to count."""
+def counter(
+    request: pytest.FixtureRequest, nemo_rl: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    """A model of the architecture in ``request.param`` that was trained to count."""
     from tests.nemo_rl.trainer import ADD_TOOL
 
     folder = tmp_path_factory.mktemp("tiny")
-    if not (taught := os.environ.get("PRORL_TINY_COUNTER")):
-        tiny.make(folder / "model", ADD_TOOL)
-    with deployed(Path(taught or folder / "model"), RECIPES, nemo_rl, folder) as deployment:
+    model = Path(os.environ.get("PRORL_TINY_COUNTER", folder), request.param)
+    if not model.exists():
+        tiny.make(model, ADD_TOOL, experts=EXPERTS[request.param])
+    with deployed(model, CASES[request.param], nemo_rl, folder) as deployment:
         yield deployment
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_first_steps_of_a_recipe(name: str, counter: Deployment, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("counter", "case"),
+    [pytest.param(architecture, case, id=case.recipe) for architecture, cases in CASES.items() for case in cases],
+    indirect=["counter"],
+    scope="module",  # keeps an engine up for all cases of its architecture
+)
+def test_the_first_steps_of_a_recipe(case: Case, counter: Deployment, tmp_path: Path) -> None:
     import torch
     from transformers import AutoTokenizer
 
-    steps = RECIPES[name]
-    config = recipe(name, steps, tmp_path)
-    parsers = config["policy"]["generation"]["vllm_cfg"]["http_server_serving_chat_kwargs"]
+    from tests.nemo_rl.tiny_trainer import TinyPolicy
+
+    steps = case.steps
+    config = recipe(case, tmp_path)
+    vllm = config["policy"]["generation"]["vllm_cfg"]
+    resets_before = len(counter.prefix_cache_resets(case.recipe))
+    parsers = vllm["http_server_serving_chat_kwargs"]
     thinks = parsers["reasoning_parser"] is not None
     write_rows(tmp_path, lambda number: tiny.question(number, thinks=thinks))
-    told = counter.trained(name, config, tmp_path)
+    told = counter.trained(case.recipe, config, tmp_path)
+    modes = counter.log_prob_modes()
+    print(f"log-prob modes of the backends: {modes}")
+    assert modes == ["processed"]
+    # The controller also syncs weights before the first step.
+    resets = counter.prefix_cache_resets(case.recipe)[resets_before:]
+    print(f"prefix cache resets: vLLM answered {resets}")
+    assert len(resets) == 1 + steps
     assert told["prorl/turns"][-1] > 1
     assert told["prorl/without_loss_share"][-1] == 0
     assert told["prorl/reward/counting"][-1] > 0
 
     tokenizer, shape = AutoTokenizer.from_pretrained(counter.model), Shaping.of(settings_of(config))
     replay = config["policy"].get("router_replay", {}).get("enabled", False)
+    on_policy = settings_of(config).max_staleness == 0
+    if on_policy:  # no request is in flight during a sync
+        assert all(resets)
     furthest, routed, same = 0.0, 0, 0
     for step in range(steps):
         called, calls = 0, 0
@@ -223,9 +281,14 @@ def test_the_first_steps_of_a_recipe(name: str, counter: Deployment, tmp_path: P
                 # What the tool was called with, as far as it was a call, is what the reward is.
                 assert chunk["total_reward"][row].item() == pytest.approx(shape(added(said) / 10, 0)), said
                 assert ("<think>" in said) is thinks
-                if step == 0 and "prev_logprobs" in chunk:  # of the very weights that it was sampled from
-                    off = (chunk["prev_logprobs"] - chunk["generation_logprobs"])[row, :length][mask].abs().max()
-                    furthest = max(furthest, off.item())
+                if step == 0 or on_policy:  # one version sampled the whole rollout
+                    weights = TinyPolicy.weights(tmp_path, step) if step else counter.model
+                    trainers = [log_probs_of(weights, ids)]
+                    if "prev_logprobs" in chunk:
+                        trainers.append(chunk["prev_logprobs"][row, :length])
+                    for own in trainers:
+                        off = (own - chunk["generation_logprobs"][row, :length])[mask].abs().max()
+                        furthest = max(furthest, off.item())
                 assert ("routed_experts" in chunk) is replay
                 if step == 0 and replay:
                     rows, own = chunk["routed_experts"][row, : length - 1], chosen(counter.model, ids[:-1])
@@ -235,10 +298,21 @@ def test_the_first_steps_of_a_recipe(name: str, counter: Deployment, tmp_path: P
         # It samples at a temperature of 1, and what it was taught wears off as it is trained.
         assert called >= 0.75 * PROMPTS * GENERATIONS
     print(f"log-probabilities of trainer and engine differ by {furthest:.2g} at most")
-    assert furthest < 1e-3
+    assert furthest < LOG_PROB_TOLERANCE
     if replay:
         print(f"{same} of {routed} choices of experts are those of the trainer's own router")
         assert same / routed > 0.99
+
+
+def log_probs_of(model: Path, ids: Any) -> Any:
+    """Return each token's log-prob by transformers; the first token has none, which is 0."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        found = torch.log_softmax(loaded(input_ids=ids[None, :-1]).logits, -1)[0]
+    return torch.nn.functional.pad(found.gather(-1, ids[1:, None])[:, 0], (1, 0))
 
 
 def chosen(model: Path, ids: Any) -> Any:
@@ -260,16 +334,16 @@ def test_a_model_that_nobody_taught(nemo_rl: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(str(UNTAUGHT), model)
     tiny.show_tools(model)
-    name = next(iter(RECIPES))
+    case = Case("dapo-code-qwen3-4b", 1)
     shown, bare = tmp_path / "shown", tmp_path / "bare"
-    with deployed(model, [name], nemo_rl, tmp_path) as deployment:
+    with deployed(model, [case], nemo_rl, tmp_path) as deployment:
         for folder, lesson in ((shown, LESSON), (bare, "")):
             folder.mkdir()
             write_rows(folder, lambda number, lesson=lesson: lesson + tiny.question(number))  # type: ignore[misc]
-        told = deployment.trained(name, recipe(name, 1, shown), shown)
+        told = deployment.trained(case.recipe, recipe(case, shown), shown)
         assert told["prorl/tool_calls"][-1] > 0
         with pytest.raises(NothingToLearn, match="too easy or too hard"):
-            deployment.trained(name, recipe(name, 1, bare, "++prorl.max_fruitless=3"), bare)
+            deployment.trained(case.recipe, recipe(case, bare, "++prorl.max_fruitless=3"), bare)
 
 
 def added(said: str) -> int:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny mixture that counts with a tool, as a folder that vLLM and a trainer load: taught for a minute, and then what
+"""A tiny model that counts with a tool, as a folder that vLLM and a trainer load: taught for a minute, and then what
 it writes is sampled. It calls ``add`` once or several times, with any number, and says so when it is done. Asked to
 think, it does so before whatever it writes."""
 
@@ -26,12 +26,19 @@ def question(number: int, *, thinks: bool = False) -> str:
     return f"{'Think, then count' if thinks else 'Count'} to ten. Attempt {number}."
 
 
-def make(folder: Path, tool: dict[str, Any], steps: int = 600) -> None:
-    """Write and teach it."""
+def make(folder: Path, tool: dict[str, Any], *, experts: int = 0, steps: int = 600) -> None:
+    """Write a model and train it to call the tool.
+
+    Args:
+        folder: is created.
+        tool: in the form of the Responses API.
+        experts: of each layer; 0 gives a dense model.
+        steps: optimizer steps.
+    """
     lessons = folder.with_suffix(".jsonl")
     chat_tool = {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
     lessons.write_text("\n".join(json.dumps(lesson) for lesson in _lessons(chat_tool)))
-    command = [sys.executable, SCRIPTS / "make_tiny_model.py", folder, "--experts", "8"]
+    command = [sys.executable, SCRIPTS / "make_tiny_model.py", folder, "--experts", str(experts)]
     subprocess.run([*command, "--lessons", lessons, "--steps", str(steps)], check=True, capture_output=True)
     make_sure(folder)
     show_tools(folder)

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.nemo_rl.controller import Policy, Synchronizer, call
+from tests.nemo_rl.controller import Generation, Policy, Synchronizer, call
 
 
 class TinyPolicy(Policy):
@@ -37,6 +37,16 @@ class TinyPolicy(Policy):
     def weights(folder: Path, version: int) -> Path:
         """Where those after so many steps are."""
         return folder / f"weights-{version}"
+
+
+class ChatServers(Generation):
+    """NeMo RL's chat servers, which pass a reset of the prefix cache on to vLLM."""
+
+    def invalidate_kv_cache(self) -> bool:
+        """Have each server call NeMo RL's own method; NeMo RL's controller ignores what vLLM answers."""
+        for url in self.dp_openai_server_base_urls:
+            call("POST", f"{url.removesuffix('/v1')}/prefix_cache_resets")
+        return True
 
 
 class FromDisk(Synchronizer):

@@ -241,7 +241,7 @@ async def test_nemo_rl_is_probed_under_its_own_sampling(connections: Connections
         await engine.learn_mode(url)
         assert not scripted.probes
         if mode is RAW:
-            with pytest.raises(RequestRefused, match=r"temperature: .* policy.generation.vllm_kwargs.logprobs_mode"):
+            with pytest.raises(RequestRefused, match=r"temperature: .* policy.generation.vllm_cfg.logprobs_mode"):
                 await sample(engine, url, Sampling(4, temperature=0.6))
         else:
             assert (await sample(engine, url, Sampling(4, temperature=0.6))).log_prob_mode is mode

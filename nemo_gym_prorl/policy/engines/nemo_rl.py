@@ -21,7 +21,7 @@ class NemoRl(VllmChat):
     """
 
     name = "nemo_rl"
-    log_probs_fix = "set policy.generation.vllm_kwargs.logprobs_mode to processed_logprobs"
+    log_probs_fix = "set policy.generation.vllm_cfg.logprobs_mode to processed_logprobs"
     _fixed_sampling = True
     _also, _foreign = None, "/v1/completions"
     reset_route = None
