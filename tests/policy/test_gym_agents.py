@@ -118,7 +118,9 @@ async def test_the_chain_of_an_agent_that_knows_its_url(
     grammar = THOUGHTS[family] + call
     held = {"structured_outputs": {"regex": grammar}}
     template = tmp_path / "template.jinja"
-    template.write_text("{#- Claude Code asks for a reasoning_effort. -#}" + (TEMPLATES / f"{family}.jinja").read_text())
+    template.write_text(
+        "{#- Claude Code asks for a reasoning_effort. -#}" + (TEMPLATES / f"{family}.jinja").read_text()
+    )
     policy = {"tokenizer": str(model_folder), "chat_template": str(template)}
     config = servers(f"{engine_url}/v1", MODEL, policy=policy, extra_body=held) | {"agent": block}
     names = tuple(config)
