@@ -26,6 +26,7 @@ from fastapi import FastAPI
 
 
 MODEL = "tiny"
+KV_BLOCKS = 256  # of 128 tokens each: twice the context of every rollout in flight, in place of a GiB
 
 
 def application(folder: str, generations: dict[str, dict[str, Any]]) -> FastAPI:
@@ -56,6 +57,7 @@ def application(folder: str, generations: dict[str, dict[str, Any]]) -> FastAPI:
             "worker_extension_cls": "tests.nemo_rl.cpu_experts.Tells" if experts is not None else "",
             "max_model_len": vllm["max_model_len"],
             "distributed_executor_backend": "uni",
+            "num_gpu_blocks_override": KV_BLOCKS,
             **more,
             **({"logprobs_mode": mode} if mode else {}),
         }

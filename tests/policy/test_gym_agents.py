@@ -5,6 +5,9 @@
 One for each route: Gym's own loop asks for responses, mini-swe-agent (through litellm, in a sandbox of ours) for chat
 completions, Claude Code for messages, as streams. The policy knows nothing, so the engine holds it to calls of the
 agent's tool by a grammar; what is scored in the end, no row here has.
+
+Each agent runs with a template without thoughts and with one that drops thoughts before the latest question. Three
+turns have one question, so the template keeps all thoughts and ``rewrites`` is 0.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ import pytest
 from nemo_gym import base_responses_api_agent
 from tokenizers import Tokenizer as FastTokenizer
 
+from tests.gym.ray_cluster import ray_cluster
 from tests.handlers.gym_host import hosting, instance, url_of
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES
@@ -95,17 +100,21 @@ def claude_code_agent() -> Agent:
 
 
 @pytest.fixture
-def agent(request: pytest.FixtureRequest) -> Agent:
+def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     match request.param:
         case "mini_swe_agent_2":
             if importlib.util.find_spec("minisweagent") is None:
                 pytest.skip("needs pip install mini-swe-agent==2.1.0 swebench==4.1.0")
-            return mini_swe_agent_2(str(request.getfixturevalue("image")))
+            with ray_cluster() as override:
+                monkeypatch.setenv("RAY_ADDRESS", override.partition("=")[2])
+                monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+                yield mini_swe_agent_2(str(request.getfixturevalue("image")))
         case "claude_code_agent":
             if shutil.which("claude") is None:
                 pytest.skip("needs npm install -g @anthropic-ai/claude-code")
-            return claude_code_agent()
-    return simple_agent()
+            yield claude_code_agent()
+        case _:
+            yield simple_agent()
 
 
 @pytest.mark.long("its agents take minutes; a caller of test_prorl_model.py knows as little as they do")
@@ -139,8 +148,7 @@ async def test_the_chain_of_an_agent_that_knows_its_url(
             return await answer.json()
 
     async with hosting(config, *names, cwd=tmp_path), aiohttp.ClientSession() as http:
-        results = [await run(0)]  # the first one starts Ray for an agent that uses it
-        results += await asyncio.gather(*map(run, range(1, ROLLOUTS)))
+        results = await asyncio.gather(*map(run, range(ROLLOUTS)))
         url = url_of(config["policy_model"])
         ledgers = []
         for index in range(ROLLOUTS):
