@@ -17,6 +17,7 @@ from nemo_gym_prorl.policy.text.left_over import left_over
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.families import TOOLS
 from tests.policy.hosts import hosted
+from tests.policy.probes import answer_of, is_probe
 from tests.policy.test_engines import says
 from tests.policy.test_parsers import BAD, GOOD
 from tests.policy.vllm_parser import VllmParser
@@ -71,6 +72,8 @@ def engine(turns: list[dict[str, Any]]) -> Any:
     left = iter(turns)
 
     def answer(body: dict[str, Any]) -> Any:
+        if is_probe(body):
+            return answer_of(body)
         logged = {"content": [{"token": "token_id:3", "logprob": -0.5}]}
         turn = next(left)
         message = {"role": "assistant", "prompt_token_ids": [len(body["messages"])], **turn}

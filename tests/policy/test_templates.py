@@ -31,6 +31,7 @@ from nemo_gym_prorl.policy.turns import TurnRequest
 from responses_api_models.prorl_model.app import _offered
 from tests.policy.families import TEMPLATES
 from tests.policy.hosts import hosted
+from tests.policy.probes import answer_of, is_probe
 from tests.policy.test_engines import completion, says
 from tests.policy.tokenizers import KINDS, tokenizer_of
 from tests.policy.transitions import ids_of, outcome, tally
@@ -245,7 +246,9 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
     (tmp_path / "chat_template.jinja").write_text(SHOUTING)
     texts = iter(["<think>hm<|user|>m</think> a<|end|>", " a<|end|>", "b<|end|>"])
 
-    def says_next(_: dict[str, Any]) -> dict[str, Any]:
+    def says_next(body: dict[str, Any]) -> dict[str, Any]:
+        if is_probe(body):
+            return answer_of(body)
         ids = tokenizer.encode(next(texts))
         return completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)})
 
