@@ -181,13 +181,13 @@ def stepped(trainer: Any, meta: Any, loss: Any) -> dict[str, Any]:
 
 def configured(variant: str | None = None) -> tuple[Any, ProrlSettings, dict[str, Any]]:
     """What a recipe that ships says: NeMo RL's model of it, our block, and all of it."""
+    from nemo_rl.algorithms.single_controller_utils import MasterConfig
+
     from nemo_gym_prorl.nemo_rl.configuration import read
-    from nemo_gym_prorl.nemo_rl.train import model_of
 
     overrides = ["++data.train.data_path=rows.jsonl", *(SERVICES if variant == "service" else ())]
     config = read("dapo-swe-qwen3-4b", [variant] if variant else [], overrides)
-    settings = settings_of(config)
-    return model_of(settings)(**config), settings, config
+    return MasterConfig(**config), settings_of(config), config
 
 
 def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) -> None:
