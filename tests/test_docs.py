@@ -72,6 +72,7 @@ NOT_RUN = {
     "sbatch": "needs Slurm; the script was tried with one",
     "systemd-run": "needs a user's systemd",
     "apptainer": "needs an image",
+    "vllm": "needs an engine's environment; tests/policy/engines.py starts it with this flag",
     "prorl setup": "downloads a container runtime; tests/setup runs it",
     "prorl doctor": "its exit code depends on the machine; tests/setup runs it",
     "prorl demo": "starts Ray and containers; tests/gym/test_demo.py runs it",

@@ -33,30 +33,29 @@ PYTHON = os.environ.get("NRL_VLLM_PYTHON")
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.gym,
-    pytest.mark.long("trains eight optimizer steps against two real engines"),
+    pytest.mark.long("trains twelve optimizer steps against two real engines"),
     pytest.mark.timeout(1800),
     pytest.mark.skipif(PYTHON is None, reason="NRL_VLLM_PYTHON names no Python with both NeMo RL and vLLM"),
 ]
 
-PROMPTS, GENERATIONS = 2, 4
+PROMPTS, GENERATIONS, STEPS = 2, 4, 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, the variants that it is combined with, and how many optimizer steps to train."""
+    """A recipe, and the variants that it is combined with."""
 
     recipe: str
-    steps: int
     variants: tuple[str, ...] = ()
 
 
 CASES = {
     "dense": [
-        Case("dapo-code-qwen3-4b", 3),
-        Case("dapo-math-qwen3-4b", 3, ("on-policy",)),
-        Case("dapo-swe-qwen3-8b", 1),
+        Case("dapo-code-qwen3-4b"),
+        Case("dapo-math-qwen3-4b", ("on-policy",)),
+        Case("dapo-swe-qwen3-8b"),
     ],
-    "mixture": [Case("dapo-swe-qwen3-30b-a3b", 3)],
+    "mixture": [Case("dapo-swe-qwen3-30b-a3b")],
 }
 """By the architecture of the model. The cases of one architecture share an engine."""
 EXPERTS = {"dense": 0, "mixture": 8}
@@ -89,12 +88,12 @@ SMALLER = [
 ]
 
 
-def recipe(case: Case, folder: Path, *overrides: str) -> dict[str, Any]:
+def recipe(case: Case, folder: Path, *overrides: str, steps: int = STEPS) -> dict[str, Any]:
     """Return a recipe as it ships, made small."""
     from nemo_gym_prorl.nemo_rl.configuration import read
 
     places = [f"++data.train.data_path={folder / 'rows.jsonl'}", f"++logger.log_dir={folder / 'logs'}"]
-    return read(case.recipe, case.variants, [*SMALLER, f"++grpo.max_num_steps={case.steps}", *places, *overrides])
+    return read(case.recipe, case.variants, [*SMALLER, f"++grpo.max_num_steps={steps}", *places, *overrides])
 
 
 def write_rows(folder: Path, ask: Callable[[int], str]) -> None:
@@ -243,7 +242,6 @@ def test_the_first_steps_of_a_recipe(case: Case, counter: Deployment, tmp_path: 
 
     from tests.nemo_rl.tiny_trainer import TinyPolicy
 
-    steps = case.steps
     config = recipe(case, tmp_path)
     vllm = config["policy"]["generation"]["vllm_cfg"]
     resets_before = len(counter.prefix_cache_resets(case.recipe))
@@ -257,7 +255,7 @@ def test_the_first_steps_of_a_recipe(case: Case, counter: Deployment, tmp_path: 
     # The controller also syncs weights before the first step.
     resets = counter.prefix_cache_resets(case.recipe)[resets_before:]
     print(f"prefix cache resets: vLLM answered {resets}")
-    assert len(resets) == 1 + steps
+    assert len(resets) == 1 + STEPS
     assert told["prorl/turns"][-1] > 1
     assert told["prorl/without_loss_share"][-1] == 0
     assert told["prorl/reward/counting"][-1] > 0
@@ -265,10 +263,12 @@ def test_the_first_steps_of_a_recipe(case: Case, counter: Deployment, tmp_path: 
     tokenizer, shape = AutoTokenizer.from_pretrained(counter.model), Shaping.of(settings_of(config))
     replay = config["policy"].get("router_replay", {}).get("enabled", False)
     on_policy = settings_of(config).max_staleness == 0
-    if on_policy:  # no request is in flight during a sync
-        assert all(resets)
+    # vLLM refuses a reset while a request holds blocks; that of the last sync precedes no sampled token.
+    assert resets[0]
+    if on_policy:
+        assert any(resets[1:-1])
     furthest, routed, same = 0.0, 0, 0
-    for step in range(steps):
+    for step in range(STEPS):
         called, calls = 0, 0
         for chunk in torch.load(tmp_path / f"step-{step}.pt", weights_only=False):
             for row in range(len(chunk["ids"])):
@@ -279,9 +279,9 @@ def test_the_first_steps_of_a_recipe(case: Case, counter: Deployment, tmp_path: 
                 calls += heard.count(ANSWER)
                 called += ANSWER in heard
                 # What the tool was called with, as far as it was a call, is what the reward is.
-                assert chunk["total_reward"][row].item() == pytest.approx(shape(added(said) / 10, 0)), said
+                assert chunk["total_reward"][row].item() == pytest.approx(shape(added(said, parsers) / 10, 0)), said
                 assert ("<think>" in said) is thinks
-                if step == 0 or on_policy:  # one version sampled the whole rollout
+                if step == 0 or (on_policy and resets[step]):  # one version made all tokens, keys and values
                     weights = TinyPolicy.weights(tmp_path, step) if step else counter.model
                     trainers = [log_probs_of(weights, ids)]
                     if "prev_logprobs" in chunk:
@@ -334,22 +334,24 @@ def test_a_model_that_nobody_taught(nemo_rl: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(str(UNTAUGHT), model)
     tiny.show_tools(model)
-    case = Case("dapo-code-qwen3-4b", 1)
+    case = Case("dapo-code-qwen3-4b")
     shown, bare = tmp_path / "shown", tmp_path / "bare"
     with deployed(model, [case], nemo_rl, tmp_path) as deployment:
         for folder, lesson in ((shown, LESSON), (bare, "")):
             folder.mkdir()
             write_rows(folder, lambda number, lesson=lesson: lesson + tiny.question(number))  # type: ignore[misc]
-        told = deployment.trained(case.recipe, recipe(case, shown), shown)
+        told = deployment.trained(case.recipe, recipe(case, shown, steps=1), shown)
         assert told["prorl/tool_calls"][-1] > 0
         with pytest.raises(NothingToLearn, match="too easy or too hard"):
-            deployment.trained(case.recipe, recipe(case, bare, "++prorl.max_fruitless=3"), bare)
+            deployment.trained(case.recipe, recipe(case, bare, "++prorl.max_fruitless=3", steps=1), bare)
 
 
-def added(said: str) -> int:
-    """What the turns of a rollout added up to, by hand: a turn with a call that can't be read makes none."""
+def added(said: str, parsers: dict[str, Any]) -> int:
+    """Return the sum of a rollout's calls, independently of vLLM; a turn with an unreadable call makes none."""
     total = 0
     for turn in said.split("<|im_end|>"):
+        if parsers["reasoning_parser"] == "deepseek_r1":  # takes a turn without </think> for a thought
+            turn = turn.partition("</think>")[2]
         try:
             calls = [json.loads(call.split("</tool_call>")[0]) for call in turn.split("<tool_call>")[1:]]
             total += sum(int(call["arguments"]["number"]) for call in calls if call["name"] == "add")

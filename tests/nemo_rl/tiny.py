@@ -26,7 +26,7 @@ def question(number: int, *, thinks: bool = False) -> str:
     return f"{'Think, then count' if thinks else 'Count'} to ten. Attempt {number}."
 
 
-def make(folder: Path, tool: dict[str, Any], *, experts: int = 0, steps: int = 600) -> None:
+def make(folder: Path, tool: dict[str, Any], *, experts: int = 0, steps: int = 1200) -> None:
     """Write a model and train it to call the tool.
 
     Args:

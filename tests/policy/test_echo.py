@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from tests.policy.families import TEMPLATES
 from tests.policy.hosts import server
+from tests.policy.probes import answer_of, is_probe
 from tests.policy.test_prorl_model import TOKEN_FIELDS, TOOLS
 from tests.rollout.serving import serve as serving
 
@@ -36,6 +37,8 @@ def engine(tokenizer: Tokenizer, turns: Iterator[str]) -> FastAPI:
 
     @app.post("/v1/completions")
     async def sample(body: dict[str, Any]) -> dict[str, Any]:
+        if is_probe(body):
+            return answer_of(body)
         ids = tokenizer.encode(f"{next(turns)}<|im_end|>")
         logged = {"token_logprobs": [-0.5] * len(ids)}
         return {"choices": [{"token_ids": ids, "logprobs": logged, "finish_reason": "stop"}]}

@@ -140,12 +140,12 @@ async def test_the_agent_saw_what_the_tokens_say(runs: list[Run]) -> None:
         tokenizer = renderer_of(run).tokenizer
         opened = run.family.name == "opened"
         for answer in run.answers:
-            ids = list(answer.turn.sampled)
+            ids, cut = list(answer.turn.sampled), answer.finish is Finish.LENGTH
             if answer.finish is Finish.STOP:
                 assert tokenizer.decode(ids[-1:]) in tokenizer.special.values()
                 ids.pop()
             text = tokenizer.decode(ids)
-            again = parse(text, FORMATS[run.family.tool_format], TOOLS, in_thought=opened)
+            again = parse(text, FORMATS[run.family.tool_format], TOOLS, in_thought=opened, cut=cut)
             thought = again.thought and tokenizer.without_special(again.thought)
             assert (thought, again.calls) == (answer.parsed.thought, answer.parsed.calls)
             assert tokenizer.without_special(again.content) == answer.parsed.content
