@@ -121,14 +121,17 @@ def test_a_thought_of_somebody_else_is_shown_to_the_policy() -> None:
     assert tokenizer.decode(prompt.ids) == "user?[|]assistantSo.[hm|hm]"
 
 
+@pytest.mark.parametrize("cut", ["", "\n</parameter>\n"], ids=["in a value", "behind a parameter"])
 @pytest.mark.parametrize("route", ["responses", "chat/completions", "messages"])
-async def test_a_call_that_the_token_limit_cut_off_is_complete_on_no_route(tmp_path: Path, route: str) -> None:
-    """`rm -rf /data/old-backups` must not arrive as `rm -rf /data/old`."""
+async def test_a_call_that_the_token_limit_cut_off_is_complete_on_no_route(
+    tmp_path: Path, route: str, cut: str
+) -> None:
+    """`rm -rf /data/old-backups` must not arrive as `rm -rf /data/old`, nor without the parameters after it."""
     xml = (TEMPLATES / "xml.jinja").read_text()
     tokenizer = tokenizer_of("bytes", xml, "<|im_end|>")
     tokenizer._fast.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(xml)
-    ids = tokenizer.encode("<tool_call>\n<function=look>\n<parameter=what>\nrm -rf /data/old")
+    ids = tokenizer.encode(f"<tool_call>\n<function=look>\n<parameter=what>\nrm -rf /data/old{cut}")
     said = completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)}, finish_reason="length")
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "tools": TOOLS, "max_tokens": len(ids)}
     if route == "responses":
@@ -155,5 +158,5 @@ async def test_a_call_that_the_token_limit_cut_off_is_complete_on_no_route(tmp_p
             (choice,) = answer["choices"]
             assert choice["finish_reason"] == "length"
             arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
-    with pytest.raises(ValueError, match="Expecting value"):
+    with pytest.raises(json.JSONDecodeError):
         json.loads(arguments)

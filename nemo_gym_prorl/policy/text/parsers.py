@@ -193,10 +193,13 @@ def _scan(text: str, form: Format, schemas: ToolSchemas, *, thoughts: bool, cut:
 
 
 def _cut(calls: list[ToolCall], whole: bool) -> list[ToolCall]:
-    """The calls, of which the last is malformed unless it is whole."""
+    """The calls, of which the last is malformed, with an unfinished object as its arguments, unless it is whole."""
     if whole or not calls:
         return calls
-    return [*calls[:-1], replace(calls[-1], malformed=calls[-1].malformed or CUT)]
+    *others, last = calls
+    if last.malformed is None:
+        last = replace(last, malformed=CUT, arguments=last.arguments.removesuffix("}"))
+    return [*others, last]
 
 
 def _with_own_ids(calls: Sequence[ToolCall], pattern: re.Pattern[str] | None) -> list[ToolCall]:
