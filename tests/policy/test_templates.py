@@ -152,7 +152,9 @@ def test_a_real_template_is_followed_to_the_token_or_refused_by_name(
     assert found.tally.faults == 0
     if found.followed is None:
         assert re.match("chat_template: (it cannot be followed turn by turn|not a Jinja template): .", found.why)
-    else:
+    if kind != "bytes":  # no tokenizer of the families that the table names
+        return
+    if found.followed is not None:
         assert found.tally.right + found.tally.rewritten > 0
     wanted = next((name for name, files in FOLLOWED.items() if file.stem in files), found.followed)
     assert found.followed == wanted
