@@ -22,6 +22,7 @@ from nemo_gym_prorl.policy.text.messages import with_reasoning
 from nemo_gym_prorl.policy.text.parsers import Format, Parsed, parse
 from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.seam import end_of_turn
 from tests.policy.test_formats import ARGUMENTS, PROPERTIES
 from tests.policy.transitions import SHAPES, outcome, renderer_of
 
@@ -64,8 +65,9 @@ def _conversation(count: int, content: str, result: str = RESULT) -> list[dict[s
     return [USER, {"role": "assistant", "content": content, "tool_calls": calls}, *results]
 
 
-def _bodies(renderer: Renderer, count: int) -> Iterator[str]:
-    """What the template writes of a turn with so many calls, ended at each place where the model may end it."""
+def _bodies(renderer: Renderer, count: int) -> Iterator[tuple[str, str]]:
+    """What the template writes of a turn with so many calls, up to each place where the model may end it, and the
+    token that ends it there."""
     messages = _conversation(count, "")
     prompt = renderer.template.render(messages[:1], TOOLS, prompt=True)
     full = renderer.template.render(messages, TOOLS, prompt=True)
@@ -73,15 +75,15 @@ def _bodies(renderer: Renderer, count: int) -> Iterator[str]:
     start = len(prompt) if full.startswith(prompt) else full.rfind("\n", 0, start) + 1
     written = full[start : full.index(RESULT)]
     for token in renderer.tokenizer.special_pattern.finditer(written):
-        yield written[: token.start()]
-    yield written
+        yield written[: token.start()], token[0]
+    yield written, ""
 
 
 def _read(renderer: Renderer, form: Format, count: int) -> tuple[str, Parsed] | None:
     """The first of these that is read as the calls that it was made of."""
     wanted = [("edit", ARGUMENTS), ("edit", {"text": "two"})][:count]
     for cut in (True, False):
-        for body in _bodies(renderer, count):
+        for body, _ in _bodies(renderer, count):
             rest = body.rpartition(form.think[1])[2]
             parsed = parse(rest, form, TOOLS, cut=cut)
             if [(one.name, json.loads(one.arguments)) for one in parsed.calls if not one.malformed] == wanted:
@@ -107,20 +109,19 @@ def _after_thought(form: Format, body: str) -> bool:
 
 
 def _empty_result(renderer: Renderer) -> bool:
-    """Whether what follows a call with an empty result is what the template writes, to the token."""
+    """Whether what follows a call with an empty result is what the template writes behind the token that ended it."""
     messages = [with_reasoning(one) for one in _conversation(1, "", "")]
-    prompt = renderer.template.render(messages[:1], TOOLS, prompt=True)
     full = renderer.template.render(messages, TOOLS, prompt=True)
-    other = renderer.template.render(_conversation(1, ""), TOOLS, prompt=True)
-    body = other[: other.index(RESULT)]
-    ends = [token for token in renderer.tokenizer.special_pattern.finditer(body) if token.start() >= len(prompt)]
-    encode = renderer.tokenizer.encode
-    for end in ends:
-        sampled = encode(full[: end.end()])[len(encode(prompt)) :]
+    special = renderer.tokenizer.special_pattern
+    ending = end_of_turn(lambda said, prompt: renderer.template.render(said, prompt=prompt), special)
+    turns = list(_bodies(renderer, 1))
+    for body, end in [(body, end) for body, end in turns if end and end in ending] or turns:
+        sampled = renderer.tokenizer.encode(body + end)
         got = renderer.next(messages[:2], messages[2:], TOOLS, sampled=sampled, finish=Finish.STOP)
-        if full.startswith(prompt) and got.ids == encode(full[end.end() :]):
+        text = renderer.tokenizer.decode(got.ids)
+        if full.endswith(text) and full.removesuffix(text).endswith(end):
             return True
-    return not full.startswith(prompt)
+    return False
 
 
 def row(file: Path) -> list[str]:

@@ -230,15 +230,16 @@ def test_a_stop_string_is_no_part_of_the_answer() -> None:
 
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_the_end_of_a_turn_is_there_once_before_an_empty_message(role: str) -> None:
-    """Apriel 1.6 writes a call otherwise than its policy does, so what follows is found by stand-ins."""
+    """Apriel 1.6 writes a call otherwise than its policy does, and ends a turn only before another message."""
     calls = "{% for c in m.tool_calls %}[{{ c.function.arguments.a }}]{% endfor %}"
-    written = "{{ '<|' + m.role + '|>' + m.content }}" + calls + "{{ '<|end|>' }}"
+    end = "{% if m.role == 'assistant' and not loop.last %}{{ '\n<|end|>\n' }}{% endif %}"
+    written = "{{ '<|' + m.role + '|>' + m.content }}" + calls + end
     chat = renderer(f"{{% for m in messages %}}{written}{{% endfor %}}", "<|user|><|tool|><|end|>")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
     history = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
     new = {"role": role, "tool_call_id": "1", "content": ""}
-    got = chat.next(history, [new], sampled=chat.tokenizer.encode("(b)<|end|>"), finish=Finish.STOP)
-    assert chat.tokenizer.decode(got.ids) == f"<|{role}|><|end|>"
+    got = chat.next(history, [new], sampled=chat.tokenizer.encode("(b)\n<|end|>"), finish=Finish.STOP)
+    assert chat.tokenizer.decode(got.ids) == f"\n<|{role}|>"
 
 
 async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path) -> None:
