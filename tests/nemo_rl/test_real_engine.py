@@ -58,7 +58,7 @@ CASES = {
     "mixture": [Case("dapo-swe-qwen3-30b-a3b")],
 }
 """By the architecture of the model. The cases of one architecture share an engine."""
-EXPERTS = {"dense": 0, "mixture": 8}
+TAUGHT = {"dense": {"experts": 0}, "mixture": {"experts": 8, "seed": 1}}
 LOG_PROB_TOLERANCE = 1e-3
 """Nats. Trainer and engine round differently by less; keys and values of earlier weights add more."""
 UNTAUGHT = os.environ.get("PRORL_UNTAUGHT_MODEL")
@@ -225,7 +225,7 @@ def counter(
     folder = tmp_path_factory.mktemp("tiny")
     model = Path(os.environ.get("PRORL_TINY_COUNTER", folder), request.param)
     if not model.exists():
-        tiny.make(model, ADD_TOOL, experts=EXPERTS[request.param])
+        tiny.make(model, ADD_TOOL, **TAUGHT[request.param])
     with deployed(model, CASES[request.param], nemo_rl, folder) as deployment:
         yield deployment
 

@@ -26,7 +26,7 @@ def question(number: int, *, thinks: bool = False) -> str:
     return f"{'Think, then count' if thinks else 'Count'} to ten. Attempt {number}."
 
 
-def make(folder: Path, tool: dict[str, Any], *, experts: int = 0, steps: int = 1200) -> None:
+def make(folder: Path, tool: dict[str, Any], *, experts: int = 0, steps: int = 1200, seed: int = 0) -> None:
     """Write a model and train it to call the tool.
 
     Args:
@@ -34,11 +34,12 @@ def make(folder: Path, tool: dict[str, Any], *, experts: int = 0, steps: int = 1
         tool: in the form of the Responses API.
         experts: of each layer; 0 gives a dense model.
         steps: optimizer steps.
+        seed: of the first weights and of the order of lessons.
     """
     lessons = folder.with_suffix(".jsonl")
     chat_tool = {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
     lessons.write_text("\n".join(json.dumps(lesson) for lesson in _lessons(chat_tool)))
-    command = [sys.executable, SCRIPTS / "make_tiny_model.py", folder, "--experts", str(experts)]
+    command = [sys.executable, SCRIPTS / "make_tiny_model.py", folder, "--experts", str(experts), "--seed", str(seed)]
     subprocess.run([*command, "--lessons", lessons, "--steps", str(steps)], check=True, capture_output=True)
     make_sure(folder)
     show_tools(folder)
