@@ -139,7 +139,7 @@ async def test_the_chain_of_an_agent_that_knows_its_url(
     async def run(index: int) -> dict[str, Any]:
         task = f"rollout number {index}, please"
         row = {
-            "responses_create_params": {"input": [{"role": "user", "content": task}], "max_output_tokens": 64, **more},
+            "responses_create_params": {"input": [{"role": "user", "content": task}], "max_output_tokens": 128, **more},
             **{"_ng_task_index": 7, "_ng_rollout_index": index},
             **{"instance_id": f"a__b-{index}", "subset": "verified", "split": "test", "problem_statement": task},
         }
