@@ -17,7 +17,8 @@ app = typer.Typer(
     name="data", help="Make rows for an environment from a published dataset's own.", no_args_is_help=True
 )
 Source = Annotated[
-    Path, typer.Argument(metavar="FILE", dir_okay=False, help="The dataset: .jsonl, .json or .parquet.")
+    Path,
+    typer.Argument(metavar="FILE", dir_okay=False, help="The dataset: .jsonl, .jsonl.gz, .json, .parquet or .csv."),
 ]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="JSONL file for the rows. Default: standard output.")
@@ -28,28 +29,31 @@ DataSource = Annotated[
         help="`data_source` of all rows, by which a mixture routes them. Default: one that prorl_mixture has."
     ),
 ]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Write nothing: print what is kept and dropped, and two rows.")
+]
 
 
 @app.command("math")
-def math(file: Source, output: Output = None, data_source: DataSource = None) -> None:
-    """Problems with a final answer: DeepScaleR, AIME, AMC, or any records with `problem` and `answer`.
+def math(file: Source, output: Output = None, data_source: DataSource = None, dry_run: DryRun = False) -> None:
+    """Problems with a final answer: DAPO, NuminaMath, GSM8K, MATH, or any records with `problem` and `answer`.
 
-    Exit code 1 if a record made no row.
+    Exit code 1 if a record is malformed. docs/data.md lists the sets.
     """
     from nemo_gym_prorl.tasks.math.rows import row_of
 
-    _convert(file, output, row_of, data_source)
+    _convert(file, output, row_of, data_source, dry_run)
 
 
 @app.command("stem")
-def stem(file: Source, output: Output = None, data_source: DataSource = None) -> None:
-    """Questions of science: SCP-116K, verl's records, or any with `problem` and `answer`.
+def stem(file: Source, output: Output = None, data_source: DataSource = None, dry_run: DryRun = False) -> None:
+    """Questions of science: GPQA, MMLU-Pro, SCP-116K, or any records with `question` and `answer` or `options`.
 
-    Exit code 1 if a record made no row.
+    Exit code 1 if a record is malformed. docs/data.md lists the sets.
     """
     from nemo_gym_prorl.tasks.stem.dataset import row_of
 
-    _convert(file, output, row_of, data_source)
+    _convert(file, output, row_of, data_source, dry_run)
 
 
 @app.command("index")
@@ -86,29 +90,40 @@ def code(
         ),
     ] = 5.0,
     data_source: DataSource = None,
+    dry_run: DryRun = False,
 ) -> None:
-    """Programming problems with tests: Eurus-2-RL-Data, APPS, TACO, CodeContests, rows of NeMo Gym's code_gen.
+    """Programming problems with tests: LiveCodeBench, DeepCoder, TACO, MBPP, rows of NeMo Gym's code_gen.
 
-    Exit code 1 if a record made no row.
+    Exit code 1 if a record is malformed. docs/data.md lists the sets.
     """
     from nemo_gym_prorl.tasks.code.convert import row_of
 
-    _convert(file, output, partial(row_of, tests_folder=tests_folder, time_factor=time_factor), data_source)
+    _convert(
+        file,
+        output,
+        partial(row_of, tests_folder=None if dry_run else tests_folder, time_factor=time_factor),
+        data_source,
+        dry_run,
+    )
 
 
 @app.command("swe")
 def swe(
     file: Source,
-    dataset: Annotated[str, typer.Option(help="swe-bench, swe-gym or r2e-gym: whose fields the records have.")],
+    dataset: Annotated[
+        str, typer.Option(help="swe-bench, swe-gym, swe-rebench or r2e-gym: whose fields the records have.")
+    ],
     images: Annotated[
         str | None, typer.Option(help="Registry and folder that has the images. Default: where the dataset's are.")
     ] = None,
     output: Output = None,
     data_source: DataSource = None,
+    dry_run: DryRun = False,
 ) -> None:
-    """Issues of repositories, with hidden tests: SWE-bench in its editions, SWE-Gym, R2E-Gym.
+    """Issues of repositories, with hidden tests: SWE-bench, SWE-Gym, SWE-rebench, R2E-Gym.
 
-    `prorl image pull --from ROWS` fetches their images. Exit code 1 if a record made no row.
+    `prorl image pull --from ROWS` fetches their images. Exit code 1 if a record is malformed. docs/data.md lists the
+    sets.
     """
     from nemo_gym_prorl.failures import CallerError
     from nemo_gym_prorl.sandbox.images.reference import registry
@@ -123,7 +138,7 @@ def swe(
         registry(row["image"])  # raises what says that it is none
         return row
 
-    _convert(file, output, row_of, data_source)
+    _convert(file, output, row_of, data_source, dry_run)
 
 
 def _convert(
@@ -131,8 +146,9 @@ def _convert(
     output: Path | None,
     row_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     data_source: str | None,
+    dry_run: bool,
 ) -> None:
     from nemo_gym_prorl.commands.data import convert
 
-    if not convert(file, output, row_of, data_source):
+    if not convert(file, output, row_of, data_source, dry_run=dry_run):
         raise typer.Exit(1)

@@ -8,9 +8,15 @@ what happens to a record that makes no row are the same for all.
 
 from __future__ import annotations
 
+import csv
+import fcntl
+import hashlib
+import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,62 +25,137 @@ from rich.console import Console
 
 from nemo_gym_prorl.commands.rows import Refusal, json_lines
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_unsupported
 
 
 SHOWN = 20
-"""So many refusals are printed in full."""
+"""So many refusals, and reasons for dropping, are printed."""
+
+SAMPLE_ROWS = 2
+SAMPLE_CHARS = 300
+"""How much of each field of a sample row is printed."""
+
+CSV_FIELD_BYTES = 64 << 20
+"""Longest field of a CSV file. Python's default of 128 KiB is less than some problems have of tests."""
+
+RowOf = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+@dataclass(slots=True)
+class Summary:
+    """What became of the records of a file."""
+
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    refused: list[Refusal] = field(default_factory=list)
+    samples: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def records(self) -> int:
+        return self.kept + self.dropped.total() + len(self.refused)
 
 
 def convert(
-    file: Path,
-    output: Path | None,
-    row_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    data_source: str | None = None,
+    file: Path, output: Path | None, row_of: RowOf, data_source: str | None = None, *, dry_run: bool = False
 ) -> bool:
-    """Write the rows that a dataset's records make, and name the records that make none, on standard error.
+    """Write the rows that a dataset's records make, and print on standard error what became of the records.
+
+    A record that its set publishes without an answer that can be graded is dropped, and so is one that makes the same
+    row as an earlier one. Both are counted. A malformed record is refused by its line.
 
     Args:
-        file: ``.jsonl``, ``.json`` (an array) or ``.parquet``.
+        file: ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
         output: a JSONL file, which is there when it is complete; ``None`` for standard output.
         row_of: makes a row, or raises :class:`CallerError`, which says what field keeps it from that.
         data_source: what all rows have in that field; ``None`` for what ``row_of`` puts there.
+        dry_run: write nothing.
 
     Returns:
-        Whether every record made a row.
+        Whether no record was refused.
 
     Raises:
         CallerError: the file can't be read or makes no row at all, or the other file can't be written or is the
             same. Nothing is written then.
+        UnsupportedSet: no record of the set can be graded; names the set.
     """
     # Resolved as it will be for writing: a path through a folder that is not there names the same file all the same.
     if output is not None and (target := output.resolve()).exists() and target.samefile(file):
         raise CallerError("is the dataset itself", field="--output")
+    unit = "line" if {".jsonl", ".csv"} & {*file.suffixes} else "record"
+    with nullcontext() if dry_run else _written(output) as lines:
+        summary = _convert(file, row_of, data_source, lines)
+        _print(summary, unit)
+        if not summary.kept:
+            raise CallerError(_no_row(summary, unit), field=str(file))
+    return not summary.refused
+
+
+def _convert(file: Path, row_of: RowOf, data_source: str | None, lines: IO[bytes] | None) -> Summary:
+    summary, seen = Summary(), set[bytes]()
+    for number, record in records(file):
+        try:
+            if isinstance(record, CallerError):
+                raise record
+            if isinstance(record, list):  # a pair of messages
+                record = {str(place): part for place, part in enumerate(record)}
+            if not isinstance(record, dict):
+                raise CallerError("is no object")
+            refuse_unsupported(record)
+            row = row_of(record)
+            line = orjson.dumps(row if data_source is None else {**row, "data_source": data_source})
+        except UnsupportedSet as error:
+            raise UnsupportedSet(error.complaint, field=str(file)) from error
+        except UnusableRecord as error:
+            summary.dropped[error.reason] += 1
+        except CallerError as error:
+            summary.refused.append(Refusal(number, error.reason))
+        except orjson.JSONEncodeError as error:
+            summary.refused.append(Refusal(number, f"cannot be written as JSON: {error}"))
+        else:
+            if (digest := hashlib.sha256(line).digest()) in seen:
+                summary.dropped["makes the same row as an earlier one"] += 1
+                continue
+            seen.add(digest)
+            summary.kept += 1
+            if len(summary.samples) < SAMPLE_ROWS:
+                summary.samples.append(row)
+            if lines is not None:
+                lines.write(line + b"\n")
+    return summary
+
+
+def _print(summary: Summary, unit: str) -> None:
     console = Console(stderr=True, highlight=False)
-    unit = "line" if file.suffix == ".jsonl" else "record"
-    made, refused = 0, list[Refusal]()
-    with _written(output) as lines:
-        for number, record in records(file):
-            try:
-                if isinstance(record, CallerError):
-                    raise record
-                if not isinstance(record, dict):
-                    raise CallerError("is no object")
-                row = row_of(record)
-            except CallerError as error:
-                refused.append(Refusal(number, error.reason))
-            else:
-                if data_source is not None:
-                    row = {**row, "data_source": data_source}
-                lines.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
-                made += 1
-        for refusal in refused[:SHOWN]:
-            console.print(f"{unit} {refusal.line}: {refusal.reason}", markup=False, soft_wrap=True)
-        if not made:
-            raise CallerError(
-                f"none of its {len(refused)} {unit}s makes a row" if refused else "is empty", field=str(file)
-            )
-    console.print(f"{made} rows, {len(refused)} {unit}s refused", markup=False)
-    return not refused
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    for refusal in summary.refused[:SHOWN]:
+        say(f"{unit} {refusal.line}: {refusal.reason}")
+    for reason, count in summary.dropped.most_common(SHOWN):
+        say(f"dropped {count}: {reason}")
+    for number, row in enumerate(summary.samples, 1):
+        asked = row.get("responses_create_params", {}).get("input")
+        last = asked[-1].get("content") if isinstance(asked, list) and asked else asked
+        say(f"row {number}: {_short(last)}")
+        for name, value in row.items():
+            if name not in ("responses_create_params", "question", "data_source"):
+                say(f"  {name}: {_short(value)}")
+    dropped, refused = summary.dropped.total(), len(summary.refused)
+    say(f"{summary.records} {unit}s: {summary.kept} kept, {dropped} dropped, {refused} refused")
+
+
+def _no_row(summary: Summary, unit: str) -> str:
+    if not summary.records:
+        return "is empty"
+    reasons = summary.dropped + Counter(refusal.reason for refusal in summary.refused)
+    return f"none of its {summary.records} {unit}s makes a row, most often because of {reasons.most_common(1)[0][0]}"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    text = " ".join(text.split())
+    return text if len(text) <= SAMPLE_CHARS else f"{text[:SAMPLE_CHARS]} … ({len(text)} characters)"
 
 
 def records(file: Path) -> Iterator[tuple[int, Any]]:
@@ -85,22 +166,39 @@ def records(file: Path) -> Iterator[tuple[int, Any]]:
         CallerError: the file can't be read.
     """
     try:
-        match file.suffix:
-            case ".parquet":
+        match file.suffixes[-2:]:
+            case [*_, ".parquet"]:
                 yield from enumerate(_parquet(file), 1)
-            case ".json":
-                data = orjson.loads(file.read_bytes())
-                if not isinstance(data, list):
-                    raise CallerError("is no array of records", field=str(file))
-                yield from enumerate(data, 1)
-            case ".jsonl":
+            case [*_, ".json"] if _is_array(file):
+                yield from enumerate(orjson.loads(file.read_bytes()), 1)
+            case [*_, ".jsonl" | ".json"] | [*_, ".jsonl", ".gz"]:
                 yield from json_lines(file)
-            case other:
-                raise CallerError(f"{other or 'no suffix'!r} is none of .jsonl, .json, .parquet", field=str(file))
+            case [*_, ".csv"]:
+                yield from _csv(file)
+            case _:
+                known = ".jsonl, .jsonl.gz, .json, .parquet, .csv"
+                raise CallerError(f"{file.suffix or 'no suffix'!r} is none of {known}", field=str(file))
     except orjson.JSONDecodeError as error:
         raise CallerError(f"is not JSON: {error}", field=str(file)) from error
     except OSError as error:
         raise CallerError(f"cannot be read: {error.strerror or error}", field=str(file)) from error
+
+
+def _is_array(file: Path) -> bool:
+    """Whether a ``.json`` file holds an array; the Hub has JSON lines under that suffix, too."""
+    with file.open("rb") as content:
+        return next((line for line in content if line.strip()), b"[").lstrip().startswith(b"[")
+
+
+def _csv(file: Path) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(CSV_FIELD_BYTES)
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as content:
+            rows = csv.DictReader(content, strict=True)
+            for record in rows:
+                yield rows.line_num, {name: value for name, value in record.items() if name}
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise CallerError(f"is no CSV file: {error}", field=str(file)) from error
 
 
 def _parquet(file: Path) -> Iterator[Any]:
@@ -134,10 +232,30 @@ def _written(output: Path | None) -> Iterator[IO[bytes]]:
     part = output.with_name(f".{output.name}.part")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            yield file
-        part.rename(output)
+        with part.open("ab") as file:
+            _own(file, part, output)
+            try:
+                file.truncate(0)
+                yield file
+                file.flush()
+                part.rename(output)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
     except OSError as error:
         raise CallerError(f"cannot be written: {error.strerror or error}", field=str(output)) from error
-    finally:
-        part.unlink(missing_ok=True)
+
+
+def _own(file: IO[bytes], part: Path, output: Path) -> None:
+    """Lock a file that is being written, so that two runs do not write one output.
+
+    Raises:
+        CallerError: another run has the lock, or has just given the file its name.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat()):
+            return
+    except BlockingIOError:
+        pass
+    raise CallerError("another `prorl data` writes it; wait for it, or name another --output", field=str(output))

@@ -11,6 +11,8 @@ for these.
 from __future__ import annotations
 
 import fcntl
+import gzip
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +95,7 @@ def json_lines(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]
         CallerError: it cannot be read.
     """
     try:
-        with path.open("rb") as lines:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     try:
@@ -102,8 +104,9 @@ def json_lines(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]
                         if growing and not line.endswith(b"\n"):
                             return
                         yield number, CallerError(f"is not JSON: {error}")
-    except OSError as error:
-        raise CallerError(f"cannot be read: {error.strerror or error}", field=str(path)) from error
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CallerError(f"cannot be read: {reason}", field=str(path)) from error
 
 
 def _in_the_row(error: ErrorDetails) -> dict[str, Any]:

@@ -1,16 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Records of the published sets of programming contests, made into rows. Pure, but for tests that are to be files.
+"""Records of the published sets of programming problems, made into rows. Pure, but for tests that are to be files.
 
-Which set a record is of is told by its fields:
+The fields of a record tell which set it is of; :data:`_KINDS` lists them. Rows of NeMo Gym's ``code_gen`` are checked
+and kept as they are.
 
-- **Eurus-2-RL-Data**: ``prompt``, ``reward_model.ground_truth`` (JSON of the tests), ``ability: code``.
-- **APPS and TACO**: ``question``, ``input_output`` (JSON of the tests).
-- **CodeContests**: ``description``, ``public_tests``, ``private_tests``, ``generated_tests``, limits.
-- **NeMo Gym's code_gen**: rows already; they are looked through and kept as they are, and answered in text.
-
-CodeContests has limits of time, which were set for compiled programs: a row has :data:`TIME_FACTOR` times as much, or
-as often as is asked for. A server's own limit is never exceeded.
+Time limits of CodeContests and Codeforces were set for compiled programs: a row has :data:`TIME_FACTOR` times as much,
+or as often as is asked for. A server's own limit is never exceeded.
 """
 
 from __future__ import annotations
@@ -20,11 +16,15 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.code import humaneval
 from nemo_gym_prorl.tasks.code.prompts import row_for
-from nemo_gym_prorl.tasks.code.rows import METADATA, read_metadata, read_problem
+from nemo_gym_prorl.tasks.code.published_tests import as_json_text, of_asserts, of_cases, unpacked
+from nemo_gym_prorl.tasks.code.rows import METADATA, has_tests, read_metadata, read_problem
+from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, parsed, question_of
 
 
 Record = Mapping[str, Any]
@@ -59,6 +59,8 @@ def row_of(record: Record, tests_folder: Path | None = None, time_factor: float 
     for field, convert in _KINDS.items():
         if field in record:
             row = convert(record, time_factor)
+            if not has_tests(row) and "task_id" in row:
+                return row  # HumanEval's tests are installed with the package
             read_problem(read_metadata(row), None)
             return row if tests_folder is None else _with_file(row, tests_folder)
     known = ", ".join(_KINDS)
@@ -66,24 +68,100 @@ def row_of(record: Record, tests_folder: Path | None = None, time_factor: float 
 
 
 def _eurus(record: Record, _time_factor: float) -> dict[str, Any]:
-    if record.get("ability") != "code":
-        raise CallerError(f"{record.get('ability')!r} is not 'code'", field="ability")
-    prompt = record.get("prompt")
-    said = [turn.get("content") for turn in prompt if turn.get("role") == "user"] if isinstance(prompt, list) else []
-    if not said or not isinstance(said[-1], str):
-        raise CallerError("it has no message of a user", field="prompt")
+    """Eurus-2, Skywork-OR1, Code-R1: records of verl."""
+    ability = record.get("ability")
+    if not isinstance(ability, str) or not ability.casefold().startswith("cod"):
+        raise UnusableRecord(f"{ability!r} is not 'code'", field="ability")
+    _, statement = question_of({"prompt": record.get("prompt")}, record)
     truth = record["reward_model"]
-    tests = _tests(truth.get("ground_truth") if isinstance(truth, Mapping) else None, "reward_model.ground_truth")
+    field = "reward_model.ground_truth"
+    tests = _tests(truth.get("ground_truth") if isinstance(truth, Mapping) else None, field)
     return _row(
-        _ASKS_FOR_BLOCK.sub("", said[-1]), tests, _set(record), dataset=str(record.get("data_source", "eurus"))
+        _ASKS_FOR_BLOCK.sub("", statement), tests, _set(record), dataset=str(record.get("data_source", "eurus"))
     )
+
+
+def _prime(record: Record, _time_factor: float) -> dict[str, Any]:
+    """SYNTHETIC-1 and -2, INTELLECT-2, verifiable-coding-problems."""
+    info = parsed(record["verification_info"])
+    if not isinstance(info, Mapping) or "test_cases" not in info:
+        raise UnusableRecord("has no test_cases: the record is no programming problem", field="verification_info")
+    if info.get("language", "python") != "python":
+        raise UnusableRecord(f"the program is to be in {info['language']}", field="verification_info.language")
+    tests = of_cases(parsed(info["test_cases"]), "verification_info.test_cases")
+    return _row(
+        question_of(record, record)[1], tests, DATA_SOURCE, dataset=str(record.get("source", "primeintellect"))
+    )
+
+
+def _live_code_bench(record: Record, _time_factor: float) -> dict[str, Any]:
+    metadata = parsed(record.get("metadata"))
+    function = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    cases = [
+        case for field in ("public_test_cases", "private_test_cases") for case in unpacked(_text(record, field), field)
+    ]
+    tests = of_cases(cases, "private_test_cases", function)
+    statement = _with_starter(_text(record, "question_content"), record)
+    difficulty = record.get("difficulty")
+    return _row(statement, tests, DATA_SOURCE, dataset="livecodebench", difficulty=difficulty)
+
+
+def _deep_coder(record: Record, _time_factor: float) -> dict[str, Any]:
+    metadata = parsed(record.get("metadata"))
+    function = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    statement = _with_starter(question_of(record, record)[1], record)
+    return _row(statement, _tests(record["tests"], "tests", function), DATA_SOURCE, dataset="deepcoder")
+
+
+def _codeforces(record: Record, time_factor: float) -> dict[str, Any]:
+    """open-r1/codeforces."""
+    if record.get("interaction_format"):
+        raise UnusableRecord("the problem is interactive", field="interaction_format")
+    if record.get("input_mode", "stdio") != "stdio":
+        raise UnusableRecord("the program is to read and write files", field="input_mode")
+    if record.get("generated_checker"):
+        raise UnusableRecord(
+            "several outputs are right, and a program of the set's own judges", field="generated_checker"
+        )
+    if not record.get("official_tests") or not record.get("official_tests_complete", True):
+        raise UnusableRecord("the record lacks tests; the rest are in files of their own", field="official_tests")
+    parts = [_text(record, "description")]
+    for title, field in (("Input", "input_format"), ("Output", "output_format"), ("Note", "note")):
+        if record.get(field):
+            parts.append(f"{title}\n{record[field]}")
+    for example in record.get("examples") or []:
+        parts.append(f"Example input\n{example['input']}\nExample output\n{example['output']}")
+    limits = {} if record.get("time_limit") is None else {"time_limit_s": time_factor * _seconds(record["time_limit"])}
+    tests = of_cases(record["official_tests"], "official_tests")
+    return _row("\n\n".join(parts), tests, "codeforces", dataset="codeforces", **limits)
+
+
+def _asserted(record: Record, _time_factor: float) -> dict[str, Any]:
+    """HumanEval and HumanEval+, LeetCodeDataset, KodCode."""
+    problem = humaneval.problems().get(str(record.get("task_id")))
+    if problem is not None:
+        if record["test"] != problem.test:
+            raise UnsupportedSet("HumanEval+ cannot be used: its tests are loops, not asserts; use HumanEval")
+        return {**humaneval.row_for(problem), "data_source": "humaneval"}
+    candidates = ("candidate", str(record.get("entry_point", "candidate")).rpartition(".")[2])
+    tests = of_asserts(_text(record, "test"), "test", candidates)
+    asked = next((name for name in ("problem_description", "question") if record.get(name)), "prompt")
+    return _row(_with_starter(_text(record, asked), record), tests, DATA_SOURCE, dataset=record.get("subset"))
+
+
+def _listed_asserts(record: Record, _time_factor: float) -> dict[str, Any]:
+    """MBPP and its sanitized edition, AceCode."""
+    field = next(name for name in ("test_list", "test_cases") if name in record)
+    asserts = record[field]
+    if not isinstance(asserts, list) or not all(isinstance(line, str) for line in asserts):
+        raise CallerError("must be a list of asserts", field=field)
+    asked = next((name for name in ("text", "question") if record.get(name)), "prompt")
+    return _row(_text(record, asked), of_asserts("\n".join(asserts), field), DATA_SOURCE, dataset=record.get("source"))
 
 
 def _apps(record: Record, _time_factor: float) -> dict[str, Any]:
     tests = _tests(record["input_output"], "input_output")
-    statement = _text(record, "question")
-    if record.get("starter_code"):
-        statement += f"\n\nStart from:\n```python\n{record['starter_code']}\n```"
+    statement = _with_starter(_text(record, "question"), record)
     source = "taco" if record.get("source") else "apps"
     return _row(
         statement, tests, source, dataset=str(record.get("source") or "apps"), difficulty=record.get("difficulty")
@@ -123,6 +201,13 @@ def _code_gen(record: Record, _time_factor: float) -> dict[str, Any]:
 _KINDS: Mapping[str, Callable[[Record, float], dict[str, Any]]] = {
     METADATA: _code_gen,
     "reward_model": _eurus,
+    "verification_info": _prime,
+    "official_tests": _codeforces,
+    "private_test_cases": _live_code_bench,
+    "tests": _deep_coder,
+    "test_list": _listed_asserts,
+    "test_cases": _listed_asserts,
+    "test": _asserted,
     "input_output": _apps,
     "public_tests": _code_contests,
 }
@@ -137,16 +222,21 @@ def _set(record: Record) -> str:
 def _row(statement: str, tests: Mapping[str, Any], data_source: str, **more: Any) -> dict[str, Any]:
     function = tests.get("fn_name")
     checker = CHECKER if function is None else CALL_CHECKER
-    metadata = {"unit_tests": dict(tests), "checker": checker} | {k: v for k, v in more.items() if v is not None}
+    unit_tests = dict(tests) if function is None else as_json_text(tests)
+    metadata = {"unit_tests": unit_tests, "checker": checker} | {k: v for k, v in more.items() if v is not None}
     return row_for(statement, metadata, function=function, data_source=data_source)
 
 
-def _tests(text: Any, field: str) -> dict[str, Any]:
+def _tests(text: Any, field: str, function: str | None = None) -> dict[str, Any]:
     """Tests as :class:`.rows.UnitTests` has them, from the JSON that several sets keep them in."""
     try:
         tests = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError) as error:
         raise CallerError(f"it is no JSON: {error}", field=field) from error
+    if isinstance(tests, list):
+        return of_cases(tests, field, function)
+    if isinstance(tests, Mapping) and "inputs" not in tests and {"functional", "test_code"} & tests.keys():
+        raise UnusableRecord("its tests are a program, and prorl_code compares results", field=field)
     if not isinstance(tests, Mapping) or not isinstance(tests.get("inputs"), list):
         raise CallerError("it has no list of inputs", field=field)
     if not isinstance(tests.get("outputs"), list):
@@ -154,6 +244,11 @@ def _tests(text: Any, field: str) -> dict[str, Any]:
     if tests.get("fn_name"):
         return {name: tests[name] for name in ("inputs", "outputs", "fn_name")}
     return {name: [_joined(value) for value in tests[name]] for name in ("inputs", "outputs")}
+
+
+def _with_starter(statement: str, record: Record) -> str:
+    starter = record.get("starter_code")
+    return f"{statement}\n\nStart from:\n```python\n{starter}\n```" if starter else statement
 
 
 def _joined(value: Any) -> Any:
@@ -173,5 +268,10 @@ def _with_file(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     data = json.dumps(metadata.pop("unit_tests"), separators=(",", ":"), sort_keys=True).encode()
     name = hashlib.sha256(data).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_bytes(data)
+    file = folder / f"{name}.json"
+    if not file.exists():
+        with NamedTemporaryFile(dir=folder, prefix=f".{name}.", delete=False) as part:
+            part.write(data)
+        Path(part.name).chmod(0o644)
+        Path(part.name).rename(file)
     return row | {METADATA: metadata | {"tests_file": f"{name}.json", "tests_sha256": name}}

@@ -12,7 +12,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, is_text
-from nemo_gym_prorl.tasks.math.answers import unwrapped
+from nemo_gym_prorl.tasks.math.answers import final_answer, unwrapped
+from nemo_gym_prorl.tasks.records import (
+    UnusableRecord,
+    answer_of,
+    gold,
+    lowered,
+    missing,
+    no_answer,
+    question_of,
+    require_answerable,
+)
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 
@@ -29,29 +39,39 @@ DATA_SOURCE = "math"
 MAX_ANSWER_CHARS = 2000
 """Longest expected answer."""
 
-_PROBLEM = ("problem", "question")
-_DAPO = re.compile(
+_AROUND = re.compile(
     r"\ASolve the following math problem step by step\. The last line[^\n]*\n+"
     r'|\n+Remember to put your answer on its own line after "Answer:"\.\s*\Z'
+    r"|\s+Present the answer in LaTex format: \\boxed\{Your answer\}\s*\Z"
 )
-"""What DAPO-Math-17k says around each problem of where the answer goes; here it goes into a box."""
+"""What DAPO-Math-17k and Eurus-2 say around each problem of where the answer goes; here the system prompt does."""
 
-_ANSWER = ("answer", "expected_answer")
+_VALIDITY = ("problem_is_valid", "solution_is_valid")
+"""NuminaMath-1.5's own judgement: ``Yes``, or why not."""
+
+_SENTENCES = re.compile(r"[a-z]{2}[.!?]\s+[A-Z]")
+_WORD = re.compile(r"(?<!\\)\b[a-z]{3,}")
 
 
 def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The row of a dataset's record.
 
     Args:
-        record: has ``problem`` (or ``question``) and ``answer`` (or ``expected_answer``), with or without
-            capitals, or verl's ``prompt`` (a chat) and ``reward_model.ground_truth``; an answer may be a number.
+        record: has a question and an answer under one of the names in :mod:`nemo_gym_prorl.tasks.records`, or a worked
+            ``solution`` with its answer in a box.
 
     Raises:
-        CallerError: one is missing or empty; names it.
+        CallerError: a field is missing or wrong; names it.
+        UnusableRecord: the set knows no final answer, or calls the problem wrong.
     """
-    plain = _plain(record)
-    question = _text(plain, _PROBLEM, record)
-    answer = _text(plain, _ANSWER, record)
+    plain = lowered(record)
+    require_answerable(plain)
+    for name in _VALIDITY:
+        if str(plain.get(name) or "Yes") != "Yes":
+            raise UnusableRecord(f"the set says {plain[name]!r}", field=name)
+    name, asked = question_of(plain, record)
+    question = _text(_AROUND.sub("", asked), name)
+    answer = _final(plain, record)
     return {
         "responses_create_params": {
             "input": [
@@ -73,52 +93,50 @@ def expected_answer(row: Mapping[str, Any]) -> str:
     Raises:
         CallerError: there is none; names the field.
     """
-    _text(row, ("question",), row)
-    return _text(row, ("expected_answer",), row)
+    for name in ("question", "expected_answer"):
+        if row.get(name) is None:
+            raise missing(row, name)
+    _text(row["question"], "question")
+    return _answer(row["expected_answer"], "expected_answer")
 
 
-def missing(record: Mapping[str, Any], name: str) -> CallerError:
-    """What is said of a record without a field that has to be there."""
-    return CallerError(f"missing; there are {', '.join(map(str, record)) or 'no fields'}", field=name)
+def _final(record: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """The final answer of a record: its answer, or what stands in the box of its solution."""
+    if (found := answer_of(record)) is not None:
+        name, value = found[0], gold(found[1], found[0])
+        if not _is_worked(value):
+            return _answer(value, name)
+    elif isinstance(record.get("solution"), str):
+        name, value = "solution", record["solution"]
+    else:
+        raise no_answer(record, given)
+    if (boxed := final_answer(value) if "boxed" in value else None) is None:
+        raise UnusableRecord("is worked out, without its final answer in a box", field=name)
+    return _answer(gold(boxed, name), name)
 
 
-def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with the names of its fields in lower case, and with verl's as fields like any other."""
-    plain = {str(name).lower(): value for name, value in record.items()}
-    if (said := asked_in(plain.get("prompt"))) is not None:
-        plain.setdefault("problem", _DAPO.sub("", said) if isinstance(said, str) else said)
-    if (truth := truth_of(plain)) is not None:
-        plain.setdefault("answer", truth)
-    return plain
+def _is_worked(answer: str) -> bool:
+    """Whether text is a solution in lines or sentences rather than a final answer."""
+    if ("\n" in answer and r"\begin" not in answer) or _SENTENCES.search(answer):
+        return True
+    before, box, _ = answer.partition(r"\boxed")
+    return bool(box and _WORD.search(before))
 
 
-def asked_in(prompt: object) -> object:
-    """The last message of a user in a chat, as verl's records have it; ``None`` if there is none."""
-    turns = prompt if isinstance(prompt, list) else []
-    said = [turn.get("content") for turn in turns if isinstance(turn, Mapping) and turn.get("role") == "user"]
-    return said[-1] if said else None
-
-
-def truth_of(record: Mapping[str, Any]) -> object:
-    """The answer in a record of verl's; ``None`` if there is none."""
-    rewards = record.get("reward_model")
-    return rewards.get("ground_truth") if isinstance(rewards, Mapping) else None
-
-
-def _text(record: Mapping[str, Any], names: tuple[str, ...], given: Mapping[str, Any]) -> str:
-    """The text of the first of these fields that there is; ``given`` is the record as its owner knows it."""
-    name = next((name for name in names if record.get(name) is not None), None)
-    if name is None:
-        raise missing(given, names[0])
-    value = record[name]
-    if isinstance(value, int | float) and not isinstance(value, bool) and name in _ANSWER:
+def _answer(value: Any, field: str) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
         value = repr(value)
+    text = _text(value, field)
+    if len(text) > MAX_ANSWER_CHARS:
+        raise CallerError(f"is longer than {MAX_ANSWER_CHARS} characters", field=field)
+    if not unwrapped(text):
+        raise CallerError("has nothing in its box", field=field)
+    return text
+
+
+def _text(value: Any, field: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise CallerError("must be text that is not empty", field=name)
+        raise CallerError("must be text that is not empty", field=field)
     if not is_text(value):
-        raise CallerError("holds half a surrogate pair, which is no character", field=name)
-    if name in _ANSWER and len(value) > MAX_ANSWER_CHARS:
-        raise CallerError(f"is longer than {MAX_ANSWER_CHARS} characters", field=name)
-    if name in _ANSWER and not unwrapped(value):
-        raise CallerError("has nothing in its box", field=name)
+        raise CallerError("holds half a surrogate pair, which is no character", field=field)
     return value.strip()

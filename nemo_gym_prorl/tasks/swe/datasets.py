@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from pydantic import (
     ValidationError,
 )
 
+from nemo_gym_prorl.tasks.records import UnsupportedSet
 from nemo_gym_prorl.tasks.swe import eval_script, test_commands
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus, refusal
 from nemo_gym_prorl.tasks.swe.parser_process import R2E_PARSER, r2e_names
@@ -51,6 +53,7 @@ def _names(value: object) -> object:
 Text = Annotated[str, StringConstraints(strict=True, min_length=1)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_names)]
 InstanceId = Annotated[str, StringConstraints(strict=True, pattern=r"^[\w.-]+$", max_length=200)]
+Image = Annotated[str, StringConstraints(strict=True, pattern=r"^[\w./:-]+$")]
 CommitId = Annotated[str, StringConstraints(strict=True, pattern=r"^[0-9a-f]{7,64}$")]
 
 
@@ -80,11 +83,27 @@ class SweBenchRecord(_Record):
     eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
 
 
+class InstallConfig(_Record):
+    """How SWE-rebench installs and tests a repository."""
+
+    test_cmd: Text
+    log_parser: Annotated[str, StringConstraints(strict=True, pattern=r"^parse_log_\w+$")]
+    pre_install: str | list[str] | None = None
+    install: str | list[str] | None = None
+
+
+class SweRebenchRecord(SweBenchRecord):
+    """A record of SWE-rebench: SWE-bench's, with an image and a way to test of its own."""
+
+    docker_image: Image
+    install_config: InstallConfig
+
+
 class R2eGymRecord(_Record):
     """A record of R2E-Gym."""
 
     repo_name: Text
-    docker_image: Annotated[str, StringConstraints(strict=True, pattern=r"^[\w./:-]+$")]
+    docker_image: Image
     commit_hash: CommitId
     problem_statement: Text
     fix: Json[Annotated[Any, AfterValidator(fix_of)]] = Field(alias="parsed_commit_content")
@@ -104,7 +123,12 @@ def swe_bench(record: Record, prefix: str | None) -> dict[str, Any]:
     read = _read(SweBenchRecord, record)
     name = f"sweb.eval.x86_64.{read.instance_id.replace('__', '_1776_')}:latest".lower()
     image = read.image if read.image and prefix is None else f"{prefix or 'docker.io/swebench'}/{name}"
-    how = _own_script(read) or test_commands.swe_bench(read.repo, read.version, read.test_patch)
+    how = _own_script(read)
+    if how is None and not any(file.endswith(".py") for file in test_commands.test_files(read.test_patch)):
+        raise UnsupportedSet(
+            "SWE-bench Multilingual cannot be used: its records do not say how tests in other languages run"
+        )
+    how = how or test_commands.swe_bench(read.repo, read.version, read.test_patch)
     return _swe_bench_row(read, "swe-bench", image, how)
 
 
@@ -116,13 +140,25 @@ def swe_gym(record: Record, prefix: str | None) -> dict[str, Any]:
     return _swe_bench_row(read, "swe-gym", f"{prefix or 'docker.io/xingyaoww'}/{name}", how)
 
 
+def swe_rebench(record: Record, prefix: str | None) -> dict[str, Any]:
+    """As :func:`swe_bench`, of SWE-rebench."""
+    read = _read(SweRebenchRecord, record)
+    config = read.install_config
+    steps = [
+        step
+        for part in (config.pre_install, config.install)
+        for step in ([part] if isinstance(part, str) else part or [])
+    ]
+    before = "\n".join([eval_script.OPTIONS, *steps])
+    command = f"{config.test_cmd} {shlex.join(test_commands.test_files(read.test_patch))}"
+    how = How(command, config.log_parser, before, network=eval_script.may_download(before))
+    return _swe_bench_row(read, "swe-rebench", _moved(read.docker_image, prefix), how)
+
+
 def r2e_gym(record: Record, prefix: str | None) -> dict[str, Any]:
     """As :func:`swe_bench`, of R2E-Gym."""
     read = _read(R2eGymRecord, record)
     issue = re.search(r"\[ISSUE\](.*)\[/ISSUE\]", read.problem_statement, re.DOTALL)
-    image = read.docker_image if prefix is None else f"{prefix}/{read.docker_image.rpartition('/')[2]}"
-    if prefix is None and read.docker_image.count("/") < 2:
-        image = f"docker.io/{read.docker_image}"
     instance = _instance(
         dataset="r2e-gym",
         repo=read.repo_name,
@@ -136,11 +172,23 @@ def r2e_gym(record: Record, prefix: str | None) -> dict[str, Any]:
         expected_output=read.expected_output_json,
         test_timeout_s=R2E_TIMEOUT_S,
     )
-    return make_row(f"{read.repo_name}__{read.commit_hash}", f"docker://{image}", instance)
+    return make_row(f"{read.repo_name}__{read.commit_hash}", f"docker://{_moved(read.docker_image, prefix)}", instance)
 
 
-CONVERTERS: Mapping[str, Converter] = {"swe-bench": swe_bench, "swe-gym": swe_gym, "r2e-gym": r2e_gym}
+CONVERTERS: Mapping[str, Converter] = {
+    "swe-bench": swe_bench,
+    "swe-gym": swe_gym,
+    "swe-rebench": swe_rebench,
+    "r2e-gym": r2e_gym,
+}
 """By the dataset's name."""
+
+
+def _moved(image: str, prefix: str | None) -> str:
+    """An image of a record with its registry, or under another registry and folder."""
+    if prefix is not None:
+        return f"{prefix}/{image.rpartition('/')[2]}"
+    return image if image.count("/") >= 2 else f"docker.io/{image}"
 
 
 def _swe_bench_row(read: SweBenchRecord, dataset: str, image: str, how: How) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from nemo_gym_prorl.failures import CallerError
 
 
-Dataset = Literal["swe-bench", "swe-gym", "r2e-gym", "made"]
+Dataset = Literal["swe-bench", "swe-gym", "swe-rebench", "r2e-gym", "made"]
 Folder = Annotated[str, StringConstraints(pattern=r"^/[\w./+-]+$", max_length=500)]
 RepoPath = Annotated[str, StringConstraints(pattern=r"^[^\x00\n]+$", max_length=1000)]
 TestId = Annotated[str, StringConstraints(min_length=1, max_length=10_000)]

@@ -220,7 +220,7 @@ def swe_bench(repo: str, version: str, test_patch: str) -> How:
         CallerError: nothing is known of its repository; or its patch changes no test.
     """
     how = _known(_SWE_BENCH, repo, repo, version)
-    files = _files(test_patch)
+    files = test_files(test_patch)
     if repo == "django/django":
         files = [file.removesuffix(".py").removeprefix("tests/").replace("/", ".") for file in files]
     return replace(how, command=f"{how.command} {shlex.join(files)}")
@@ -238,7 +238,7 @@ def swe_gym(repo: str, version: str, test_patch: str) -> How:
         if not (cases := _MYPY_CASE.findall(test_patch)):
             raise CallerError("names no case of mypy's", field="test_patch")
         return replace(how, command=f"{how.command} -k {shlex.quote(' or '.join(cases))}")
-    return replace(how, command=f"{how.command} {shlex.join(_files(test_patch))}")
+    return replace(how, command=f"{how.command} {shlex.join(test_files(test_patch))}")
 
 
 def _known(table: Mapping[str, Versions], repo: str, key: str, version: str) -> How:
@@ -253,7 +253,12 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)))
 
 
-def _files(test_patch: str) -> list[str]:
+def test_files(test_patch: str) -> list[str]:
+    """The files to run: those that a test patch changes, without data.
+
+    Raises:
+        CallerError: it changes none.
+    """
     files = [file for file in _CHANGED.findall(test_patch) if not file.endswith(_DATA)]
     if not files:
         raise CallerError("changes no test file", field="test_patch")

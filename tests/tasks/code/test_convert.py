@@ -162,7 +162,7 @@ def test_the_command(tmp_path: Path) -> None:
     )
     assert result.exit_code == 1
     assert "line 2: question: " in result.stderr
-    assert "2 rows, 1 lines refused" in result.stderr
+    assert "3 lines: 2 kept, 0 dropped, 1 refused" in result.stderr
     made = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [len(read_problem(read_metadata(row), folder).tests) for row in made] == [1, 2]
 

@@ -96,7 +96,7 @@ def test_records_that_make_no_row_are_named_and_the_others_written(tmp_path: Pat
         "line 6: problem: missing; there are Frage, Antwort",
     ):
         assert said in done.output
-    assert "1 rows, 6 lines refused" in done.output
+    assert "7 lines: 1 kept, 0 dropped, 6 refused" in done.output
 
 
 def test_a_line_that_is_no_json_is_named_and_costs_the_others_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,266 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of published data sets that several families read, and the sets that no environment here can use. Pure.
+
+Three things can be wrong with a record, and conversion treats each in its own way:
+
+- :class:`CallerError`: the record is malformed. Conversion names its line, goes on, and fails at the end.
+- :class:`UnusableRecord`: the set publishes records like this one, and none can be graded. Conversion counts it.
+- :class:`UnsupportedSet`: no record of the set can be graded. Conversion ends at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError, is_text
+
+
+NO_ANSWER = frozenset(
+    {
+        "proof",
+        "notfound",
+        "nan",
+        "none",
+        "null",
+        "n/a",
+        "#n/a",
+        "<na>",
+        "noanswer",
+        "notprovided",
+        "notavailable",
+        "?",
+        "-",
+    }
+)
+"""What sets write in place of an answer, without case, spaces and delimiters."""
+
+_QUESTION = ("problem", "question", "problem_text", "question_stem", "query")
+_ANSWER = ("expected_answer", "answer", "final_answer", "ground_truth", "gt_answer", "reference_answer")
+_PICTURE = ("image", "images", "image_1", "picture", "decoded_image")
+_DELIMITERS = re.compile(r"\\(?:boxed|text|mathrm)\b|[{}$\s]|\.$")
+_AFTER_HASHES = re.compile(r"^\s*####[ \t]*(.+?)\s*$", re.MULTILINE)
+
+
+class UnusableRecord(CallerError):
+    """A record that its set publishes and no environment can grade."""
+
+
+class UnsupportedSet(CallerError):
+    """A published set of which no record can be graded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsupported:
+    """A published set, known by the fields that its records have and lack."""
+
+    name: str
+    has: frozenset[str]
+    why: str
+    lacks: frozenset[str] = frozenset()
+
+
+_UNSUPPORTED = (
+    _Unsupported(
+        "SWE-smith",
+        frozenset({"image_name", "FAIL_TO_PASS"}),
+        "its records name neither a commit nor a test command",
+        frozenset({"base_commit"}),
+    ),
+    _Unsupported(
+        "SWE-rebench-V2",
+        frozenset({"image_name", "install_config"}),
+        "its images have other languages and other layouts than prorl_swe runs; use SWE-rebench",
+    ),
+    _Unsupported(
+        "SWE-bench-extra",
+        frozenset({"install_config", "FAIL_TO_PASS"}),
+        "it has no images; use SWE-rebench, the same tasks with images",
+        frozenset({"docker_image"}),
+    ),
+    _Unsupported(
+        "SWE-bench Pro",
+        frozenset({"dockerhub_tag"}),
+        "the scripts that run its tests and read their logs are not in its records",
+    ),
+    _Unsupported(
+        "SWE-bench-Live",
+        frozenset({"test_cmds"}),
+        "its records run whole suites and name log parsers that swebench does not have; use SWE-rebench",
+    ),
+    _Unsupported(
+        "SWE-bench Multimodal", frozenset({"image_assets"}), "its tests need browsers, and its issues are pictures"
+    ),
+    _Unsupported(
+        "Multi-SWE-bench",
+        frozenset({"fix_patch", "test_patch"}),
+        "its own harness, which is not part of prorl_swe, runs its tests in other languages",
+    ),
+    _Unsupported(
+        "BigCodeBench",
+        frozenset({"instruct_prompt", "libs"}),
+        "its tests are unittest classes with mocks, and prorl_code compares results of calls",
+    ),
+    _Unsupported(
+        "DS-1000",
+        frozenset({"code_context", "reference_code"}),
+        "its tests execute snippets inside a program of its own, and prorl_code compares results of calls",
+    ),
+    _Unsupported(
+        "MultiPL-E", frozenset({"doctests", "stop_tokens"}), "it is HumanEval and MBPP in languages other than Python"
+    ),
+    _Unsupported(
+        "OpenCodeReasoning",
+        frozenset({"input", "output", "solution", "license"}),
+        "it has solutions to imitate and no tests",
+    ),
+    _Unsupported(
+        "a set of formal theorems (miniF2F, ProofNet, NuminaMath-LEAN)",
+        frozenset({"formal_statement"}),
+        "a proof assistant has to check them, and there is none here",
+    ),
+    _Unsupported("PRM800K", frozenset({"label", "is_quality_control_question"}), "it rates steps, not answers"),
+    _Unsupported(
+        "a set of preferences (UltraFeedback, HH-RLHF)",
+        frozenset({"chosen", "rejected"}),
+        "it compares answers, and says of none that it is right",
+    ),
+    _Unsupported(
+        "IFEval", frozenset({"instruction_id_list", "kwargs"}), "no environment here checks instructions about form"
+    ),
+    *(
+        _Unsupported(
+            "a set of chats (OpenThoughts, Nemotron post-training)",
+            frozenset({chat}),
+            "it has answers to imitate, and none to compare with",
+            frozenset({"problem", "question", "prompt", "answer", "expected_answer", "verifier_metadata"}),
+        )
+        for chat in ("conversations", "messages")
+    ),
+)
+
+
+def refuse_unsupported(record: Mapping[str, Any]) -> None:
+    """Refuse a set by its name, if no record of it can be graded.
+
+    Raises:
+        UnsupportedSet: the record has the fields of such a set.
+    """
+    for known in _UNSUPPORTED:
+        if known.has <= record.keys() and known.lacks.isdisjoint(record):
+            raise UnsupportedSet(f"{known.name} cannot be used: {known.why}")
+
+
+def lowered(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with the names of its fields in lower case, and a pair of messages (ORZ) as a problem and an answer."""
+    plain = {str(name).lower(): value for name, value in record.items()}
+    asked, said = plain.get("0"), plain.get("1")
+    if isinstance(asked, Mapping) and isinstance(said, Mapping):
+        truth = said.get("ground_truth")
+        return {"problem": asked.get("value"), "answer": truth.get("value") if isinstance(truth, Mapping) else truth}
+    return plain
+
+
+def require_answerable(record: Mapping[str, Any]) -> None:
+    """Refuse a record whose problem is a program to write, or cannot be understood without a picture.
+
+    Raises:
+        UnusableRecord: names the field.
+    """
+    for name in ("ability", "task_type"):
+        kind = record.get(name)
+        if isinstance(kind, str) and re.search(r"\bcod(?:e|ing)\b", kind.replace("_", " "), re.IGNORECASE):
+            raise UnusableRecord(f"{kind!r} is a task for `prorl data code`", field=name)
+    for name in _PICTURE:
+        if record.get(name):
+            raise UnusableRecord("the problem needs a picture", field=name)
+
+
+def question_of(record: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, str]:
+    """The field and the text of a record's question: a field, or the last message of a user in a chat.
+
+    Args:
+        record: with names in lower case.
+        given: as the set has it, for what an error lists.
+
+    Raises:
+        CallerError: there is none; names the field.
+    """
+    name = next((name for name in (*_QUESTION, "prompt") if record.get(name) is not None), None)
+    if name is None:
+        raise missing(given, _QUESTION[0])
+    question = record[name]
+    if name == "prompt" and isinstance(question, list):
+        said = [turn.get("content") for turn in question if isinstance(turn, Mapping) and turn.get("role") == "user"]
+        if not said:
+            raise CallerError("has no message of a user", field=name)
+        question = said[-1]
+    if not isinstance(question, str) or not question.strip():
+        raise CallerError("must be text that is not empty", field=name)
+    if not is_text(question):
+        raise CallerError("holds half a surrogate pair, which is no character", field=name)
+    return name, question.strip()
+
+
+def answer_of(record: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The field and the value of a record's answer, verl's and PrimeIntellect's included; ``None`` if it has none."""
+    for name in _ANSWER:
+        if record.get(name) is not None:
+            return name, record[name]
+    for name in ("reward_model", "verification_info"):
+        inner = parsed(record.get(name))
+        if isinstance(inner, Mapping) and inner.get("ground_truth") is not None:
+            return f"{name}.ground_truth", inner["ground_truth"]
+    return None
+
+
+def no_answer(record: Mapping[str, Any], given: Mapping[str, Any]) -> CallerError:
+    """The error for a record without an answer: unusable where the set leaves the field empty."""
+    if empty := next((name for name in _ANSWER if name in record), None):
+        return UnusableRecord("is empty: the set knows no final answer", field=empty)
+    return missing(given, "answer")
+
+
+def gold(value: Any, field: str) -> str:
+    """A final answer as text: numbers as written, lists joined, the end of a GSM8K solution.
+
+    Raises:
+        CallerError: the value is neither text nor number; names the field.
+        UnusableRecord: the value says that there is no answer.
+    """
+    if isinstance(value, str) and value.lstrip().startswith('["') and isinstance(inner := parsed(value), list):
+        value = inner
+    if isinstance(value, list) and value and not any(isinstance(part, list) for part in value):
+        return ", ".join(gold(part, field) for part in value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = repr(value)
+    if not isinstance(value, str):
+        raise CallerError("must be text or a number", field=field)
+    text: str = value
+    if hashed := _AFTER_HASHES.findall(text):
+        text = re.sub(r"(?<=\d),(?=\d{3})", "", hashed[-1])
+    text = text.strip()
+    if len(text) < 100 and _DELIMITERS.sub("", text).casefold() in NO_ANSWER:
+        raise UnusableRecord(f"{text!r} stands for no answer", field=field)
+    return text
+
+
+def parsed(value: Any) -> Any:
+    """A value that a set may keep as JSON or as Python's ``repr``; text that is neither stays as it is."""
+    if isinstance(value, str):
+        for read in (json.loads, ast.literal_eval):
+            try:
+                return read(value)
+            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                continue
+    return value
+
+
+def missing(record: Mapping[str, Any], name: str) -> CallerError:
+    """The error for a record without a required field."""
+    return CallerError(f"missing; there are {', '.join(map(str, record)) or 'no fields'}", field=name)

@@ -1,0 +1,307 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""``prorl data`` on one file per published set, with the field names of its card: kept, dropped, refused, message."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import gzip
+import json
+import pickle
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow.parquet import write_table
+from typer.testing import CliRunner, Result
+
+from nemo_gym_prorl.cli import app
+from nemo_gym_prorl.commands.data import convert
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.code.published_tests import of_asserts, unpacked
+from nemo_gym_prorl.tasks.code.rows import MAX_TEST_BYTES, read_metadata, read_problem
+from nemo_gym_prorl.tasks.math.rows import row_of as math_row
+from nemo_gym_prorl.tasks.records import UnusableRecord
+from tests.published.code import CODE
+from tests.published.math import MATH
+from tests.published.sets import NAN, STDIN, Published, Q, verl
+from tests.published.stem import STEM
+from tests.published.swe import SWE
+
+
+SETS = [*MATH, *STEM, *CODE, *SWE]
+
+
+def written(folder: Path, one: Published) -> Path:
+    file = folder / f"set{one.suffix}"
+    lines = "".join(json.dumps(record) + "\n" for record in one.records)
+    match one.suffix:
+        case ".parquet":
+            write_table(pyarrow.Table.from_pylist(one.records), file)
+        case ".json":
+            file.write_text(json.dumps(one.records))
+        case ".csv":
+            with file.open("w", newline="", encoding="utf-8-sig") as out:
+                table = csv.DictWriter(out, one.records[0])
+                table.writeheader()
+                table.writerows(one.records)
+        case ".jsonl.gz":
+            file.write_bytes(gzip.compress(lines.encode()))
+        case _:
+            file.write_text(lines)
+    return file
+
+
+def run(family: str, file: Path, *more: str) -> Result:
+    which = [family] if family in ("math", "stem", "code") else ["swe", "--dataset", family]
+    return CliRunner().invoke(app, ["data", *which, str(file), *more])
+
+
+def told(row: dict[str, Any], wanted: Any) -> Any:
+    """Of a row what a set's ``kept`` says of it."""
+    if "instance_id" in row:
+        return row["instance_id"]
+    if "expected_answer" not in row:
+        metadata = row["verifier_metadata"]
+        return len(read_problem(read_metadata(row), None).tests) if "unit_tests" in metadata else row["task_id"]
+    if "options" in row and len(wanted) > 1:
+        [text] = [option[row["expected_answer"]] for option in row["options"] if row["expected_answer"] in option]
+        return text
+    return row["expected_answer"]
+
+
+@pytest.mark.parametrize("one", SETS, ids=lambda one: one.name)
+def test_a_published_set(one: Published, tmp_path: Path) -> None:
+    file, output = written(tmp_path, one), tmp_path / "rows.jsonl"
+    done = run(one.family, file, "-o", str(output))
+    if not one.kept:
+        assert isinstance(done.exception, CallerError)
+        assert one.says in done.exception.reason
+        assert [entry.name for entry in tmp_path.iterdir()] == [file.name]
+        return
+    assert done.exit_code == (1 if one.refused else 0), done.output
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [told(row, wanted) for row, wanted in zip(rows, one.kept, strict=True)] == one.kept
+    assert f": {len(one.kept)} kept, {one.dropped} dropped, {one.refused} refused" in done.stderr
+    assert one.says in done.stderr
+    assert ("row 1: " in done.stderr, "row 2: " in done.stderr) == (True, len(rows) > 1)
+
+
+def test_many_sets_are_tried() -> None:
+    assert len({one.name for one in SETS}) == len(SETS) >= 30
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "proof",
+        "Proof",
+        "\\text{proof}",
+        "$\\text{not found}$",
+        "\\boxed{proof}",
+        "notfound",
+        "nan",
+        "NaN",
+        NAN,
+        "None",
+        "null",
+        "N/A",
+        "<NA>",
+        "#N/A",
+        "?",
+        "-",
+        "No answer",
+        "We add.\nIt is 5.",
+        "We add both. So it is 5.",
+        ["proof"],
+        '["nan"]',
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("field", ["answer", "expected_answer", "final_answer", "Answer", "verl", "prime"])
+def test_what_is_no_final_answer_is_no_gold(answer: Any, field: str) -> None:
+    record = {"problem": Q, "solution": "As \\boxed{7} is not the answer."}
+    match field:
+        case "verl":
+            record |= verl(answer)
+        case "prime":
+            record |= {"verification_info": {"ground_truth": answer}}
+        case _:
+            record |= {field: answer}
+    with pytest.raises(UnusableRecord):
+        math_row(record)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        *(
+            (same, same)
+            for same in (
+                "5",
+                "no solution",
+                "\\emptyset",
+                "\\text{None of these}",
+                "Na",
+                "undefined",
+                "[1, 2]",
+                "St. Louis",
+                "-1",
+                "\\boxed{5}",
+                "\\boxed{5}\\text{ cm}",
+                "\\begin{pmatrix}\n1\\\\\n2\n\\end{pmatrix}",
+                "x = 5.",
+                "1,2",
+            )
+        ),
+        (5, "5"),
+        (0.5, "0.5"),
+        (["5"], "5"),
+        ([1, 2], "1, 2"),
+        ('["5"]', "5"),
+        ("Two and three.\n#### -1,005", "-1005"),
+        ("#### 0.5", "0.5"),
+        ("Adding gives \\boxed{5}", "5"),
+        ("First \\boxed{4}.\nNo, \\boxed{5}.", "5"),
+    ],
+    ids=repr,
+)
+def test_a_final_answer_stays_one(answer: Any, gold: str) -> None:
+    assert math_row({"problem": Q, "answer": answer})["expected_answer"] == gold
+
+
+def bomb() -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps("[" + " " * (2 * MAX_TEST_BYTES) + "]"))).decode()
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (print, ("executed",))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("not base64!", "neither JSON nor packed"),
+        (base64.b64encode(b"not zlib").decode(), "neither JSON nor packed"),
+        (base64.b64encode(zlib.compress(b"not a pickle")).decode(), "private_test_cases: "),
+        (base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode(), "more than one text"),
+        (base64.b64encode(zlib.compress(pickle.dumps(["[]", "[]"]))).decode(), "more than one text"),
+        (base64.b64encode(zlib.compress(pickle.dumps("[")[:-1] + b"r\xff\xff\xff\x7f.")).decode(), "not JSON"),
+        ("[1", "not JSON"),
+    ],
+)
+def test_packed_tests_are_read_and_never_run(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CallerError, match=says):
+        unpacked(text, "private_test_cases")
+    assert capsys.readouterr().out == ""
+
+
+def test_packed_tests_of_any_protocol_and_no_size() -> None:
+    for protocol in range(1, pickle.HIGHEST_PROTOCOL + 1):
+        data = pickle.dumps(json.dumps([STDIN]), protocol=protocol)
+        assert unpacked(base64.b64encode(zlib.compress(data)).decode(), "x") == [STDIN]
+    with pytest.raises(CallerError, match="unpacks to more than"):
+        unpacked(bomb(), "x")
+
+
+@pytest.mark.parametrize(
+    ("source", "kept"),
+    [
+        ("assert f(1, 'a') == [2]", [[[1, "a"], [2]]]),
+        ("assert [2] == f(1)", [[[1], [2]]]),
+        ("assert f(x=1, y=-2) is None", [[[1, -2], None]]),
+        ("def check(candidate):\n    assert candidate({'a': 1}) == (1, 2), 'no'", [[[{"a": 1}], [1, 2]]]),
+        ("assert f() == '21'", [[[], "21"]]),
+        ("assert f(1) == 2\nassert g(1) == 2", None),
+        ("assert f(1) != 2", None),
+        ("assert f(1)", None),
+        ("assert f(g(1)) == 2", None),
+        ("assert f((1, 2)) == 2", None),
+        ("assert f({1: 2}) == 2", None),
+        ("assert f(1) == {1, 2}", None),
+        ("assert abs(f(1) - 2) < 0.1", None),
+        ("assert f(*[1]) == 2", None),
+        ("assert f(**{'a': 1}) == 2", None),
+        ("for x in [1]:\n    assert f(x) == 2", None),
+        ("import os\nos.remove('x')\nassert f(1) == 2", None),
+        ("x = 1", None),
+        ("", None),
+    ],
+)
+def test_asserts(source: str, kept: list[Any] | None) -> None:
+    if kept is None:
+        with pytest.raises(UnusableRecord, match="its tests"):
+            of_asserts(source, "test")
+        return
+    row = {"verifier_metadata": {"unit_tests": of_asserts(source, "test", ("candidate", "f"))}}
+    problem = read_problem(read_metadata(row), None)
+    assert problem.function == "f"
+    assert [[test.input, test.expected] for test in problem.tests] == kept
+
+
+def test_integers_of_any_size_come_through_a_file(tmp_path: Path) -> None:
+    [apps] = [one for one in CODE if one.name == "APPS"]
+    output = tmp_path / "rows.jsonl"
+    assert run("code", written(tmp_path, apps), "-o", str(output)).exit_code == 0
+    [test] = read_problem(read_metadata(json.loads(output.read_text())), None).tests
+    assert (test.input, test.expected) == ([2**70, 1], 2**70 + 1)
+
+
+def test_a_dry_run_tells_all_and_writes_nothing(tmp_path: Path) -> None:
+    for one in (MATH[0], CODE[0], SWE[0]):
+        folder = tmp_path / one.family
+        folder.mkdir()
+        file = written(folder, one)
+        more = ["--tests-folder", str(folder / "tests")] if one.family == "code" else []
+        wet = run(one.family, file, *more, "-o", str(tmp_path / "rows.jsonl"))
+        (tmp_path / "rows.jsonl").unlink()
+        dry = run(one.family, file, "--dry-run", "-o", str(folder / "rows.jsonl"))
+        assert (dry.exit_code, dry.stdout) == (0, "")
+        assert [entry.name for entry in folder.iterdir() if entry.name != "tests"] == [file.name]
+        assert dry.stderr.splitlines()[-1] == wet.stderr.splitlines()[-1]
+
+
+def test_two_runs_that_write_one_output_do_not_mix(tmp_path: Path) -> None:
+    """The second run is refused while the first writes, and what a killed run left is no hindrance."""
+    file, output = tmp_path / "set.jsonl", tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"problem": f"{n}?", "answer": str(n)}) + "\n" for n in range(50)))
+    (tmp_path / ".rows.jsonl.part").write_text("left by a run that was killed\n")
+    inner: list[Result] = []
+
+    def row_of(record: Any) -> Any:
+        if not inner:
+            inner.append(run("math", file, "-o", str(output)))
+        return math_row(record)
+
+    assert convert(file, output, row_of)
+    assert isinstance(inner[0].exception, CallerError)
+    assert "another `prorl data` writes it" in inner[0].exception.reason
+    assert len(output.read_text().splitlines()) == 50
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rows.jsonl", "set.jsonl"]
+
+
+def test_many_processes_leave_one_whole_output(tmp_path: Path) -> None:
+    file, output = tmp_path / "set.jsonl", tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"problem": f"{n}?", "answer": str(n)}) + "\n" for n in range(3000)))
+    code = "from nemo_gym_prorl.cli import app; app()"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, "data", "math", str(file), "-o", str(output)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    said = [one.communicate(timeout=120)[1] for one in runs]
+    assert any(one.returncode == 0 for one in runs), said
+    assert all(one.returncode == 0 or "another `prorl data`" in text for one, text in zip(runs, said, strict=True)), (
+        said
+    )
+    assert len({line for line in output.read_text().splitlines()}) == len(output.read_text().splitlines()) == 3000
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rows.jsonl", "set.jsonl"]
