@@ -10,6 +10,7 @@ what was wrong and what the tool takes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -74,9 +75,15 @@ def parse_arguments[A: Arguments](tool: str, model: type[A], arguments: object) 
     return parsed
 
 
+@cache
+def _json_schema(model: type[Arguments]) -> dict[str, Any]:
+    """Conversion writes the schemas into each of a million rows."""
+    return model.model_json_schema()
+
+
 def _parameters(model: type[Arguments]) -> dict[str, Any]:
     """A small JSON schema: models read it, so no titles, defaults or nullable unions."""
-    schema = model.model_json_schema()
+    schema = _json_schema(model)
     properties = {}
     for name, field in schema.get("properties", {}).items():
         options = [option for option in field.get("anyOf", [field]) if option.get("type") != "null"]
@@ -88,7 +95,7 @@ def _parameters(model: type[Arguments]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": properties,
-        "required": schema.get("required", []),
+        "required": [*schema.get("required", [])],
         "additionalProperties": False,
     }
 

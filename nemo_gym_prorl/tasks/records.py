@@ -42,6 +42,9 @@ NO_ANSWER = frozenset(
 
 _QUESTION = ("problem", "question", "problem_text", "question_stem", "query")
 _ANSWER = ("expected_answer", "answer", "final_answer", "ground_truth", "gt_answer", "reference_answer")
+_CONTEXT = ("body", "context", "passage")
+"""Text that a question refers to (SVAMP, OlympiadBench, DROP)."""
+
 _PICTURE = ("image", "images", "image_1", "picture", "decoded_image")
 _DELIMITERS = re.compile(r"\\(?:boxed|text|mathrm)\b|[{}$\s]|\.$")
 _AFTER_HASHES = re.compile(r"^\s*####[ \t]*(.+?)\s*$", re.MULTILINE)
@@ -69,13 +72,14 @@ _UNSUPPORTED = (
     _Unsupported(
         "SWE-smith",
         frozenset({"image_name", "FAIL_TO_PASS"}),
-        "its records name neither a commit nor a test command",
-        frozenset({"base_commit"}),
+        "its records have no hidden tests and no test command",
+        frozenset({"test_patch"}),
     ),
     _Unsupported(
         "SWE-rebench-V2",
         frozenset({"image_name", "install_config"}),
         "its images have other languages and other layouts than prorl_swe runs; use SWE-rebench",
+        frozenset({"docker_image"}),
     ),
     _Unsupported(
         "SWE-bench-extra",
@@ -182,7 +186,9 @@ def require_answerable(record: Mapping[str, Any]) -> None:
 
 
 def question_of(record: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, str]:
-    """The field and the text of a record's question: a field, or the last message of a user in a chat.
+    """The field and the text of a record's question, with the text that it refers to.
+
+    The question is a field, or the last message of a user in a chat.
 
     Args:
         record: with names in lower case.
@@ -204,7 +210,8 @@ def question_of(record: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[st
         raise CallerError("must be text that is not empty", field=name)
     if not is_text(question):
         raise CallerError("holds half a surrogate pair, which is no character", field=name)
-    return name, question.strip()
+    context = [text for field in _CONTEXT if isinstance(text := record.get(field), str) and text.strip()]
+    return name, "\n\n".join(part.strip() for part in (*context, question))
 
 
 def answer_of(record: Mapping[str, Any]) -> tuple[str, Any] | None:

@@ -102,16 +102,11 @@ CODE = [
         "code",
         [
             FORCES,
-            *(
-                FORCES | change
-                for change in (
-                    {"interaction_format": "Ask."},
-                    {"input_mode": "file"},
-                    {"generated_checker": "import sys"},
-                    {"official_tests_complete": False},
-                    {"official_tests": []},
-                )
-            ),
+            FORCES | {"interaction_format": "Ask."},
+            FORCES | {"input_mode": "file"},
+            FORCES | {"generated_checker": "import sys"},
+            FORCES | {"official_tests_complete": False},
+            FORCES | {"official_tests": []},
         ],
         [1],
         5,
@@ -259,13 +254,15 @@ CODE = [
                 "problem_id": 1,
                 "question": SUM,
                 "solutions": "",
-                "input_output": json.dumps({"inputs": [[2**70, 1]], "outputs": [2**70 + 1], "fn_name": "add"}),
+                "input_output": tests,
                 "difficulty": "interview",
                 "url": "u",
                 "starter_code": "",
             }
+            for tests in (json.dumps({"inputs": [[2**70, 1]], "outputs": [2**70 + 1], "fn_name": "add"}), "")
         ],
         [1],
+        1,
     ),
     Published(
         "CodeContests",
@@ -273,6 +270,7 @@ CODE = [
         [
             {
                 "name": "1_A",
+                "input_file": file,
                 "description": SUM,
                 "public_tests": {"input": ["2 3"], "output": ["5"]},
                 "private_tests": {"input": [], "output": []},
@@ -280,8 +278,11 @@ CODE = [
                 "time_limit": {"seconds": 2, "nanos": 0},
                 "memory_limit_bytes": 256 << 20,
             }
+            for file in ("", "input.txt")
         ],
         [1],
+        1,
+        "dropped 1: input_file: the program is to read and write files",
     ),
     Published(
         "Nemotron-RL-coding-competitive_coding",

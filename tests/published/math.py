@@ -307,6 +307,30 @@ MATH = [
         "dropped 1: answer: is worked out",
     ),
     Published(
+        "SVAMP",
+        "math",
+        [
+            {
+                "ID": "1",
+                "Body": "Ann has 2 and 3.",
+                "Question": "How many?",
+                "Equation": "2+3",
+                "Answer": "5",
+                "Type": "x",
+            }
+        ],
+        ["5"],
+        says="row 1: Ann has 2 and 3. How many?",
+    ),
+    Published(
+        "AceReason-Math",
+        "math",
+        [{"problem": Q, "answer": "5"}, {"problem": "Which?", "options": ["4", "5"], "answer": 1}],
+        ["5"],
+        1,
+        "dropped 1: options: is a multiple choice",
+    ),
+    Published(
         "PRM800K",
         "math",
         [{"question": {"problem": Q}, "label": {"steps": []}, "is_quality_control_question": False}],

@@ -153,12 +153,14 @@ STEM = [
             {
                 "responses_create_params": {"input": CHAT},
                 "options": [{"A": "4"}, {"B": "5"}],
-                "expected_answer": "B",
+                "expected_answer": answer,
                 "grading_mode": "strict_single_letter_boxed",
                 "uuid": "1",
             }
+            for answer in ("B", "N/A")
         ],
         ["B"],
+        1,
     ),
     Published(
         "SciBench",

@@ -36,11 +36,17 @@ SWE = [
     Published(
         "SWE-rebench",
         "swe-rebench",
-        [{name: value for name, value in REBENCH.items() if name != "image_name"}],
+        [REBENCH, REBENCH | {"instance_id": "new__one-2", "docker_image": None}],
         ["sympy__sympy-1"],
+        1,
         suffix=".parquet",
     ),
-    Published("SWE-rebench-V2", "swe-rebench", [REBENCH], says="SWE-rebench-V2 cannot be used"),
+    Published(
+        "SWE-rebench-V2",
+        "swe-rebench",
+        [{name: value for name, value in REBENCH.items() if name != "docker_image"} | {"language": "go"}],
+        says="SWE-rebench-V2 cannot be used",
+    ),
     Published(
         "SWE-bench-extra",
         "swe-rebench",
@@ -50,7 +56,7 @@ SWE = [
     Published(
         "SWE-smith",
         "swe-bench",
-        [OTHER | {"FAIL_TO_PASS": ["x"], "PASS_TO_PASS": [], "image_name": "swesmith.x86_64.a"}],
+        [OTHER | {"FAIL_TO_PASS": ["x"], "PASS_TO_PASS": [], "image_name": "swesmith.x86_64.a", "created_at": "x"}],
         says="SWE-smith cannot be used",
     ),
     Published(

@@ -25,6 +25,7 @@ from nemo_gym_prorl.commands.data import convert
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code.published_tests import of_asserts, unpacked
 from nemo_gym_prorl.tasks.code.rows import MAX_TEST_BYTES, read_metadata, read_problem
+from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.rows import row_of as math_row
 from nemo_gym_prorl.tasks.records import UnusableRecord
 from tests.published.code import CODE
@@ -92,6 +93,16 @@ def test_a_published_set(one: Published, tmp_path: Path) -> None:
     assert ("row 1: " in done.stderr, "row 2: " in done.stderr) == (True, len(rows) > 1)
 
 
+async def test_the_gold_of_each_row_of_mathematics_is_right() -> None:
+    """A gold that is not even met by itself makes a row on which all rollouts earn 0."""
+    checker = MathChecker()
+    try:
+        for gold in {str(gold) for one in MATH for gold in one.kept}:
+            assert (await checker.check(gold, f"\\boxed{{{gold}}}")).right, gold
+    finally:
+        await checker.aclose()
+
+
 def test_many_sets_are_tried() -> None:
     assert len({one.name for one in SETS}) == len(SETS) >= 30
 
@@ -125,7 +136,7 @@ def test_many_sets_are_tried() -> None:
 )
 @pytest.mark.parametrize("field", ["answer", "expected_answer", "final_answer", "Answer", "verl", "prime"])
 def test_what_is_no_final_answer_is_no_gold(answer: Any, field: str) -> None:
-    record = {"problem": Q, "solution": "As \\boxed{7} is not the answer."}
+    record: dict[str, Any] = {"problem": Q, "solution": "As \\boxed{7} is not the answer."}
     match field:
         case "verl":
             record |= verl(answer)

@@ -34,7 +34,7 @@ CHECKER = {"kind": "float"}
 """Word by word; numbers with a fraction within 1e-6, as nearly all such problems ask."""
 
 CALL_CHECKER = {"kind": "float", "wrapped": True}
-"""These sets have some results in a list of their own and some not, and no way to tell."""
+"""APPS, TACO and what was made of them have some results in a list of their own and some not, and no way to tell."""
 
 DATA_SOURCE = "code"
 """Of rows whose set is not known by name."""
@@ -42,7 +42,13 @@ DATA_SOURCE = "code"
 SETS = frozenset({"apps", "taco", "codecontests", "codeforces"})
 """Those that Eurus-2-RL-Data names in its ``data_source``."""
 
-_ASKS_FOR_BLOCK = re.compile(r"\s*Write Python code to solve the problem\..*\Z", re.DOTALL)
+_ASKS_FOR_BLOCK = re.compile(
+    r"\s*Write Python code to solve the problem\..*\Z"
+    r"|\ASolve the following coding problem using the programming language python:\s*"
+    r"|\s*The input will be (?:given via )?stdin and you should print your solution to stdout.*\Z",
+    re.DOTALL,
+)
+"""What Eurus-2 and PrimeIntellect say of where the program goes; here the system prompt does."""
 
 
 def row_of(record: Record, tests_folder: Path | None = None, time_factor: float = TIME_FACTOR) -> dict[str, Any]:
@@ -89,9 +95,8 @@ def _prime(record: Record, _time_factor: float) -> dict[str, Any]:
     if info.get("language", "python") != "python":
         raise UnusableRecord(f"the program is to be in {info['language']}", field="verification_info.language")
     tests = of_cases(parsed(info["test_cases"]), "verification_info.test_cases")
-    return _row(
-        question_of(record, record)[1], tests, DATA_SOURCE, dataset=str(record.get("source", "primeintellect"))
-    )
+    statement = _ASKS_FOR_BLOCK.sub("", question_of(record, record)[1])
+    return _row(statement, tests, DATA_SOURCE, dataset=str(record.get("source", "primeintellect")))
 
 
 def _live_code_bench(record: Record, _time_factor: float) -> dict[str, Any]:
@@ -103,7 +108,7 @@ def _live_code_bench(record: Record, _time_factor: float) -> dict[str, Any]:
     tests = of_cases(cases, "private_test_cases", function)
     statement = _with_starter(_text(record, "question_content"), record)
     difficulty = record.get("difficulty")
-    return _row(statement, tests, DATA_SOURCE, dataset="livecodebench", difficulty=difficulty)
+    return _row(statement, tests, DATA_SOURCE, wrapped=False, dataset="livecodebench", difficulty=difficulty)
 
 
 def _deep_coder(record: Record, _time_factor: float) -> dict[str, Any]:
@@ -131,7 +136,9 @@ def _codeforces(record: Record, time_factor: float) -> dict[str, Any]:
             parts.append(f"{title}\n{record[field]}")
     for example in record.get("examples") or []:
         parts.append(f"Example input\n{example['input']}\nExample output\n{example['output']}")
-    limits = {} if record.get("time_limit") is None else {"time_limit_s": time_factor * _seconds(record["time_limit"])}
+    limits: dict[str, Any] = {}
+    if record.get("time_limit") is not None:
+        limits["time_limit_s"] = time_factor * _seconds(record["time_limit"])
     tests = of_cases(record["official_tests"], "official_tests")
     return _row("\n\n".join(parts), tests, "codeforces", dataset="codeforces", **limits)
 
@@ -146,7 +153,9 @@ def _asserted(record: Record, _time_factor: float) -> dict[str, Any]:
     candidates = ("candidate", str(record.get("entry_point", "candidate")).rpartition(".")[2])
     tests = of_asserts(_text(record, "test"), "test", candidates)
     asked = next((name for name in ("problem_description", "question") if record.get(name)), "prompt")
-    return _row(_with_starter(_text(record, asked), record), tests, DATA_SOURCE, dataset=record.get("subset"))
+    return _row(
+        _with_starter(_text(record, asked), record), tests, DATA_SOURCE, wrapped=False, dataset=record.get("subset")
+    )
 
 
 def _listed_asserts(record: Record, _time_factor: float) -> dict[str, Any]:
@@ -156,10 +165,13 @@ def _listed_asserts(record: Record, _time_factor: float) -> dict[str, Any]:
     if not isinstance(asserts, list) or not all(isinstance(line, str) for line in asserts):
         raise CallerError("must be a list of asserts", field=field)
     asked = next((name for name in ("text", "question") if record.get(name)), "prompt")
-    return _row(_text(record, asked), of_asserts("\n".join(asserts), field), DATA_SOURCE, dataset=record.get("source"))
+    tests = of_asserts("\n".join(asserts), field)
+    return _row(_text(record, asked), tests, DATA_SOURCE, wrapped=False, dataset=record.get("source"))
 
 
 def _apps(record: Record, _time_factor: float) -> dict[str, Any]:
+    if not record["input_output"]:
+        raise UnusableRecord("the set has no tests for this problem", field="input_output")
     tests = _tests(record["input_output"], "input_output")
     statement = _with_starter(_text(record, "question"), record)
     source = "taco" if record.get("source") else "apps"
@@ -169,6 +181,9 @@ def _apps(record: Record, _time_factor: float) -> dict[str, Any]:
 
 
 def _code_contests(record: Record, time_factor: float) -> dict[str, Any]:
+    for field in ("input_file", "output_file"):
+        if record.get(field):
+            raise UnusableRecord("the program is to read and write files", field=field)
     tests: dict[str, Any] = {"inputs": [], "outputs": []}
     for field in ("public_tests", "private_tests", "generated_tests"):
         part = record.get(field) or {}
@@ -219,9 +234,11 @@ def _set(record: Record) -> str:
     return source if source in SETS else DATA_SOURCE
 
 
-def _row(statement: str, tests: Mapping[str, Any], data_source: str, **more: Any) -> dict[str, Any]:
+def _row(
+    statement: str, tests: Mapping[str, Any], data_source: str, *, wrapped: bool = True, **more: Any
+) -> dict[str, Any]:
     function = tests.get("fn_name")
-    checker = CHECKER if function is None else CALL_CHECKER
+    checker = CALL_CHECKER if function is not None and wrapped else CHECKER
     unit_tests = dict(tests) if function is None else as_json_text(tests)
     metadata = {"unit_tests": unit_tests, "checker": checker} | {k: v for k, v in more.items() if v is not None}
     return row_for(statement, metadata, function=function, data_source=data_source)

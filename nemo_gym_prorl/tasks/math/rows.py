@@ -66,6 +66,9 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     plain = lowered(record)
     require_answerable(plain)
+    for name in ("options", "choices"):
+        if plain.get(name):
+            raise UnusableRecord("is a multiple choice; `prorl data stem` makes rows of those", field=name)
     for name in _VALIDITY:
         if str(plain.get(name) or "Yes") != "Yes":
             raise UnusableRecord(f"the set says {plain[name]!r}", field=name)

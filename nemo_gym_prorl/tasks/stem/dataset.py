@@ -61,6 +61,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
         UnusableRecord: the set knows no answer, or the question needs a picture.
     """
     if isinstance(record.get("responses_create_params"), Mapping) and record.get("expected_answer") is not None:
+        gold(record["expected_answer"], "expected_answer")
         problem_of(record)
         return {"data_source": DATA_SOURCE, **record}
     plain = lowered(record)

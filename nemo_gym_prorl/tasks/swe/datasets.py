@@ -24,7 +24,7 @@ from pydantic import (
     ValidationError,
 )
 
-from nemo_gym_prorl.tasks.records import UnsupportedSet
+from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord
 from nemo_gym_prorl.tasks.swe import eval_script, test_commands
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus, refusal
 from nemo_gym_prorl.tasks.swe.parser_process import R2E_PARSER, r2e_names
@@ -141,7 +141,13 @@ def swe_gym(record: Record, prefix: str | None) -> dict[str, Any]:
 
 
 def swe_rebench(record: Record, prefix: str | None) -> dict[str, Any]:
-    """As :func:`swe_bench`, of SWE-rebench."""
+    """As :func:`swe_bench`, of SWE-rebench.
+
+    Raises:
+        UnusableRecord: the record has no image, as in the part of the set that was not filtered.
+    """
+    if record.get("docker_image", "") is None:
+        raise UnusableRecord("the set has no image for this record", field="docker_image")
     read = _read(SweRebenchRecord, record)
     config = read.install_config
     steps = [
