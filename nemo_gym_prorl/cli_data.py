@@ -86,7 +86,7 @@ def code(
     time_factor: Annotated[
         float,
         typer.Option(
-            min=0.001, help="Multiplies the time limits of CodeContests, which were set for compiled programs."
+            min=0.001, help="Multiplies the time limits of CodeContests and Codeforces, set for compiled programs."
         ),
     ] = 5.0,
     data_source: DataSource = None,

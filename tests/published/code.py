@@ -83,7 +83,7 @@ PRIME = {
 }
 CODE = [
     Published(
-        "LiveCodeBench v6",
+        "LiveCodeBench (v6)",
         "code",
         [
             LIVE,
@@ -285,7 +285,7 @@ CODE = [
         "dropped 1: input_file: the program is to read and write files",
     ),
     Published(
-        "Nemotron-RL-coding-competitive_coding",
+        "Nemotron-RL-coding (competitive_coding)",
         "code",
         [
             {

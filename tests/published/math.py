@@ -243,9 +243,9 @@ MATH = [
         ["5"],
         1,
     ),
-    Published("AIME_2024", "math", [{"ID": "2024-I-1", "Problem": Q, "Solution": "x", "Answer": 5}], ["5"]),
+    Published("AIME (2024)", "math", [{"ID": "2024-I-1", "Problem": Q, "Solution": "x", "Answer": 5}], ["5"]),
     Published(
-        "aimo-validation-amc",
+        "AMC (aimo-validation-amc)",
         "math",
         [{"id": 0, "problem": Q, "answer": 5.0, "url": "u"}, {"id": 1, "problem": "?", "answer": NAN, "url": "u"}],
         ["5.0"],
@@ -349,7 +349,7 @@ MATH = [
         says="a set of chats",
     ),
     Published(
-        "Nemotron-Post-Training",
+        "Nemotron post-training",
         "math",
         [{"uuid": "1", "messages": CHAT, "category": "math", "license": "x"}],
         says="a set of chats",

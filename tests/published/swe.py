@@ -30,7 +30,7 @@ REBENCH = swe.swe_bench(
 )
 OTHER = {"patch": swe.PATCH, "problem_statement": "It is wrong.", "repo": "a/b", "instance_id": "a__b-1"}
 SWE = [
-    Published("SWE-bench_Verified", "swe-bench", [swe.swe_bench()], ["sympy__sympy-1"], suffix=".parquet"),
+    Published("SWE-bench (Verified)", "swe-bench", [swe.swe_bench()], ["sympy__sympy-1"], suffix=".parquet"),
     Published("SWE-Gym", "swe-gym", [swe.swe_gym()], ["Project-MONAI__MONAI-1"]),
     Published("R2E-Gym", "r2e-gym", [swe.r2e_gym()], ["aiohttp__0123456789abcdef0123456789abcdef01234567"]),
     Published(

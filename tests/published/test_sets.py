@@ -9,6 +9,7 @@ import csv
 import gzip
 import json
 import pickle
+import re
 import subprocess
 import sys
 import zlib
@@ -103,8 +104,12 @@ async def test_the_gold_of_each_row_of_mathematics_is_right() -> None:
         await checker.aclose()
 
 
-def test_many_sets_are_tried() -> None:
+def test_the_page_lists_each_set_and_what_becomes_of_it() -> None:
     assert len({one.name for one in SETS}) == len(SETS) >= 30
+    kept, refused = Path("docs/data.md").read_text().split("## Sets that are refused")
+    for one in SETS:
+        name = one.name.partition(" (")[0]
+        assert re.search(rf"^\|[^|]*{re.escape(name)}[^|]*\|", kept if one.kept else refused, re.MULTILINE), name
 
 
 @pytest.mark.parametrize(
