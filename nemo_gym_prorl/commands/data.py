@@ -24,6 +24,7 @@ import orjson
 from rich.console import Console
 
 from nemo_gym_prorl.commands.rows import Refusal, json_lines
+from nemo_gym_prorl.commands.show import visible
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_unsupported
 
@@ -103,9 +104,9 @@ def _convert(file: Path, row_of: RowOf, data_source: str | None, lines: IO[bytes
             refuse_unsupported(record)
             row = row_of(record)
             line = orjson.dumps(row if data_source is None else {**row, "data_source": data_source})
-        except UnsupportedSet as error:
-            raise UnsupportedSet(error.complaint, field=str(file)) from error
-        except UnusableRecord as error:
+        except (UnusableRecord, UnsupportedSet) as error:
+            if isinstance(error, UnsupportedSet) and not summary.kept:
+                raise UnsupportedSet(error.complaint, field=str(file)) from error
             summary.dropped[error.reason] += 1
         except CallerError as error:
             summary.refused.append(Refusal(number, error.reason))
@@ -128,7 +129,7 @@ def _print(summary: Summary, unit: str) -> None:
     console = Console(stderr=True, highlight=False)
 
     def say(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(visible(text), markup=False, soft_wrap=True)
 
     for refusal in summary.refused[:SHOWN]:
         say(f"{unit} {refusal.line}: {refusal.reason}")

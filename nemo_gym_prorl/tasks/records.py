@@ -15,8 +15,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nemo_gym_prorl.failures import CallerError, is_text
 
@@ -58,94 +57,44 @@ class UnsupportedSet(CallerError):
     """A published set of which no record can be graded."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Unsupported:
+class _Unsupported(NamedTuple):
     """A published set, known by the fields that its records have and lack."""
 
     name: str
-    has: frozenset[str]
+    has: str
     why: str
-    lacks: frozenset[str] = frozenset()
+    lacks: str = ""
 
+
+_ELSEWHERE = "its tests are in languages whose commands are not in its records"
+_PROGRAMS = "its tests are programs, and prorl_code compares results of calls"
+_CHATS = "a set of chats (OpenThoughts, Nemotron post-training)"
+_ANSWERED = "problem question prompt answer expected_answer verifier_metadata"
 
 _UNSUPPORTED = (
+    _Unsupported("SWE-smith", "image_name FAIL_TO_PASS", "it has no hidden tests and no test command", "test_patch"),
+    _Unsupported("SWE-rebench-V2", "image_name install_config", f"{_ELSEWHERE}; use SWE-rebench", "docker_image"),
     _Unsupported(
-        "SWE-smith",
-        frozenset({"image_name", "FAIL_TO_PASS"}),
-        "its records have no hidden tests and no test command",
-        frozenset({"test_patch"}),
+        "SWE-bench-extra", "install_config FAIL_TO_PASS", "it has no images; use SWE-rebench", "docker_image"
     ),
-    _Unsupported(
-        "SWE-rebench-V2",
-        frozenset({"image_name", "install_config"}),
-        "its images have other languages and other layouts than prorl_swe runs; use SWE-rebench",
-        frozenset({"docker_image"}),
-    ),
-    _Unsupported(
-        "SWE-bench-extra",
-        frozenset({"install_config", "FAIL_TO_PASS"}),
-        "it has no images; use SWE-rebench, the same tasks with images",
-        frozenset({"docker_image"}),
-    ),
-    _Unsupported(
-        "SWE-bench Pro",
-        frozenset({"dockerhub_tag"}),
-        "the scripts that run its tests and read their logs are not in its records",
-    ),
-    _Unsupported(
-        "SWE-bench-Live",
-        frozenset({"test_cmds"}),
-        "its records run whole suites and name log parsers that swebench does not have; use SWE-rebench",
-    ),
-    _Unsupported(
-        "SWE-bench Multimodal", frozenset({"image_assets"}), "its tests need browsers, and its issues are pictures"
-    ),
-    _Unsupported(
-        "Multi-SWE-bench",
-        frozenset({"fix_patch", "test_patch"}),
-        "its own harness, which is not part of prorl_swe, runs its tests in other languages",
-    ),
-    _Unsupported(
-        "BigCodeBench",
-        frozenset({"instruct_prompt", "libs"}),
-        "its tests are unittest classes with mocks, and prorl_code compares results of calls",
-    ),
-    _Unsupported(
-        "DS-1000",
-        frozenset({"code_context", "reference_code"}),
-        "its tests execute snippets inside a program of its own, and prorl_code compares results of calls",
-    ),
-    _Unsupported(
-        "MultiPL-E", frozenset({"doctests", "stop_tokens"}), "it is HumanEval and MBPP in languages other than Python"
-    ),
-    _Unsupported(
-        "OpenCodeReasoning",
-        frozenset({"input", "output", "solution", "license"}),
-        "it has solutions to imitate and no tests",
-    ),
+    _Unsupported("SWE-bench Pro", "dockerhub_tag", "the scripts that run its tests are not in its records"),
+    _Unsupported("SWE-bench-Live", "test_cmds", "it runs whole suites, and swebench does not have its log parsers"),
+    _Unsupported("SWE-bench Multimodal", "image_assets", "its tests need browsers, and its issues are pictures"),
+    _Unsupported("Multi-SWE-bench", "fix_patch test_patch", _ELSEWHERE),
+    _Unsupported("BigCodeBench", "instruct_prompt libs", _PROGRAMS),
+    _Unsupported("DS-1000", "code_context reference_code", _PROGRAMS),
+    _Unsupported("MultiPL-E", "doctests stop_tokens", "it is HumanEval and MBPP in languages other than Python"),
+    _Unsupported("OpenCodeReasoning", "input output solution license", "it has solutions to imitate and no tests"),
     _Unsupported(
         "a set of formal theorems (miniF2F, ProofNet, NuminaMath-LEAN)",
-        frozenset({"formal_statement"}),
+        "formal_statement",
         "a proof assistant has to check them, and there is none here",
     ),
-    _Unsupported("PRM800K", frozenset({"label", "is_quality_control_question"}), "it rates steps, not answers"),
-    _Unsupported(
-        "a set of preferences (UltraFeedback, HH-RLHF)",
-        frozenset({"chosen", "rejected"}),
-        "it compares answers, and says of none that it is right",
-    ),
-    _Unsupported(
-        "IFEval", frozenset({"instruction_id_list", "kwargs"}), "no environment here checks instructions about form"
-    ),
-    *(
-        _Unsupported(
-            "a set of chats (OpenThoughts, Nemotron post-training)",
-            frozenset({chat}),
-            "it has answers to imitate, and none to compare with",
-            frozenset({"problem", "question", "prompt", "answer", "expected_answer", "verifier_metadata"}),
-        )
-        for chat in ("conversations", "messages")
-    ),
+    _Unsupported("PRM800K", "label is_quality_control_question", "it rates steps, not answers"),
+    _Unsupported("a set of preferences (UltraFeedback, HH-RLHF)", "chosen rejected", "it has no right answers"),
+    _Unsupported("IFEval", "instruction_id_list kwargs", "no environment here checks instructions about form"),
+    _Unsupported(_CHATS, "conversations", "it has answers to imitate, and none to compare with", _ANSWERED),
+    _Unsupported(_CHATS, "messages", "it has answers to imitate, and none to compare with", _ANSWERED),
 )
 
 
@@ -156,7 +105,7 @@ def refuse_unsupported(record: Mapping[str, Any]) -> None:
         UnsupportedSet: the record has the fields of such a set.
     """
     for known in _UNSUPPORTED:
-        if known.has <= record.keys() and known.lacks.isdisjoint(record):
+        if record.keys() >= {*known.has.split()} and record.keys().isdisjoint(known.lacks.split()):
             raise UnsupportedSet(f"{known.name} cannot be used: {known.why}")
 
 

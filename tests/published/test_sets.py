@@ -29,11 +29,13 @@ from nemo_gym_prorl.tasks.code.rows import MAX_TEST_BYTES, read_metadata, read_p
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.rows import row_of as math_row
 from nemo_gym_prorl.tasks.records import UnusableRecord
+from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 from tests.published.code import CODE
 from tests.published.math import MATH
 from tests.published.sets import NAN, STDIN, Published, Q, verl
 from tests.published.stem import STEM
 from tests.published.swe import SWE
+from tests.tasks.swe import records as swe
 
 
 SETS = [*MATH, *STEM, *CODE, *SWE]
@@ -234,6 +236,7 @@ def test_packed_tests_of_any_protocol_and_no_size() -> None:
         ("assert f(x=1, y=-2) is None", [[[1, -2], None]]),
         ("def check(candidate):\n    assert candidate({'a': 1}) == (1, 2), 'no'", [[[{"a": 1}], [1, 2]]]),
         ("assert f() == '21'", [[[], "21"]]),
+        ("assert Solution().f(1) == 2\nassert solution.f(0) == 1", [[[1], 2], [[0], 1]]),
         ("assert f(1) == 2\nassert g(1) == 2", None),
         ("assert f(1) != 2", None),
         ("assert f(1)", None),
@@ -241,6 +244,9 @@ def test_packed_tests_of_any_protocol_and_no_size() -> None:
         ("assert f((1, 2)) == 2", None),
         ("assert f({1: 2}) == 2", None),
         ("assert f(1) == {1, 2}", None),
+        ("assert f('a').lower() == 'a'", None),
+        ("assert ''.f(1) == 'a'", None),
+        ("assert np.f([1]) == 1", None),
         ("assert abs(f(1) - 2) < 0.1", None),
         ("assert f(*[1]) == 2", None),
         ("assert f(**{'a': 1}) == 2", None),
@@ -281,6 +287,29 @@ def test_a_dry_run_tells_all_and_writes_nothing(tmp_path: Path) -> None:
         assert (dry.exit_code, dry.stdout) == (0, "")
         assert [entry.name for entry in folder.iterdir() if entry.name != "tests"] == [file.name]
         assert dry.stderr.splitlines()[-1] == wet.stderr.splitlines()[-1]
+
+
+def test_what_is_printed_of_a_set_is_no_order_to_the_terminal(tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    file.write_text(json.dumps({"problem": "\x1b]0;title\x07\x1b[2J?", "answer": "\x1b[31m5"}) + "\n")
+    done = run("math", file, "--dry-run")
+    assert done.exit_code == 0
+    assert "\x1b" not in done.stderr
+    assert "\\x1b[2J?" in done.stderr
+
+
+def test_an_unsupported_record_among_others_costs_only_itself(tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    records = [{"problem": Q, "answer": "5"}, {"conversations": []}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    done = run("math", file, "--dry-run")
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (0, "2 lines: 1 kept, 1 dropped, 0 refused")
+
+
+def test_a_known_repository_of_swe_bench_is_not_taken_for_another_set() -> None:
+    patch = "diff --git a/tests/roots/test-x/index.rst b/tests/roots/test-x/index.rst\n"
+    row = CONVERTERS["swe-bench"](swe.swe_bench(repo="sphinx-doc/sphinx", test_patch=patch), None)
+    assert row["swe"]["test_command"].endswith("tests/roots/test-x/index.rst")
 
 
 def test_two_runs_that_write_one_output_do_not_mix(tmp_path: Path) -> None:

@@ -153,8 +153,7 @@ def _compared(body: Sequence[ast.stmt], field: str) -> Iterator[tuple[str, list[
                     test=ast.Compare(left=expected, ops=[ast.Eq() | ast.Is()], comparators=[ast.Call() as call])
                 )
             ):
-                name = call.func.id if isinstance(call.func, ast.Name) else None
-                name = call.func.attr if isinstance(call.func, ast.Attribute) else name
+                name = _called(call.func)
                 if name is None or any(word.arg is None for word in call.keywords):
                     raise UnusableRecord("its tests call more than a function by its name", field=field)
                 arguments = [*call.args, *(word.value for word in call.keywords)]
@@ -165,6 +164,18 @@ def _compared(body: Sequence[ast.stmt], field: str) -> Iterator[tuple[str, list[
                 pass
             case _ if not isinstance(statement, _SCAFFOLDING):
                 raise UnusableRecord("its tests do more than compare the result of a call with a value", field=field)
+
+
+def _called(function: ast.expr) -> str | None:
+    """The name in ``f``, ``solution.f`` or ``Solution().f``; ``None`` for a method of anything else."""
+    match function:
+        case (
+            ast.Name(id=name)
+            | ast.Attribute(value=ast.Name(id="solution"), attr=name)
+            | ast.Attribute(value=ast.Call(func=ast.Name(id="Solution"), args=[], keywords=[]), attr=name)
+        ):
+            return name
+    return None
 
 
 def _literal(node: ast.expr, field: str, *, tuples: bool = True) -> Any:

@@ -70,7 +70,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
         if plain.get(name):
             raise UnusableRecord("is a multiple choice; `prorl data stem` makes rows of those", field=name)
     for name in _VALIDITY:
-        if str(plain.get(name) or "Yes") != "Yes":
+        if isinstance(plain.get(name), str) and plain[name] != "Yes":
             raise UnusableRecord(f"the set says {plain[name]!r}", field=name)
     name, asked = question_of(plain, record)
     question = _text(_AROUND.sub("", asked), name)

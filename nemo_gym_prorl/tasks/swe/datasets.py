@@ -24,7 +24,8 @@ from pydantic import (
     ValidationError,
 )
 
-from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, parsed
 from nemo_gym_prorl.tasks.swe import eval_script, test_commands
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus, refusal
 from nemo_gym_prorl.tasks.swe.parser_process import R2E_PARSER, r2e_names
@@ -96,7 +97,7 @@ class SweRebenchRecord(SweBenchRecord):
     """A record of SWE-rebench: SWE-bench's, with an image and a way to test of its own."""
 
     docker_image: Image
-    install_config: InstallConfig
+    install_config: Annotated[InstallConfig, BeforeValidator(parsed)]
 
 
 class R2eGymRecord(_Record):
@@ -123,12 +124,16 @@ def swe_bench(record: Record, prefix: str | None) -> dict[str, Any]:
     read = _read(SweBenchRecord, record)
     name = f"sweb.eval.x86_64.{read.instance_id.replace('__', '_1776_')}:latest".lower()
     image = read.image if read.image and prefix is None else f"{prefix or 'docker.io/swebench'}/{name}"
-    how = _own_script(read)
-    if how is None and not any(file.endswith(".py") for file in test_commands.test_files(read.test_patch)):
-        raise UnsupportedSet(
-            "SWE-bench Multilingual cannot be used: its records do not say how tests in other languages run"
-        )
-    how = how or test_commands.swe_bench(read.repo, read.version, read.test_patch)
+    try:
+        how = _own_script(read) or test_commands.swe_bench(read.repo, read.version, read.test_patch)
+    except CallerError as error:
+        if error.field == "repo" and not any(
+            name.endswith(".py") for name in test_commands.test_files(read.test_patch)
+        ):
+            raise UnsupportedSet(
+                "SWE-bench Multilingual cannot be used: its records do not say how tests in other languages run"
+            ) from error
+        raise
     return _swe_bench_row(read, "swe-bench", image, how)
 
 
