@@ -15,6 +15,7 @@ import pytest_asyncio
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.asyncio(loop_scope="module")]
@@ -127,3 +128,20 @@ async def test_what_a_thread_prints_between_cells_is_in_the_next(kernel: Kernel)
     await asyncio.sleep(1)
     assert (await kernel.run("print('next')")).output == "late\nnext\n"
     assert (await kernel.run("print('last')")).output == "last\n"
+
+
+@pytest.mark.parametrize("ignores", [False, True], ids=["interrupted", "killed"])
+async def test_a_cancelled_cell_keeps_its_turn_until_it_has_ended(kernel: Kernel, ignores: bool) -> None:
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" if ignores else ""
+    left = asyncio.create_task(kernel.run(code + "while True: print('left', flush=True); time.sleep(0.01)"))
+    await asyncio.sleep(0.3)
+    left.cancel()
+    following = asyncio.create_task(kernel.run("print('next')"))
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    if ignores:
+        with pytest.raises(SandboxBroken, match="restart"):
+            await following
+        await kernel.restart()
+    else:
+        assert (await following).output == "next\n"

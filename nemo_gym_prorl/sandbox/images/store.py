@@ -307,7 +307,7 @@ class ImageStore:
         with self.copies.making(".room"):
             copies = self.all_copies()
             taken = sum(image.info.bytes for image in copies)
-            reserved = sum(int(note.read_text()) for note in self.copies.folder.glob(f".*/{_RESERVED}"))
+            reserved = sum(map(_reserved, self.copies.folder.glob(f".*/{_RESERVED}")))
             free = free_bytes(self.copies.folder)
             room = self._room if self._room is not None else (free + taken) // 2
             # What others have reserved is partly written already; counting it twice only errs on the safe side.
@@ -359,3 +359,11 @@ def copy_name(image: Path) -> str:
     what = f"{image.resolve()} {found.st_size} {found.st_mtime_ns} {boot}"
     stem = image.parent.name if image.name == SIF else image.stem
     return f"{stem[:60].lstrip('.')}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+
+
+def _reserved(note: Path) -> int:
+    """Bytes that an unpacker has reserved; 0 once it has published its copy, or while it writes the note."""
+    try:
+        return int(note.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return 0

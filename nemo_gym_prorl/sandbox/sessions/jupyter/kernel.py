@@ -26,6 +26,7 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_gym_prorl.background import run_uncancellable
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import SHARED_FOLDER, Container
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
@@ -299,7 +300,8 @@ class Kernel:
             try:
                 timed_out = await self._ends_within(running, process, timeout_s)
             except asyncio.CancelledError:
-                await asyncio.shield(self.interrupt())
+                # The turn ends with the cell, else the next cell would wait inside the kernel.
+                await run_uncancellable(self._ends_within(running, process, 0.0))
                 raise
             finally:
                 self._running = None
