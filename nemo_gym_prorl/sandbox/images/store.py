@@ -29,7 +29,7 @@ from nemo_gym_prorl.sandbox.images.building.recipe import Built, Format
 from nemo_gym_prorl.sandbox.images.cache import Progress, cache_dir, machine, silent
 from nemo_gym_prorl.sandbox.images.entries import Entries, Lock, flush, free_bytes
 from nemo_gym_prorl.sandbox.images.gc import least_used
-from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT, SIF, Image, Info, read_info, write_info
+from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT, SIF, Image, Info, config_of, read_info, write_info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Reference, Registry, parse
 from nemo_gym_prorl.sandbox.images.validate import check_made, fuse_trouble
 from nemo_gym_prorl.sandbox.isolation.privilege import user_outside
@@ -293,7 +293,9 @@ class ImageStore:
                     if free_bytes(work) < LEAST_FREE:
                         return f"the disk of {self.copies.folder} is full"
                     raise CallerError(f"{image} can't be unpacked: {error.reason}", field="image") from error
-                info = Info("copy", str(image), "folder", rootfs.settle(root), started)
+                info = Info("copy", str(image), "folder", rootfs.settle(root), started, config=config_of(image))
+                if info.config:
+                    info.config.rewrite_script(root)
                 check_made(root)
                 write_info(root.parent, info)
                 self.copies.publish(root.parent, entry)
