@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -100,7 +100,9 @@ def doctor(
     tokenizer: Annotated[str | None, typer.Option(help="Folder or Hugging Face name of the tokenizer.")] = None,
     chat_template: Annotated[str | None, typer.Option(help="Jinja file that replaces the tokenizer's own.")] = None,
     tool_call_parser: Annotated[str | None, typer.Option(help="vLLM's name; else found by the template.")] = None,
-    engine: Annotated[str | None, typer.Option(help="vllm, vllm_chat, nemo_rl or sglang.")] = None,
+    engine: Annotated[
+        Literal["vllm", "vllm_chat", "nemo_rl", "sglang"] | None, typer.Option(help="Protocol of the endpoint.")
+    ] = None,
 ) -> None:
     """Show what is there, what is missing and how to get it. Exit code 1 if rollouts can't run."""
     from rich.console import Console

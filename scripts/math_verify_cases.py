@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 from sympy import latex
 
-from nemo_gym_prorl.tasks.math.answers import final_answer
+from nemo_gym_prorl.tasks.final_answer import final_answer
 from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker
 
 

@@ -14,7 +14,7 @@ from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.addresses import checked_url, origin_of
 from nemo_gym_prorl.policy.engines.connections import Connections
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, SampleRequest
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, SampleRequest
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.log_probs import LogProbMode
 from nemo_gym_prorl.policy.engines.registry import ENGINES
@@ -27,6 +27,15 @@ from nemo_gym_prorl.serving.keys import authorization
 
 _CHECK_S = 45.0
 """Limit of one check; an engine on a CPU needs some seconds for its first sample."""
+
+
+_FIXES = {
+    "--policy-url": "pass the URL of the inference endpoint, which ends in /v1",
+    "--policy-model": "pass --policy-model with the name of a model that is served",
+    "policy.engine": "pass another --engine",
+    "policy_api_key": "pass --policy-key",
+}
+"""What to change, by the field that is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ async def examine_engine(config: PolicyConfig) -> AsyncIterator[Finding]:
     Raises:
         CallerError: the configuration names no backend, or no URL.
     """
-    url = checked_url(config.base_url[0], "base_url") if config.base_url else ""
+    url = checked_url(config.base_url[0], "--policy-url") if config.base_url else ""
     headers = config.headers | authorization(config.keys()[0] if config.base_url else "")
     async with Connections() as connections:
         engine = ENGINES[config.protocol](connections, config.model, {origin_of(url): headers})
@@ -61,15 +70,15 @@ async def examine_engine(config: PolicyConfig) -> AsyncIterator[Finding]:
             yield templates
             if templates.level == "missing":
                 return  # what the engine says of prompts depends on the tokenizer
-        else:
+        reached = await _found("Engine", lambda: _reached(engine, url, config.model))
+        yield reached
+        if config.tokenizer_folder is None and reached.level != "missing":
             yield Finding(
                 "Template",
                 "warn",
                 "the engine renders prompts and reads calls",
                 "pass --tokenizer, so that no sampled token is tokenised again",
             )
-        reached = await _found("Engine", lambda: _reached(engine, url, config.model))
-        yield reached
         if reached.level != "missing":
             for name, check in (
                 ("Tokenizer", _tokenizer),
@@ -93,7 +102,7 @@ async def _found(name: str, check: Callable[[], Awaitable[tuple[str, str]]]) -> 
     except TimeoutError:
         return Finding(name, "missing", f"no answer within {_CHECK_S:g} s", "see the engine's log")
     except RolloutError as error:
-        fix = "see that the engine runs, and --policy-url, --policy-model, --policy-key and --engine"
+        fix = _FIXES.get(getattr(error, "field", ""), "see that the engine runs and that --policy-url is its address")
         if error.reason.startswith("tokenizer:"):
             fix = "pass the --tokenizer of the model that the engine serves"
         return Finding(name, "missing", error.reason, fix)
@@ -119,8 +128,10 @@ def _templates(config: PolicyConfig, engine: HttpEngine) -> Finding:
 async def _reached(engine: HttpEngine, url: str, model: str) -> tuple[str, str]:
     await engine.check_protocol(url)
     served = [str(card.get("id")) for card in await engine.models(url)]
+    if not served and await engine.routes(url) is None:
+        return f"{url} answers, and publishes neither models nor routes", _FIXES["--policy-url"]
     if served and model not in served:
-        raise BackendFailed(f"{url} serves {', '.join(served)}, not {model!r}: pass --policy-model {served[0]}")
+        raise Misconfigured(f"{url} serves {', '.join(served)}, not {model!r}", field="--policy-model")
     return f"{url} serves {model}", ""
 
 

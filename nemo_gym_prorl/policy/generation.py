@@ -38,7 +38,7 @@ class Generation:
             (:mod:`~nemo_gym_prorl.serving.routed_experts`).
         log_prob_mode: the distribution that the log-probs belong to (:class:`.LogProbMode`).
         top: log-probs of the first position's most probable tokens, where the request asks for them.
-        text: what the engine decoded.
+        text: what the engine decoded; of a message, the part behind the thought.
     """
 
     ids: Sequence[int]

@@ -176,18 +176,25 @@ class PolicyHost:
         """Resume one backend or all of a run. With ``reset_prefix_cache`` each is drained, and its prefix cache
         emptied, before any resumes.
 
+        An error leaves each backend paused that was paused, and no other.
+
         Raises:
-            CallerError: an engine has no route for the reset; every backend stays paused.
-            BackendFailed: an engine did not do it; every backend stays paused.
+            CallerError: an engine has no route for the reset.
+            BackendFailed: an engine did not do it, or turns are still in flight.
         """
         if reset_prefix_cache:
-            if not await self.dispatcher.pause(backend_id, run=run):
-                raise BackendFailed("turns are still in flight, so no prefix cache was emptied; pause first")
+            sampling = [backend for backend in self.pool.chosen(backend_id, run) if not backend.paused]
             try:
-                chosen = self.pool.pause(backend_id, run)
+                if not await self.dispatcher.pause(backend_id, run=run):
+                    raise BackendFailed("turns are still in flight, so no prefix cache was emptied; pause first")
+                chosen = self.pool.chosen(backend_id, run)
                 await asyncio.gather(*(self.engine.reset_prefix_cache(backend.url) for backend in chosen))
-            except Misconfigured as error:
-                raise CallerError(error.reason) from error
+            except BaseException as error:
+                for backend in sampling:
+                    self.dispatcher.apply(self.pool.resume(backend.id, run=backend.run))
+                if isinstance(error, Misconfigured):
+                    raise CallerError(error.reason) from error
+                raise
         self.dispatcher.apply(self.pool.resume(backend_id, weight_version, run))
 
     def _known(self, backend_id: str | None, url: str, run: str | None) -> Backend | None:

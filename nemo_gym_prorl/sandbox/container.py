@@ -40,7 +40,7 @@ from nemo_gym_prorl.sandbox.sessions.exec import (
     complete,
     shell_command,
 )
-from nemo_gym_prorl.sandbox.spec import ContainerSpec, check, command_environment, order
+from nemo_gym_prorl.sandbox.spec import ContainerSpec, ImageDefaults, check, order
 from nemo_gym_prorl.sandbox.start_errors import start_error
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxExhausted, SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link, Process
@@ -99,11 +99,12 @@ class Container:
         if runtime is None:
             runtime = await asyncio.to_thread(require_runtime)
         await asyncio.to_thread(check, spec, runtime)
+        defaults = await asyncio.to_thread(ImageDefaults.of, spec.image)
         link = await Link.get()
         host_id = user_ids.draw(several=spec.users)
         container = cls(f"b-{secrets.token_hex(6)}", spec, link, host_id)
         try:
-            start = order(container.name, container._host_id, spec, runtime)
+            start = order(container.name, container._host_id, spec, runtime, defaults)
             answer, _files = await link.ask(start, held)
         except SandboxRefused as error:
             link.watch(container.name, None)
@@ -116,8 +117,9 @@ class Container:
             report.say_once(frozenset(answer["controllers"]), in_memory=answer["in_memory"])
             container.way, container.fallback = answer["start"], answer["fallback"]
             report.say_once_why_slow(container.fallback)
-            container.environment = command_environment(answer["environment"], spec)
-            await container.configure(spec.env, spec.workdir)
+            container.environment = defaults.environment(answer["environment"], root=spec.root)
+            published = defaults.config.workdir if defaults.config else ""
+            await container.configure(spec.env, spec.workdir or published)
         except BaseException:
             await container.close()
             raise

@@ -18,14 +18,18 @@ from pydantic import Strict, TypeAdapter
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import fields
+from nemo_gym_prorl.sandbox.images import oci_config
+from nemo_gym_prorl.sandbox.images.info import config_of
+from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
 from nemo_gym_prorl.sandbox.images.validate import check_image
 from nemo_gym_prorl.sandbox.isolation import capabilities
+from nemo_gym_prorl.sandbox.isolation.accounts import SANDBOX_UID
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.runtime.command import OF_THE_RUNTIME
+from nemo_gym_prorl.sandbox.runtime.command import image_variables
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 
 
@@ -46,9 +50,11 @@ class ContainerSpec:
     Attributes:
         image: path of an unpacked root folder (fastest) or of a SIF.
         env: variables of every command, over those that the image sets.
-        workdir: where commands start; made if it is not there. ``/root``, or ``/tmp`` without root, if not given.
+        workdir: where commands start; made if it is not there. If not given, the one that the image was published
+            with, else ``/root``, or ``/tmp`` without root.
         network: share the host's network; otherwise there is only a loopback device.
-        root: be root inside. Without it commands run under user id 1000.
+        root: be root inside. Without it commands run as the user that the image was published with, else under user
+            id 1000.
         binds: more of the host's files, as ``HOST:INSIDE`` or ``HOST:INSIDE:ro``.
         memory_mib: the largest process is killed when all together use more; 0 for no limit.
         cpus: most processors' worth of time; needs control groups. 0 for no limit.
@@ -123,7 +129,41 @@ def check(spec: ContainerSpec, runtime: Runtime) -> None:
         raise CallerError("SYS_PTRACE needs an unpacked image, and not start: runtime", field="capabilities")
 
 
-def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime) -> Message:
+@dataclass(frozen=True, slots=True)
+class ImageDefaults:
+    """What an image sets for its sandboxes.
+
+    Attributes:
+        config: of the registry's image that it is or was made from, if it is or was.
+        uid: the number of its user; 0 for root.
+        home: the home folder of its user; empty for root, or if not known.
+    """
+
+    config: OciConfig | None = None
+    uid: int = 0
+    home: str = ""
+
+    @classmethod
+    def of(cls, image: Path) -> ImageDefaults:
+        """Look an image's defaults up. A mounted SIF has no ``/etc/passwd`` yet to look names up in."""
+        config = config_of(image)
+        uid, home = (config and config.user and oci_config.account(config.user, image)) or (0, "")
+        return cls(config, uid, home if uid else "")
+
+    def environment(self, reported: Mapping[str, str], *, root: bool) -> dict[str, str]:
+        """The variables of commands.
+
+        Args:
+            reported: by the runtime, which is asked only where scripts of the image may set some.
+            root: whether commands are root's.
+        """
+        home = self.home or ("/root" if root else "/tmp")
+        usual = {"HOME": home, "LANG": "C.UTF-8", "TERM": "dumb"}
+        own = image_variables(reported)
+        return {**usual, **(self.config.environment(own) if self.config else own)}
+
+
+def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, defaults: ImageDefaults) -> Message:
     """The supervisor's order to start a container: plain values, of which it makes command lines itself.
 
     Args:
@@ -131,6 +171,7 @@ def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime) -> Mes
         host_id: the user id that it runs under on the host.
         spec: what it is to be; checked.
         runtime: what starts it, or says what the image sets.
+        defaults: of its image.
     """
     start = "direct" if spec.users or _may_trace(spec) else spec.start if spec.image.is_dir() else "runtime"
     return {
@@ -143,7 +184,8 @@ def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime) -> Mes
         "binds": list(spec.binds),
         "image": str(spec.image),
         "image_identity": image_identity(spec.image) if start != "runtime" else "",
-        "uid": 0 if spec.root else 1000,
+        "scripted": defaults.config is None or defaults.config.extended,
+        "uid": 0 if spec.root else defaults.uid or SANDBOX_UID,
         "host_uid": host_id,
         "host_gid": host_id if is_machine_root() else os.getegid(),
         "limits": rlimits.of_programs(spec.processes, spec.disk_mib),
@@ -175,13 +217,6 @@ def image_identity(image: Path) -> str:
     parts = [image, image / ".singularity.d" / "env", *sorted((image / ".singularity.d" / "env").glob("*"))]
     found = [path.stat() for path in parts if path.exists()]
     return f"{image} {[(stat.st_dev, stat.st_ino, stat.st_mtime_ns) for stat in found]}"
-
-
-def command_environment(found: Mapping[str, str], spec: ContainerSpec) -> dict[str, str]:
-    """The variables of commands: what the image sets, less what the runtime says about itself."""
-    own = {name: value for name, value in found.items() if not name.startswith(OF_THE_RUNTIME)}
-    home = "/root" if spec.root else "/tmp"
-    return {**own, "HOME": home, "LANG": "C.UTF-8", "TERM": "dumb"}
 
 
 _SPEC = TypeAdapter(ContainerSpec)

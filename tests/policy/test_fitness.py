@@ -45,7 +45,7 @@ async def test_a_real_engine_is_looked_over(engine_url: str, model_folder: Path)
 @pytest.mark.parametrize(
     ("settings", "name", "said"),
     [
-        ({"model": "nope"}, "Engine", "not 'nope': pass --policy-model tiny"),
+        ({"model": "nope"}, "Engine", "serves tiny, not 'nope'"),
         ({"tool_call_parser": "mistral"}, "Template", "'mistral' does not read its calls, 'hermes' does"),
         ({"chat_template": "opened", "tokenizer": None, "engine": "sglang"}, "Engine", "has no /generate"),
         ({"tokenizer": "words"}, "Template", "the tokenizer has no ids for 'Sayone'"),
@@ -80,7 +80,7 @@ async def test_an_engine_whose_log_probs_leave_settings_out_is_named_with_the_fi
 
 async def test_an_engine_that_is_not_there_ends_the_checks() -> None:
     found = await _findings("http://127.0.0.1:9/v1")
-    assert {name: one.level for name, one in found.items()} == {"Template": "warn", "Engine": "missing"}
+    assert {name: one.level for name, one in found.items()} == {"Engine": "missing"}
 
 
 async def test_the_command_shows_the_lines_and_its_exit_code_tells() -> None:

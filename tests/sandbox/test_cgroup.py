@@ -33,6 +33,22 @@ def with_controller(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not there, reason=f"no {name} controller is delegated to this process")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user can write to no group but its own")
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(("name", "is_unit"), [("session-3.scope", True), ("x.service", True), ("job_7", False)])
+def test_root_moves_processes_of_a_unit_only_where_it_is_delegated(
+    tmp_path: Path, name: str, is_unit: bool, marked: bool
+) -> None:
+    group = tmp_path / name
+    group.mkdir()
+    if marked:
+        try:
+            os.setxattr(group, "user.delegate", b"1")
+        except OSError as error:
+            pytest.skip(f"no attributes of users here: {error}")
+    assert cgroups.is_ours(group) is (marked or not is_unit)
+
+
 def test_our_own_group_is_found_where_version_2_is_mounted() -> None:
     mounts = (
         "30 23 0:26 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n"

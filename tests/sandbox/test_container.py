@@ -46,6 +46,14 @@ async def test_variables_and_folders(image: Path, runtime: Runtime, monkeypatch:
             await container.run("true", env={"A=B": "c"})
 
 
+@pytest.mark.parametrize("letter", ["a", "é", "梨", "🐸"])
+@pytest.mark.parametrize("letters", [30_000, 70_000, 99_000, 140_000])
+async def test_a_command_of_any_length(container: Container, letter: str, letters: int) -> None:
+    """The kernel takes no argument beyond 128 KiB, and counts bytes."""
+    done = await container.run(f"printf %s '{letter * letters}' | wc -c")
+    assert done.stdout.strip() == str(letters * len(letter.encode())), done.stderr
+
+
 async def test_the_time_limit_ends_the_command_and_keeps_its_output(container: Container) -> None:
     done = await container.run("echo begun; sleep 1000 & sleep 1000", timeout_s=2)
     assert done.timed_out

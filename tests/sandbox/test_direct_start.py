@@ -235,10 +235,9 @@ async def test_a_prepared_image_is_kept_as_long_as_a_sandbox_has_it(
     held: list[PreparedImage] = []
     children.run = AsyncMock(side_effect=lambda _action: (made, [os.open("/", os.O_PATH), os.open("/", os.O_PATH)]))
     kept = prepared_images.PreparedImages(tmp_path, children, Mock(), lambda: held)
-    monkeypatch.setattr(kept, "_variables", AsyncMock(return_value={}))
 
     async def ask(image: str) -> PreparedImage:
-        return await kept.get({"image": image, "image_identity": image})
+        return await kept.get({"image": image, "image_identity": image, "scripted": False})
 
     before = open_files()
     held.append(await ask("held"))

@@ -37,7 +37,7 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import draw
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.spec import order
+from nemo_gym_prorl.sandbox.spec import ImageDefaults, order
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
@@ -237,7 +237,9 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime
     parent, _trouble = user_ids.make_parent_namespace()
     ranges = [user_ids.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
     prepared = PreparedImage(parent, (0, 0), parent, "", {}, ranges)
-    given = order("b-1", draw(several=False), ContainerSpec(image=tmp_path), runtime) | {"volumes": []}
+    given = order("b-1", draw(several=False), ContainerSpec(image=tmp_path), runtime, ImageDefaults()) | {
+        "volumes": []
+    }
     alive, lives = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:

@@ -64,7 +64,7 @@ async def test_an_order_that_lacks_a_part_leaves_no_sandbox(
 ) -> None:
     """One that could never be ended would keep its supervisor from ending."""
     link, wanted = await Link.get(), ContainerSpec(image=image, volumes=("lent:/lent",))
-    whole = specs.order("b-000000000002", container._host_id, wanted, runtime)
+    whole = specs.order("b-000000000002", container._host_id, wanted, runtime, specs.ImageDefaults())
     # In the order in which they are read, the last last.
     for lacking in ("image", "volumes", "binds", "start_timeout_s", "memory_mib"):
         with pytest.raises(SandboxRefused):
@@ -211,7 +211,7 @@ async def test_no_bind_shows_the_way_to_the_host(
         assert refused.value.field == "binds"
         # The supervisor relies on nobody's having looked.
         with pytest.raises(CallerError, match="bind"):
-            await chain.ask(specs.order("b-000000000001", container._host_id, wanted, runtime))
+            await chain.ask(specs.order("b-000000000001", container._host_id, wanted, runtime, specs.ImageDefaults()))
     async with await Container.start(ContainerSpec(image=image, binds=[f"{harmless}:/outside"]), runtime) as live:
         assert (await live.run("ls -d /outside")).stdout == "/outside\n"
 

@@ -132,8 +132,8 @@ async def test_editor_tells_what_is_wrong(either: Workspace) -> None:
     assert await edit(either, "insert", SOLUTION_FILE, insert_line=9, new_str="x") == (
         "Error: solution.py: insert_line is 9, but the file has 2 lines"
     )
-    await bash(either, "head -c 100 /dev/urandom > binary; mkfifo pipe; head -c 2000000 /dev/zero > long")
-    assert await edit(either, "view", "binary") == "Error: binary is not a text file."
+    await bash(either, "head -c 100 /dev/zero > binary; mkfifo pipe; yes | head -c 2000000 > long")
+    assert await edit(either, "view", "binary") == "Error: binary: is not a text file"
     assert await edit(either, "view", "pipe") == "Error: pipe: is not a regular file"
     assert await edit(either, "view", "long") == "Error: long: is longer than 1048576 characters; use bash"
     assert (await edit(either, "view", "a\0b")).startswith("Error: a\0b: ")

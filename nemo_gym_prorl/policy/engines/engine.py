@@ -40,6 +40,7 @@ class Misconfigured(BackendFailed):
 
     def __init__(self, reason: str, *, field: str) -> None:
         super().__init__(f"{field}: {reason}")
+        self.field = field
 
 
 class LogitsReturned(Misconfigured):

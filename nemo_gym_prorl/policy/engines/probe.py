@@ -123,8 +123,9 @@ class EngineProbe:
             text = ""
         if text and (text.startswith(_CHOICE) or _CHOICE.startswith(text)):
             return
-        fix = "start vLLM without --reasoning-parser, which engine 'vllm' does not need, or with "
-        fix += "--structured-outputs-config '{\"enable_in_reasoning\": true}'"
+        fix = "start vLLM without --reasoning-parser, which engine 'vllm' does not need"
+        if self.takes_tokens:  # else the answer would be the thought
+            fix += ", or with --structured-outputs-config '{\"enable_in_reasoning\": true}'"
         if name.startswith("guided_"):
             fix = "use structured_outputs"
         raise RequestRefused(f"{self.url} does not follow a grammar of this kind: {fix}", field=field_of(name))

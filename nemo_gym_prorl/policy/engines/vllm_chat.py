@@ -72,5 +72,5 @@ class VllmChat(HttpEngine):
             message=message,
             routed_experts=message.pop("routed_experts", None),
             top=[one["logprob"] for one in logged["content"][0]["top_logprobs"]] if request.top else (),
-            text="".join(message.get(part) or "" for part in ("reasoning", "reasoning_content", "content")),
+            text=message.get("content") or "",
         )

@@ -126,7 +126,7 @@ def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, De
     @router.post("/v1/backends/resume", responses=problem_responses(400, 404, 500))
     async def resume(body: Resume) -> dict[str, Any]:
         """Go on, with a new label if the weights are new. With `reset_prefix_cache` each backend's prefix cache is
-        emptied first, so no turn reads keys and values of earlier weights; if one cannot, all stay paused."""
+        emptied first, so no turn reads keys and values of earlier weights. An error resumes no paused backend."""
         await host.resume(body.id, body.weight_version, body.run, reset_prefix_cache=body.reset_prefix_cache)
         return _listing(host, body.run)
 

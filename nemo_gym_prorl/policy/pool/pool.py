@@ -130,7 +130,7 @@ class BackendPool:
         Returns:
             Those that are meant.
         """
-        chosen = self._chosen(backend_id, run)
+        chosen = self.chosen(backend_id, run)
         for backend in chosen:
             backend.paused = True
         return chosen
@@ -139,7 +139,7 @@ class BackendPool:
         self, backend_id: str | None = None, weight_version: str | None = None, run: str | None = None
     ) -> list[Decision]:
         """Go on, with new weights if a version is given."""
-        for backend in self._chosen(backend_id, run):
+        for backend in self.chosen(backend_id, run):
             backend.paused = False
             if weight_version is not None:
                 backend.weight_version = weight_version
@@ -147,7 +147,7 @@ class BackendPool:
 
     def label(self, weight_version: str, backend_id: str | None = None, run: str | None = None) -> None:
         """The backend, or every one of the run, samples with other weights from now on, without a pause."""
-        for backend in self._chosen(backend_id, run):
+        for backend in self.chosen(backend_id, run):
             backend.weight_version = weight_version
 
     def report(self, backend_id: str, *, waiting: int, kv_use: float, capacity: int | None = None) -> list[Decision]:
@@ -424,7 +424,12 @@ class BackendPool:
     def _line(self, rollout: Rollout) -> Line:
         return self._lines.setdefault(rollout.run, Line(self._now))
 
-    def _chosen(self, backend_id: str | None, run: str | None) -> list[Backend]:
+    def chosen(self, backend_id: str | None, run: str | None) -> list[Backend]:
+        """Return one backend, or all of a run.
+
+        Raises:
+            NoSuchBackend: there is none.
+        """
         chosen = self.of_run(run)
         if run is not None and not chosen:
             raise NoSuchBackend(f"run {run!r} has no backend: register them first", field="run")

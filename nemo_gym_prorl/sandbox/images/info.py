@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.sandbox.images.building.recipe import Format
 from nemo_gym_prorl.sandbox.images.entries import Entry
+from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
 
 
 INFO_FILE = "image.json"
@@ -28,6 +29,7 @@ class Info:
         bytes: its size on disk.
         made: when; seconds since 1970.
         key: see :class:`.recipe.Built`.
+        config: of the registry's image that it is or was made from, if it is or was.
     """
 
     kind: str
@@ -36,6 +38,7 @@ class Info:
     bytes: int
     made: float
     key: str = ""
+    config: OciConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ class Image:
 
 def write_info(folder: Path, info: Info) -> None:
     """Note down what an entry is, before it gets its name."""
-    (folder / INFO_FILE).write_text(json.dumps(asdict(info)))
+    config = info.config.to_json() if info.config else None
+    (folder / INFO_FILE).write_text(json.dumps({**asdict(info), "config": config}))
 
 
 def read_info(folder: Path) -> Info | None:
@@ -69,4 +73,12 @@ def read_info(folder: Path) -> Info | None:
         return None
     if any(field.name not in noted for field in fields(Info) if field.default is MISSING):
         return None
-    return Info(**{field.name: noted[field.name] for field in fields(Info) if field.name in noted})
+    known = {field.name: noted[field.name] for field in fields(Info) if field.name in noted}
+    config = known.get("config")
+    return Info(**{**known, "config": OciConfig.parse(config) if config else None})
+
+
+def config_of(image: Path) -> OciConfig | None:
+    """Return the configuration that was kept beside a root folder or SIF of a store; ``None`` elsewhere."""
+    info = read_info(image.parent) if image.name in (ROOT, SIF) else None
+    return info.config if info else None

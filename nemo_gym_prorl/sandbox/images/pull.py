@@ -24,6 +24,7 @@ from nemo_gym_prorl.sandbox.images.building import programs, runtime_build
 from nemo_gym_prorl.sandbox.images.building.recipe import Format
 from nemo_gym_prorl.sandbox.images.cache import Progress, machine, silent
 from nemo_gym_prorl.sandbox.images.info import Info
+from nemo_gym_prorl.sandbox.images.oci_config import OciConfig, of_pull
 from nemo_gym_prorl.sandbox.images.reference import Registry, registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.images.validate import check_made
@@ -69,14 +70,21 @@ class Puller:
         entry = wanted.entry(machine())
         with self.store.images.making(entry, progress) as work:
             if work is not None:
-                self._fetch(wanted, entry, work, progress)
+                kind = self.format or self.store.default_format()
+                made, config = self.fetch(wanted, work, kind, progress)
+                info = Info("pulled", wanted.uri, kind, 0, time.time(), config=config)
+                self.store.publish(work, made, entry, info)
         path = self.store.payload(entry)
         if path is None:
             raise InfrastructureError(f"{wanted.uri} was removed as soon as it was pulled")
         return path
 
-    def _fetch(self, wanted: Registry, entry: str, work: Path, progress: Progress) -> None:
-        kind = self.format or self.store.default_format()
+    def fetch(self, wanted: Registry, work: Path, kind: Format, progress: Progress) -> tuple[Path, OciConfig]:
+        """Pull an image into a folder of the caller's; returns it and its configuration.
+
+        Raises:
+            CallerError, InfrastructureError: as :meth:`pull`.
+        """
 
         def again(state: tenacity.RetryCallState) -> None:
             assert state.outcome is not None
@@ -95,7 +103,10 @@ class Puller:
         except InfrastructureError as error:
             raise _explained(wanted, error, self.credentials) from error
         check_made(made)
-        self.store.publish(work, made, entry, Info("pulled", wanted.uri, kind, 0, time.time()))
+        config = of_pull(work / runtime_build.DOWNLOADS)
+        if kind == "folder":
+            config.rewrite_script(made)
+        return made, config
 
     def _try(self, wanted: Registry, work: Path, unpacked: bool) -> Path:
         return runtime_build.build(

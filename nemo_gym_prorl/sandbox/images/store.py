@@ -29,7 +29,7 @@ from nemo_gym_prorl.sandbox.images.building.recipe import Built, Format
 from nemo_gym_prorl.sandbox.images.cache import Progress, cache_dir, machine, silent
 from nemo_gym_prorl.sandbox.images.entries import Entries, Lock, flush, free_bytes
 from nemo_gym_prorl.sandbox.images.gc import least_used
-from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT, SIF, Image, Info, read_info, write_info
+from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT, SIF, Image, Info, config_of, read_info, write_info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Reference, Registry, parse
 from nemo_gym_prorl.sandbox.images.validate import check_made, fuse_trouble
 from nemo_gym_prorl.sandbox.isolation.privilege import user_outside
@@ -293,7 +293,9 @@ class ImageStore:
                     if free_bytes(work) < LEAST_FREE:
                         return f"the disk of {self.copies.folder} is full"
                     raise CallerError(f"{image} can't be unpacked: {error.reason}", field="image") from error
-                info = Info("copy", str(image), "folder", rootfs.settle(root), started)
+                info = Info("copy", str(image), "folder", rootfs.settle(root), started, config=config_of(image))
+                if info.config:
+                    info.config.rewrite_script(root)
                 check_made(root)
                 write_info(root.parent, info)
                 self.copies.publish(root.parent, entry)
@@ -307,7 +309,7 @@ class ImageStore:
         with self.copies.making(".room"):
             copies = self.all_copies()
             taken = sum(image.info.bytes for image in copies)
-            reserved = sum(int(note.read_text()) for note in self.copies.folder.glob(f".*/{_RESERVED}"))
+            reserved = sum(map(_reserved, self.copies.folder.glob(f".*/{_RESERVED}")))
             free = free_bytes(self.copies.folder)
             room = self._room if self._room is not None else (free + taken) // 2
             # What others have reserved is partly written already; counting it twice only errs on the safe side.
@@ -359,3 +361,11 @@ def copy_name(image: Path) -> str:
     what = f"{image.resolve()} {found.st_size} {found.st_mtime_ns} {boot}"
     stem = image.parent.name if image.name == SIF else image.stem
     return f"{stem[:60].lstrip('.')}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+
+
+def _reserved(note: Path) -> int:
+    """Bytes that an unpacker has reserved; 0 once it has published its copy, or while it writes the note."""
+    try:
+        return int(note.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return 0

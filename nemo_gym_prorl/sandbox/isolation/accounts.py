@@ -14,6 +14,9 @@ from collections.abc import Iterator
 
 HOST_NAME = "sandbox"
 
+SANDBOX_UID = 1000
+"""User id of commands that are not root's, where the image names no user of its own."""
+
 HOSTS = f"127.0.0.1\tlocalhost {HOST_NAME}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
 
 OF_THE_RUNTIME = ("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/localtime")

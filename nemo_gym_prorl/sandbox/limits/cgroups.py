@@ -44,6 +44,9 @@ CPU_PERIOD_US = 100_000
 LEAST_CPU_US = 1000
 """The kernel takes no less."""
 
+_UNITS = frozenset({".scope", ".service", ".slice"})
+"""Ends of the names of systemd's groups."""
+
 REMOVE_S = 1.0
 """How long processes that are ending may keep a group from being removed."""
 
@@ -99,7 +102,7 @@ def delegation() -> Delegation | None:
     if group is None:
         return None
     base = base_of(group)
-    if not os.access(base / "cgroup.procs", os.W_OK):
+    if not os.access(base / "cgroup.procs", os.W_OK) or not is_ours(base):
         return None
     probe = Group(base / f"{PREFIX}probe-{secrets.token_hex(4)}", frozenset())
     try:
@@ -112,6 +115,21 @@ def delegation() -> Delegation | None:
         return Delegation(base, CONTROLLERS & set((base / "cgroup.controllers").read_text().split()))
     finally:
         probe.remove()
+
+
+def is_ours(base: Path) -> bool:
+    """Whether all processes of a group may be moved: root can write to any group, as to the scope of a login.
+
+    systemd marks the units that it delegates. Its user manager cannot before version 251, so the groups that an
+    ordinary user may write to count as delegated.
+    """
+    if os.geteuid() != 0 or base.suffix not in _UNITS:
+        return True
+    for attribute in ("trusted.delegate", "user.delegate"):
+        with contextlib.suppress(OSError):
+            if os.getxattr(base, attribute) == b"1":
+                return True
+    return False
 
 
 def _can_start_in(group: Group) -> bool:

@@ -8,6 +8,8 @@ So no order can have anything else executed.
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import network
@@ -19,8 +21,8 @@ from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import OWNER_VARIABLE
 SHARED_FOLDER = "/.prorl"
 """Where a sandbox sees the folder that it shares with its server, for sockets."""
 
-OF_THE_RUNTIME = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND", "PWD", "SHLVL", "_")
-"""How the names of variables begin that say something of the runtime, or of the host, and are not the image's."""
+_OF_THE_RUNTIME = re.compile(r"(APPTAINER|SINGULARITY)_.*|PS1|PROMPT_COMMAND|PWD|OLDPWD|SHLVL|HOME|_", re.DOTALL)
+"""Names of variables that say something of the runtime, or of the host, and are not the image's."""
 
 LOCKED = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys")
 """What the machine's root, whom the kernel sees in root of a user namespace that he has made himself, could change
@@ -48,3 +50,9 @@ def runtime_command(order: Message, folder: Path) -> list[str]:
 def runtime_environment(folder: Path) -> dict[str, str]:
     """The runtime's own variables; ``folder`` is the owner's, by which its helpers are known."""
     return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/", OWNER_VARIABLE: str(folder)}
+
+
+def image_variables(reported: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a waiting shell that are the image's; ``LANG`` is ``C`` where the image sets none."""
+    found = {name: value for name, value in reported.items() if not _OF_THE_RUNTIME.fullmatch(name)}
+    return {name: value for name, value in found.items() if (name, value) != ("LANG", "C")}

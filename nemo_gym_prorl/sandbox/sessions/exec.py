@@ -25,7 +25,7 @@ DEATH_S = 1.0
 """How long a killed process is waited for."""
 
 LARGEST_ARGUMENT = 100_000
-"""A longer command travels as a file; the kernel takes no argument beyond 128 KiB."""
+"""Bytes. A longer command travels as a file; the kernel takes no argument beyond 128 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,14 @@ def shell_command(command: str) -> Iterator[tuple[list[str], list[int]]]:
         CallerError: it can't be one.
     """
     check_command(command)
-    if len(command) < LARGEST_ARGUMENT:
+    encoded = command.encode("utf-8", "surrogateescape")
+    if len(encoded) < LARGEST_ARGUMENT:
         yield ["/bin/sh", "-c", command], []
         return
     script = os.memfd_create("command", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(script), "wb") as file:
-            file.write(command.encode("utf-8", "surrogateescape"))
+            file.write(encoded)
         os.lseek(script, 0, os.SEEK_SET)
         yield ["/bin/sh", "/dev/fd/3"], [script]
     finally:

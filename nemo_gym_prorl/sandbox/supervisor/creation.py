@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
 from nemo_gym_prorl.background import run_uncancellable
-from nemo_gym_prorl.sandbox.isolation import joining, mounts
+from nemo_gym_prorl.sandbox.isolation import accounts, joining, mounts
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, image_for, make, preliminaries
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, kernel_shares
@@ -206,6 +206,9 @@ class Creation:
 
     async def _by_runtime(self, sandbox: Sandbox) -> None:
         sandbox.way, sandbox.prepared = "runtime", None
+        if sandbox.order["uid"]:
+            # Apptainer starts only as a user with an account on the host, which an image's own user need not have.
+            sandbox.order["uid"] = accounts.SANDBOX_UID
         with sandbox.step("runtime"):
             space = await runtime_start.start(self._children, sandbox)
         with sandbox.step("setup inside"), _setting_up():

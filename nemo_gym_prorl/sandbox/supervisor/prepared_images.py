@@ -20,7 +20,6 @@ from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_t
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, open_image, received
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.runtime import image_environment
-from nemo_gym_prorl.sandbox.runtime.command import OF_THE_RUNTIME
 from nemo_gym_prorl.sandbox.supervisor import runtime_start
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
@@ -74,20 +73,21 @@ class PreparedImages:
         return await asyncio.shield(self._making[key])
 
     async def _make(self, key: str, order: Message) -> PreparedImage:
-        environment = await self._variables(order)
+        environment = await self._variables(order) if order["scripted"] else {}
         made = received(environment, *await self._children.run(partial(open_image, order["image"])))
         self._made[key] = made
         self._forget_oldest()
         return made
 
     async def _variables(self, order: Message) -> dict[str, str]:
-        """What the image sets, as only its runtime knows: scripts of the image's own decide.
+        """What scripts of the image's own set, as only its runtime knows.
 
         It is started once, with no network, no file of the host, and nothing in it but the waiting shell, whose
         variables are read.
         """
         folder = self._folder / f"m-{secrets.token_hex(6)}"
-        asked = Sandbox(folder.name, folder, {**order, "network": False, "binds": [], "volumes": []}, [], [])
+        alone = {**order, "uid": 0, "network": False, "binds": [], "volumes": []}
+        asked = Sandbox(folder.name, folder, alone, [], [])
         try:
             async with asyncio.timeout(order["start_timeout_s"]):
                 runtime_start.make_folder(folder, order)
@@ -128,5 +128,4 @@ class PreparedImages:
 
 def _read(first: int) -> Answer:
     """In a child forked for it: the shell may say of any part of its memory that they are there."""
-    variables = image_environment.read(f"/proc/{first}/environ")
-    return {name: value for name, value in variables.items() if not name.startswith(OF_THE_RUNTIME)}, []
+    return image_environment.read(f"/proc/{first}/environ"), []

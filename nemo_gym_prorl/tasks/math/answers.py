@@ -1,13 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""The answer in a policy's last message, and its spelling made plain. Pure, and linear in the text's length.
-
-The answer is the content of the last ``\boxed{...}``: one place, so that a message with ten boxes has one answer and
-not ten. Boxes with nothing but commas, "and" or "or" between them are one list. Where there is no box, it is what
-follows the last ``answer is`` or ``answer:`` of the last lines, up to the end of the sentence or line; where the
-policy then takes it back ("no, wait, 6"), what follows that. Nothing else in a message is searched: a number that only
-stands somewhere is no answer.
-"""
+"""The spelling of an answer made plain. Pure, and linear in the text's length."""
 
 from __future__ import annotations
 
@@ -15,29 +8,9 @@ import re
 import unicodedata
 from fractions import Fraction
 
+from nemo_gym_prorl.tasks.tex import OPENED_BOX, closed_from, with_braces
 
-MAX_ANSWER_CHARS = 1000
-"""A longer answer is none: no published one comes near."""
 
-SEEN_CHARS = 20_000
-"""How much of the end of a message is looked at."""
-
-LAST_LINES = 3
-"""Where an answer without a box is looked for: so many last lines that are not empty."""
-
-_BOX = re.compile(r"\\f?boxe?d?\s*\{")
-_BARE_BOX = re.compile(r"\\boxed\s*(\w)")
-_JOINED = re.compile(r"(?:\s|[$,;]|\\[()\[\],;:! ]|\\q?quad|\\(?:text|mathrm)\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*")
-_SAID = re.compile(r"(?i)^.*\banswer(?:\s+is)?\s*(?:is|[:=])\s*(?P<said>.*)$")
-_SENTENCE = re.compile(r"\.\s.*$")
-_REVISION = re.compile(
-    r"(?i)\b(?:wait|actually|oops|correction|sorry|hm+|scratch\s+that|i\s+mean(?:t)?|or\s+rather|my\s+mistake"
-    r"|on\s+second\s+thoughts?|that(?:'s|\s+is|\s+was)\s+(?:wrong|incorrect|not\s+right))\b|(?<=[.,;!?…\n—–-])\s*no\b(?=\s*[,:.])"
-)
-_IT_IS = re.compile(
-    r"(?i)^[\s,.:;!?…—–-]*(?:(?:so|but|then|no)\b[\s,]*)*(?:(?:it|that|this|the\s+(?:correct\s+|right\s+|final\s+)?(?:answer|value|result))"
-    r"(?:'s|\s+(?:is|was|should\s+be|must\s+be|would\s+be))|make\s+(?:it|that))?[\s:,]*"
-)
 _WRAPPED = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
 _CHARACTERS = str.maketrans(
     {
@@ -81,9 +54,6 @@ _DECORATION = re.compile(
 _RELATIONS = ((r"\colon ", ":"), ("!=", r"\ne "), ("<=", r"\le "), (">=", r"\ge "))
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|,?\\[,!;: ]|,\s*\\!| )\s*\d{3})+)(?![\d])")
 _ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
-_CHOOSE = re.compile(r"\{\s*([^{}\\]+?)\s*\\choose\s*([^{}\\]+?)\s*\}")
-_ARGUMENT = r"\s*(\{[^{}]*\}|[a-zA-Z0-9])"
-_BINOMIAL = re.compile(rf"\\[dt]?binom(?![a-zA-Z]){_ARGUMENT}{_ARGUMENT}")
 _COMBINATIONS = re.compile(
     r"(?<![a-zA-Z\\_])C\s*(?:\(([^(),]+),([^(),]+)\)|_\s*(\{[^{}]*\}|\w)\s*\^\s*(\{[^{}]*\}|\w))"
 )
@@ -106,7 +76,13 @@ _PERCENT = re.compile(
 )
 _SCIENTIFIC = re.compile(r"([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d{1,4})")
 _REPEATING = re.compile(r"(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*\{?(\d{1,20})\}?")
-_MIXED = re.compile(r"(?<![\d./])(\d{1,9})\s+(\d{1,9})/(\d{1,9})(?!\d)")
+_MIXED = re.compile(r"(?<![\d./])(\d{1,9})(?:\s|\\[,;: ])+(\d{1,9})/(\d{1,9})(?!\d)")
+_DOTS = re.compile(r"\\[lcv]?dots[cbmio]?(?![a-zA-Z])|\.\.\.+|…")
+_AROUND = r"\\[,;:! ]|\\(?:q?quad|enspace|enskip|thinspace|space|newline)(?![a-zA-Z])|\\hspace\*?\s*\{[^{}]*\}|~|\s"
+_BEFORE = re.compile(rf"(?:{_AROUND})+")
+_BEHIND = re.compile(rf"(?:{_AROUND}|(?<![\\.])\.|[,;]|(?<!\\)\\)+$")
+"""TeX's spaces and the stops behind an answer; of a space at the end a backslash may be left."""
+
 _GAP = (
     r"(?:\\(?:qquad|quad|enspace|enskip|thinspace|space|[,;:! ]|hspace\*?\s*\{[^{}]*\}|h?phantom\s*\{[^{}]*\})"
     r"|\\(?:text|mathrm|textrm|mbox)\s*\{\s*\}|\{\s*\}|\$|\s)"
@@ -121,39 +97,6 @@ _SIDE_BY_SIDE = re.compile(
 _OPERATOR = re.compile(r"[+\-*/^!]|\\(?:frac|sqrt|times|cdot|div|binom|sum|int|prod|lim)")
 
 
-def final_answer(message: str) -> str | None:
-    """The answer that a message gives, as it is written there; ``None`` if it gives none."""
-    message = message[-SEEN_CHARS:]
-    boxes = list(_BOX.finditer(message))[-MAX_ANSWER_CHARS:]
-    if boxes:
-        content = closed_from(message, boxes[-1].end())
-        listed = [] if content is None else [content.strip()]
-        for box, following in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
-            content = closed_from(message, box.end(), following.start())
-            if not listed or content is None:
-                break
-            if not _JOINED.fullmatch(message, box.end() + len(content) + 1, following.start()):
-                break
-            listed.insert(0, content.strip())
-        return ", ".join(dict.fromkeys(filter(None, listed))) if listed else None
-    if unbraced := list(_BARE_BOX.finditer(message)):
-        return str(unbraced[-1][1])
-    lines = [line for line in message.splitlines() if line.strip()][-LAST_LINES:]
-    for place in range(len(lines) - 1, -1, -1):
-        if found := _SAID.search(lines[place][-MAX_ANSWER_CHARS:].replace("**", "")):
-            below = lines[place + 1 :]
-            said = found["said"].strip(" :$") and found["said"]
-            return _last_said("\n".join([said, *below] if said else below)) or None
-    return None
-
-
-def _last_said(said: str) -> str:
-    """The first sentence of it, or the first after what takes all before back."""
-    if revisions := list(_REVISION.finditer(said)):
-        said = _IT_IS.sub("", said[revisions[-1].end() :])
-    return _SENTENCE.sub("", said.strip().partition("\n")[0]).strip()
-
-
 def tidy(answer: str) -> str:
     """An answer without what surrounds it, in the spelling that the parser reads. Says the same as before."""
     text = _FULL_WIDTH.sub(lambda found: unicodedata.normalize("NFKC", found[0]), answer)
@@ -163,8 +106,7 @@ def tidy(answer: str) -> str:
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z(){}])", r"\\", text)
     text = _ROOT.sub(r"\\sqrt{\1}", text)
-    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
-    text = _BINOMIAL.sub(lambda found: rf"\binom{{{found[1].strip('{}')}}}{{{found[2].strip('{}')}}}", text)
+    text = _DOTS.sub(r"\\ldots ", with_braces(text))
     text = _OF_BASE.sub(lambda found: f"_{{{found[1] or found[2]}}}", _IN_BRACKETS.sub(r"\1_", text))
     text = _PERCENT.sub(r"\\% ", text)
     for written, meant in _RELATIONS:
@@ -189,32 +131,23 @@ def combinations(answer: str) -> str:
 
 
 def unwrapped(answer: str) -> str:
-    """An answer without boxes, mathematics delimiters and a full stop around it."""
-    text = answer.strip()
+    """An answer without boxes, mathematics delimiters, TeX's spaces and a full stop around it."""
+    text = answer
     while True:
         before = text
-        text = text.rstrip(".,;").rstrip() if not text.endswith(("\\,", "..")) else text
+        text = _BEHIND.sub("", text)
+        text = text[found.end() :] if (found := _BEFORE.match(text)) else text
         for start, end in _WRAPPED:
             inner = text[len(start) : -len(end)]
             around = len(text) > len(start + end) and text.startswith(start) and text.endswith(end)
             if around and start not in inner.replace(r"\$", ""):
                 text = inner.strip()
-        if (box := _BOX.search(text)) and (content := closed_from(text, box.end())) is not None:
+        if (box := OPENED_BOX.search(text)) and (content := closed_from(text, box.end())) is not None:
             text = text[: box.start()] + content + text[box.end() + len(content) + 1 :]
         elif text in ("$$", r"\(\)", r"\[\]"):
             text = ""
         if text == before:
             return text
-
-
-def closed_from(text: str, start: int, end: int | None = None) -> str | None:
-    """What stands from ``start`` to the brace that closes the one before it, up to ``end`` of the text."""
-    depth = 1
-    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, len(text) if end is None else end):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if not depth:
-            return text[start : found.start()]
-    return None
 
 
 def canonical(answer: str) -> str:

@@ -28,7 +28,8 @@ from typing import Any
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
 from nemo_gym_prorl.processes import interpreter_environ
 from nemo_gym_prorl.tasks.extras import require_extras
-from nemo_gym_prorl.tasks.math.answers import MAX_ANSWER_CHARS, final_answer, unwrapped
+from nemo_gym_prorl.tasks.final_answer import MAX_ANSWER_CHARS, final_answer
+from nemo_gym_prorl.tasks.math.answers import unwrapped
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
 
 
@@ -102,7 +103,7 @@ class MathChecker:
         self._controlled: set[str] = set()
 
     async def check(self, expected: str, said: str, question: str = "") -> Checked:
-        """Whether a message gives the expected answer; see :func:`.answers.final_answer` for where it is looked for.
+        """Whether a message gives the expected answer, which :func:`.final_answer.final_answer` finds in it.
 
         Args:
             expected: the right answer, in LaTeX, with or without delimiters or a box around it.

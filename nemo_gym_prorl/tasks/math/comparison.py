@@ -106,11 +106,44 @@ def judge(expected: str, said: str, question: str = "") -> Judged:
     return next((one for one in judged if one[0] is Verdict.RIGHT), judged[-1])
 
 
-def try_out(expected: str) -> None:
+def try_out(expected: str) -> str:
     """Compare an expected answer with itself, as far as it is mathematics: what this raises, no answer is to blame
-    for."""
+    for.
+
+    Returns:
+        What of it can't be read, so that no answer but the same text could be right; empty if all can.
+    """
     for gold in _readings(tidy(expected))[:1]:
         same(gold, gold)
+    return unread(expected)
+
+
+def unread(expected: str) -> str:
+    """What of an expected answer can't be read; empty if all can."""
+    parts = [_unread(reading) for reading in shapes.readings(tidy(expected))]
+    return "" if "" in parts else parts[0]
+
+
+def _unread(text: str) -> str:
+    """The first part of an expected answer that can't be read; empty if there is none."""
+    cases = shapes.cases_of(text)
+    shape = None if cases else shapes.shape_of(text) or shapes.chained(text)
+    parts = [value for value, _ in cases] if cases else list(shape.members) if shape else []
+    if parts and parts != [text]:
+        return next(filter(None, map(_unread, parts)), "")
+    if (
+        shapes.goes_on(text)
+        or another_order(text, "")
+        or another_text(text, text, "") is not None
+        or congruence(text)
+        or (real_sets.speaks_of_sets(text) and real_sets.real_set(text, _number) is not None)
+        or another_time(text, text, "") is not None
+    ):
+        return ""
+    value = measure_of(label_and_rest(text, text)[0], nouns_of(text)).value
+    if stray := stray_text(value):
+        return f"the words {stray!r} beside its value"
+    return "" if _readings(value) or _readings(value.rpartition("=")[2]) else f"{value!r}"
 
 
 def _compared(gold: str, text: str, question: str) -> Judged:
@@ -125,6 +158,9 @@ def _compared(gold: str, text: str, question: str) -> Judged:
             if real_sets.left_to_work_out(wanted, given):
                 return Verdict.UNFINISHED, "its sets are to be put together"
             return Verdict.RIGHT, "the same set of numbers"
+    wanted_cases, given_cases = shapes.cases_of(gold), shapes.cases_of(text)
+    if wanted_cases and given_cases and any(condition for _, condition in (*wanted_cases, *given_cases)):
+        return _piecewise(wanted_cases, given_cases, question)
     if (one := congruence(gold)) and (other := congruence(text)):
         if one.modulus != other.modulus or (one.name and other.name and one.name != other.name):
             return Verdict.WRONG, "another congruence"
@@ -152,6 +188,37 @@ def _compared(gold: str, text: str, question: str) -> Judged:
     if wanted_shape is not None or given_shape is not None:
         return _shaped(wanted_shape or Shape(SET, (gold,)), given_shape or Shape(SET, (text,)), question)
     return _valued(gold, text, question)
+
+
+def _piecewise(gold: list[tuple[str, str]], said: list[tuple[str, str]], question: str) -> Judged:
+    """Compare values under conditions, in any order; "otherwise" is what the other conditions leave."""
+    if len(gold) != len(said):
+        return Verdict.WRONG, f"{len(said)} cases for {len(gold)}"
+    wanted, left, judged = _domains(gold), list(zip(said, _domains(said), strict=True)), list[Judged]()
+    for (value, condition), domain in zip(gold, wanted, strict=True):
+        for one in left:
+            (other, stated), other_domain = one
+            if domain is not None and other_domain is not None:
+                alike = real_sets.same_set(domain, other_domain, near_numbers)
+            else:
+                alike = _compared(condition, stated, question)[0] is Verdict.RIGHT
+            if alike:
+                left.remove(one)
+                judged.append(_compared(value, other, question))
+                break
+        else:
+            return Verdict.WRONG, "another condition"
+    return _worst(judged)
+
+
+def _domains(cases: list[tuple[str, str]]) -> list[real_sets.RealSet | None]:
+    found = [real_sets.real_set(condition, _number) for _, condition in cases]
+    for place, (_, condition) in enumerate(cases):
+        others = [one for at, one in enumerate(found) if at != place]
+        if condition.strip() in ("", "otherwise", "else", "elsewhere") and all(others):
+            united = sympy.Union(*(one.value for one in others if one is not None))
+            found[place] = real_sets.RealSet(sympy.Complement(sympy.S.Reals, united), 1)
+    return found
 
 
 def _is_set_of_one(shape: Shape | None) -> bool:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, is_text
-from nemo_gym_prorl.tasks.math.answers import final_answer, unwrapped
+from nemo_gym_prorl.tasks.final_answer import final_answer
+from nemo_gym_prorl.tasks.math.answers import unwrapped
 from nemo_gym_prorl.tasks.records import (
     UnusableRecord,
     answer_of,

@@ -36,6 +36,14 @@ _ALSO = re.compile(
     r"\\(?:text|mathrm|textrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 )
 _MATRIX = re.compile(r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}(?:\s*\{[clr|\s]*\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+_CASES = re.compile(
+    r"(?:[^=&]*=)?\s*(?:\\begin\s*\{[dr]?cases\}(?P<cases>.*)\\end\s*\{[dr]?cases\}"
+    r"|\\\{\s*\\begin\s*\{(?P<kind>array|aligned|matrix)\}(?:\s*\{[clr|\s]*\})?(?P<rows>.*)\\end\s*\{(?P=kind)\})",
+    re.DOTALL,
+)
+_CONDITION = re.compile(
+    r"\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*(?:,\s*)?(?:if|when|for|where|is)?\s*([^{}]*?)[\s.,;]*\}|\b(?:if|when|for|where)\b"
+)
 _NAMED = re.compile(r"\s*(?P<name>[^=<>]*?)\s*(?:=|\\in(?![a-zA-Z]))\s*(?P<value>.+)", re.DOTALL)
 _IS_NAME = re.compile(
     r"\(?(?:\\(?:text|mathrm|mathbf|vec)\s*\{[^{}]*\}|\\?[a-zA-Z]+)(?:_(?:\w|\{\w+\}))?'*"
@@ -44,6 +52,7 @@ _IS_NAME = re.compile(
 _TUPLE_OF_NAMES = re.compile(r"\(\s*([a-zA-Z](?:_\{?\w\}?)?(?:\s*,\s*[a-zA-Z](?:_\{?\w\}?)?)+)\s*(?:\\right)?\s*\)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _SPACES = re.compile(r"^(?:\s|\\q?quad(?![a-z])|\\[,;:! ])+|(?:\s|\\q?quad|\\[,;:! ])+$")
+_STOPS = re.compile(r"^(?:\s|,|\\[,;:! ]|\\q?quad)+|(?:[\s.,;]|\\[,;:! ]|\\q?quad)+$")
 _DOTS = re.compile(r"\\[lcv]?dots[cbm]?(?![a-zA-Z])|\.\.\.|…")
 
 
@@ -98,6 +107,8 @@ def shape_of(text: str) -> Shape | None:
     text = text.strip()
     if _DOTS.search(text):
         return None
+    if (cases := cases_of(text)) and not any(condition for _, condition in cases):
+        return Shape(LIST, tuple(value for value, _ in cases))
     several = ";" if len(split(text, (";",))) > 1 else ","
     parts = [part for part in split(text, (several,), also=True) if part]
     if len(parts) > 1:
@@ -132,6 +143,18 @@ def shape_of(text: str) -> Shape | None:
     if brackets not in (LIST, SET, TUPLE, CLOSED, *HALF_OPEN, VECTOR):
         return None
     return Shape(brackets, members)
+
+
+def cases_of(text: str) -> list[tuple[str, str]] | None:
+    """The values of a piecewise answer with their conditions, or the rows of a system with none."""
+    found = _CASES.fullmatch(text.strip())
+    if found is None:
+        return None
+    rows = [split(row, ("&",)) for row in split(found["cases"] or found["rows"] or "", ("\\\\",)) if row]
+    conditions = (_CONDITION.sub(lambda part: f" {part[1] or ''} ", " ".join(row[1:])) for row in rows)
+    return [
+        (_STOPS.sub("", row[0]), _STOPS.sub("", condition)) for row, condition in zip(rows, conditions, strict=True)
+    ]
 
 
 def in_square(text: str) -> str | None:

@@ -18,6 +18,7 @@ import sys
 from typing import Any
 
 from nemo_gym_prorl.tasks.math import comparison
+from nemo_gym_prorl.tasks.math.verdicts import Verdict
 
 
 READY = {"ready": True}
@@ -78,9 +79,10 @@ def _compare(job: dict[str, Any], sending: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        if job["control"]:
-            comparison.try_out(job["expected"])
-        verdict, why = comparison.judge(job["expected"], job["said"], job["question"])
+        if job["control"] and (unread := comparison.try_out(job["expected"])):
+            verdict, why = Verdict.UNREADABLE, f"can't read {unread}"
+        else:
+            verdict, why = comparison.judge(job["expected"], job["said"], job["question"])
     except Exception as error:  # whatever sympy raises of an answer: it is looked into by who asked
         os.write(sending, type(error).__name__.encode())
         os._exit(1)

@@ -1,32 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The policy's final answer: where it stands in its last message, and its plain form. Pure.
-
-Of several answers the last one counts: whoever writes all options down has chosen the last. The search goes backwards
-from the end and a bounded way, so nothing is gained, or slowed, by hiding an answer in a flood of text.
-"""
+"""The plain form of an answer, and of its words. Pure."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 
-from nemo_gym_prorl.tasks.math.answers import closed_from
+from nemo_gym_prorl.tasks.tex import OPENED_BOX, closed_from
 
-
-MAX_ANSWER_CHARS = 1000
-"""Longest final answer that is graded."""
-
-SEEN_CHARS = 20_000
-"""How much of the end of a message is looked at."""
 
 LONGEST_SYMBOL = 3
 """A word of so few letters may be a symbol."""
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
-_LINE = re.compile(r"(?:final\s+)?answer(?:\s+is)?\s*[:=]\s*(\S.*)", re.IGNORECASE)
-_EMPHASIS = re.compile(r"\*\*|__(?=\W|$)|`")
 _SYMBOLS = re.compile(r"[0-9=<>^\\]|(?<![^\W_])[^\W\d_]!")
 _INDEX = re.compile(r"_(?:\{([0-9]+)\}|(?=[0-9]))")
 _SHORT_WORDS = frozenset(
@@ -42,32 +28,16 @@ _UNSEEN = re.compile(
 """Fillers and variation selectors, which Unicode counts among letters and marks."""
 
 _MINUS = str.maketrans(dict.fromkeys("−‒–—﹣-", "-"))
-_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf|rm|mbox|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_TEXT = re.compile(
+    r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf|rm|mbox|operatorname|ce)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-
-
-def final_answer(message: str) -> str | None:
-    """What stands in the last ``\\boxed{}``, else after the last ``Answer:``; ``None`` if the message has neither."""
-    seen = message[-SEEN_CHARS:]
-    opened: list[int] = []
-    last = (-1, -1)
-    for brace in _BRACES.finditer(seen):
-        if brace[0] != "}":
-            opened.append(brace.end() if len(brace[0]) > 1 else -1)
-        elif opened and (begin := opened.pop()) > last[0]:
-            last = (begin, brace.start())
-    if last[0] >= 0:
-        return seen[slice(*last)].strip() or None
-    for line in reversed(_EMPHASIS.sub("", seen).splitlines()):
-        if found := _LINE.match(line.strip()):
-            return found[1].strip()
-    return None
 
 
 def without_box(answer: str) -> str:
     """An answer without the box that it wholly is; empty if the box is."""
     text = _undelimited(answer.strip())
-    box = _BOX.match(text)
+    box = OPENED_BOX.match(text)
     content = None if box is None else closed_from(text, box.end())
     return content.strip() if box and content is not None and box.end() + len(content) + 1 == len(text) else answer
 

@@ -9,15 +9,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 
 from nemo_gym_prorl.tasks.stem.answers import plain, words
 
 
+_OPTION = re.compile(r"^\s*(?:[\(\[]([A-J])[\)\]]|([A-J])[.):])\s+(\S.*?)\s*$", re.MULTILINE)
+_LABEL = re.compile(r"(?<![A-Za-z])(?:[\(\[]([A-J])[\)\]]|([A-J])[.):])(?=\s*\S)")
 _LETTER = re.compile(r"(?:(?:option|choice|answer)\s*:?\s*)?[\(\[{]?\s*([A-Za-z])\s*[\)\]}]?[.:]?", re.IGNORECASE)
 _LETTER_AND_WORDS = re.compile(
     r"(?:(?:option|choice|answer)\s*:?\s*)?(?:[\(\[]\s*([A-Za-z])\s*[\)\]]|([A-Za-z])\s*[\).:])[\s:.-]*(\S.*)",
     re.IGNORECASE,
 )
+
+
+def options_in(question: str) -> tuple[str, dict[str, str]] | None:
+    """The question without its options, and these by letter; ``None`` if it has none, from A on, at its end."""
+    found = list(_OPTION.finditer(question))
+    options = {match[1] or match[2]: match[3] for match in found}
+    if len(found) < 2 or list(options) != list("ABCDEFGHIJ")[: len(found)]:
+        return None
+    return question[: found[0].start()].strip(), options
+
+
+def letters_in(question: str) -> str:
+    """The letters of the options that a question shows, from A on, at least two; empty if it shows none."""
+    shown = {found[1] or found[2] for found in _LABEL.finditer(question)}
+    letters = "".join(takewhile(shown.__contains__, "ABCDEFGHIJ"))
+    return letters if len(letters) > 1 else ""
 
 
 def letter_of(answer: str) -> str | None:

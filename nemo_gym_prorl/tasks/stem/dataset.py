@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.final_answer import final_answer
 from nemo_gym_prorl.tasks.records import (
     UnusableRecord,
     answer_of,
@@ -28,8 +29,7 @@ from nemo_gym_prorl.tasks.records import (
     question_of,
     require_answerable,
 )
-from nemo_gym_prorl.tasks.stem.answers import final_answer
-from nemo_gym_prorl.tasks.stem.choices import chosen
+from nemo_gym_prorl.tasks.stem.choices import chosen, options_in
 from nemo_gym_prorl.tasks.stem.problems import problem_of, row_for
 
 
@@ -44,8 +44,6 @@ _LETTER = ("answer_letter", "answerkey", "answer_idx")
 _INDEX = ("answer_index", "cop")
 _RIGHT = ("correct answer", "correct_answer")
 _WRONG = re.compile(r"incorrect answer \d|distractor\d")
-_OPTION = re.compile(r"^\s*(?:[\(\[]([A-J])[\)\]]|([A-J])[.):])\s+(\S.*?)\s*$", re.MULTILINE)
-_CLOSING = re.compile(r"(?:answer|option|choice)\s+(?:is|:)\s*:?\s*(\S.*?)\s*\.?\s*$", re.IGNORECASE)
 _MATHEMATICS = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 
 
@@ -82,24 +80,13 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def options_in(question: str) -> tuple[str, dict[str, str]] | None:
-    """The question without its options, and these by letter; ``None`` if it has none, from A on, at its end."""
-    found = list(_OPTION.finditer(question))
-    options = {match[1] or match[2]: match[3] for match in found}
-    if len(found) < 2 or list(options) != list("ABCDEFGHIJ")[: len(found)]:
-        return None
-    return question[: found[0].start()].strip(), options
-
-
 def answer_in(solution: str) -> str | None:
     """The final answer of a worked solution, if it is plain to see."""
     lines = [line.strip() for line in solution.strip().splitlines() if line.strip()]
     if not lines:
         return None
     if answer := final_answer(solution):
-        return answer
-    if closing := _CLOSING.search(lines[-1]):
-        return closing[1]
+        return answer.rstrip(".")
     if len(lines) == 1 and len(lines[0]) <= LONGEST_LINE:
         return lines[0]
     formulas = [next(filter(None, match.groups())) for match in _MATHEMATICS.finditer(solution)]

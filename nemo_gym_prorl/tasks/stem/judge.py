@@ -67,7 +67,9 @@ Reason briefly, then end with one line that is exactly `VERDICT {tag}: SAME` or 
 _DECOYS = ("{a}", "the {a} of {b}", "{a} and {b}", "about {n} {a}", "{a} in {b}", "{n} % {a}")
 _ENDINGS = ("ine", "ase", "ite", "ium", "one", "or", "al", "ex")
 
-_VERDICT = r"[\s*_`>#-]*verdict\s+{tag}\s*:\s*[*_`]*\s*(same|different)[\s*_`.]*"
+_AROUND = r"[\s*_`>#\"'()\[\]{{}}$.-]"
+_VERDICT = rf"(?:{_AROUND}|\\boxed|\\text)*verdict{_AROUND}+{{tag}}{_AROUND}*:{_AROUND}*(same|different){_AROUND}*"
+_FENCE = re.compile(r"\s*(?:`{3,}|~{3,})\s*\w*\s*")
 _LABEL = re.compile(r"v\W*e\W*r\W*d\W*i\W*c\W*t(?:\W*[0-9a-f]{8})?\W*[:=]", re.IGNORECASE)
 
 _ADDRESSED = re.compile(
@@ -129,7 +131,7 @@ class Judge:
         Raises:
             InfrastructureError: ``verifier_error``: the judge can't be had, or what it said is no verdict.
         """
-        if addresses_judge(answer):
+        if addresses_judge(answer) and not addresses_judge(problem.expected):
             return Judged(Verdict.STEERED, {})
         question, expected, said = problem.question, problem.expected, plain(answer)
         try:
@@ -179,7 +181,9 @@ def verdict_of(reply: str, tag: str) -> Verdict:
     if len(reply) > MAX_REPLY_CHARS:
         raise InfrastructureError(f"the judge's reply has {len(reply)} characters", kind=FailureKind.VERIFIER_ERROR)
     pattern = re.compile(_VERDICT.format(tag=re.escape(tag)), re.IGNORECASE)
-    lines = [line for line in reply.rpartition("</think>")[2].splitlines() if line.strip()]
+    lines = [
+        line for line in reply.rpartition("</think>")[2].splitlines() if line.strip() and not _FENCE.fullmatch(line)
+    ]
     found = [match[1].lower() if (match := pattern.fullmatch(line)) else None for line in lines]
     if not found or found[-1] is None:
         raise InfrastructureError(

@@ -18,6 +18,7 @@ from typing import Any
 from nemo_gym_prorl.failures import CallerError, is_text
 from nemo_gym_prorl.tasks.stem import quantities
 from nemo_gym_prorl.tasks.stem.answers import plain, without_box
+from nemo_gym_prorl.tasks.stem.choices import letter_of, letters_in, options_in
 from nemo_gym_prorl.tasks.stem.search.tool import SCHEMA
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
@@ -63,6 +64,13 @@ class Problem:
     options: Mapping[str, str]
     kind: Kind
 
+    @property
+    def letters(self) -> str:
+        """Of the options; empty where the answer is free."""
+        if self.kind is not Kind.CHOICE:
+            return ""
+        return "".join(self.options) or letters_in(self.question)
+
 
 def problem_of(row: Mapping[str, Any]) -> Problem:
     """The problem of a dataset row.
@@ -78,13 +86,17 @@ def problem_of(row: Mapping[str, Any]) -> Problem:
         if expected not in options:
             raise CallerError(f"must be one of the options' letters, {', '.join(options)}", field="expected_answer")
         return Problem(question, expected, options, Kind.CHOICE)
-    return Problem(_text(row, "question", MAX_QUESTION_CHARS), expected, {}, kind_of(expected))
+    question = _text(row, "question", MAX_QUESTION_CHARS)
+    kind = kind_of(expected, question)
+    shown = options_in(question) if kind is Kind.CHOICE else None
+    return Problem(question, expected, shown[1] if shown else {}, kind)
 
 
-def kind_of(expected: str) -> Kind:
-    """What kind of answer this is, where no options are given."""
+def kind_of(expected: str, question: str = "") -> Kind:
+    """What kind of answer this is, where the row has no options. A letter is a choice only of the options that the
+    question shows: of an open question it is a symbol, as carbon's C."""
     text = plain(expected)
-    if re.fullmatch(r"\(?[A-H]\)?", text):
+    if (letter := letter_of(text)) is not None and letter in letters_in(question):
         return Kind.CHOICE
     if quantities.read(expected) is not None:
         return Kind.QUANTITY

@@ -50,7 +50,7 @@ Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar
 _GREEK = frozenset(f"\\{name}" for name in _NAMES.split())
 
 
-_CHEMICAL = re.compile(r"(?:(?:[A-Z][a-z]?|\))[0-9]*|[(=-]|\\equiv){2,}")
+_CHEMICAL = re.compile(r"(?:(?:[A-Z][a-z]?|[)\]])[0-9]*|[(\[=-]|\\equiv){2,}(?:\^[0-9]?[+-])?")
 _NAME = re.compile(r"(\\[A-Za-z]+|[^\W\d_])(?:_(?:\{[^{}]*\}|\w))?")
 _OPERATORS = re.compile(r"\\nabla(?:\\(?:cdot|times)|\^2)?")
 
@@ -66,6 +66,15 @@ class Rules:
     def __init__(self, formulas: MathChecker, tolerance: float = quantities.RELATIVE_TOLERANCE) -> None:
         self._formulas = formulas
         self._tolerance = tolerance
+
+    async def require_readable(self, expected: str) -> None:
+        """See that an expected formula can be compared with something else than the same text.
+
+        Raises:
+            TaskError: it can't be read.
+            InfrastructureError: ``verifier_error``, formulas can't be compared.
+        """
+        await self._formulas.require_gradeable(expected)
 
     async def check(self, problem: Problem, answer: str) -> Ruled:
         """Judge a final answer.
@@ -119,6 +128,8 @@ class Rules:
                 return Ruled(Ruling.UNDECIDED, "the expected number; only one of the two has a unit")
 
     async def _formula(self, problem: Problem, answer: str) -> Ruled:
+        if _is_chemical(bare := _bare(problem.expected)) and bare == _bare(answer):
+            return Ruled(Ruling.RIGHT, "the expected formula of chemistry")
         checked = await self._formulas.check(problem.expected, f"\\boxed{{{answer}}}", problem.question)
         if checked.right and _apart(problem.expected, answer):
             return Ruled(Ruling.UNDECIDED, "formulae of chemistry, or of operators, that differ in their order")

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, TaskError
+from nemo_gym_prorl.tasks.final_answer import MAX_ANSWER_CHARS, final_answer
 from nemo_gym_prorl.tasks.final_message import final_message
-from nemo_gym_prorl.tasks.stem.answers import MAX_ANSWER_CHARS, final_answer
 from nemo_gym_prorl.tasks.stem.judge import Judge, Verdict
 from nemo_gym_prorl.tasks.stem.problems import WORKBENCH_TOOLS, Kind, problem_of
 from nemo_gym_prorl.tasks.stem.rules import Ruled, Rules, Ruling
@@ -77,8 +77,18 @@ class Stem:
         return SandboxNeeds()
 
     async def prepare(self, row: Mapping[str, Any], tools: Tools) -> None:
-        """Put the question into the working folder, which there is only then."""
-        await tools.first.write({QUESTION_FILE: problem_of(row).question})
+        """Put the question into the working folder, which there is only then.
+
+        Raises:
+            CallerError: the expected formula can't be read, and there is no judge to compare it.
+        """
+        problem = problem_of(row)
+        if problem.kind is Kind.FORMULA and self._judge is None:
+            try:
+                await self._rules.require_readable(problem.expected)
+            except TaskError as error:
+                raise CallerError(error.reason, field="expected_answer") from error
+        await tools.first.write({QUESTION_FILE: problem.question})
 
     async def artefacts(self, row: Mapping[str, Any], tools: Tools) -> None:
         """Nothing leaves the sandbox."""
@@ -92,9 +102,9 @@ class Stem:
             InfrastructureError: the checker of formulas or the judge failed.
         """
         problem = problem_of(row)
-        answer = final_answer(final_message(response))
+        answer = final_answer(final_message(response), problem.letters) or None
         if answer is None:
-            return Grade(0.0, "no_answer", "the last message has neither \\boxed{} nor a line `Answer: `")
+            return Grade(0.0, "no_answer", "the last message has no \\boxed{}, and does not say what the answer is")
         told: dict[str, Any] = {"extracted_answer": answer[:MAX_ANSWER_CHARS], "checked_by": problem.kind.value}
         if len(answer) > MAX_ANSWER_CHARS:
             return Grade(0.0, "too_long", f"the answer is longer than {MAX_ANSWER_CHARS} characters", told)

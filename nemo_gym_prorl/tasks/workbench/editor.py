@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import posixpath
+import re
 from collections import deque
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ MOST_UNDOS = 30
 MAX_FILE_CHARS = 1 << 20
 LONGEST_CHARACTER = 4
 """Bytes of it in UTF-8."""
+
+BYTE_ORDER_MARK = "\ufeff"
 
 NO_ORDINARY_FILE = "is not a regular file"
 
@@ -58,8 +61,6 @@ class Editor:
             if arguments.command == "view":
                 return await self._ask({"op": "entries", "path": path}, 0.0)
             reason = NO_ORDINARY_FILE
-        except UnicodeDecodeError:
-            return {"text": f"Error: {arguments.path} is not a text file."}
         except ValueError as error:
             reason = str(error)
         except OSError as error:
@@ -79,13 +80,16 @@ class Editor:
             self._before.append((path, before if existed else None))
             return f"{'Overwrote' if existed else 'Created'} {arguments.path}."
         data = await self._files.read_file(path, limit=LONGEST_CHARACTER * MAX_FILE_CHARS)
-        text = data.decode()
+        if b"\0" in data:
+            raise ValueError("is not a text file")
+        text = data.decode("utf-8", "surrogateescape")  # bytes of another encoding come back as they were
         if len(text) > MAX_FILE_CHARS:
             raise ValueError(_KNOWN[errno.EFBIG])
+        text, mark = text.removeprefix(BYTE_ORDER_MARK), text.startswith(BYTE_ORDER_MARK) * BYTE_ORDER_MARK
         if arguments.command == "view":
             return _shown(text, arguments.view_range, self._limit)
         text, said = _changed(text, arguments)
-        await self._write(path, text)
+        await self._write(path, mark + text)
         self._before.append((path, data))
         return said
 
@@ -111,7 +115,7 @@ class Editor:
         return f"Took back the last edit of {named}."
 
     async def _write(self, path: str, text: str) -> bool:
-        return await self._files.write_file(path, text.encode())
+        return await self._files.write_file(path, text.encode("utf-8", "surrogateescape"))
 
 
 _KNOWN = {
@@ -121,12 +125,13 @@ _KNOWN = {
 
 
 def _shown(text: str, view_range: Sequence[int] | None, limit: int) -> str:
-    """Numbered lines of a text.
+    """Numbered lines of a text, without the carriage returns that end them; bytes of another encoding as U+FFFD.
 
     Raises:
         ValueError: there are no such lines.
     """
-    lines = text.split("\n")
+    readable = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    lines = [line.removesuffix("\r") for line in readable.split("\n")]
     count = len(lines) - (lines[-1] == "")
     first, last = view_range or (1, -1)
     last = count if last == -1 else min(last, count)
@@ -142,23 +147,34 @@ def _shown(text: str, view_range: Sequence[int] | None, limit: int) -> str:
 
 
 def _changed(text: str, arguments: EditorArguments) -> tuple[str, str]:
-    """The text after ``str_replace`` or ``insert``, and what is said of it.
+    """The text after ``str_replace`` or ``insert``, and what is said of it. New lines end as most of the file's do.
 
     Raises:
         ValueError: it can't be done.
     """
+    returns = text.count("\r\n")
+    end = "\r\n" if 2 * returns > text.count("\n") else "\n"
+    new = (arguments.new_str or "").replace("\r\n", "\n")
     if arguments.command == "str_replace":
-        found = text.count(arguments.old_str) if arguments.old_str else 0
+        old = arguments.old_str or ""
+        found = text.count(old) if old else 0
+        if found == 0 and returns and old:  # a view shows no carriage returns
+            any_end = re.compile(r"\r?\n".join(map(re.escape, old.replace("\r\n", "\n").split("\n"))))
+            matches = any_end.findall(text)
+            old, found = "".join(matches[:1]), len(matches)
         if found != 1:
             raise ValueError(f"old_str occurs {found} times, it must occur exactly once")
-        replaced = text.replace(arguments.old_str or "", arguments.new_str or "")
-        return replaced, f"Replaced one occurrence in {arguments.path}."
+        return text.replace(old, new.replace("\n", end)), f"Replaced one occurrence in {arguments.path}."
     lines = text.split("\n")
     at, count = arguments.insert_line or 0, len(lines) - (lines[-1] == "")
     if at > count:
         raise ValueError(f"insert_line is {at}, but the file has {count} lines")
-    added = (arguments.new_str or "").split("\n")
+    added = new.split("\n")
     if len(added) > 1 and added[-1] == "":
         added.pop()
-    inserted = "\n".join(lines[:at] + added + lines[at:])
-    return inserted, f"Inserted {len(added)} lines into {arguments.path} after line {at}."
+    said = f"Inserted {len(added)} lines into {arguments.path} after line {at}."
+    if end == "\r\n":
+        added = [f"{line}\r" for line in added]
+        if at == len(lines):  # behind a last line without an end
+            lines[-1], added[-1] = f"{lines[-1]}\r", added[-1].removesuffix("\r")
+    return "\n".join(lines[:at] + added + lines[at:]), said

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.tasks.math.answers import canonical, final_answer, restates, tidy, unwrapped
+from nemo_gym_prorl.tasks.final_answer import final_answer
+from nemo_gym_prorl.tasks.math.answers import canonical, restates, tidy, unwrapped
 
 
 TEXT = st.text(alphabet="ab5{}\\ $.=boxed", max_size=60)
@@ -48,10 +49,59 @@ TEXT = st.text(alphabet="ab5{}\\ $.=boxed", max_size=60)
         ("So the answer is\n5", "5"),
         ("So the answer is:\n\n$$5$$", "$$5$$"),
         ("The final answer is $\\boxed 5$", "5"),
+        (r"$\boxed 73$", "73"),
+        (r"$\boxed -7.5$.", "-7.5"),
+        (r"$\boxed73$", "73"),
+        (r"$\boxed\frac12$", r"\frac{1}{2}"),
+        (r"$\boxed\pi$", r"\pi"),
+        (r"$\boxed x$", "x"),
+        (r"\boxed{1}, or rather \boxed 2", "2"),
+        (r"\boxed{5} is how a \boxed is written", "5"),
+        (r"\boxed{\text{The answer is }5}", "5"),
+        (r"\boxed{The final answer is: 5}", "5"),
+        (r"\boxed{Answer: 5}", "5"),
+        (r"\boxed{5 \text{ is the answer}}", "5"),
+        ("The answer is 5.", "5."),
+        ("The answers are 2 and 3.", "2 and 3."),
+        ("So the answer to part (b) is 7.", "7."),
+        ("The correct answer is 7. It follows.", "7"),
+        ("The answer is 2**10", "2**10"),
+        ("The answer is **12**.", "12."),
+        ("**Answer**: 12", "12"),
+        ("### Answer: 12", "12"),
+        ("Answer: 12\n\nCheck:\n1\n2\n3", "12"),
+        ("Answer: 11\n\nAnswer: 12\n\nCheck:\n1\n2\n3", "12"),
+        ("Answer: E. coli", "E. coli"),
+        ("Answer: J. J. Thomson", "J. J. Thomson"),
+        ("The answer is 3 . 5", "3 . 5"),
+        ("The answer is 3.5. Good.", "3.5"),
+        ("Answer: the mitochondrion. It actually makes ATP.", "the mitochondrion"),
+        ("The answer is 5, actually 6.", "6."),
+        (r"\boxed{5}, so the answer is 5 metres of rope.", "5"),
     ],
 )
 def test_where_the_answer_is(message: str, answer: str | None) -> None:
     assert final_answer(message) == answer
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        (r"By \boxed{E = mc^2} it is so.\n\nAnswer: D", "D"),
+        (r"\boxed{12}, so the correct option is (D).", "(D)."),
+        (r"\boxed{12}. **The answer is D.**", "D."),
+        (r"\boxed{12}. The answer is D. Indeed.", "D"),
+        (r"\boxed{D}. The answer is correct.", "D"),
+        (r"\boxed{D}. The answer is Z.", "D"),
+        (r"Answer: D. \boxed{B}", "B"),
+        ("The best choice is C.", "C."),
+        ("Answer: C. neon", "C. neon"),
+        ("Answer: A. B. C. D.", "A. B. C. D."),
+        ("The correct answer is photosynthesis.", "photosynthesis."),
+    ],
+)
+def test_where_the_letter_of_a_choice_is(message: str, answer: str | None) -> None:
+    assert final_answer(message.replace(r"\n", "\n"), letters="ABCD") == answer
 
 
 @given(TEXT, st.recursive(st.just("5"), lambda inner: inner.map("a{{{}}}".format), max_leaves=5))

@@ -63,7 +63,7 @@ CASES: list[tuple[Naive, str, str, str]] = [
     (compared, r"\frac{1}{2^{99}}", r"\boxed{\frac{1}{2^{98}}}", "wrong"),
     (compared, "x = 2, y = 3", r"\boxed{3, 2}", "wrong"),
     (compared, "11", r"\boxed{5 6}", "unreadable"),
-    (alike, r"\begin{cases} x \\ y \end{cases}", r"\renewcommand{\boxed}{} \boxed{5 \& \#}", "unreadable"),
+    (alike, r"\begin{cases} x \\ y \end{cases}", r"\renewcommand{\boxed}{} \boxed{5 \& \#}", "wrong"),
     (unclosed, "x + 17", r"\boxed{\sin(9^{9^{9^{9}}})}", "timed_out"),
 ]
 """The grader that is cheated, what is expected, the cheat, and what it is told."""

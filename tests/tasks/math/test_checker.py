@@ -79,6 +79,11 @@ async def test_an_expected_answer_that_nobody_could_give_is_the_tasks_fault(chec
     for expected in ("", "$$", r"\boxed{}", r"\(\)"):
         with pytest.raises(TaskError, match="not right itself"):
             await checker.require_gradeable(expected)
+    for expected in (r"\frac{1}{", "(1, 2", "1 +", r"\sqrt", "x^", r"5 \text{ if } n > 3", r"2, \frac{1}"):
+        with pytest.raises(TaskError, match="can't read"):
+            await checker.require_gradeable(expected)
+    for expected in (r"\frac\pi2", "Friday", r"\{1, 2, \ldots\}", "10:30", r"x \in (1, 2)", r"5\,."):
+        await checker.require_gradeable(expected)
 
 
 async def test_where_the_expected_answer_breaks_too_nobody_is_graded() -> None:

@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.math.answers import final_answer
+from nemo_gym_prorl.tasks.final_answer import final_answer
 from nemo_gym_prorl.tasks.math.rows import SYSTEM_PROMPT, expected_answer, row_of
-from nemo_gym_prorl.tasks.stem.answers import final_answer as stem_answer
 from nemo_gym_prorl.tasks.stem.problems import problem_of
 
 
@@ -97,6 +96,18 @@ def test_records_that_make_no_row_are_named_and_the_others_written(tmp_path: Pat
     ):
         assert said in done.output
     assert "7 lines: 1 kept, 0 dropped, 6 refused" in done.output
+
+
+def test_an_expected_answer_that_cannot_be_read_is_refused_by_line(tmp_path: Path) -> None:
+    answers = [r"\frac\pi2", r"\frac{1}{", "Friday", r"2^{3^{", "7"]
+    file = written(tmp_path / "a.jsonl", [{"problem": "?", "answer": answer} for answer in answers])
+    output = tmp_path / "rows.jsonl"
+    done = CliRunner().invoke(app, ["data", "math", str(file), "-o", str(output)])
+    assert done.exit_code == 1
+    assert [json.loads(line)["expected_answer"] for line in output.read_text().splitlines()] == answers[::2]
+    for line in (2, 4):
+        assert f"line {line}: expected_answer: " in done.output
+    assert done.output.count("can't read") == 2
 
 
 def test_a_line_that_is_no_json_is_named_and_costs_the_others_nothing(tmp_path: Path) -> None:
@@ -202,6 +213,5 @@ def test_a_flood_of_braces_costs_no_time(needed: Callable[[dict[str, Any]], Any]
     begin = time.process_time()
     with pytest.raises(CallerError, match="longer than"):
         needed({"question": "What?", "expected_answer": long})
-    for said in (final_answer(long), stem_answer(long)):
-        assert not said
+    assert not final_answer(long)
     assert time.process_time() - begin < 0.5

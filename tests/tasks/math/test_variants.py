@@ -11,10 +11,11 @@ from nemo_gym_prorl.tasks.math.verdicts import Verdict
 from tests.tasks.math.forms import FORMS
 from tests.tasks.math.near_forms import NEAR_FORMS
 from tests.tasks.math.spellings import SPELLINGS
+from tests.tasks.math.tex_forms import TEX_FORMS
 from tests.tasks.math.variants import FAMILIES, variants
 
 
-ALL_FORMS = FORMS | NEAR_FORMS | SPELLINGS
+ALL_FORMS = FORMS | NEAR_FORMS | SPELLINGS | TEX_FORMS
 
 
 @pytest.mark.longer("thirty draws of each family's values, else two")

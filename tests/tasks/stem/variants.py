@@ -118,10 +118,35 @@ def choice_variants() -> Iterator[Variant]:
     signed = problem("E", "Which?", **CHOICES)
     for text, right in {"-0.5 m/s": True, "−0.5 m/s": True, "-50 cm/s": True, "0.5 m/s": False, "A": False}.items():
         yield Variant(signed, text, right)
-    letter = problem("D")
+    letter = problem("D", "Which is noble: (A) iron, (B) gold, (C) oxygen, (D) neon?")
     assert letter.kind is Kind.CHOICE
     for text, right in {"D": True, "(d)": True, "option D": True, "A": False, "C or D": False, "Ｄ": True}.items():
         yield Variant(letter, text, right)
+
+
+OPEN_LETTERS = {
+    "Which vitamin prevents scurvy?": "C",
+    "What is the symbol of carbon?": "C",
+    "What is the symbol of fluorine?": "F",
+    "Which blood group has both antigens, AB, and which only the first?": "A",
+    "Which point, A or B, is higher? Point A. is at 3 m.": "A",
+    "What is the symbol of iodine?": "I",
+}
+"""Open questions whose expected answer is one letter."""
+
+
+def letter_variants() -> Iterator[Variant]:
+    for question, letter in OPEN_LETTERS.items():
+        asked = problem(letter, question)
+        assert asked.kind is Kind.TEXT, question
+        for text, right in {letter: True, f"({letter})": True, f"${letter}$": True, "Z": False}.items():
+            yield Variant(asked, text, right)
+    shown = problem("J", "Which?\n" + "\n".join(f"{letter}) word {letter}" for letter in "ABCDEFGHIJ"))
+    for text, right in {
+        "J": True, "(j)": True, "word J": True, "J) word J": True, "J. word J": True, "I": False, "word I": False,
+        "J) word I": False, "I, J": False,
+    }.items():  # fmt: skip
+        yield Variant(shown, text, right)
 
 
 def formula_variants() -> Iterator[Variant]:
@@ -192,7 +217,12 @@ FORMS: dict[str, dict[str, bool]] = {
     "1/2": {"0.5": True, "101/200": False, "0.503": False},
     "5/3": {"1.67": True, "1.667": True, "1.68": False, "1.7": False},
     "3/4": {"0.7575": False},
-    "CH_3CN": {"CH_3NC": False, "CH_3CN": True},
+    "CH_3CN": {"CH_3NC": False, "CH_3CN": True, "CH3CN": True, r"\ce{CH3CN}": True, r"\mathrm{CH_3CN}": True},
+    "H_2O": {"H2O": True, "H_{2}O": True, "H₂O": True, r"\text{H}_2\text{O}": True, "H_2O_2": False, "h2o": False},
+    "H_2SO_4": {"H2SO4": True, "H_2SO_3": False, "HSO4": False},
+    "Ca(OH)_2": {"Ca(OH)2": True, "Ca(OH)": False, "CaOH_2": False},
+    "SO_4^{2-}": {"SO4^2-": True, r"SO_4^{2-}": True, "SO_4^{2+}": False, "SO_3^{2-}": False},
+    "[Fe(CN)_6]^{3-}": {"[Fe(CN)6]^3-": True, "[Fe(CN)_6]^{4-}": False},
     r"\vec{F}=q\vec{v}\times\vec{B}": {r"\vec{F}=q\vec{B}\times\vec{v}": False},
     r"\nabla\cdot E": {r"\nabla\times E": False},
     "x^2+1=0": {"x^2+2=0": False},
@@ -250,4 +280,11 @@ def form_variants() -> Iterator[Variant]:
 
 
 def all_variants() -> list[Variant]:
-    return [*quantity_variants(), *number_variants(), *choice_variants(), *formula_variants(), *form_variants()]
+    return [
+        *quantity_variants(),
+        *number_variants(),
+        *choice_variants(),
+        *letter_variants(),
+        *formula_variants(),
+        *form_variants(),
+    ]

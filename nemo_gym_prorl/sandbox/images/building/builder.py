@@ -33,7 +33,9 @@ from nemo_gym_prorl.sandbox.images.building.recipe import (
 )
 from nemo_gym_prorl.sandbox.images.cache import Progress, machine
 from nemo_gym_prorl.sandbox.images.entries import free_bytes
-from nemo_gym_prorl.sandbox.images.info import ROOT, SIF, Info
+from nemo_gym_prorl.sandbox.images.info import ROOT, SIF, Info, config_of
+from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
+from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, check_name, parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.images.validate import check_made
@@ -98,15 +100,16 @@ class _Base:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What a template is built on: the first lines of a definition file, and the root folder that they name if they
-    do."""
+    """What a template is built on: the first lines of a definition file, the root folder that they name if they do,
+    and the configuration of a registry's image that it is or was made from."""
 
     header: str
     root: Path | None = None
+    config: OciConfig | None = None
 
     @classmethod
-    def folder(cls, root: Path) -> _Source:
-        return cls(f"Bootstrap: localimage\nFrom: {root}", root)
+    def folder(cls, root: Path, config: OciConfig | None = None) -> _Source:
+        return cls(f"Bootstrap: localimage\nFrom: {root}", root, config and replace(config, extended=True))
 
 
 def recipe_of(order: Order, store: ImageStore) -> Recipe:
@@ -173,12 +176,13 @@ class _Build:
         plan = decide(self.order.reuse, self.recipe, self.store.built())
         entry = plan.image or f"{self.order.name}-{self._entry_key(self.recipe.lock_key)}"
 
-        def make(work: Path, held: ExitStack) -> Path:
+        def make(work: Path, held: ExitStack) -> tuple[Path, OciConfig | None]:
             _check_space(work)
             layered = self.recipe.layered
             source = self._layer(plan.layer, held) if layered else self._base(work, (), held)
             self.progress(f"building {self.order.name}")
-            return self._run(self.recipe, self.recipe.template, source, work, self.recipe.format == "folder")
+            made = self._run(self.recipe, self.recipe.template, source, work, self.recipe.format == "folder")
+            return made, source.config
 
         about = f"{self.order.template} on {self.order.base}"
         path = self._ensure(entry, Info("image", about, self.recipe.format, 0, 0.0, self.recipe.lock_key), make)
@@ -189,24 +193,27 @@ class _Build:
         """The base with packages, made unless it is there as ``entry``."""
         recipe, apt, pip = self.recipe, sorted(self.recipe.apt), sorted(self.recipe.pip)
 
-        def make(work: Path, held: ExitStack) -> Path:
+        def make(work: Path, held: ExitStack) -> tuple[Path, OciConfig | None]:
             source = self._base(work, apt, held)
             # There they are in it already.
             rest = frozenset[str]() if self.order.base == APT_BASE else recipe.apt
             only = replace(recipe, apt=rest, locks={}, wheels=frozenset())
             self.progress(f"installing {', '.join([*apt, *pip])}")
-            return self._run(only, template_text(LAYER_TEMPLATE), source, work, True)
+            return self._run(only, template_text(LAYER_TEMPLATE), source, work, True), source.config
 
         about = " ".join([self.order.base, "+", *apt, *pip])
         entry = entry or f"layer-{self._entry_key(recipe.version_key)}"
         path = self._ensure(entry, Info("layer", about, "folder", 0, 0.0, recipe.version_key), make)
         return self._open(path, held)
 
-    def _ensure(self, entry: str, info: Info, make: Callable[[Path, ExitStack], Path]) -> Path:
+    def _ensure(
+        self, entry: str, info: Info, make: Callable[[Path, ExitStack], tuple[Path, OciConfig | None]]
+    ) -> Path:
         """Where an entry lies: made in a folder, with what has to stay meanwhile held, unless it is there."""
         with self.store.images.making(entry, self.progress) as work, ExitStack() as held:
             if work is not None:
-                self.store.publish(work, make(work, held), entry, replace(info, made=time.time()))
+                made, config = make(work, held)
+                self.store.publish(work, made, entry, replace(info, made=time.time(), config=config))
         path = self.store.payload(entry)
         if path is None:
             raise InfrastructureError(f"{entry} was removed as soon as it was made")
@@ -220,11 +227,12 @@ class _Build:
         match base:
             case Path() if base.is_dir() and base.stat().st_uid != os.geteuid():
                 self.progress(f"copying {base}, which is another user's")
-                return _Source.folder(rootfs.copy(base, work / "base"))
+                return _Source.folder(rootfs.copy(base, work / "base"), config_of(base))
             case Path():
                 return self._open(base, held)
-            case Registry(uri):
-                return _Source(f"Bootstrap: docker\nFrom: {uri.removeprefix('docker://')}")
+            case Registry():
+                pulled, config = Puller(self.store, self.runtime).fetch(base, work, "folder", self.progress)
+                return _Source.folder(pulled.rename(work / "base"), config)
             case str():
                 return _Source(base)
             case None:
@@ -235,7 +243,7 @@ class _Build:
         held.callback(start.release)
         if not start.path.is_dir():
             raise InfrastructureError(f"{path} can't be unpacked here, and only a root folder can be built on")
-        return _Source.folder(start.path)
+        return _Source.folder(start.path, config_of(path))
 
     def _run(self, recipe: Recipe, template: str, source: _Source, work: Path, unpacked: bool) -> Path:
         """Let the runtime build from a template in ``work``."""

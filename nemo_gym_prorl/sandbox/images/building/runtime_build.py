@@ -21,6 +21,9 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, private_prefix
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 
 
+DOWNLOADS = "downloads"
+"""The runtime's cache folder for what it downloads, below the folder of a build."""
+
 _LOGIN = re.compile(r"(APPTAINER|SINGULARITY)_(DOCKER_(USERNAME|PASSWORD|LOGIN)|AUTHFILE)")
 _PASSED = re.compile(
     r"PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|LANG|LC_.*|TZ|"
@@ -104,7 +107,7 @@ def build_environ(runtime: Runtime, work: Path, credentials: bool) -> dict[str, 
     the caller's, since commands of strangers can read it."""
     environ = runtime.environ()
     # A second try finds there what the first one has downloaded.
-    environ[f"{runtime.flavor.upper()}_CACHEDIR"] = str(work / "downloads")
+    environ[f"{runtime.flavor.upper()}_CACHEDIR"] = str(work / DOWNLOADS)
     settings = f"{runtime.flavor.upper()}_CONFIGDIR"
     if not credentials or (settings not in environ and not Path(f"~/.{runtime.flavor}").expanduser().exists()):
         # It would make itself a folder in the user's home for settings that there are none of.

@@ -26,6 +26,7 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_gym_prorl.background import run_uncancellable
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import SHARED_FOLDER, Container
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
@@ -76,58 +77,108 @@ class KernelBroken(AgentError):
 
 
 class _Running:
-    """What a cell has said so far; ``over`` is done when it is through."""
+    """Collects the output of one cell. ``over`` is done once the kernel has answered and is idle again."""
 
-    KINDS = frozenset({"stream", "execute_result", "display_data", "error", "status"})
+    KINDS = frozenset(
+        {"stream", "execute_result", "display_data", "update_display_data", "clear_output", "error", "status"}
+    )
 
     def __init__(self, request: str, limit: int) -> None:
         self.request = request
-        self.answered = False
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._limit = limit
-        self._kept = HeadTail(limit)
-        self._data: list[dict[str, str]] = []
-        self._data_left = DATA_LIMIT
-        self._omitted = 0
+        self._answered = self.idle = False
+        self._failure: str | None = None
         self._error: str | None = None
+        self._omitted = 0
+        self._clears = False
+        self._clear()
+
+    def print(self, text: bytes) -> None:
+        """Add printed text."""
+        if self._clears:
+            self._clear()
+        self._kept.add(text)
 
     def take(self, message: Message) -> None:
-        """One message of the output channel."""
+        """Add a message of the output channel."""
         content = message.content
         self._omitted += message.unread
         match message.kind:
             case "stream":
-                self._kept.add(_text(content.get("text", "")).encode("utf-8", "surrogateescape"))
-            case "execute_result" | "display_data" if isinstance(content.get("data"), Mapping):
-                self._take_data({kind: _text(value) for kind, value in content["data"].items()})
+                self.print(_bytes(content.get("text", "")))
+            case "execute_result" | "display_data" | "update_display_data" if isinstance(content.get("data"), Mapping):
+                if self._clears:
+                    self._clear()
+                transient = content.get("transient")
+                shown = transient.get("display_id") if isinstance(transient, Mapping) else None
+                data = {kind: _text(value) for kind, value in content["data"].items()}
+                self._take_data(data, shown, update=message.kind == "update_display_data")
+            case "clear_output" if content.get("wait"):
+                self._clears = True
+            case "clear_output":
+                self._clear()
             case "error":
-                lines = content.get("traceback")
-                if not lines or not isinstance(lines, list):
-                    lines = [f"{content.get('ename')}: {content.get('evalue')}"]
-                kept = HeadTail(self._limit)
-                kept.add(_COLOURS.sub("", "\n".join(map(str, lines))).encode("utf-8", "surrogateescape"))
-                self._error = kept.text()
-                self._omitted += kept.omitted
+                self._error = self._traceback(content)
             case "status" if content.get("execution_state") == "idle":
-                self.end()
+                self.idle = True
+                self._end_if_complete()
+
+    def answer(self, content: Mapping[str, Any]) -> None:
+        """Take the kernel's reply: it says that a cell failed whose traceback was printed or not shown at all."""
+        payload = content.get("payload")
+        for page in payload if isinstance(payload, list) else ():  # as of ``len?``
+            data = page.get("data") if isinstance(page, Mapping) else None
+            if isinstance(data, Mapping) and "text/plain" in data:
+                self.print(_COLOURS.sub("", _text(data["text/plain"])).encode() + b"\n")
+        if content.get("status") in ("error", "aborted"):
+            self._failure = self._traceback(content)
+        self._answered = True
+        self._end_if_complete()
 
     def end(self) -> None:
-        """Nothing more is to come."""
+        """End the cell, whatever is still to come."""
         if not self.over.done():
             self.over.set_result(None)
 
     def cell(self, *, timed_out: bool, died: bool, broken: str | None) -> Cell:
-        """The result."""
+        """Return the result."""
         omitted = self._kept.omitted + self._omitted
-        return Cell(self._kept.text(), self._data, broken or self._error, timed_out, died, omitted)
+        error = broken or self._error or self._failure
+        return Cell(self._kept.text(), self._data, error, timed_out, died, omitted)
 
-    def _take_data(self, data: dict[str, str]) -> None:
+    def _end_if_complete(self) -> None:
+        if self._answered and self.idle:
+            self.end()
+
+    def _clear(self) -> None:
+        self._kept = HeadTail(self._limit)
+        self._data: list[dict[str, str]] = []
+        self._data_left = DATA_LIMIT
+        self._shown: dict[str, int] = {}
+        self._clears = False
+
+    def _traceback(self, content: Mapping[str, Any]) -> str:
+        lines = content.get("traceback")
+        if not lines or not isinstance(lines, list):
+            lines = [f"{content.get('ename') or content.get('status')}: {content.get('evalue') or ''}"]
+        kept = HeadTail(self._limit)
+        kept.add(_bytes(_COLOURS.sub("", "\n".join(map(str, lines)))))
+        self._omitted += kept.omitted
+        return kept.text()
+
+    def _take_data(self, data: dict[str, str], shown: object, *, update: bool) -> None:
         size = sum(len(kind) + len(text) for kind, text in data.items())
         cost = size + RESULT_COST * (1 + len(data))
         if cost > self._data_left:
             self._omitted += size
             return
         self._data_left -= cost
+        if update and isinstance(shown, str) and shown in self._shown:
+            self._data[self._shown[shown]] = data
+            return
+        if isinstance(shown, str):
+            self._shown[shown] = len(self._data)
         self._data.append(data)
 
 
@@ -148,6 +199,8 @@ class Kernel:
         self._answered = asyncio.Event()
         self._heard = asyncio.Event()
         self._running: _Running | None = None
+        self._late = HeadTail(OUTPUT_LIMIT)
+        """What threads of earlier cells printed since the last cell."""
 
     @classmethod
     async def start(cls, container: Container, *, timeout_s: float = START_TIMEOUT_S) -> Kernel:
@@ -241,10 +294,14 @@ class Kernel:
                 raise why_over(self._container, "kernel", process, ours=self._killed)
             request = self._ask("execute_request", code=code, allow_stdin=False, stop_on_error=False)
             running = self._running = _Running(request, output_limit)
+            late, self._late = self._late, HeadTail(OUTPUT_LIMIT)
+            if late.total:
+                running.print(late.text().encode())
             try:
                 timed_out = await self._ends_within(running, process, timeout_s)
             except asyncio.CancelledError:
-                await asyncio.shield(self.interrupt())
+                # The turn ends with the cell, else the next cell would wait inside the kernel.
+                await run_uncancellable(self._ends_within(running, process, 0.0))
                 raise
             finally:
                 self._running = None
@@ -291,10 +348,13 @@ class Kernel:
             self._channels[0].send(frames)
         return request
 
+    def _is_answer(self, kind: str, request: str) -> bool:
+        return kind == "execute_reply" and self._running is not None and request == self._running.request
+
     def _on_answer(self, message: Message) -> None:
         self._answered.set()
-        if self._running and message.request == self._running.request and not self._running.answered:
-            self._running.answered = True
+        if self._running and message.request == self._running.request:
+            self._running.answer(message.content)
             self._loop.call_later(IDLE_GRACE_S, self._end_if_idle, self._running)
 
     def _end_if_idle(self, running: _Running) -> None:
@@ -306,11 +366,22 @@ class Kernel:
 
     def _on_output(self, message: Message) -> None:
         self._heard.set()
-        if self._is_waited_for(message.kind, message.request) and self._running:
+        if self._running and message.request == self._running.request:
             self._running.take(message)
+            if self._running.idle and message.kind == "status":  # the answer may be lost
+                self._loop.call_later(IDLE_GRACE_S, self._end_if_idle, self._running)
+        elif message.kind == "stream":
+            text = _bytes(message.content.get("text", ""))
+            if self._running:
+                self._running.print(text)
+            else:
+                self._late.add(text)
 
     def _is_waited_for(self, kind: str, request: str) -> bool:
-        return self._running is not None and request == self._running.request and kind in _Running.KINDS
+        """Whether to read an output: all of the cell that runs, and what threads of earlier cells print."""
+        if self._running is not None and request == self._running.request:
+            return kind in _Running.KINDS
+        return kind == "stream" and self._requests.made(request)
 
     def _on_lost(self, violation: Violation | None) -> None:
         """A connection is of no use any more, and neither is a kernel without it."""
@@ -340,7 +411,7 @@ class Kernel:
 
     async def _connect(self, name: str) -> None:
         """Connect to its sockets as they come up. No heartbeat: the end of its process says all."""
-        answers = MessageReader(lambda _kind, _request: False, self._on_answer)
+        answers = MessageReader(self._is_answer, self._on_answer)
         output = MessageReader(self._is_waited_for, self._on_output)
         for number, kind, reader in ((1, "DEALER", answers), (2, "SUB", output)):
             path = self._container.shared_folder / f"{name}-{number}"
@@ -378,5 +449,13 @@ class Kernel:
 
 
 def _text(value: object) -> str:
-    """Text; what is none, as JSON."""
-    return value if isinstance(value, str) else json.dumps(value)
+    """Text; what is none, as JSON. Bytes that are no UTF-8 are replaced."""
+    return _bytes(value).decode("utf-8", "replace")
+
+
+def _bytes(value: object) -> bytes:
+    text = value if isinstance(value, str) else json.dumps(value)
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # half a surrogate pair that is no byte
+        return text.encode("utf-8", "replace")

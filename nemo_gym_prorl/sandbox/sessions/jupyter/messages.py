@@ -54,7 +54,7 @@ class Message:
         kind: as ``stream`` or ``status``.
         request: the id of the request that it is about.
         content: as the protocol says, if the kernel is honest; empty if nobody wanted it.
-        unread: bytes of a content that was wanted and is left out, since it is too large or has too many values.
+        unread: bytes of a content that was wanted and left out: no JSON object, too large, or of too many values.
     """
 
     kind: str
@@ -70,6 +70,10 @@ class Requests:
         self.key = secrets.token_hex(32)
         self._session = secrets.token_hex(16)
         self._count = 0
+
+    def made(self, request: str) -> bool:
+        """Whether the id is of one of these requests."""
+        return request.startswith(f"{self._session}_")
 
     def make(self, kind: str, **content: Any) -> tuple[str, list[bytes]]:
         """A request: its id, and its frames."""
@@ -142,10 +146,10 @@ class MessageReader:
             return None
         if body is None:
             return Message(self._kind, self._request, {}, size if self._wanted() else 0)
-        if _is_costly(body):
+        content = None if _is_costly(body) else _json(body)
+        if not isinstance(content, dict):
             return Message(self._kind, self._request, {}, size)
-        content = _json(body)
-        return Message(self._kind, self._request, content) if isinstance(content, dict) else None
+        return Message(self._kind, self._request, content)
 
 
 def _text_in(body: bytes | bytearray | None, name: str) -> str | None:
@@ -158,10 +162,14 @@ def _text_in(body: bytes | bytearray | None, name: str) -> str | None:
 
 
 def _json(body: bytes | bytearray) -> Any:
+    """The value of JSON; bytes that are no UTF-8, which ipykernel sends as they are, become surrogates."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
-        return None
+        try:
+            return json.loads(body.decode("utf-8", "surrogateescape"))
+        except (ValueError, RecursionError):
+            return None
 
 
 def _is_costly(frame: bytes | bytearray) -> bool:

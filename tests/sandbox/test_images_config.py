@@ -1,0 +1,210 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sandboxes have the variables, working folder and user that a registry's image was published with, byte for byte."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nemo_gym.sandbox.providers.base import SandboxSpec
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.images.building.builder import Order, build
+from nemo_gym_prorl.sandbox.images.building.recipe import Format
+from nemo_gym_prorl.sandbox.images.cache import machine, silent
+from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH
+from nemo_gym_prorl.sandbox.images.pull import Puller
+from nemo_gym_prorl.sandbox.images.reference import registry
+from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.provider import SingularityProvider
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from tests.sandbox.registry import Registry, layer, serve
+
+
+pytestmark = pytest.mark.sandbox
+
+USUAL = {"PATH": DEFAULT_PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
+
+PASSWD = "root:x:0:0:root:/root:/bin/sh\napp:x:1234:1234::/home/app:/bin/sh\n"
+
+VARIABLES = {
+    "plain": ("A=1", {"A": "1"}),
+    "empty": ("A=", {"A": ""}),
+    "an equals sign": ("A=b=c", {"A": "b=c"}),
+    "a command": ("A=$(id -u)", {"A": "$(id -u)"}),
+    "a backquote": ("A=`id -u", {"A": "`id -u"}),
+    "another variable": ("A=$HOME/x", {"A": "$HOME/x"}),
+    "a default": ("A=${X:-y}", {"A": "${X:-y}"}),
+    "quotes": ('A=it\'s "so"', {"A": 'it\'s "so"'}),
+    "a newline": ("A=a\nb\n", {"A": "a\nb\n"}),
+    "a tab": ("A=a\tb", {"A": "a\tb"}),
+    "backslashes": ("A=\\n\\\\x\\", {"A": "\\n\\\\x\\"}),
+    "not ASCII": ("A=Grüße ☃", {"A": "Grüße ☃"}),
+    "an exclamation mark": ("A=a!b;c&d|e<f>*?[~]#", {"A": "a!b;c&d|e<f>*?[~]#"}),
+    "spaces": ("A=  a  b  ", {"A": "  a  b  "}),
+    "a dot in the name": ("a.b=1", {"a.b": "1"}),
+    "a dash in the name": ("a-b=1", {"a-b": "1"}),
+    "a digit before the name": ("1a=1", {"1a": "1"}),
+    "an underscore before the name": ("_JAVA_OPTIONS=-Xmx1g", {"_JAVA_OPTIONS": "-Xmx1g"}),
+    "a name like one of the runtime's": ("PS1_STYLE=x", {"PS1_STYLE": "x"}),
+    "a name that is read-only in shells": ("UID=5", {"UID": "5"}),
+    "the search path": ("PATH=/opt/x/bin:/usr/bin:/bin", {"PATH": "/opt/x/bin:/usr/bin:/bin"}),
+    "libraries": ("LD_LIBRARY_PATH=/opt/lib", {"LD_LIBRARY_PATH": "/opt/lib"}),
+    "the language": ("LANG=de_DE.UTF-8", {"LANG": "de_DE.UTF-8"}),
+    "the terminal": ("TERM=xterm-256color", {"TERM": "xterm-256color"}),
+    "the home folder": ("HOME=/srv", {"HOME": "/srv"}),
+    "no name": ("=x", {}),
+    "no value": ("A", {}),
+}
+
+
+@pytest.fixture
+def served() -> Iterator[Registry]:
+    with serve() as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def published(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    root = tmp_path_factory.mktemp("published") / "root"
+    shutil.copytree(tiny_root, root, symlinks=True)
+    (root / "etc/passwd").write_text(PASSWD)
+    return layer(root)
+
+
+async def _variables(container: Container) -> dict[str, str]:
+    done = await container.execute(["/usr/bin/env", "-0"], output_limit=1 << 20)
+    assert done.exit_code == 0, done.stderr
+    return dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+
+
+@pytest.mark.parametrize("entry", VARIABLES)
+async def test_a_variable_arrives_as_it_was_published(
+    entry: str, served: Registry, published: bytes, store: ImageStore, runtime: Runtime
+) -> None:
+    written, expected = VARIABLES[entry]
+    wanted = registry(served.add("us/tiny", [published], machine(), Env=[written]))
+    path = Puller(store, runtime).pull(wanted)
+    async with await Container.start(ContainerSpec(image=path), runtime) as container:
+        assert await _variables(container) == {**USUAL, **expected}
+
+
+EVERY = {
+    name: value for _written, expected in VARIABLES.values() for name, value in expected.items() if name != "PATH"
+} | {"PATH": "/opt/x/bin:/usr/bin:/bin"}
+
+
+@pytest.mark.parametrize("way", ["direct", "runtime"])
+@pytest.mark.parametrize(("kept", "unpack"), [("folder", True), ("sif", True), ("sif", False)])
+async def test_all_variables_arrive_from_every_kind_of_image(
+    kept: Format,
+    unpack: bool,
+    way: str,
+    served: Registry,
+    published: bytes,
+    store: ImageStore,
+    runtime: Runtime,
+) -> None:
+    if way == "direct" and not unpack:
+        pytest.skip("only the runtime mounts a SIF")
+    env = [f"{name}={value}" for name, value in EVERY.items()]
+    wanted = registry(served.add("us/tiny", [published], machine(), Env=env, WorkingDir="/srv/app", User="1234"))
+    path = Puller(store, runtime, format=kept).pull(wanted)
+    start = store.open(path, runtime, unpack=unpack)
+    try:
+        spec = ContainerSpec(image=start.path, start="direct" if way == "direct" else "runtime")
+        async with await Container.start(spec, runtime) as container:
+            assert await _variables(container) == EVERY
+            assert (await container.run("/bin/ls -d /srv/app; echo $PWD")).stdout == "/srv/app\n/srv/app\n"
+    finally:
+        start.release()
+
+
+@pytest.mark.parametrize("kept", ["folder", "sif"])
+async def test_what_is_built_on_a_published_image_starts_from_its_variables(
+    kept: Format, served: Registry, published: bytes, store: ImageStore, runtime: Runtime, tmp_path: Path
+) -> None:
+    template = tmp_path / "own.def.j2"
+    template.write_text(
+        "{{ base }}\n\n%environment\n    export PATH=/own/bin:$PATH A=$A+ LANG=fr_FR.UTF-8 _JAVA_OPTIONS=-server\n"
+    )
+    env = [f"{name}={value}" for name, value in (EVERY | {"A": "$(id -u) `"}).items() if name != "LD_LIBRARY_PATH"]
+    address = served.add("us/tiny", [published], machine(), Env=env, WorkingDir="srv/./app/", User="app:app")
+    # The runtime adds the folders of the usual path that are missing.
+    path_of_scripts = f"/own/bin:{EVERY['PATH']}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/sbin"
+    changed = {"PATH": path_of_scripts, "A": "$(id -u) `+", "LANG": "fr_FR.UTF-8"}
+    expected = {**EVERY, **changed, "_JAVA_OPTIONS": "-server", "LD_LIBRARY_PATH": "/.singularity.d/libs"}
+    path = build(Order(str(template), address, "mine", format=kept), store, runtime, silent)
+    start = store.open(path, runtime)
+    try:
+        async with await Container.start(ContainerSpec(image=start.path, root=False), runtime) as container:
+            assert await _variables(container) == expected
+            assert (await container.run("echo $PWD; /bin/id -u")).stdout == "/srv/app\n1234\n"
+    finally:
+        start.release()
+
+
+USERS = {
+    # The published user, then: user, home folder and working folder of root, and of a sandbox that is not root's.
+    "none": ("", "0 /root /root", "1000 /tmp /tmp"),
+    "root by name": ("root", "0 /root /root", "1000 /tmp /tmp"),
+    "a name": ("app", "0 /home/app /root", "1234 /home/app /tmp"),
+    "a name and a group": ("app:app", "0 /home/app /root", "1234 /home/app /tmp"),
+    "a number": ("1234", "0 /home/app /root", "1234 /home/app /tmp"),
+    "a number without an account": ("4321:1", "0 / /root", "4321 / /tmp"),
+    "a name without an account": ("nobody-here", "0 /root /root", "1000 /tmp /tmp"),
+    "no name at all": ("$(id)", "0 /root /root", "1000 /tmp /tmp"),
+}
+
+
+@pytest.mark.parametrize("user", USERS)
+async def test_the_published_user(
+    user: str, served: Registry, published: bytes, store: ImageStore, runtime: Runtime
+) -> None:
+    written, *expected = USERS[user]
+    path = Puller(store, runtime).pull(registry(served.add("us/tiny", [published], machine(), User=written)))
+    for root, line in zip((True, False), expected, strict=True):
+        async with await Container.start(ContainerSpec(image=path, root=root), runtime) as container:
+            assert (await container.run('echo "$(id -u) $HOME $PWD"')).stdout == f"{line}\n"
+
+
+async def test_what_a_caller_asks_for_goes_before_what_was_published(
+    served: Registry, published: bytes, store: ImageStore, runtime: Runtime, tmp_path: Path, monkeypatch: Any
+) -> None:
+    runtime.activate()
+    monkeypatch.setenv("PRORL_CACHE", str(tmp_path / "cache"))
+    address = served.add(
+        "us/tiny", [published], machine(), Env=["A=1", "B=2"], WorkingDir="/srv", Entrypoint=["/bin/touch", "/never"]
+    )
+    provider = SingularityProvider()
+    handle = await provider.create(SandboxSpec(image=address, env={"B": "own", "TERM": "vt100"}, workdir="/own"))
+    try:
+        said = await provider.exec(handle, "echo $A $B $TERM $PWD; ls /never")
+        assert said.stdout == "1 own vt100 /own\n"
+        assert (await provider.exec(handle, "echo $PWD $A", cwd="/tmp", env={"A": "now"})).stdout == "/tmp now\n"
+    finally:
+        await provider.close(handle)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a NUL in a variable": ({"Env": ["A=a\0b"]}, "Env: 'A' must not hold a NUL"),
+    "half a pair": ({"Env": ["A=\ud800"]}, "Env: 'A' holds half a surrogate pair"),
+    "a long variable": ({"Env": ["A=" + "x" * (1 << 18)]}, "Env: 'A' is longer than"),
+    "many variables": ({"Env": [f"A{n}=" + "x" * 100_000 for n in range(30)]}, "Env: holds more than 2 MiB"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_configuration_that_can_not_be_applied_is_refused_by_name(
+    what: str, served: Registry, published: bytes, store: ImageStore, runtime: Runtime
+) -> None:
+    config, message = REFUSED[what]
+    wanted = registry(served.add("us/tiny", [published], machine(), **config))
+    with pytest.raises(CallerError, match=f"image: the image's configuration can't be applied: {message}"):
+        Puller(store, runtime, tries=1).pull(wanted)
+    assert store.all() == []

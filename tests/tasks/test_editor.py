@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""``str_replace_editor`` on files as they are found: line ends, byte order marks, encodings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from nemo_gym_prorl.tasks.workbench.editor import Editor
+from nemo_gym_prorl.tasks.workbench.tools import EditorArguments
+
+
+@dataclass
+class OneFile:
+    """A folder with one file, whatever it is called."""
+
+    data: bytes
+
+    async def read_file(self, _path: str, *, limit: int) -> bytes:
+        return self.data[:limit]
+
+    async def write_file(self, _path: str, data: bytes) -> bool:
+        self.data = data
+        return True
+
+
+async def _none(_request: object, _timeout_s: float) -> None:
+    return None
+
+
+def editor(file: OneFile) -> Editor:
+    return Editor(file, "/", _none, 2000)  # type: ignore[arg-type]
+
+
+async def call(tool: Editor, command: str, **arguments: Any) -> str:
+    told = await tool.call(EditorArguments(command=command, path="f", **arguments))  # type: ignore[arg-type]
+    assert told is not None
+    return str(told["text"])
+
+
+REPLACED = [
+    ("line feeds", b"a\nb\nc\n", "a\nb", "x\ny", b"x\ny\nc\n"),
+    ("over a CRLF", b"a\r\nb\r\nc\r\n", "a\nb", "x\ny", b"x\r\ny\r\nc\r\n"),
+    ("CRLF asked for", b"a\r\nb\r\nc\r\n", "a\r\nb", "x\r\ny", b"x\r\ny\r\nc\r\n"),
+    ("one line becomes two in CRLF", b"a\r\nb\r\n", "a", "x\ny", b"x\r\ny\r\nb\r\n"),
+    ("line removed from CRLF", b"a\r\nb\r\nc\r\n", "b\n", "", b"a\r\nc\r\n"),
+    ("mixed ends, mostly CRLF", b"a\r\nb\nc\r\nd\r\n", "b\nc", "x\ny", b"a\r\nx\r\ny\r\nd\r\n"),
+    ("mixed ends, mostly LF", b"a\r\nb\nc\nd\n", "a\nb", "x\ny", b"x\ny\nc\nd\n"),
+    ("CRLF asked for in a file of LF", b"a\nb\n", "a", "x\r\ny", b"x\ny\nb\n"),
+    ("no last line end", b"a\r\nb", "a\nb", "x", b"x"),
+    ("special to patterns", b"f(a.b)\r\n[c]*\r\n", "f(a.b)\n[c]*", "\\1\ng", b"\\1\r\ng\r\n"),
+    ("first line behind a byte order mark", b"\xef\xbb\xbfa\nb\n", "a\nb", "x", b"\xef\xbb\xbfx\n"),
+    ("tabs", b"\tif a:\n\t\tb\n", "\tif a:\n\t\tb", "\tc", b"\tc\n"),
+    ("Latin-1 beside it", b"caf\xe9\nb\n", "\nb", "\nx", b"caf\xe9\nx\n"),
+    ("other alphabets", "Zażółć\r\nгруша\r\n".encode(), "Zażółć\nгруша", "梨", "梨\r\n".encode()),
+    ("line separators are no line ends", "a\u2028b\x0bc\x85\n".encode(), "b", "x", "a\u2028x\x0bc\x85\n".encode()),
+    ("long line", b"x" * 50_000 + b"needle" + b"y" * 50_000, "needle", "n", b"x" * 50_000 + b"n" + b"y" * 50_000),
+]
+
+
+@pytest.mark.parametrize(("data", "old", "new", "wanted"), [row[1:] for row in REPLACED], ids=[r[0] for r in REPLACED])
+async def test_str_replace(data: bytes, old: str, new: str, wanted: bytes) -> None:
+    file = OneFile(data)
+    tool = editor(file)
+    assert await call(tool, "str_replace", old_str=old, new_str=new) == "Replaced one occurrence in f."
+    assert file.data == wanted
+    await call(tool, "undo_edit")
+    assert file.data == data
+
+
+@pytest.mark.parametrize(
+    ("data", "old", "times"),
+    [
+        (b"a\r\nb\r\na\r\nb\r\n", "a\nb", 2),
+        (b"a\r\nb\r\n", "b\na", 0),
+        (b"a\nb\n", "a\r\nb", 0),
+        (b"a\nb\n", "", 0),
+    ],
+)
+async def test_a_text_that_is_not_there_exactly_once_is_refused(data: bytes, old: str, times: int) -> None:
+    file = OneFile(data)
+    said = await call(editor(file), "str_replace", old_str=old, new_str="x")
+    assert said == f"Error: f: old_str occurs {times} times, it must occur exactly once"
+    assert file.data == data
+
+
+INSERTED = [
+    ("line feeds", b"a\nb\n", 1, "x", b"a\nx\nb\n"),
+    ("two lines", b"a\nb\n", 0, "x\ny\n", b"x\ny\na\nb\n"),
+    ("CRLF", b"a\r\nb\r\n", 1, "x\ny", b"a\r\nx\r\ny\r\nb\r\n"),
+    ("CRLF at the end", b"a\r\nb\r\n", 2, "x", b"a\r\nb\r\nx\r\n"),
+    ("CRLF without a last line end", b"a\r\nb", 2, "x", b"a\r\nb\r\nx"),
+    ("LF without a last line end", b"a\nb", 2, "x", b"a\nb\nx"),
+    ("before a byte order mark's line", b"\xef\xbb\xbfa\n", 0, "x", b"\xef\xbb\xbfx\na\n"),
+    ("an empty file", b"", 0, "x", b"x\n"),
+    ("Latin-1", b"caf\xe9\n", 1, "x", b"caf\xe9\nx\n"),
+]
+
+
+@pytest.mark.parametrize(("data", "at", "new", "wanted"), [row[1:] for row in INSERTED], ids=[r[0] for r in INSERTED])
+async def test_insert(data: bytes, at: int, new: str, wanted: bytes) -> None:
+    file = OneFile(data)
+    assert (await call(editor(file), "insert", insert_line=at, new_str=new)).startswith("Inserted ")
+    assert file.data == wanted
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        (b"a\r\nb\r\n", "     1\ta\n     2\tb"),
+        (b"\xef\xbb\xbfa\n", "     1\ta"),
+        (b"caf\xe9\n", "     1\tcaf\ufffd"),
+        (b"a\n\nb", "     1\ta\n     2\t\n     3\tb"),
+        (b"", "[empty file]"),
+        (b"\xef\xbb\xbf", "[empty file]"),
+        (b"\x7fELF\0\0", "Error: f: is not a text file"),
+        ("a\n".encode("utf-16"), "Error: f: is not a text file"),
+    ],
+)
+async def test_view(data: bytes, shown: str) -> None:
+    assert await call(editor(OneFile(data)), "view") == shown
