@@ -49,7 +49,7 @@ def image(layout: str, environment: str) -> str:
     return str(build(order, ImageStore(), require_runtime(), print))
 
 
-def swe_bench() -> dict[str, Any]:
+def swe_bench(dataset: str = "swe-bench", **more: Any) -> dict[str, Any]:
     record = records.swe_bench(
         repo="pallets/flask",
         instance_id="pallets__flask-1",
@@ -58,8 +58,19 @@ def swe_bench() -> dict[str, Any]:
         test_patch=tally.TEST_PATCH,
         FAIL_TO_PASS=json.dumps(tally.FAIL_TO_PASS),
         PASS_TO_PASS=json.dumps(tally.PASS_TO_PASS),
+        **more,
     )
-    return CONVERTERS["swe-bench"](record, None) | {"image": image("conda", CONDA)}
+    return CONVERTERS[dataset](record, None) | {"image": image("conda", CONDA)}
+
+
+def swe_rebench() -> dict[str, Any]:
+    config = {
+        "install": "pip install -e .",
+        "pre_install": None,
+        "test_cmd": "pytest --no-header -rA --tb=line",
+        "log_parser": "parse_log_pytest",
+    }
+    return swe_bench("swe-rebench", docker_image="swerebench/one", install_config=config)
 
 
 def r2e_gym() -> dict[str, Any]:
@@ -83,7 +94,8 @@ LEFT = ("echo '# nothing' >> tally/money.py", "failed")
 
 
 @pytest.mark.parametrize(
-    ("make_row", "environment", "tried"), [(swe_bench, CONDA, [FIXED]), (r2e_gym, VENV, [FIXED, LEFT])]
+    ("make_row", "environment", "tried"),
+    [(swe_bench, CONDA, [FIXED]), (swe_rebench, CONDA, [FIXED, LEFT]), (r2e_gym, VENV, [FIXED, LEFT])],
 )
 async def test_what_the_image_has_is_active_for_the_policy_and_for_the_tests(
     make_row: Any, environment: str, tried: list[tuple[str, str]]
