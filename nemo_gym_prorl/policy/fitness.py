@@ -102,9 +102,7 @@ async def _found(name: str, check: Callable[[], Awaitable[tuple[str, str]]]) -> 
     except TimeoutError:
         return Finding(name, "missing", f"no answer within {_CHECK_S:g} s", "see the engine's log")
     except RolloutError as error:
-        fix = _FIXES.get(
-            getattr(error, "field", ""), "see that the engine runs and that --policy-url is its address"
-        )
+        fix = _FIXES.get(getattr(error, "field", ""), "see that the engine runs and that --policy-url is its address")
         if error.reason.startswith("tokenizer:"):
             fix = "pass the --tokenizer of the model that the engine serves"
         return Finding(name, "missing", error.reason, fix)
