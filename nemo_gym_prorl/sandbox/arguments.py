@@ -19,9 +19,6 @@ LONGEST_COMMAND = 64 << 20
 
 MOST_OUTPUT = 1 << 32
 
-MOST_SIDE = (1 << 16) - 1
-"""Rows or columns of a terminal that the kernel can be told."""
-
 
 def _is_user(user: object) -> object:
     if isinstance(user, int) and not isinstance(user, bool):
@@ -61,9 +58,7 @@ class _Bounds:
 
 _BOUNDS = TypeAdapter(_Bounds)
 _PATH: TypeAdapter[str] = TypeAdapter(fields.SandboxPath)
-_PORT: TypeAdapter[int] = TypeAdapter(fields.Port)
 _PROGRAM = TypeAdapter(_Program)
-_SIDE: TypeAdapter[int] = TypeAdapter(Annotated[fields.Whole, fields.between(1, MOST_SIDE)])
 _TEXT: TypeAdapter[str] = TypeAdapter(fields.AnyText)
 
 
@@ -92,14 +87,3 @@ def check_command(command: str) -> None:
 def check_path(path: str, name: str) -> None:
     """Refuse all but absolute paths; ``name`` is the field's."""
     fields.checked(_PATH, path, name)
-
-
-def check_port(port: int, name: str = "port") -> None:
-    """Refuse what is no number of a port."""
-    fields.checked(_PORT, port, name)
-
-
-def check_window(rows: int, columns: int) -> None:
-    """Refuse what is no size of a terminal."""
-    for name, value in (("rows", rows), ("cols", columns)):
-        fields.checked(_SIDE, value, name)

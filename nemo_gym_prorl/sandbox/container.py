@@ -18,7 +18,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, CallerError
 from nemo_gym_prorl.sandbox import transfer
-from nemo_gym_prorl.sandbox.arguments import check_bounds, check_path, check_port, check_program, check_variables
+from nemo_gym_prorl.sandbox.arguments import check_bounds, check_path, check_program, check_variables
 from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits import report
@@ -318,20 +317,6 @@ class Container:
     async def download(self, source: str, target: Path, *, limit: int = FILE_LIMIT) -> None:
         """Copy a file of the sandbox to the host; see :func:`.transfer.download`."""
         await transfer.download(self, source, target, limit)
-
-    async def connect(self, port: int) -> socket.socket:
-        """A connection to what listens on ``port`` of the sandbox's own loopback device, made from inside.
-
-        Raises:
-            CallerError: that is no port.
-            SandboxRefused: nothing listens.
-            SandboxLost: the sandbox has ended.
-        """
-        check_port(port)
-        _answer, files = await self.ask("connect", port=port)
-        connection = socket.socket(fileno=files[0])
-        connection.setblocking(False)
-        return connection
 
     async def ask(self, do: str, files: Sequence[int] = (), **details: Any) -> tuple[Message, list[int]]:
         """Ask the supervisor something about this sandbox; the files of its answer are the caller's to close.

@@ -121,7 +121,6 @@ Texts = Annotated[Sequence[Text], BeforeValidator(_listed)]
 Variables = Annotated[Mapping[Annotated[str, Strict()], Annotated[str, Strict()]], AfterValidator(_variables)]
 Mib = Annotated[Whole, between(0, MOST_MIB, "no limit")]
 Seconds = Annotated[Number, above_zero(MOST_SECONDS)]
-Port = Annotated[Whole, between(1, 65535)]
 UserId = Annotated[Whole, between(0, (1 << 32) - 2)]
 
 

@@ -3,8 +3,7 @@
 """NeMo Gym's ``SandboxProvider`` named ``singularity``: Gym's words on one side, :mod:`.container` on the other.
 
 What Gym defines beyond the common core is there as methods of the same names, since Gym finds capabilities by looking
-for them: here what concerns one sandbox, in :mod:`.compose.provider` what Gym's Compose, checkpoints and terminals
-want.
+for them: snapshots are in :mod:`.compose.provider`, the rest is here.
 
 A command that ran has ``error_type`` ``None`` and its own exit code. One that was stopped when its time was up has
 ``timeout``, 124 and the output so far; one that could not run has ``sandbox``, 125 and the reason as its stderr.
@@ -32,7 +31,7 @@ from nemo_gym.sandbox.providers.base import (
 
 from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox import transfer
-from nemo_gym_prorl.sandbox.compose.provider import ComposeSupport
+from nemo_gym_prorl.sandbox.compose.provider import SnapshotSupport
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.gym import options as gym_options
 from nemo_gym_prorl.sandbox.gym.options import container_of
@@ -64,7 +63,7 @@ STARTS = 2 * (os.cpu_count() or 1)
 _starts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
-class SingularityProvider(ComposeSupport):
+class SingularityProvider(SnapshotSupport):
     """See the module.
 
     Args:

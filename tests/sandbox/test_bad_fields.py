@@ -88,8 +88,6 @@ def test_a_wrong_option_of_the_provider_is_refused_when_it_is_read(name: str, va
         ({"provider_options": {"memory_mib": "1"}}, "provider_options.memory_mib"),
         ({"provider_options": {"binds": "/a:/b"}}, "provider_options.binds"),
         ({"provider_options": {"snapshot_id": 5}}, "provider_options.snapshot_id"),
-        ({"metadata": {"prorl.shm_size": "much"}}, "metadata.prorl.shm_size"),
-        ({"metadata": {"prorl.shm_size": "-5"}}, "metadata.prorl.shm_size"),
         *(({"resources": SandboxResources(cpu=value)}, "resources.cpu") for value in (0, -1, NAN, INF, "2")),
         *(({"resources": SandboxResources(memory_mib=value)}, "resources.memory_mib") for value in (0, -1, 0.5, HUGE)),
         *(({"resources": SandboxResources(disk_gib=value)}, "resources.disk_gib") for value in (0, -1, 0.5, HUGE)),  # type: ignore[arg-type]
@@ -133,34 +131,3 @@ async def test_a_wrong_command_did_not_run(handle: SandboxHandle, asked: dict[st
     done = await SingularityProvider().exec(handle, **{"command": "true", **asked})
     assert (done.return_code, done.error_type) == (125, "sandbox")
     assert (done.stderr or "").startswith(field)
-
-
-@pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("port", [0, -1, 65536, 70000, True, "80", 80.0, None])
-async def test_what_is_no_port_is_refused(handle: SandboxHandle, port: Any) -> None:
-    provider = SingularityProvider()
-    for asked in (
-        provider.endpoint(handle, port),
-        handle.raw.connect(port),
-        provider.forward_ports(handle, "10.0.0.1", (port,), ready_file="/tmp/ready"),
-    ):
-        with pytest.raises(CallerError) as caught:
-            await asked
-        assert caught.value.field in ("port", "ports")
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_no_network_or_volume_is_refused(handle: SandboxHandle) -> None:
-    provider = SingularityProvider()
-    for hosts in ({"a b": "10.0.0.1"}, {"": "10.0.0.1"}, {5: "10.0.0.1"}, {"a": "nowhere"}, {"a": 5}, {"a\n": "::1"}):
-        with pytest.raises(CallerError) as caught:
-            await provider.set_hosts(handle, hosts)  # type: ignore[arg-type]
-        assert caught.value.field == "hosts"
-    for target, ready in (("nowhere", "/r"), (5, "/r"), ("10.0.0.1", "relative"), ("10.0.0.1", "/\0")):
-        with pytest.raises(CallerError) as caught:
-            await provider.forward_ports(handle, target, (80,), ready_file=ready)  # type: ignore[arg-type]
-        assert caught.value.field in ("target_address", "ready_file")
-    for source, inside in (("a:b", "/x"), ("a", "/x:ro"), ("..", "/x"), ("a", "x"), ("a", "/x/../..")):
-        with pytest.raises(CallerError) as caught:
-            provider.shared_volume_options(source, inside)
-        assert caught.value.field == "volumes"

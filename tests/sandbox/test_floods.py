@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.sandbox.compose.terminal import Terminal
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
@@ -138,25 +137,6 @@ async def test_a_command_that_floods_its_output_slows_no_neighbour(
 ) -> None:
     async with neighbours(image, runtime) as (hostile, shell):
         flood = asyncio.create_task(hostile.run("yes & yes >&2", timeout_s=200))
-        await check(flood, shell, turns)
-        flood.cancel()
-        await asyncio.wait([flood])
-
-
-@pytest.mark.parametrize("size", [(24, 80), None], ids=["terminal", "pipes"])
-async def test_a_session_that_floods_slows_no_neighbour(
-    size: tuple[int, int] | None, image: Path, runtime: Runtime, turns: Turns
-) -> None:
-    async with (
-        neighbours(image, runtime) as (hostile, shell),
-        await Terminal.open(hostile, "yes", size=size) as session,
-    ):
-
-        async def read() -> None:
-            while await session.read():
-                pass
-
-        flood = asyncio.create_task(read())
         await check(flood, shell, turns)
         flood.cancel()
         await asyncio.wait([flood])

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.sandbox.compose.terminal import Terminal
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
@@ -81,17 +80,6 @@ async def test_a_command_that_waits_for_a_busy_supervisor_ends_in_time_and_does_
     finally:
         os.kill(supervisor, signal.SIGCONT)
     assert (await container.run("sleep 1; ls /ran")).stdout == ""
-
-
-async def test_a_terminal_that_is_given_up_while_it_opens_leaves_nothing(container: Container) -> None:
-    for pause in (0.0, 0.001, 0.003, 0.01):
-        task = asyncio.create_task(Terminal.open(container, "exec sleep 6543"))
-        await asyncio.sleep(pause)
-        task.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled():
-            await task.result().close()
-    await gone(container, "sleep 6543")
 
 
 async def test_other_signals_reach_the_whole_group(container: Container) -> None:

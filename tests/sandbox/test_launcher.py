@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def made_of(kind: Kind, body: bytes) -> Request:
 NOTHING = {"error": f"start: {os.strerror(errno.EBADMSG)}", "errno": errno.EBADMSG}
 
 
-@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.NETWORK}))
+@pytest.mark.parametrize("kind", sorted(Kind))
 async def test_a_request_that_is_cut_off_is_refused_and_the_next_is_served(bench: Bench, kind: Kind) -> None:
     for size in (0, 7, 8, 15):
         assert await bench.answer(made_of(kind, bytes(size))) == (127, NOTHING)
@@ -91,14 +90,14 @@ async def test_a_kind_that_there_is_not_is_refused(bench: Bench) -> None:
 
 async def test_any_bytes_are_survived(bench: Bench) -> None:
     rng = random.Random(1)
-    await bench.answer(made_of(Kind.CONNECT, b""))
+    await bench.answer(made_of(Kind.STOP, b""))
     first = bench.pid
     for _ in range(200):
         # A process is that of no sandbox, and gets no word to go on.
         words = [rng.choice([0, 1, 2, 1 << 20, (1 << 64) - 1, rng.getrandbits(64)]) for _ in range(rng.randrange(12))]
         body = b"".join(word.to_bytes(8, "little") for word in words) + rng.randbytes(rng.randrange(200))
         # Whoever erases would believe any path.
-        code, _said = await bench.answer(made_of(rng.choice([*set(Kind) - {Kind.ERASE, Kind.NETWORK}]), body))
+        code, _said = await bench.answer(made_of(rng.choice([*set(Kind) - {Kind.ERASE}]), body))
         assert code == 127
     assert bench.pid == first
 
@@ -111,7 +110,7 @@ async def test_one_that_is_larger_than_a_packet_is_read_from_memory(bench: Bench
     said = []
     for spaces in (1 << 62, os.CLONE_NEWUSER):
         where = bytes(8) + spaces.to_bytes(8, "little") + (1).to_bytes(8, "little")
-        request = made_of(Kind.CONNECT, where + bytes(1 << 20))
+        request = made_of(Kind.STOP, where + bytes(1 << 20))
         request.place = Place(folder, 0, {}, 0)
         said.append((await bench.answer(request))[1])
     assert said[0]["errno"] == errno.EBADMSG
@@ -119,7 +118,7 @@ async def test_one_that_is_larger_than_a_packet_is_read_from_memory(bench: Bench
 
 
 async def test_one_that_the_kernel_cut_off_is_refused(bench: Bench) -> None:
-    assert await bench.answer(made_of(Kind.CONNECT, b"")) == (127, NOTHING)
+    assert await bench.answer(made_of(Kind.STOP, b"")) == (127, NOTHING)
     connection = bench.launcher._connection
     assert connection
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -127,7 +126,7 @@ async def test_one_that_the_kernel_cut_off_is_refused(bench: Bench) -> None:
         answer = asyncio.get_running_loop().create_future()
         bench.launcher._asked.append(answer)
         # It says that it is as long as what arrives of it: all that can be in a packet.
-        header = requests._HEADER.pack(Kind.CONNECT, 0, (1 << 16) - requests._HEADER.size)
+        header = requests._HEADER.pack(Kind.STOP, 0, (1 << 16) - requests._HEADER.size)
         socket.send_fds(connection._ours, [header + bytes(66_000)], [theirs.fileno()])
         assert await answer == -errno.EBADMSG
 
@@ -160,26 +159,12 @@ sys.stdin.read()
 """
 
 
-async def test_a_port_where_nobody_listens_is_connected_to_nobody_not_even_itself(bench: Bench) -> None:
-    """As the kernel does where it draws that very port for the other end."""
-    pipe = asyncio.subprocess.PIPE
-    inside = await asyncio.create_subprocess_exec(sys.executable, "-c", IN_A_NETWORK, stdin=pipe, stdout=pipe)
-    assert inside.stdin
-    assert inside.stdout
-    assert await inside.stdout.readline()
-    place = Place(ProcessFolder(inside.pid), 0, {}, os.CLONE_NEWUSER | os.CLONE_NEWNET)
-    said = [(await bench.answer(requests.connect(place, port)))[1].get("errno") for port in (40000, 40001)]
-    inside.stdin.close()
-    await inside.wait()
-    assert said == [errno.ECONNREFUSED] * 2
-
-
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_launcher_that_does_not_answer_is_told_of_and_the_next_works(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, deed: signal.Signals
 ) -> None:
     monkeypatch.setattr(launcher, "ANSWER_S", 0.5)
-    request = made_of(Kind.CONNECT, b"")
+    request = made_of(Kind.STOP, b"")
     assert await bench.answer(request) == (127, NOTHING)
     pid = bench.pid
     os.kill(pid, deed)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -14,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 from nemo_gym.sandbox import AsyncSandbox, Sandbox
@@ -22,7 +20,6 @@ from nemo_gym.sandbox.providers import base
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxHandle, SandboxSpec, SandboxStatus
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.compose import port_forward
 from nemo_gym_prorl.sandbox.gym.options import container_spec
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -219,98 +216,14 @@ def open_files() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-async def fetch(url: str) -> str:
-    """What an HTTP server says."""
-    async with aiohttp.ClientSession() as session, session.get(url) as response:
-        return await response.text()
-
-
-async def eventually(url: str) -> str:
-    """As :func:`fetch`, once there is somebody to answer."""
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                return await fetch(url)
-            except aiohttp.ClientError:
-                await asyncio.sleep(0.05)
-
-
-async def test_a_service_of_a_sandbox_without_network_can_be_reached_and_reaches_nothing(
-    provider: SingularityProvider,
-) -> None:
-    handle = await provider.create(SandboxSpec(entrypoint=["sh", "-c", SERVE.format(port=8000)]))
-    with socket.create_server(("127.0.0.1", 0)) as bystander:
-        port = port_forward.expose(handle.raw, 8000)
-        assert port_forward.expose(handle.raw, 8000) == port
-        assert await eventually(f"http://127.0.0.1:{port}/file") == "inside\n"
-        answers = await asyncio.gather(*(fetch(f"http://127.0.0.1:{port}/file") for _ in range(32)))
-        assert answers == ["inside\n"] * 32
-        # Neither the listener that leads inside, nor any other port of this machine, is to be seen from there.
-        for number in (port, bystander.getsockname()[1]):
-            tried = await provider.exec(handle, f"bash -c '(exec 3<>/dev/tcp/127.0.0.1/{number})'")
-            assert tried.return_code != 0
-        assert (await provider.exec(handle, "ls /sys/class/net")).stdout == "lo\n"
-        with pytest.raises(aiohttp.ClientError):
-            await fetch(f"http://127.0.0.1:{port_forward.expose(handle.raw, 9)}/")
-    before = open_files()
-    await provider.close(handle)
-    with pytest.raises(aiohttp.ClientConnectorError):
-        await fetch(f"http://127.0.0.1:{port}/file")
-    async with asyncio.timeout(60):
-        while open_files() >= before:
-            await asyncio.sleep(0.02)
-
-
-async def test_with_the_hosts_network_a_service_is_where_it_says(provider: SingularityProvider) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    handle = await provider.create(
-        SandboxSpec(entrypoint=["sh", "-c", SERVE.format(port=port)], provider_options={"network": True})
-    )
-    assert port_forward.expose(handle.raw, port) == port
-    assert await eventually(f"http://127.0.0.1:{port}/file") == "inside\n"
-    await provider.close(handle)
-
-
 needs_gym_07 = pytest.mark.skipif(not hasattr(base, "SandboxPtySpec"), reason="this Gym defines only the core")
 
 
 @needs_gym_07
 async def test_the_capabilities_gym_knows(provider: SingularityProvider) -> None:
     for capability in (
-        base.SupportsSandboxPty,
-        base.SupportsSandboxPtyAttach,
-        base.SupportsSandboxEndpoint,
         base.SupportsSandboxPauseResume,
         base.SupportsSandboxBackgroundServices,
         base.ConnectableProvider,
     ):
         assert isinstance(provider, capability), capability
-
-
-@needs_gym_07
-async def test_gyms_facade_over_terminals(provider: SingularityProvider) -> None:
-    async with await AsyncSandbox(provider, SandboxSpec(workdir="/srv/task")).start() as sandbox:
-        session = await sandbox.pty.create(env={"PS1": "> "})
-        assert isinstance(session, base.SandboxPtySession)
-        assert "/srv/task" in (await sandbox.pty.exec("cd /usr; pwd; cd -")).stdout
-        done = await sandbox.pty.exec("cd /etc; X=1; (exit 4)", session=session, detach=True)
-        assert (done.stdout, done.return_code) == ("", 4)
-        assert (await sandbox.pty.exec("echo $X; pwd", session=session, detach=True)).stdout == "1\n/etc\n"
-        other = await sandbox.pty.attach(session.session_id)
-        assert (await other.run_detached("pwd")) == (b"/etc\n", 0)
-        with pytest.raises(base.SandboxPtyError):
-            await session.write(b"pwd\n")
-        split = await sandbox.pty.exec("echo out; echo err >&2; exit 3", pty=False)
-        assert (split.stdout, split.stderr, split.return_code) == ("out\n", "err\n", 3)
-        slow = await sandbox.pty.exec("sleep 100", session=other, timeout_s=0.3)
-        assert slow.error_type == "timeout"
-
-
-@needs_gym_07
-async def test_gyms_facade_over_endpoints(provider: SingularityProvider) -> None:
-    spec = SandboxSpec(ports=[8000], entrypoint=["sh", "-c", SERVE.format(port=8000)])
-    async with await AsyncSandbox(provider, spec).start() as sandbox:
-        endpoint = await sandbox.endpoint(8000)
-        assert isinstance(endpoint, base.SandboxEndpoint)
-        assert await eventually(f"{endpoint.endpoint}/file") == "inside\n"

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import os
 import resource
@@ -118,31 +117,6 @@ def limit_with_free(free: int) -> int:
     used = open_files()
     unused = [number for number in range(len(used) + free + 1) if number not in used]
     return unused[free]
-
-
-async def test_sessions_leave_no_file_open(image: Path, runtime: Runtime, container: Container) -> None:
-    """Neither those that did not begin, nor those that ended before their sandbox."""
-
-    async def begin(where: Container, name: str, *argv: str) -> None:
-        await where.ask("open", session=name, tty=None, **where.program(argv))
-
-    before, files = resource.prlimit(supervisor(), resource.RLIMIT_NOFILE), open_files()
-    for free in range(12):
-        resource.prlimit(supervisor(), resource.RLIMIT_NOFILE, (limit_with_free(free), before[1]))
-        try:
-            with contextlib.suppress(InfrastructureError):
-                await begin(container, f"scarce-{free}", "true")
-            with contextlib.suppress(InfrastructureError):
-                await container.ask("hang_up", session=f"scarce-{free}")
-        finally:
-            resource.prlimit(supervisor(), resource.RLIMIT_NOFILE, before)
-        await container.ask("hang_up", session=f"scarce-{free}")
-    async with await Container.start(ContainerSpec(image=image), runtime) as other:
-        await begin(other, "ended", "sh", "-c", "touch /tmp/begun")
-        await other.run("until test -e /tmp/begun; do sleep 0.01; done; sleep 0.2")
-    async with asyncio.timeout(10):
-        while len(open_files()) > len(files):
-            await asyncio.sleep(0.05)
 
 
 async def test_descriptors_are_the_supervisors_and_not_the_sandboxs(container: Container) -> None:

@@ -9,7 +9,6 @@ value has its type and can be had, and a wrong one is refused by the name under 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +33,6 @@ SPEC_OPTIONS = (
 
 SNAPSHOT = "snapshot_id"
 """The option of a specification that names a snapshot, as Gym's checkpoints give it."""
-
-CAPABILITIES, SHARED_MEMORY = "prorl.capabilities", "prorl.shm_size"
-"""Metadata of a specification that Gym carries from ``validate_runtime_requirements`` to ``create``."""
-
-_BYTES = re.compile(r"[0-9]{1,15}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +124,7 @@ def container_spec(spec: SandboxSpec, defaults: Mapping[str, Any]) -> ContainerS
     if snapshot is not None and not isinstance(snapshot, str):
         raise CallerError(f"must be the name of a snapshot, not {snapshot!r}", field=f"provider_options.{SNAPSHOT}")
     check_fields(options, inside="provider_options")
-    wanted: dict[str, Any] = {**defaults, **_required(asked.metadata), **options}
+    wanted: dict[str, Any] = {**defaults, **options}
     limits = {
         "cpus": resources.cpu,
         "memory_mib": resources.memory_mib,
@@ -151,19 +145,6 @@ def container_of(handle: SandboxHandle) -> Container:
     if not isinstance(container, Container):
         raise CallerError(f"{handle.sandbox_id} is not a sandbox of this provider", field="handle")
     return container
-
-
-def _required(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The options of :class:`.spec.ContainerSpec` that a specification's metadata stands for."""
-    found: dict[str, Any] = {}
-    if named := metadata.get(CAPABILITIES):
-        found["capabilities"] = tuple(str(named).split(","))
-    if size := metadata.get(SHARED_MEMORY):
-        if not _BYTES.fullmatch(str(size)):
-            raise CallerError(f"must be a number of bytes, not {size!r}", field=f"metadata.{SHARED_MEMORY}")
-        found["shared_memory_mib"] = -(-int(size) // (1 << 20))
-    check_fields(found, inside="metadata")
-    return found
 
 
 def _refuse_unknown(options: Mapping[str, Any], known: set[str], inside: str = "") -> None:

@@ -3,8 +3,7 @@
 """What a sandbox sees of the network: a loopback device of its own and nothing else, unless it was given the host's.
 
 It is cut off by a network namespace in which there is no other device; the launcher has the loopback device up. One
-that shares the host's network (``network: true``) is in the host's namespace and has its nameservers. Sandboxes that
-are to see each other, which only Gym's Compose asks for, are brought together in :mod:`.shared_network`.
+that shares the host's network (``network: true``) is in the host's namespace and has its nameservers.
 """
 
 from __future__ import annotations

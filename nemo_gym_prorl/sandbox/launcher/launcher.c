@@ -65,15 +65,14 @@ struct control { size_t length; int level, kind; };
 struct limit { uint64_t soft, hard; };
 struct polled { int file; short events, returned; };
 struct moment { long seconds, nanoseconds; };
-struct address { uint16_t family, port; uint32_t v4_or_flow; uint32_t v6[4]; uint32_t scope; };
 struct interface { char name[16]; short flags; char rest[22]; };
 struct window { uint16_t rows, columns, x, y; };
 
-enum { SOL_SOCKET = 1, SCM_RIGHTS = 1, SO_REUSEADDR = 2, SO_ERROR = 4, SO_LINGER = 13 };
+enum { SOL_SOCKET = 1, SCM_RIGHTS = 1 };
 enum { MSG_CTRUNC = 8, MSG_TRUNC = 0x20, MSG_NOSIGNAL = 0x4000, MSG_CMSG_CLOEXEC = 0x40000000 };
-enum { AF_INET = 2, AF_INET6 = 10, AF_NETLINK = 16 };
-enum { SOCK_STREAM = 1, SOCK_DGRAM = 2, SOCK_RAW = 3, SOCK_NONBLOCK = 04000, SOCK_CLOEXEC = 02000000 };
-enum { PROT_READ = 1, PROT_WRITE = 2, MAP_PRIVATE = 2, MAP_ANONYMOUS = 0x20, POLLIN = 1, POLLOUT = 4, RLIMIT_NPROC = 6 };
+enum { AF_INET = 2 };
+enum { SOCK_DGRAM = 2, SOCK_CLOEXEC = 02000000 };
+enum { PROT_READ = 1, PROT_WRITE = 2, MAP_PRIVATE = 2, MAP_ANONYMOUS = 0x20, POLLIN = 1, RLIMIT_NPROC = 6 };
 enum { MNT_DETACH = 2, UMOUNT_NOFOLLOW = 8, PROC_SUPER_MAGIC = 0x9fa0, PROC_ROOT_INODE = 1 };
 enum { SIOCSIFFLAGS = 0x8914, IFF_UP = 1 };
 
@@ -726,84 +725,9 @@ static void spawn(void) {
     end(0);
 }
 
-/* Connect. */
+/* Stop. */
 
-enum { CONNECT_S = 5, STOP_S = 5, WAITING = 128 };
-
-#define SIZE_OF_ADDRESS(family) ((family) == AF_INET ? 16 : 28)
-
-static struct address loopback(int family, unsigned port) {
-    struct address address = {(uint16_t)family, (uint16_t)(port >> 8 | port << 8), 0, {0, 0, 0, 0}, 0};
-    if (family == AF_INET)
-        address.v4_or_flow = 0x0100007F;
-    else
-        address.v6[3] = 0x01000000;
-    return address;
-}
-
-static long connected(int family, unsigned port) {
-    struct address address = loopback(family, port);
-    long opened = CALL(socket, family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (is_error(opened))
-        return opened;
-    long done = CALL(connect, opened, &address, SIZE_OF_ADDRESS(family));
-    if (done == -EINPROGRESS) {
-        /* One that does not accept must not hold us for ever. */
-        struct polled polled = {(int)opened, POLLOUT, 0};
-        struct moment patience = {CONNECT_S, 0};
-        int trouble = ETIMEDOUT, size = sizeof trouble;
-        if (CALL(ppoll, &polled, 1, &patience, 0, 8) > 0)
-            must(CALL(getsockopt, opened, SOL_SOCKET, SO_ERROR, &trouble, &size));
-        done = -trouble;
-    }
-    /* Where nobody listens, the kernel may draw that very port for our end, and connect it to itself; what is closed by
-       a reset then does not keep the port from who is to listen. */
-    struct address own;
-    int linger[2] = {1, 0}, size = sizeof own;
-    if (!done && CALL(getsockname, opened, &own, &size) == 0 && own.port == address.port) {
-        CALL(setsockopt, opened, SOL_SOCKET, SO_LINGER, linger, sizeof linger);
-        done = -ECONNREFUSED;
-    }
-    if (!done)
-        return opened;
-    CALL(close, opened);
-    return done;
-}
-
-static void connect_to(void) {
-    join();
-    doing("connection", "");
-    unsigned port = (unsigned)word();
-    long first = connected(AF_INET, port), found = is_error(first) ? connected(AF_INET6, port) : first;
-    must(tell(DONE, 0, (int)(is_error(found) ? must(first) : found)));
-    end(0);
-}
-
-/* A socket in there: one that listens on a port of the loopback device, as a program of the sandbox's would, or one of
-   the kernel's routes. */
-static void open_socket(void) {
-    join();
-    int family = (int)word(), yes = 1;
-    unsigned port = (unsigned)word();
-    doing("socket", "");
-    long opened = must(CALL(socket, family, (family == AF_NETLINK ? SOCK_RAW : SOCK_STREAM) | SOCK_CLOEXEC, 0));
-    if (family != AF_NETLINK) {
-        struct address address = loopback(family, port);
-        must(CALL(setsockopt, opened, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes));
-        must(CALL(bind, opened, &address, SIZE_OF_ADDRESS(family)));
-        must(CALL(listen, opened, WAITING));
-    }
-    must(tell(DONE, 0, (int)opened));
-    end(0);
-}
-
-/* A network namespace in which nothing runs, as a socket of it. */
-static void make_network(void) {
-    doing("network namespace", "");
-    must(CALL(unshare, CLONE_NEWUSER | CLONE_NEWNET));
-    must(tell(DONE, 0, (int)must(CALL(socket, AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, 0))));
-    end(0);
-}
+enum { STOP_S = 5 };
 
 /* Stop all that runs in there but the first process, in one step, in which none is forked: by a process in there, which
    those inside can stop or kill before it has done so. The answer is whether it has. */
@@ -1344,7 +1268,7 @@ static void prepare(void) {
 
 /* The launcher, and the program. */
 
-enum { MAKE = 1, SPAWN, CONNECT, PUT, GET, ERASE, PREPARE, SOCKET, NETWORK, STOP };
+enum { MAKE = 1, SPAWN, PUT, GET, ERASE, PREPARE, STOP };
 
 struct header { uint32_t kind, grouped; uint64_t size; };
 
@@ -1367,8 +1291,8 @@ static void carry_out(struct header header, size_t size) {
         count_of_files--;
     }
     static void (*const KINDS[])(void) = {
-        [MAKE] = make, [SPAWN] = spawn, [CONNECT] = connect_to, [PUT] = put, [GET] = get, [ERASE] = remove_left,
-        [PREPARE] = prepare, [SOCKET] = open_socket, [NETWORK] = make_network, [STOP] = stop,
+        [MAKE] = make, [SPAWN] = spawn, [PUT] = put, [GET] = get, [ERASE] = remove_left, [PREPARE] = prepare,
+        [STOP] = stop,
     };
     if (header.kind < sizeof KINDS / sizeof *KINDS && KINDS[header.kind])
         KINDS[header.kind]();

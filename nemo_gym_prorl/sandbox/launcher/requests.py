@@ -36,14 +36,11 @@ class Kind(IntEnum):
 
     MAKE = 1
     SPAWN = 2
-    CONNECT = 3
-    PUT = 4
-    GET = 5
-    ERASE = 6
-    PREPARE = 7
-    SOCKET = 8
-    NETWORK = 9
-    STOP = 10
+    PUT = 3
+    GET = 4
+    ERASE = 5
+    PREPARE = 6
+    STOP = 7
 
 
 class Said(IntEnum):
@@ -194,29 +191,6 @@ def spawn(place: Place, order: Mapping[str, Any]) -> Request:
     request.texts([f"{name}={value}" for name, value in order["env"].items()])
     request.texts([""] if "/" in order["argv"][0] else os.get_exec_path(order["env"]))
     return request
-
-
-def connect(place: Place, port: int) -> Request:
-    """Connect to what listens on the sandbox's loopback device; the answer's file is the connection, which stays
-    there, whoever holds it."""
-    request = Request(Kind.CONNECT)
-    _place(request, place)
-    request.words(port)
-    return request
-
-
-def open_socket(place: Place, family: socket.AddressFamily, port: int = 0) -> Request:
-    """Open a socket in there: one that listens on a port of the sandbox's own loopback device, as one of its programs
-    would, or one of the kernel's routes."""
-    request = Request(Kind.SOCKET)
-    _place(request, place)
-    request.words(family, port)
-    return request
-
-
-def make_network() -> Request:
-    """Make a network namespace of its own; the answer's file is a socket of it, of the kernel's routes."""
-    return Request(Kind.NETWORK)
 
 
 def stop(place: Place) -> Request:

@@ -40,13 +40,11 @@ from nemo_gym_prorl.sandbox.supervisor.processes import freezer
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.programs import Programs
-from nemo_gym_prorl.sandbox.supervisor.pty_server import Sessions
 from nemo_gym_prorl.sandbox.supervisor.rpc import peers
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import PAUSE_S, Connection, ready
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Client
-from nemo_gym_prorl.sandbox.supervisor.shared_networks import Networks
 from nemo_gym_prorl.sandbox.supervisor.storage import cleanup
 
 
@@ -61,9 +59,7 @@ class Supervisor:
         self._children = Children(self._orphan_ended)
         self._launcher = Launcher(self._children, folder)
         self._sandboxes = Sandboxes(folder, self._children, _groups(), self._launcher)
-        self._networks = Networks(self._children, self._launcher, self._sandboxes)
         self._programs = Programs(self._children, self._launcher, self._sandboxes)
-        self._sessions = Sessions(self._programs, self._sandboxes)
         self._handlers: dict[str, Handler] = {
             name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
         }
@@ -167,15 +163,6 @@ class Supervisor:
         self._programs.signal(order["spawn"], order["signal"])
         return {}, []
 
-    async def _do_open(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        return await self._sessions.open(order)
-
-    async def _do_attach(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        return self._sessions.attach(order)
-
-    async def _do_hang_up(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        return self._sessions.close(order)
-
     async def _do_pause(self, _client: Client, order: Message, _files: list[int]) -> Answer:
         sandbox = self._sandboxes.up(order["sandbox"])
         assert sandbox.space
@@ -195,21 +182,6 @@ class Supervisor:
         async with sandbox.pausing:
             sandbox.paused = False
             return await self._children.run(partial(freezer.resume, sandbox.space))
-
-    async def _do_connect(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        return await self._launcher.run(requests.connect(self._place(order), order["port"]))
-
-    async def _do_address(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        return self._networks.address(order["sandbox"])
-
-    async def _do_introduce(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        return await self._networks.introduce(order)
-
-    async def _do_reach(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        return await self._networks.reach(order)
-
-    async def _do_listen(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        return await self._networks.listen(order)
 
     async def _do_snapshot(self, _client: Client, order: Message, files: list[int]) -> Answer:
         """Of one that is paused, or it would change meanwhile; or, if it may be ``at_rest``, of one in which nothing
