@@ -155,12 +155,32 @@ def question_of(record: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[st
         if not said:
             raise CallerError("has no message of a user", field=name)
         question = said[-1]
-    if not isinstance(question, str) or not question.strip():
-        raise CallerError("must be text that is not empty", field=name)
-    if not is_text(question):
-        raise CallerError("holds half a surrogate pair, which is no character", field=name)
+    question = text_of(question, name)
     context = [text for field in _CONTEXT if isinstance(text := record.get(field), str) and text.strip()]
-    return name, "\n\n".join(part.strip() for part in (*context, question))
+    return name, "\n\n".join([*map(str.strip, context), question])
+
+
+def text_of(value: Any, field: str, limit: int | None = None, *, number: bool = False) -> str:
+    """A value as text without blanks around it.
+
+    Args:
+        value: text, or a number if ``number``.
+        field: its name.
+        limit: longest text, in characters.
+        number: whether a number will do.
+
+    Raises:
+        CallerError: it is no such value, or empty, or too long; names the field.
+    """
+    if number and isinstance(value, int | float) and not isinstance(value, bool):
+        value = repr(value)
+    if not isinstance(value, str) or not value.strip():
+        raise CallerError("must be text that is not empty", field=field)
+    if not is_text(value):
+        raise CallerError("holds half a surrogate pair, which is no character", field=field)
+    if limit is not None and len(value) > limit:
+        raise CallerError(f"is longer than {limit} characters", field=field)
+    return value.strip()
 
 
 def answer_of(record: Mapping[str, Any]) -> tuple[str, Any] | None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError, is_text
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.final_answer import final_answer
 from nemo_gym_prorl.tasks.math.answers import unwrapped
 from nemo_gym_prorl.tasks.records import (
@@ -23,6 +23,7 @@ from nemo_gym_prorl.tasks.records import (
     no_answer,
     question_of,
     require_answerable,
+    text_of,
 )
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
@@ -74,7 +75,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(plain.get(name), str) and plain[name] != "Yes":
             raise UnusableRecord(f"the set says {plain[name]!r}", field=name)
     name, asked = question_of(plain, record)
-    question = _text(_AROUND.sub("", asked), name)
+    question = text_of(_AROUND.sub("", asked), name)
     answer = _final(plain, record)
     return {
         "responses_create_params": {
@@ -100,7 +101,7 @@ def expected_answer(row: Mapping[str, Any]) -> str:
     for name in ("question", "expected_answer"):
         if row.get(name) is None:
             raise missing(row, name)
-    _text(row["question"], "question")
+    text_of(row["question"], "question")
     return _answer(row["expected_answer"], "expected_answer")
 
 
@@ -128,19 +129,7 @@ def _is_worked(answer: str) -> bool:
 
 
 def _answer(value: Any, field: str) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = repr(value)
-    text = _text(value, field)
-    if len(text) > MAX_ANSWER_CHARS:
-        raise CallerError(f"is longer than {MAX_ANSWER_CHARS} characters", field=field)
+    text = text_of(value, field, MAX_ANSWER_CHARS, number=True)
     if not unwrapped(text):
         raise CallerError("has nothing in its box", field=field)
     return text
-
-
-def _text(value: Any, field: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise CallerError("must be text that is not empty", field=field)
-    if not is_text(value):
-        raise CallerError("holds half a surrogate pair, which is no character", field=field)
-    return value.strip()

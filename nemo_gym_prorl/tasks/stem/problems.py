@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, is_text
+from nemo_gym_prorl.tasks.records import text_of
 from nemo_gym_prorl.tasks.stem import quantities
 from nemo_gym_prorl.tasks.stem.answers import plain, without_box
 from nemo_gym_prorl.tasks.stem.choices import letter_of, letters_in, options_in
@@ -130,21 +131,14 @@ def row_for(
 
 
 def _text(row: Mapping[str, Any], name: str, limit: int) -> str:
-    value = row.get(name)
-    if value is None:
+    if row.get(name) is None:
         raise CallerError("missing", field=name)
-    if isinstance(value, int | float) and not isinstance(value, bool) and name == "expected_answer":
-        value = repr(value)
-    if not isinstance(value, str) or not value.strip():
-        raise CallerError("must be text that is not empty", field=name)
-    if not is_text(value):
-        raise CallerError("holds half a surrogate pair, which is no character", field=name)
-    if len(value) > limit:
-        raise CallerError(f"is longer than {limit} characters", field=name)
-    if name == "expected_answer":
-        value = without_box(value)
-        if not plain(value):
-            raise CallerError("has nothing in its box", field=name)
+    value = text_of(row[name], name, limit, number=name == "expected_answer")
+    if name != "expected_answer":
+        return value
+    value = without_box(value)
+    if not plain(value):
+        raise CallerError("has nothing in its box", field=name)
     return value.strip()
 
 
