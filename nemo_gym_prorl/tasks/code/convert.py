@@ -91,6 +91,11 @@ def _apps(record: Record, _time_factor: float) -> dict[str, Any]:
 
 
 def _code_contests(record: Record, time_factor: float) -> dict[str, Any]:
+    for field in ("input_file", "output_file"):
+        if record.get(field):
+            raise CallerError(
+                f"{record[field]!r} is read or written instead of standard input and output", field=field
+            )
     tests: dict[str, Any] = {"inputs": [], "outputs": []}
     for field in ("public_tests", "private_tests", "generated_tests"):
         part = record.get(field) or {}
