@@ -10,29 +10,64 @@ side, and ``tests_sha256`` what is in it.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.code.inside.checkers import LONG_INTEGER
 
 
 MAX_TESTS = 100_000
 MAX_TEST_BYTES = 64 << 20
 """All inputs and outputs of a problem together."""
 
+CALL_TOLERANCE = 1e-5
+"""Relative, of the numbers that functions return, where a row names no checker: what Gym's grader allows."""
+
+MAX_PACKED_BYTES = 4 * MAX_TEST_BYTES
+"""Packed tests, after they are unpacked: JSON text may take four bytes a character."""
+
+MAX_INT_DIGITS = 4000
+"""Python reads longer integers only on request, which would be for the whole process; the grader reads them."""
+
 METADATA = "verifier_metadata"
 
 
+def _integer(digits: str) -> Any:
+    return int(digits) if len(digits) <= MAX_INT_DIGITS else {LONG_INTEGER: digits}
+
+
 class UnitTests(BaseModel):
-    """Tests: what goes in, what should come out."""
+    """Tests: what goes in, what should come out; or ``packed``, the base64 of the zlib of their JSON, as Gym packs
+    LiveCodeBench's."""
 
     model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unpacked(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or not isinstance(packed := given.get("packed"), str):
+            return given
+        try:
+            unpacking = zlib.decompressobj()
+            data = unpacking.decompress(base64.b64decode(packed, validate=True), MAX_PACKED_BYTES)
+            if unpacking.unconsumed_tail or not unpacking.eof:
+                raise ValueError(f"more than {MAX_PACKED_BYTES} bytes, or cut off")
+            tests = json.loads(data, parse_int=_integer)
+        except (ValueError, zlib.error, RecursionError) as error:
+            raise ValueError(f"packed: no base64 of zlib of JSON ({error})") from error
+        if not isinstance(tests, Mapping):
+            raise ValueError("packed: must hold an object with inputs and outputs")
+        return {**tests, "fn_name": given.get("fn_name") or tests.get("fn_name")}
 
     inputs: list[Any] = Field(min_length=1, max_length=MAX_TESTS)
     outputs: list[Any] = Field(min_length=1, max_length=MAX_TESTS)
@@ -150,7 +185,7 @@ def read_problem(metadata: Metadata, tests_folder: Path | None) -> Problem:
     size = sum(_size(value) for pair in zip(tests.inputs, tests.outputs, strict=True) for value in pair)
     if size > MAX_TEST_BYTES:
         raise CallerError(f"{size} characters of tests, the limit is {MAX_TEST_BYTES}", field=field)
-    checker = metadata.checker or NamedChecker()
+    checker = metadata.checker or NamedChecker(relative=CALL_TOLERANCE if tests.fn_name else 1e-6)
     if isinstance(checker, NamedChecker) and all(isinstance(out, str) and not out.strip() for out in tests.outputs):
         raise CallerError("all are blank: a program that does nothing would be right", field=f"{field}.outputs")
     return Problem(cases, tests.fn_name, checker.model_dump(), metadata.time_limit_s, metadata.memory_limit_mib)
@@ -181,7 +216,7 @@ def _read_file(metadata: Metadata, tests_folder: Path | None) -> UnitTests:
     if hashlib.sha256(data).hexdigest() != metadata.tests_sha256:
         raise CallerError(f"{metadata.tests_file!r} has another SHA-256", field=f"{METADATA}.tests_sha256")
     try:
-        parsed = json.loads(data)
+        parsed = json.loads(data, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         raise CallerError(f"{metadata.tests_file!r} is no JSON: {error}", field=field) from error
     return _validated(UnitTests, parsed, field)
@@ -195,15 +230,19 @@ def _run(given: Any, expected: Any, field: str, index: int) -> Case:
 
 
 def _call(given: Any, expected: Any, field: str, index: int) -> Case:
-    """Arguments as a list, or as text with the JSON of one on each line; the result as a value, or as its JSON."""
+    """Arguments as a list and the result as a value; or as text, with the JSON of an argument on each line and that of
+    the result. Beside arguments as a list, text is a result, unless it is the JSON of a list or an object."""
+    name = "inputs"
     try:
-        if isinstance(given, str):
-            given = [json.loads(line) for line in given.split("\n")]
+        if as_text := isinstance(given, str):
+            given = [json.loads(line, parse_int=_integer) for line in given.split("\n") if line.strip()]
         name = "outputs"
-        if isinstance(expected, str):
-            expected = json.loads(expected)
+        if isinstance(expected, str) and as_text:
+            expected = json.loads(expected, parse_int=_integer)
+        elif isinstance(expected, str) and expected.lstrip()[:1] in ("[", "{"):
+            with suppress(ValueError, RecursionError):
+                expected = json.loads(expected, parse_int=_integer)
     except (ValueError, RecursionError) as error:
-        name = "inputs" if isinstance(given, str) else "outputs"
         raise CallerError(f"it is no JSON: {error}", field=f"{field}.{name}.{index}") from error
     if not isinstance(given, list):
         raise CallerError("it must be a list of arguments", field=f"{field}.inputs.{index}")

@@ -3,18 +3,18 @@
 """Programming problems as a :class:`~nemo_gym_prorl.tasks.task.Task`: HumanEval's, and those that bring their tests.
 
 A row with tools has its solution in a file, which the policy finds with a stub of HumanEval's function, or empty. A
-row without is answered in text, as NeMo Gym's ``code_gen`` rows are: the last block of code counts.
+row without is answered in text, as NeMo Gym's ``code_gen`` rows are: the last block in Python counts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nemo_gym_prorl.tasks.code.fences import program_in
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, Problem, RewardRule, Verdict, failed, grade
 from nemo_gym_prorl.tasks.code.humaneval import HANDING_IN, SOLUTION_FILE, TOOLS, problem_for
 from nemo_gym_prorl.tasks.code.rows import find_tests_file, has_tests, read_metadata, read_problem
@@ -31,8 +31,6 @@ MAX_SOLUTION_FIELD = 64 * 1024
 """Characters of the solution in the rollout's row."""
 
 HANDED_IN = f"Submitted. {SOLUTION_FILE} is tested as it is now. The task is over: answer without calling a tool."
-
-_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 class ProgrammingProblems:
@@ -93,7 +91,7 @@ class ProgrammingProblems:
         except UnicodeDecodeError:
             return failed(Verdict.NO_SOLUTION, f"{SOLUTION_FILE} is not UTF-8 text")
         if has_tests(row) and not _has_tools(row):
-            source = last_block(final_message(response))
+            source = program_in(final_message(response))
         if not source.strip():
             return failed(Verdict.NO_SOLUTION, artefacts.problem or f"{SOLUTION_FILE} holds no Python")
         problem = await asyncio.to_thread(self._problem, row)
@@ -102,12 +100,6 @@ class ProgrammingProblems:
 
     def _problem(self, row: Mapping[str, Any]) -> Problem:
         return read_problem(read_metadata(row), self._tests_folder) if has_tests(row) else problem_for(row)
-
-
-def last_block(text: str) -> str:
-    """The last fenced block of code; all of the text if there is none."""
-    blocks = _BLOCK.findall(text)
-    return str(blocks[-1]) if blocks else text
 
 
 def _has_tools(row: Mapping[str, Any]) -> bool:

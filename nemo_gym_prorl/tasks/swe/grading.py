@@ -7,13 +7,13 @@ tests run; two witnesses tell of them (:mod:`.report`). If all is as it should b
 that ask for something else (:mod:`.canaries`). What is no statement about the policy is raised:
 
 - The sandbox, the machine or the log parser fails: an :class:`InfrastructureError`.
-- No test of the row ran at all, and with the row's own fix none does either: a :class:`TaskError`, since nobody could
-  be graded on it. The fix is tried once per row, and only then.
+- No test of the row ran at all, or none could be read in its log, and with the row's own fix none does either: a
+  :class:`TaskError`, since no patch could be graded on the row. The fix is tried once per row, and only then.
 """
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,6 +76,9 @@ class GradingLimits:
     log_field_kib: int = 8
 
 
+_MAYBE_THE_ROWS = (Verdict.FAILED, Verdict.CRASHED, Verdict.BROKE, Verdict.LOG_UNREADABLE)
+"""Verdicts that charge the policy only if the row's own fix does better, where no test of the row has a status."""
+
 REMEMBERED_ROWS = 10_000
 
 
@@ -111,7 +114,6 @@ class Grader:
         self._limits = limits
         self._gradable: OrderedDict[str, bool] = OrderedDict()
         self._sharp: OrderedDict[str, frozenset[str]] = OrderedDict()
-        self._seed = secrets.token_hex()
 
     async def grade(self, row: Row, solution: Solution | NotTaken, open_sandbox: OpenSandbox) -> Grade:
         """Judge.
@@ -140,7 +142,7 @@ class Grader:
         fields["test_log"] = run.log[-(self._limits.log_field_kib << 10) :]
         fields["test_report"] = report.as_fields() if report else {}
         verdict, why = judged(run, report, trial.by_dataset)
-        if verdict in (Verdict.FAILED, Verdict.CRASHED, Verdict.BROKE) and not (report and report.seen):
+        if verdict in _MAYBE_THE_ROWS and not (report and report.seen):
             await self._require_gradable(row, open_sandbox)
         foreign = await self._foreign(row, run.installed, open_sandbox) if verdict is Verdict.RESOLVED else []
         if verdict is Verdict.RESOLVED and not foreign:
@@ -230,7 +232,7 @@ class Grader:
         self, row: Row, solution: Solution, open_sandbox: OpenSandbox
     ) -> tuple[int, frozenset[str], Mapping[str, str]]:
         """How many deciding tests it failed, which it passed that must fail, and what was written before them."""
-        canaries = canaries_of(row.swe.deciding, f"{self._seed} {row.instance_id}", row.swe.PASS_TO_PASS)
+        canaries = canaries_of(row.swe.deciding, seed_of(row), row.swe.PASS_TO_PASS)
         try:
             trial = await self._tried(row, solution, open_sandbox, canaries)
         except AgentError:
@@ -263,7 +265,7 @@ class Grader:
         return canaries.outcomes(trial.changed, trial.maps or ())[0]
 
     async def _require_gradable(self, row: Row, open_sandbox: OpenSandbox) -> None:
-        """Raise if the row's own fix has no tests either."""
+        """Raise if of the row's own fix no test can be judged either."""
         if not row.swe.patch:
             return
         known = self._gradable.get(row.instance_id)
@@ -271,7 +273,7 @@ class Grader:
             known = await self._fix_is_seen(row, open_sandbox)
             _remember(self._gradable, row.instance_id, known)
         if not known:
-            raise TaskError(f"{row.instance_id}: none of its tests runs, with its own fix neither")
+            raise TaskError(f"{row.instance_id}: none of its tests can be judged, with its own fix neither")
 
     async def _fix_is_seen(self, row: Row, open_sandbox: OpenSandbox) -> bool:
         trial = await self._tried(row, await self._fix(row, open_sandbox), open_sandbox)
@@ -287,6 +289,12 @@ class Grader:
             if done.return_code:
                 raise TaskError(f"{row.instance_id}: swe.patch does not apply: {end_of(done)}")
             return await self._repositories.take(sandbox, row.swe, base, Protection(row.swe))
+
+
+def seed_of(row: Row) -> str:
+    """What decides how tests are changed: the same patch gets the same verdict on every server. The hidden tests and
+    the fix are part of the seed, which no policy sees."""
+    return hashlib.sha256(f"{row.instance_id}\n{row.swe.model_dump_json()}".encode()).hexdigest()
 
 
 def _remember[Known](rows: OrderedDict[str, Known], name: str, known: Known) -> None:

@@ -32,6 +32,10 @@ _UNITTEST: Mapping[str, str] = {
     TestStatus.SKIPPED: "skipped",
 }
 _XPASS = "XPASS"
+_SUMMED_UP = (
+    TestStatus.PASSED, TestStatus.SKIPPED, TestStatus.XFAIL, _XPASS, TestStatus.ERROR, TestStatus.FAILED
+)  # fmt: skip
+"""The order of ``pytest -rA``."""
 _SHOWN = 50
 _LONGEST_NAME = 300
 
@@ -55,9 +59,11 @@ class Told:
     tampering: tuple[str, ...] = ()
 
     def as_log(self) -> str:
-        """The statuses as pytest and unittest print them, for the same parser as the log."""
+        """The statuses as pytest and unittest print them, for the same parser as the log, and in the order of pytest's
+        summary: where a parser knows tests by less than their name, the last of several counts."""
         said = [f"{name} ... {_UNITTEST[status]}" for name, status in self.statuses.items() if status in _UNITTEST]
-        lines = [f"{status} {name}" for name, status in self.statuses.items()]
+        summed_up = sorted(self.statuses.items(), key=lambda one: _SUMMED_UP.index(one[1]))
+        lines = [f"{status} {name}" for name, status in summed_up]
         return "\n".join([*said, f"=== {SUMMARY} ===", *lines, ""])
 
 

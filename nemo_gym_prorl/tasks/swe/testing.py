@@ -90,6 +90,10 @@ exec timeout -k 10 "$3" bash --noprofile --norc "$work/command" > "$work/log" 2>
 )
 
 
+_END_OF_LOG = 'tail -c "$2" "$1/log" | tail -n +2 > "$1/log.end"'
+"""Whole lines."""
+
+
 @dataclass(frozen=True, slots=True)
 class TestLimits:
     """Bounds of one candidate's tests.
@@ -97,7 +101,7 @@ class TestLimits:
     Attributes:
         timeout_s: seconds for the test command.
         before_timeout_s: seconds for what the row has run before.
-        log_kib: longest log.
+        log_kib: longest log; of a longer one of pytest's the end is read, with the summary.
     """
 
     timeout_s: float = 1800.0
@@ -214,7 +218,12 @@ async def run_tests(instance: SweInstance, laid: Laid, limits: TestLimits) -> Ru
     await work.require_sandbox()
     if done.error_type == "sandbox":
         raise InfrastructureError(f"the tests could not run: {done.stderr}"[:600], kind=FailureKind.VERIFIER_ERROR)
-    log = await work.take("log", limit=limits.log_kib << 10)
+    longest = limits.log_kib << 10
+    log = await work.take("log", limit=longest)
+    if log.content is None and runner is Runner.PYTEST:
+        # Its summary comes last, so tests may print as much as they like before.
+        await work.run(_END_OF_LOG, str(longest), timeout_s=ANSWER_MARGIN_S)
+        log = await work.take("log.end", limit=longest)
     told = None
     if runner is not Runner.LOG:
         records = await work.take("records", limit=LONGEST_RECORDS)

@@ -119,6 +119,8 @@ def test_a_row_says_which_set_it_is_of_where_the_mixture_knows_it(record: dict[s
         (APPS | {"input_output": ""}, "input_output"),
         (APPS | {"input_output": '{"inputs": []}'}, "input_output"),
         (APPS | {"input_output": '{"inputs": [], "outputs": []}'}, "verifier_metadata.unit_tests.inputs"),
+        (CONTESTS | {"input_file": "input.txt"}, "input_file"),
+        (CONTESTS | {"output_file": "output.txt"}, "output_file"),
         (CONTESTS | {"public_tests": []}, "verifier_metadata.unit_tests"),
         (CONTESTS | {"private_tests": [1]}, "private_tests"),
         (GYM | {"responses_create_params": None}, "responses_create_params"),

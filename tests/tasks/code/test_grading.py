@@ -8,9 +8,10 @@ import pytest
 
 from nemo_gym_prorl.failures import TaskError
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade
-from nemo_gym_prorl.tasks.code.rows import Case, Problem
+from nemo_gym_prorl.tasks.code.rows import Case, Problem, read_metadata, read_problem
 from tests.tasks import containers
 from tests.tasks.code.conftest import Judge
+from tests.tasks.code.right_programs import RIGHT_PROGRAMS, STRICTLY_WRONG, WRONG_PROGRAMS
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.asyncio(loop_scope="module")]
@@ -71,6 +72,25 @@ async def test_programs(judge: Judge, source: str, verdict: str, detail: str) ->
     assert graded.verdict == verdict, graded
     assert detail in graded.detail
     assert graded.reward == float(verdict == "passed")
+
+
+def problem_of(tests: dict[str, Any]) -> Problem:
+    return read_problem(read_metadata({"verifier_metadata": {"unit_tests": tests}}), None)
+
+
+@pytest.mark.parametrize("name", RIGHT_PROGRAMS)
+async def test_right_programs(judge: Judge, name: str) -> None:
+    tests, source = RIGHT_PROGRAMS[name]
+    graded = await judge(problem_of(tests), source, time_s=4)
+    assert (graded.verdict, graded.reward) == ("passed", 1.0), graded
+    assert graded.fields["tests"]["strict"] == int(name not in STRICTLY_WRONG)
+
+
+@pytest.mark.parametrize("name", WRONG_PROGRAMS)
+async def test_wrong_programs(judge: Judge, name: str) -> None:
+    tests, source = WRONG_PROGRAMS[name]
+    graded = await judge(problem_of(tests), source, time_s=4)
+    assert (graded.reward, graded.fields["tests"]["strict"]) == (0.0, 0), graded
 
 
 @pytest.mark.parametrize(

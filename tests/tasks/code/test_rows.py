@@ -11,7 +11,9 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code import rows
+from nemo_gym_prorl.tasks.code.inside.checkers import LONG_INTEGER
 from nemo_gym_prorl.tasks.code.rows import Case, read_metadata, read_problem
+from tests.tasks.code.right_programs import packed
 
 
 TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
@@ -34,6 +36,42 @@ def test_a_program() -> None:
 def test_a_function(given: Any) -> None:
     problem = read({"unit_tests": CALLS | {"inputs": [given]}})
     assert (problem.tests, problem.function) == ([Case([[1], 2], [1, 2])], "push")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "case"),
+    [
+        ("[1]\n2\n", "3", Case([[1], 2], 3)),
+        ("[1]\n\n2\n\n", "3", Case([[1], 2], 3)),
+        ("", "3", Case([], 3)),
+        ('"12"', '"21"', Case(["12"], "21")),
+        (["12"], "21", Case(["12"], "21")),
+        (["12"], '"21"', Case(["12"], '"21"')),
+        (["12"], "true", Case(["12"], "true")),
+        (["12"], "[21", Case(["12"], "[21")),
+        (["12"], "[2, 1]", Case(["12"], [2, 1])),
+        (["12"], '{"a": 1}', Case(["12"], {"a": 1})),
+        (["12"], 21, Case(["12"], 21)),
+        ("7", "9" * 5000, Case([7], {LONG_INTEGER: "9" * 5000})),
+        ("-" + "9" * 5000, "[1]", Case([{LONG_INTEGER: "-" + "9" * 5000}], [1])),
+    ],
+)  # fmt: skip
+def test_arguments_and_results(given: Any, expected: Any, case: Case) -> None:
+    assert read({"unit_tests": CALLS | {"inputs": [given], "outputs": [expected]}}).tests == [case]
+
+
+def test_packed_tests() -> None:
+    problem = read({"unit_tests": packed(TESTS)})
+    assert (problem.tests, problem.function) == ([Case("1\n", "2\n")], None)
+    for tests in (packed(CALLS) | {"fn_name": None}, packed(CALLS | {"fn_name": None}) | {"fn_name": "push"}):
+        problem = read({"unit_tests": tests})
+        assert (problem.tests, problem.function) == ([Case([[1], 2], [1, 2])], "push")
+
+
+def test_packed_tests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_PACKED_BYTES", 100)
+    with pytest.raises(CallerError, match="more than 100 bytes"):
+        read({"unit_tests": packed({"inputs": ["x" * 10**6], "outputs": ["1"]})})
 
 
 def test_limits_and_checkers() -> None:
@@ -59,6 +97,10 @@ def test_limits_and_checkers() -> None:
         ({"unit_tests": {"inputs": ["1", 2], "outputs": ["1", "2"]}}, ".unit_tests.inputs.1"),
         ({"unit_tests": {"inputs": ["1"], "outputs": [None]}}, ".unit_tests.outputs.0"),
         ({"unit_tests": {"inputs": ["1", "2"], "outputs": ["", "\n"]}}, ".unit_tests.outputs"),
+        ({"unit_tests": {"packed": "!"}}, ".unit_tests"),
+        ({"unit_tests": {"packed": "AAAA"}}, ".unit_tests"),
+        ({"unit_tests": packed([1])}, ".unit_tests"),
+        ({"unit_tests": packed({"inputs": ["1"]})}, ".unit_tests.outputs"),
         ({"unit_tests": CALLS | {"outputs": ["not JSON"]}}, ".unit_tests.outputs.0"),
         ({"unit_tests": CALLS | {"inputs": ["{"]}}, ".unit_tests.inputs.0"),
         ({"unit_tests": CALLS | {"inputs": [7]}}, ".unit_tests.inputs.0"),

@@ -7,10 +7,11 @@ import hmac
 import json
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus
+from nemo_gym_prorl.tasks.swe.parser_process import parse_r2e
 from nemo_gym_prorl.tasks.swe.report import PASSING, compare, read_records
 from tests.tasks.swe import records
 
@@ -72,6 +73,31 @@ def test_only_a_call_that_passed_and_never_failed_has_passed(told: list[tuple[st
         if statuses.get(test) in PASSING:
             assert {("call", "passed"), ("call", "xfailed"), ("setup", "xfailed")} & set(last)
             assert "failed" not in {outcome for _, outcome in last}
+
+
+STATUS = {"passed": "PASSED", "failed": "FAILED", "error": "ERROR", "skipped": "SKIPPED", "xfailed": "XFAIL"}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a.py", "b.py", "c.py"]), st.sampled_from(list(STATUS))), max_size=6))
+@example([("b.py", "failed"), ("a.py", "passed")])
+@example([("b.py", "error"), ("a.py", "skipped")])
+def test_where_a_name_is_in_several_files_records_say_what_the_log_says(said: list[tuple[str, str]]) -> None:
+    """R2E-Gym knows tests by their names without the file."""
+    outcomes = dict(said)
+    phases = [
+        ["report", f"{file}::test_it", "setup" if outcome == "error" else "call", outcome.replace("error", "failed")]
+        for file, outcome in outcomes.items()
+    ]
+    told = read_records(signed(["begin"], *phases, ["end"]), SECRET)
+    order = ["passed", "skipped", "xfailed", "error", "failed"]
+    lines = [
+        f"{STATUS[outcome]} {file}::test_it"
+        for outcome in order
+        for file, was in sorted(outcomes.items())
+        if was == outcome
+    ]
+    log = "\n".join(["=== short test summary info ===", *lines, ""])
+    assert parse_r2e(told.as_log()) == parse_r2e(log)
 
 
 @given(st.data())

@@ -18,7 +18,9 @@ from typing import Any
 
 
 MAX_LINE_BYTES = 16 << 20
-MAX_INT_DIGITS = 4000
+MAX_INT_DIGITS = 1 << 16
+"""Longest integer that the grader reads from a candidate, in 25 ms."""
+
 DETAIL_CHARS = 500
 
 

@@ -30,6 +30,7 @@ from nemo_gym_prorl.tasks.code.inside.zygote import (
     WHY_CHARS,
     Unexpected,
     Zygote,
+    allow_long_integers,
     file_of,
     receive,
     send,
@@ -277,6 +278,15 @@ class Checker:
             return self._ask(test, output)
         return checkers.right(output, test["expected"], self._checker), ""
 
+    def strictly(self, ended: Ended, test: dict[str, Any], *, called: bool) -> bool:
+        """Whether an answer that is right is so without the tolerance that ``lines`` has."""
+        if self._checker["kind"] != "lines":
+            return True
+        if called:
+            return checkers.right_value(said(ended.report)[1], test["expected"], self._checker, strict=True)
+        output = ended.output.decode("utf-8", "surrogateescape")
+        return checkers.right(output, test["expected"], self._checker, strict=True)
+
     def _ask(self, test: dict[str, Any], answer: Any) -> tuple[bool, str]:
         judged, why = self._run(test, answer)
         if judged is None:
@@ -305,7 +315,8 @@ class Report:
 
     def __init__(self, total: int) -> None:
         self.fields: dict[str, Any] = {
-            "total": total, "run": 0, "passed": 0, "cpu_s": 0.0, "slowest_s": 0.0, "peak_mib": 0, "failures": []
+            "total": total, "run": 0, "passed": 0, "strict": 0, "cpu_s": 0.0, "slowest_s": 0.0, "peak_mib": 0,
+            "failures": [],
         }  # fmt: skip
         self.verdict = "passed"
         self.detail = ""
@@ -351,6 +362,7 @@ def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, place: Pla
         if verdict is None:
             right, why = checker.judge(ended, test, called=runner.called)
             verdict = "passed" if right else "wrong_answer"
+            report.fields["strict"] += right and checker.strictly(ended, test, called=runner.called)
         report.add(index, verdict, why, ended)
         if verdict in ("no_solution",) or (verdict != "passed" and job["stop_at_failure"]):
             break
@@ -362,11 +374,18 @@ def tell(nonce: str, what: Any) -> None:
     write_all(1, f"\n{nonce} {json.dumps(what)}\n".encode())
 
 
+def long_integer(value: dict[str, Any]) -> Any:
+    """The integer that an object with the one key :data:`.checkers.LONG_INTEGER` stands for."""
+    digits = value.get(checkers.LONG_INTEGER)
+    return int(digits) if len(value) == 1 and isinstance(digits, str) else value
+
+
 def main() -> None:
     """Fork the zygotes, read the job, run it, print the report."""
     walls.hide()
     zygotes = Zygote(), Zygote()
-    job = json.loads(sys.stdin.buffer.read())
+    allow_long_integers(calls.MAX_INT_DIGITS)
+    job = json.loads(sys.stdin.buffer.read(), object_hook=long_integer)
     if "check" in job:
         calls.import_ahead(job["reference"], job["check"])
     sys.meta_path.clear()  # a changed standard library is never loaded

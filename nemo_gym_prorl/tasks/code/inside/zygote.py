@@ -34,8 +34,11 @@ from nemo_gym_prorl.tasks.code.inside import calls, walls
 MESSAGE_BYTES = 1 << 16
 STACK_BYTES = 256 << 20
 THREAD_STACK_BYTES = 8 << 20
-RECURSION = 40
-"""Frames of ours below the candidate's."""
+RECURSION_LIMIT = 50_000
+"""Gym's grader has the same, so data made with it needs no ``setrecursionlimit``."""
+
+MAX_INT_DIGITS = 1 << 20
+"""Longest integer that a program may print or read; the same."""
 
 MOST_FILES = 256
 """Of a child; nothing that it inherits has a higher number."""
@@ -57,13 +60,12 @@ WARM = {
 }  # fmt: skip
 """Modules that are imported once for all tests, if the source mentions them."""
 
-PRELUDE = (
-    "from string import *\nfrom re import *\nfrom collections import *\nfrom heapq import *\nfrom bisect import *\n"
-    "from copy import *\nfrom math import *\nfrom random import *\nfrom itertools import *\nfrom functools import *\n"
-    "from operator import *\nfrom builtins import *\nfrom typing import *\n"
-    "import string, re, collections, heapq, bisect, copy, math, random, itertools, functools, operator, sys, json\n"
-)
-"""What a function to be called may take for granted, as on the sites that the data sets come from."""
+PRELUDE_MODULES = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
+    "functools", "operator", "io", "sys", "json", "builtins", "typing",
+)  # fmt: skip
+"""Modules whose names, and which themselves, a source may use without an import, as on the sites that the data sets
+come from; of one name the last module's counts."""
 
 
 class Unexpected(Exception):
@@ -125,16 +127,42 @@ def mentioned(tree: ast.AST) -> list[str]:
     return sorted(names & WARM)
 
 
+def uses_unknown_names(tree: ast.AST) -> bool:
+    """Whether a source reads a name that it binds nowhere and that is no builtin."""
+    known = set(dir(builtins)) | {"__file__"}
+    read: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else known).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            known.add(node.name)
+        elif isinstance(node, ast.arg):
+            known.add(node.arg)
+        elif isinstance(node, ast.alias):
+            known.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            known.add(node.name)
+    return not read <= known
+
+
+def prelude() -> dict[str, Any]:
+    """The names that a source may take for granted."""
+    granted: dict[str, Any] = {}
+    for name in PRELUDE_MODULES:
+        exec(f"from {name} import *", granted)
+    for name in PRELUDE_MODULES:
+        granted[name] = __import__(name)
+    return granted
+
+
 def get_ready(job: dict[str, Any]) -> tuple[types.CodeType, dict[str, Any]]:
     """Compile the source; returns it with the names that it may take for granted.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: it is no Python.
     """
-    granted: dict[str, Any] = {}
-    if job["function"] is not None:
-        exec(PRELUDE, granted)
     tree = ast.parse(job["source"], job["name"])
+    granted = prelude() if not job["serves"] and uses_unknown_names(tree) else {}
     for name in mentioned(tree):
         try:
             __import__(name)
@@ -176,6 +204,8 @@ def zygote_main(channel: socket.socket) -> None:
         send(channel, {"refused": f"{type(error).__name__}: {error}"[:WHY_CHARS]})
         return
     open_standard_files()
+    if granted:
+        granted.update(stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr)
     gc.collect()
     gc.freeze()
     send(channel, {"ready": landlock})
@@ -251,7 +281,7 @@ def be_a_child(
         if job["serves"]:
             status = serve_calls(job, code)
         else:
-            status = call_function(job, code, granted) if job["function"] else run_program(job, code)
+            status = (call_function if job["function"] else run_program)(job, code, granted)
     finally:
         os._exit(status)
 
@@ -282,8 +312,16 @@ def main_module(name: str, file: str, granted: dict[str, Any]) -> types.ModuleTy
     module.__dict__.update(__name__=name, __file__=file, __builtins__=behind)
     sys.modules[name] = module
     sys.argv = [file]
-    sys.setrecursionlimit(1000 + RECURSION)
+    sys.setrecursionlimit(RECURSION_LIMIT)
+    allow_long_integers(MAX_INT_DIGITS)
     return module
+
+
+def allow_long_integers(digits: int) -> None:
+    """Lift Python's bound on the digits of an integer that is read or printed, where it has one (3.11, and later
+    releases of versions before)."""
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(digits)
 
 
 def open_standard_files() -> None:
@@ -297,9 +335,9 @@ def open_standard_files() -> None:
         setattr(sys, f"__{name}__", file)
 
 
-def run_program(job: dict[str, Any], code: types.CodeType) -> int:
+def run_program(job: dict[str, Any], code: types.CodeType, granted: dict[str, Any]) -> int:
     """Run the source as a program; returns its exit status."""
-    main_module("__main__", job["name"], {})
+    main_module("__main__", job["name"], granted)
     status = 0
     try:
         exec(code, sys.modules["__main__"].__dict__)
@@ -334,11 +372,11 @@ def finish() -> None:
 
 def call_function(job: dict[str, Any], code: types.CodeType, granted: dict[str, Any]) -> int:
     """Call the function with the input's values; returns the exit status."""
+    module = main_module("solution", job["name"], granted)
     with open(0, encoding="utf-8", closefd=False) as file:
         arguments = json.loads(file.read())
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    module = main_module("solution", job["name"], granted)
     try:
         exec(code, module.__dict__)
         function = find_function(module, job["function"])
