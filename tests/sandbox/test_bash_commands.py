@@ -19,7 +19,7 @@ async def test_an_end_that_a_subshell_took_is_noticed_at_once() -> None:
     taker = commands.theirs.dup()
     says = status.theirs.dup()
     try:
-        status.listen_to(os.getpid())
+        status.listen_to(os.getpid(), "/dev/pts/0")
         commands.send(status.line("false"))
         mark = taker.recv(4096).split(b'"')[1]
         says.send(b"bash: %s: No such file or directory" % mark)

@@ -66,8 +66,8 @@ async def test_a_shell_that_is_given_up_while_it_starts_is_ended(
     await container.run("true")
     listen_to = BashStatus.listen_to
 
-    def give_up(self: BashStatus, pid: int) -> None:
-        listen_to(self, pid)
+    def give_up(self: BashStatus, pid: int, terminal: str) -> None:
+        listen_to(self, pid, terminal)
         starting.cancel()
 
     monkeypatch.setattr(BashStatus, "listen_to", give_up)

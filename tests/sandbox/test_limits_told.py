@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES, SandboxExhausted, SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc import client
@@ -110,12 +111,25 @@ time.sleep(2)
 """
 
 MEMORY_FILES = """
-import os, time
-files = [os.memfd_create(str(number)) for number in range(30)]
-for file in files:
+import ctypes, mmap, os, time
+libc, kept = ctypes.CDLL(None, use_errno=True), []
+libc.mmap.restype = ctypes.c_void_p
+def map_it(file, flags=1):
+    kept.append(libc.mmap(None, ctypes.c_size_t(10 << 20), 1, flags, file, ctypes.c_long(0)))
+for number in range(30):
+    file = os.memfd_create(str(number))
     os.write(file, bytes(10 << 20))
+    {keep}
 time.sleep(60)
 """
+
+HELD_BY = {
+    "a descriptor": "kept.append(file)",
+    "a mapping": "map_it(file); os.close(file)",
+    "a private mapping": "map_it(file, 2); os.close(file)",
+    "both": "map_it(file)",
+}
+"""What keeps a file of memory, of which no page is touched by way of it."""
 
 TABLES = """
 import mmap, time
@@ -179,9 +193,12 @@ async def test_many_closed_folders_take_no_longer_than_open_ones(image: Path, ru
         assert ended.value.resource == "disk"
 
 
-async def test_files_of_memory_count_as_memory(image: Path, runtime: Runtime) -> None:
+@pytest.mark.parametrize("kept", HELD_BY)
+async def test_files_of_memory_count_as_memory(kept: str, image: Path, runtime: Runtime) -> None:
+    if kept != "a descriptor" and not is_machine_root():
+        pytest.skip("the kernel shows root only what is mapped")
     async with await Container.start(ContainerSpec(image=image, memory_mib=100), runtime) as container:
-        done = await container.run(program(MEMORY_FILES), timeout_s=40)
+        done = await container.run(program(MEMORY_FILES.format(keep=HELD_BY[kept])), timeout_s=40)
         assert (done.exit_code, done.timed_out) == (137, False)
         assert any("memory" in note for note in container.notes), container.notes
 

@@ -10,6 +10,8 @@ it must be answered otherwise: so what is tested is the filter and not a capabil
 from __future__ import annotations
 
 import errno
+import itertools
+import json
 import os
 import re
 import shutil
@@ -75,10 +77,10 @@ def read(verdicts: Mapping[int, Verdict], last: int, call: Call) -> int:
     if number > last:
         return UNKNOWN
     verdict = verdicts.get(number, ALLOW)
-    if isinstance(verdict, int):
-        return verdict
-    seen = arguments[verdict.index] & 0xFFFFFFFF & verdict.mask
-    return verdict.then if seen in verdict.values else verdict.otherwise
+    while isinstance(verdict, ByArgument):
+        seen = arguments[verdict.index] & 0xFFFFFFFF & verdict.mask
+        verdict = verdict.then if seen in verdict.values else verdict.otherwise
+    return verdict
 
 
 WORDS = st.integers(0, 0xFFFFFFFF)
@@ -181,6 +183,21 @@ REFUSED: dict[str, tuple[str, tuple[int, ...]]] = {
     "socket of ciphers": ("socket", (38, 5, 0)),
     "socket to the host of a machine": ("socket", (40, 1, 0)),
     "the same with something in the upper half": ("socket", (1 << 32 | 40, 1, 0)),
+    "socket of packets": ("socket", (17, 3, 0)),
+    "socket of packets by its old name": ("socket", (2, 10, 0)),
+    "the same with flags": ("socket", (2, 10 | 0o2000000 | 0o4000, 0)),
+    "socket of express data": ("socket", (44, 3, 0)),
+    "socket of no family": ("socket", (0, 1, 0)),
+    "socket of two families' bits": ("socket", (3, 1, 0)),
+    "socket of all families' bits": ("socket", (27, 1, 0)),
+    "socket of keys": ("socket", (15, 3, 2)),
+    "socket of a bus": ("socket", (29, 3, 1)),
+    "socket of a cluster": ("socket", (30, 5, 0)),
+    "socket of Bluetooth": ("socket", (31, 3, 1)),
+    "socket of a family that is none": ("socket", (46, 1, 0)),
+    "socket of a high number": ("socket", (64 | 2, 1, 0)),
+    "pair of a cluster": ("socketpair", (30, 1, 0, 0)),
+    "pair of IPv4": ("socketpair", (2, 1, 0, 0)),
     "input of a terminal": ("ioctl", (0, 0x5412, 0)),
     "input of a console": ("ioctl", (0, 0x541C, 0)),
     "limits of another process": ("prlimit64", (2, 99, 0, 0)),
@@ -193,6 +210,8 @@ ALLOWED: dict[str, tuple[str, tuple[int, ...]]] = {
     "socket of IPv4": ("socket", (2, 1, 0)),
     "socket of the kernel's own news": ("socket", (16, 3, 0)),
     "socket of Unix": ("socket", (1, 1, 0)),
+    "socket of IPv6": ("socket", (10, 2, 0)),
+    "socket with flags": ("socket", (2, 1 | 0o2000000 | 0o4000, 0)),
     "limits of one's own": ("prlimit64", (0, 7, 0, 0)),
 }
 
@@ -219,6 +238,19 @@ async def make_calls(container: Container, given: str) -> list[int]:
     done = await container.run(f"echo '{given}' | python3 -c '{CALLER}'")
     assert done.exit_code == 0, done
     return [int(line) for line in done.stdout.split()]
+
+
+@pytest.mark.parametrize("name", seccomp.BY_ARGUMENT)
+def test_a_runtimes_profile_refuses_by_argument_what_the_filter_does(name: str) -> None:
+    rules = [rule for rule in json.loads(seccomp.profile())["syscalls"] if rule["names"] == [name]]
+    values = {*range(130), *(1 << shift for shift in range(32)), *seccomp.BY_ARGUMENT[name].values}
+    for first, second in itertools.product(values - {seccomp.WORD}, (0, 1, 3, 10, 10 | 0o2000000, 0x5412)):
+        arguments = (first, second, 0, 0, 0, 0) if seccomp.BY_ARGUMENT[name].index == 0 else (0, first, 0, 0, 0, 0)
+        refused = any(
+            all(arguments[one["index"]] & one["value"] == one["valueTwo"] for one in rule["args"]) for rule in rules
+        )
+        call = (TABLE.audit, number_of(name), arguments)
+        assert refused == (read(TABLE.verdicts(), seccomp.LAST, call) == REFUSE), arguments
 
 
 @pytest.mark.sandbox

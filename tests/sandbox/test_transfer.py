@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import filecmp
 import os
 import time
 from pathlib import Path
@@ -25,9 +26,7 @@ pytestmark = pytest.mark.sandbox
 async def test_what_is_larger_than_the_sandbox_may_be_is_the_callers(
     image: Path, runtime: Runtime, tmp_path: Path
 ) -> None:
-    large = tmp_path / "large"
-    with large.open("wb") as file:
-        file.truncate(3 << 20)
+    large = _of_size(tmp_path / "large", 3 << 20)
     async with await Container.start(ContainerSpec(image=image, disk_mib=2), runtime) as container:
         with pytest.raises(CallerError, match="disk_mib is 2; raise that") as caught:
             await container.upload(large, "/tmp/large")
@@ -140,3 +139,61 @@ async def test_a_copy_that_lasts_holds_up_no_command(container: Container) -> No
         os.close(nothing_comes)
         await asyncio.gather(*copying)
         os.close(source)
+
+
+MIB = 1 << 20
+
+SHAPES: dict[str, tuple[int, list[tuple[int, int]]]] = {
+    # Size, and where there is data.
+    "a hole": (200 * MIB, []),
+    "data before a hole": (200 * MIB, [(0, MIB)]),
+    "data behind a hole": (200 * MIB, [(200 * MIB - 5, 5)]),
+    "data between holes": (200 * MIB + 1, [(64 * MIB, 3 * MIB)]),
+    "many pieces": (100 * MIB, [(number * MIB, 4096) for number in range(0, 100, 2)]),
+    "pieces larger than what is copied at once": (64 * MIB, [(8 * MIB, 5 * MIB + 77)]),
+    "no hole": (3 * MIB, [(0, 3 * MIB)]),
+    "one byte": (1, [(0, 1)]),
+    "nothing": (0, []),
+}
+
+
+def _make(path: Path, size: int, pieces: list[tuple[int, int]]) -> None:
+    with path.open("wb") as file:
+        for offset, length in pieces:
+            file.seek(offset)
+            file.write(b"x" * length)
+        file.truncate(size)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_holes_stay_holes_both_ways(shape: str, container: Container, tmp_path: Path) -> None:
+    size, pieces = SHAPES[shape]
+    there, back = tmp_path / "there", tmp_path / "back"
+    _make(there, size, pieces)
+    stored = sum(length for _offset, length in pieces)
+    await container.upload(there, "/root/file")
+    took = (await container.run("stat -c '%s %b' /root/file")).stdout.split()
+    assert int(took[0]) == size
+    assert int(took[1]) * 512 <= stored + len(pieces) * 8192
+    await container.download("/root/file", back)
+    assert back.stat().st_size == size
+    assert back.stat().st_blocks * 512 <= stored + len(pieces) * 8192
+    assert filecmp.cmp(there, back, shallow=False)
+
+
+async def test_a_file_of_holes_counts_with_its_size(container: Container, tmp_path: Path) -> None:
+    await container.run("truncate -s 2G /tmp/large; truncate -s 10M /tmp/file; printf ab >> /tmp/file")
+    with pytest.raises(CallerError, match="more than the limit"):
+        await container.download("/tmp/large", tmp_path / "large")
+    data = await transfer.read_file(container, "/tmp/file", 1 << 30)
+    assert data == bytes(10 << 20) + b"ab"
+    with pytest.raises(OSError, match="large"):
+        await transfer.read_file(container, "/tmp/file", 10 << 20)
+
+
+@pytest.mark.parametrize("path", ["/proc/1/status", "/proc/version", "/sys/kernel/mm/transparent_hugepage/enabled"])
+async def test_a_file_of_the_kernel_has_what_it_says(path: str, container: Container, tmp_path: Path) -> None:
+    said = await container.run(f"test ! -e {path} || wc -l <{path}")
+    if said.stdout:
+        await container.download(path, tmp_path / "file")
+        assert len((tmp_path / "file").read_text().splitlines()) >= 1

@@ -9,11 +9,11 @@ refuses as the kernel refuses users without a right (``EPERM``); what is newer t
 (``ENOSYS``), and so does ``clone3``, whose flags no filter can read: the C library then calls ``clone``.
 
 The table follows the profile that Moby maintains (https://github.com/moby/profiles, as of Linux 6.13). Stricter than
-it are four things: a terminal's input can't be forged (``TIOCSTI``, ``TIOCLINUX``), since a shell's input is the
-agent's own; nobody traces the sandbox's first process, or limits any but himself; ``io_setup`` is refused, since what
-it takes is counted for the machine (``fs.aio-max-nr``) and one sandbox could take it all; and calls of other
-architectures (32 bit programs) end the process. No capability that a task may ask for makes a filter longer: tracing
-one's own processes is allowed to everybody.
+it are five things: sockets are of :data:`SOCKET_FAMILIES` only; a terminal's input can't be forged (``TIOCSTI``,
+``TIOCLINUX``), since a shell's input is the agent's own; nobody traces the sandbox's first process, or limits any but
+himself; ``io_setup`` is refused, since what it takes is counted for the machine (``fs.aio-max-nr``) and one sandbox
+could take it all; and calls of other architectures (32 bit programs) end the process. No capability that a task may
+ask for makes a filter longer: tracing one's own processes is allowed to everybody.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import ctypes
 import errno
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -36,9 +37,14 @@ LAST = 466
 NEW_NAMESPACES = 0x7E020000
 """The flags of ``clone`` that make namespaces: mounts, control groups, UTS, IPC, users, processes, network."""
 
-ADDRESS_FAMILIES = frozenset({38, 40})
-"""``AF_ALG``: ciphers in the kernel, a source of holes. ``AF_VSOCK``: the way to the host of a virtual machine, which
-no network namespace closes."""
+AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
+
+SOCKET_FAMILIES = frozenset({AF_UNIX, AF_INET, AF_INET6, AF_NETLINK})
+"""What programs need. Of the others some take memory that no limit of a sandbox counts (rings of ``AF_PACKET`` and
+``AF_XDP``), one leads to the host of a virtual machine (``AF_VSOCK``), and many are rarely used, so rarely mended."""
+
+_NO_PACKET_TYPE = ByArgument(1, frozenset({10}), REFUSE, ALLOW, mask=0xF)
+"""``SOCK_PACKET`` of ``AF_INET`` is an old name of ``AF_PACKET``; the upper bits of a type are flags."""
 
 PERSONALITIES = frozenset({0, 8, 0x20000, 0x20008, 0xFFFFFFFF})
 """Linux, with 32 bit addresses, or an old version's name; and the question which one it is. No fixed addresses."""
@@ -56,7 +62,8 @@ before it is the program that was asked for."""
 
 BY_ARGUMENT: dict[str, ByArgument] = {
     "clone": ByArgument(0, frozenset({0}), ALLOW, REFUSE, mask=NEW_NAMESPACES),
-    "socket": ByArgument(0, ADDRESS_FAMILIES, REFUSE, ALLOW),
+    "socket": ByArgument(0, SOCKET_FAMILIES, _NO_PACKET_TYPE, REFUSE),
+    "socketpair": ByArgument(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
     "personality": ByArgument(0, PERSONALITIES, ALLOW, REFUSE),
     "ioctl": ByArgument(1, TERMINAL_FORGERIES, REFUSE, ALLOW),
     "prlimit64": ByArgument(0, ONESELF, ALLOW, REFUSE),
@@ -177,7 +184,10 @@ TABLES = {
     "x86_64": Table(
         audit=0xC000003E,
         refused=_REFUSED_EVERYWHERE | _REFUSED_ON_X86 | {name: both[0] for name, both in _REFUSED_ON_BOTH.items()},
-        conditional={"ioctl": 16, "socket": 41, "clone": 56, "ptrace": 101, "personality": 135, "prlimit64": 302},
+        conditional={
+            **{"ioctl": 16, "socket": 41, "socketpair": 53, "clone": 56},
+            **{"ptrace": 101, "personality": 135, "prlimit64": 302},
+        },
         # 335, uretprobe, is the kernel's own call, where somebody looks at a program from outside.
         unused=(range(336, 424),),
         seccomp=317,
@@ -185,7 +195,10 @@ TABLES = {
     "aarch64": Table(
         audit=0xC00000B7,
         refused=_REFUSED_EVERYWHERE | {name: both[1] for name, both in _REFUSED_ON_BOTH.items()},
-        conditional={"ioctl": 29, "personality": 92, "ptrace": 117, "socket": 198, "clone": 220, "prlimit64": 261},
+        conditional={
+            **{"ioctl": 29, "personality": 92, "ptrace": 117},
+            **{"socket": 198, "socketpair": 199, "clone": 220, "prlimit64": 261},
+        },
         unused=(range(244, 260), range(295, 424)),
         seccomp=277,
     ),
@@ -231,18 +244,29 @@ def profile() -> str:
     table = TABLES.get(_MACHINE)
     rules: list[dict[str, Any]] = [{"names": sorted(table.refused)}] if table else []
     for name in table.conditional if table else ():
-        rule = BY_ARGUMENT[name]
-        for mask, value in _refused_by(rule):
-            condition = {"index": rule.index, "value": mask, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"}
-            rules.append({"names": [name], "args": [condition]})
+        rules += [{"names": [name], "args": conditions} for conditions in _refused_by(BY_ARGUMENT[name])]
     refused = [{**rule, "action": "SCMP_ACT_ERRNO"} for rule in rules]
     return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": refused})
 
 
-def _refused_by(rule: ByArgument) -> list[tuple[int, int]]:
-    """Masks, and what an argument is in their bits if it is refused: a runtime knows no "none of these values". So any
-    bit is refused that no allowed value has, but for one of all bits, which no shell ever gives."""
+def _refused_by(rule: ByArgument) -> Iterator[list[dict[str, Any]]]:
+    """Conditions that refuse a call if all of a list hold. A runtime knows no "none of these values". So any bit is
+    refused that no allowed value has, but for one of all bits, which no shell ever gives; and each other number that
+    is made of the bits of allowed values."""
     if rule.then == REFUSE:
-        return [(rule.mask, value) for value in sorted(rule.values)]
+        yield from ([_condition(rule, rule.mask, value)] for value in sorted(rule.values))
+        return
     usual = reduce(or_, rule.values - {WORD})
-    return [(bit, bit) for shift in range(32) if (bit := 1 << shift) & rule.mask & ~usual]
+    for bit in (1 << shift for shift in range(32)):
+        if bit & rule.mask & ~usual:
+            yield [_condition(rule, bit, bit)]
+    for value in range(usual + 1):
+        if value & ~usual == 0 and value not in rule.values:
+            yield [_condition(rule, rule.mask, value)]
+    if isinstance(rule.then, ByArgument):
+        for value in sorted(rule.values):
+            yield from ([_condition(rule, rule.mask, value), *more] for more in _refused_by(rule.then))
+
+
+def _condition(rule: ByArgument, mask: int, value: int) -> dict[str, Any]:
+    return {"index": rule.index, "value": mask, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"}

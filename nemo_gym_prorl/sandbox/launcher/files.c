@@ -10,6 +10,7 @@
  */
 
 enum { CHUNK = 1 << 20, MOST_LINKS = 40, SIZE_OF_NAME = 34 };
+enum { TO_DATA = 3, TO_HOLE = 4 };             /* SEEK_DATA and SEEK_HOLE, which the C library has for GNU only */
 enum { LOOKS = 20 };                           /* at a file that can't be opened, before that is the disk's fault */
 enum { LEASED_MS = 1000, LEASED_PAUSE_MS = 20 }; /* for somebody inside to give up a lease, as the kernel tells him to */
 
@@ -36,23 +37,44 @@ static int is_in_file_system_of(const struct statx *found, const char *path) {
     return same_file_system(found, &other);
 }
 
-/* Copy what is left of a file, at most so much; the errors of either side apart. Returns whether that was all. */
+/* Copy a file from its beginning, at most so much, with its holes; the errors of either side apart. Returns whether that
+   was all. Only a file with fewer blocks than bytes is asked for holes: the kernel's own have no size and no data. */
 static int copy(long source, long target, uint64_t most, long *reading, long *writing) {
+    struct statx found = about(source);
+    int sparse = S_ISREG(found.stx_mode) && found.stx_blocks * 512 < found.stx_size;
     char *chunk = room(CHUNK);
     *writing = 0;
     /* That a file may be no larger is an error like others. */
     ignore(SIGXFSZ);
-    while ((*reading = CALL(read, source, chunk, CHUNK)) > 0) {
-        if ((uint64_t)*reading > most)
+    for (uint64_t place = 0, hole = 0;; place += (uint64_t)*reading) {
+        if (sparse && place == hole) {
+            long data = CALL(lseek, source, place, TO_DATA), size = CALL(lseek, source, 0, SEEK_END);
+            int is_last = data == -ENXIO && size > (long)place;
+            if (is_last || data > (long)place) {
+                place = (uint64_t)(is_last ? size : data);
+                if (place > most)
+                    return 0;
+                *writing = is_last ? CALL(ftruncate, target, place) : CALL(lseek, target, place, SEEK_SET);
+            }
+            *reading = 0;
+            if (data == -ENXIO || is_error(*writing))
+                return 1;
+            long next = is_error(data) ? data : CALL(lseek, source, place, TO_HOLE);
+            sparse = next > (long)place; /* or the file system does not know */
+            hole = (uint64_t)next;
+            must(CALL(lseek, source, place, SEEK_SET));
+        }
+        *reading = CALL(read, source, chunk, sparse && hole - place < CHUNK ? hole - place : CHUNK);
+        if (*reading <= 0)
+            return 1;
+        if ((uint64_t)*reading > most - place)
             return 0;
-        most -= (uint64_t)*reading;
         for (long done = 0; done < *reading; done += *writing) {
             *writing = CALL(write, target, chunk + done, *reading - done);
             if (is_error(*writing))
                 return 1;
         }
     }
-    return 1;
 }
 
 /* What the file system of a folder says. That there is no room is the machine's, unless it is one of the sandbox's own

@@ -8,7 +8,7 @@ to its owner, a million empty files take no block but use up the disk's inodes, 
 time of whoever walks them. So a walk goes depth first and knows few names at a time, and tells how long it took. And
 any folder may become a link to one of the host's meanwhile: no link is followed, on the way to a folder either.
 
-Not seen: a file without a name that is only mapped, or only on its way over a socket.
+Not seen: a file without a name that is only on its way over a socket, or, by an ordinary user's server, only mapped.
 """
 
 from __future__ import annotations
@@ -273,6 +273,19 @@ def _of_processes(processes: Iterable[int], found: Found) -> Iterator[None]:
             for path in paths:
                 yield
                 _of_file(path, pid, seen, found)
+        for path in _mapped(pid):
+            yield
+            _of_file(path, pid, seen, found)
+
+
+def _mapped(pid: int) -> list[str]:
+    """Where a process's mappings of files without a name lead; the kernel follows these links for root only."""
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as file:
+            spans = [line.split(maxsplit=1)[0].split(b"-") for line in file if line.endswith(_GONE.encode() + b"\n")]
+    except OSError:
+        return []
+    return [f"/proc/{pid}/map_files/{int(begin, 16):x}-{int(end, 16):x}" for begin, end in spans]
 
 
 def _of_file(path: str, pid: int, seen: set[tuple[int, int]], found: Found) -> None:

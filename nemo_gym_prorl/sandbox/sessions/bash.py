@@ -30,7 +30,7 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.sandbox.container import KILLED, Container
 from nemo_gym_prorl.sandbox.sessions.bash_commands import PREPARE, THROWN_AWAY, BashCommands
 from nemo_gym_prorl.sandbox.sessions.bash_output import BashOutput
-from nemo_gym_prorl.sandbox.sessions.bash_status import PROMPT, BashStatus
+from nemo_gym_prorl.sandbox.sessions.bash_status import PROMPT, BashStatus, Outcome
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
 from nemo_gym_prorl.sandbox.sessions.terminal_control import ContainerTerminal
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
@@ -153,8 +153,8 @@ class Shell:
         """Have a fresh bash ready for commands; what is wrong with it, if anything is."""
         assert bash.terminal is not None
         commands.theirs.close()
-        status.listen_to(bash.pid)
         self._terminal = ContainerTerminal(bash.pid, bash.terminal)
+        status.listen_to(bash.pid, self._terminal.path)
         bash.ended.add_done_callback(lambda _future: self._output.notify())
         self._output.listen_to(self._terminal)
         try:
@@ -211,8 +211,8 @@ class Shell:
         return await self.wait(timeout_s=timeout_s, silence_s=silence_s)
 
     async def aside(self, command: str, *, timeout_s: float, output_limit: int = OUTPUT_LIMIT) -> Action:
-        """As :meth:`run`, for a command of ours, of which the next one's ``$?`` says nothing."""
-        before = self._status.last if self._status else 0
+        """As :meth:`run`, for a command of ours, of whose outcome the next one finds nothing."""
+        before = self._status.last if self._status else Outcome()
         try:
             return await self.run(command, timeout_s=timeout_s, silence_s=None, output_limit=output_limit)
         finally:

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shlex
 import socket
 import struct
 import termios
@@ -33,7 +34,16 @@ PATIENCE_S = 0.25
 PROBES = 3
 """Lines that may go without an answer."""
 
-PREPARE = b"exec 2>&4 4>&-; set +o history +H; unset HISTFILE\n"
+_OPTION = (
+    '-- "$@"; \\eval \'_prorl() {{ \\unset -f _prorl; '
+    'case ${{1-}} in vi|emacs) ;; *) \\set {sign}o "$@";; esac; }}; _prorl\''
+)
+"""``set -o NAME`` without ``vi`` and ``emacs``: they switch the source of bash's input in the middle of a command, and
+bash dies of that. An alias stands in, since a function's ``set`` sets its own arguments only."""
+
+_ALIASES = " ".join(f"{sign}o={shlex.quote(_OPTION.format(sign=sign))}" for sign in "-+")
+
+PREPARE = (f"exec 2>&4 4>&-; set +o history +H; unset HISTFILE; alias -- set='set ' {_ALIASES}; history -c\n").encode()
 """Bash's own errors and prompts go to the status socket; those of commands go to the terminal."""
 
 THROWN_AWAY = b"((1))\n" * 2

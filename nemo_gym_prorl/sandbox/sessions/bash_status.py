@@ -8,7 +8,7 @@ bash's own process sent it. What a child, a subshell or a background job writes 
 Each command is one line, which bash has parsed to its end before it executes the first word, so that nothing of ours
 waits in the pipe for a command to read::
 
-    <&0; ((1)) <"/MARK/begin" || ((1)) && \\eval -- 'COMMAND' </dev/tty 2>/dev/tty; ((1)) <"/MARK/$?" || ((1))
+    <&0; _prorl=(); ((1)) <"/MARK/begin" || ((1)) && \\eval -- 'COMMAND' </dev/pts/0 2>/dev/pts/0; ((1)) <"/MARK/$?"
 
 Its begin and its end are arithmetic commands whose input can't be opened: bash says so itself, and names the file,
 which is the action's mark of 128 random bits and the status. In that there is no word that could be an alias, a
@@ -23,6 +23,11 @@ comes back to its prompt while that runs, and waits for it with its next simple 
 command ends when its program does, or the next command would wait for it. An end without a begin means that
 somebody took a part of the line, as a background job can that kept bash's input open: such a bash is of no use any
 more, nor one whose whole line was taken (:mod:`.bash_commands`). The folder is the kernel's word.
+
+``$?``, ``PIPESTATUS`` and ``$_`` are at a command's beginning what they were at the end of the one before
+(:class:`Outcome`). The line itself would overwrite them. So the command saves them in an array at its end, in a
+redirection that can't be opened either; the end of the line tells them with the status. A command that may be
+unfinished (:func:`_is_finished`) saves nothing, since its end could become a part of it.
 
 Not held: native code in bash's own process, a program of its own user that traces it or writes to its memory, bash
 replaced by something else with ``exec``, and hooks that the agent set in its own shell can say of that shell what they
@@ -41,6 +46,7 @@ import shlex
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 
 
 PROMPT = "$ "
@@ -54,13 +60,66 @@ _PACKETS_A_TURN = 64
 _PAUSE_S = 0.005
 """After so many packets at once nothing is taken for so long: a flood waits in the socket, where it ends by itself."""
 
-_NO_TERMINAL = re.compile(rb"[^ \n]+: (line \d+: )?/dev/tty: [^\n]+\n")
+_NO_TERMINAL = re.compile(rb"[^ \n]+: (line \d+: )?/dev/pts/\d+: [^\n]+\n")
 """Bash's complaint when a command could not be given its terminal, as where no more files may be opened."""
 
 _DELETED = " (deleted)"
 """What the kernel appends to the path of a folder that is no more."""
 
 _BEGIN, _END, _THROWN = b"begin", b"end", b"thrown"
+
+_LONGEST_WORD = 1024  # characters of ``$_`` that are restored; a packet holds some 4,000
+_MOST_PIPES = 32  # statuses of a pipeline that are restored; each takes a fork
+
+_SAVE = (
+    '\n! ((1)) 2>/dev/null <"/-/${_prorl[0]:=$?}${_prorl[1]:=${PIPESTATUS[@]}}'
+    f'${{_prorl[2]:=${{_:0:{_LONGEST_WORD + 1}}}}}"'
+)
+"""Saves what the next command is to find; after ``!``, so that no unfinished definition takes it for its body."""
+
+_HEREDOC = re.compile(r"(?<!<)<<(-?)(?!<)[ \t]*(?:\\?([\w.-]+)|'([^'\n]+)'|\"([^\"\n]+)\")?")
+_UNFINISHED = re.compile(r"(?:[|\\]|&&)\s*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a command ended, as the next one is to find it.
+
+    Attributes:
+        status: ``$?``.
+        pipes: ``PIPESTATUS``, if it says more than ``status``.
+        inverted: whether the pipeline began with ``!``.
+        word: ``$_``; ``None`` if it is not known.
+    """
+
+    status: int = 0
+    pipes: tuple[int, ...] = ()
+    inverted: bool = False
+    word: str | None = None
+
+    def restore(self) -> str:
+        """The beginning of a list that sets all of it; what comes next is executed in any case."""
+        # ``eval`` leaves its last argument in ``$_``; a comment is all that it executes.
+        word = "" if self.word is None else f"\\eval '#' {shlex.quote(self.word)} || ((1)) && "
+        if self.pipes:
+            status = "! " * self.inverted + " | ".join(f"(exit {one})" for one in self.pipes)
+        elif self.status:
+            status = f"(exit {self.status})"
+        else:
+            return f"((1)) && {word}"
+        # Neither an error of ours nor, where somebody has redefined ``exit``, a success may end the line or the shell.
+        return f"((1)) && {word}{status} && ((0)) ||" if self.status else f"((1)) && {word}{status} || ((1)) &&"
+
+
+def _is_finished(command: str) -> bool:
+    """Whether what follows a command on a new line can't become a part of it; errs on the side of no."""
+    for found in _HEREDOC.finditer(command):
+        tabs, *names = found.groups()
+        name = next((name for name in names if name), None)
+        indent = r"\t*" if tabs else ""
+        if name is None or not re.search(f"^{indent}{re.escape(name)}$", command[found.end() :], re.MULTILINE):
+            return False
+    return not _UNFINISHED.search(command)
 
 
 class BashStatus:
@@ -85,16 +144,22 @@ class BashStatus:
         """Its folder under ``/proc``, which stays this process's, whoever gets its number later."""
         self._mark: re.Pattern[bytes] | None = None
         self._nonce = ""
-        self.last = 0
-        """What ``$?`` is at the next command's beginning."""
+        self._terminal = ""
+        self.last = Outcome()
         self._begun = False
         self._thrown: int | None = None
         """The status of a line that was thrown away, until its end is told."""
         self._loop.add_reader(self._ours, self._read)
 
-    def listen_to(self, pid: int) -> None:
-        """Only that process's word counts; its end of the socket is its own from now on."""
+    def listen_to(self, pid: int, terminal: str) -> None:
+        """Only that process's word counts; its end of the socket is its own from now on.
+
+        Args:
+            pid: bash's.
+            terminal: the path of its terminal inside.
+        """
         self._bash = pid
+        self._terminal = terminal
         self.theirs.close()
         with contextlib.suppress(FileNotFoundError):
             self._process = os.open(f"/proc/{pid}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -109,16 +174,17 @@ class BashStatus:
         return folder.removesuffix(_DELETED) if gone else folder
 
     def line(self, command: str) -> bytes:
-        """A command and its end; ``$?`` is at its beginning what it was at the last one's end."""
+        """A command and its end; it begins with the :class:`Outcome` of the last one."""
         self._nonce = secrets.token_hex(16)
-        self._mark = re.compile(b"/%b/(%b|%b|(%b)?([0-9]+))" % (self._nonce.encode(), _BEGIN, _END, _THROWN))
+        marked = (self._nonce.encode(), _BEGIN, _END, _THROWN, self._nonce.encode())
+        self._mark = re.compile(rb"/%b/(%b|%b|(%b)?([0-9]+)(?:/([0-9 ]*)/([a-z:-]*)/(.*)/%b/)?)" % marked, re.DOTALL)
         self._begun = False
         self._thrown = None
-        # Neither an error of ours nor, where somebody has redefined ``exit``, a success may end the line or the shell.
-        status = f"(exit {self.last}) && ((0)) ||" if self.last else "((1)) &&"
+        mark, tty = f"/{self._nonce}/", self._terminal
+        code = shlex.quote(command + _SAVE if _is_finished(command) else command)
         return (
-            f'<&0; ((1)) <"/{self._nonce}/begin" || {status} \\eval -- {shlex.quote(command)} </dev/tty 2>/dev/tty; '
-            f'((1)) <"/{self._nonce}/$?" || ((1))\n'
+            f'<&0; _prorl=(); ((1)) <"{mark}begin" || {self.last.restore()} \\eval -- {code} <{tty} 2>{tty}; '
+            f'((1)) <"{mark}${{_prorl[0]:-$?}}/${{_prorl[1]-}}/$SHELLOPTS/${{_prorl[2]-}}{mark}" || ((1))\n'
         ).encode("utf-8", "surrogateescape")
 
     def end_again(self) -> bytes:
@@ -180,15 +246,30 @@ class BashStatus:
         elif found and self._begun and found[2]:
             self._thrown = int(found[3]) if self._thrown is None else self._thrown
         elif found and self._begun and (status := found[3] or self._thrown) is not None:
-            self._tell_end(int(status))
+            self._tell_end(_outcome(int(status), found))
         elif found or (self._begun and _NO_TERMINAL.fullmatch(data)):
             self.give_up()
         elif self._thrown is not None and self._mark:
-            self._tell_end(self._thrown)  # another interrupt, and bash waits for nothing any more
+            self._tell_end(Outcome(self._thrown))  # another interrupt, and bash waits for nothing any more
         elif self._begun and self._mark:
             self._lost()
 
-    def _tell_end(self, status: int) -> None:
+    def _tell_end(self, outcome: Outcome) -> None:
         self._mark = None
-        self.last = status
-        self._ended(status)
+        self.last = outcome
+        self._ended(outcome.status)
+
+
+def _outcome(status: int, told: re.Match[bytes]) -> Outcome:
+    """What the end of a line tells, as far as it can be restored."""
+    pipes = tuple(min(int(number), 255) for number in (told[4] or b"").split())
+    if not pipes:
+        return Outcome(status)
+    failed = [number for number in pipes if number]
+    plain = (failed or [0])[-1] if b"pipefail" in told[5] else pipes[-1]
+    inverted = plain != status
+    # Of a compound command these are the statuses of something in it.
+    if (inverted and status != int(not plain)) or len(pipes) > _MOST_PIPES or pipes == (status,):
+        pipes, inverted = (), False
+    word = told[6].decode("utf-8", "surrogateescape")
+    return Outcome(status, pipes, inverted, word if "\n" not in word and len(word) <= _LONGEST_WORD else None)

@@ -14,11 +14,15 @@ import contextlib
 import fcntl
 import os
 import select
+import sys
 
 from ptyprocess import PtyProcess
 
 from nemo_gym_prorl.sandbox.supervisor.processes.foreground import Session
 
+
+_TIOCGPTN = 0x80045430
+"""Asks for the number of a terminal; another one on PowerPC and MIPS only."""
 
 _TIOCGPTPEER = 0x5441
 """Opens the other end of a terminal, by no name. Python knows it from 3.13 on, Linux from 4.13."""
@@ -32,6 +36,9 @@ class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
         self.closed: bool = False
         self._session = Session.of(pid)
         os.set_blocking(fd, False)
+        number = fcntl.ioctl(fd, _TIOCGPTN, bytes(4))
+        self.path = f"/dev/pts/{int.from_bytes(number, sys.byteorder)}"
+        """Its name in the sandbox."""
 
     def press_control(self, key: str) -> None:
         """Press Ctrl and a key; who is in the foreground has the signal of it when this returns.

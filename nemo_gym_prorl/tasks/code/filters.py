@@ -16,6 +16,7 @@ from nemo_gym_prorl.bpf import ALLOW, REFUSE, UNKNOWN, ByArgument, Verdict, prog
 
 
 CLONE_THREAD = 0x10000
+AF_UNIX = 1
 LAST = 466
 """``removexattrat``, of Linux 6.13; what came later has not been judged."""
 
@@ -38,7 +39,7 @@ CALLS = {
         "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198,
         "fremovexattr": 199, "add_key": 248, "request_key": 249, "keyctl": 250, "userfaultfd": 323, "bpf": 321,
         "perf_event_open": 298, "unshare": 272, "setns": 308, "truncate": 76, "migrate_pages": 256, "move_pages": 279,
-        "socket": 41,
+        "socket": 41, "socketpair": 53,
     },
     "aarch64": {
         "clone": 220, "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240,
@@ -49,7 +50,7 @@ CALLS = {
         "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16,
         "add_key": 217, "request_key": 218, "keyctl": 219, "userfaultfd": 282, "bpf": 280, "perf_event_open": 241,
         "unshare": 97, "setns": 268, "truncate": 45, "migrate_pages": 238, "move_pages": 239,
-        "socket": 198,
+        "socket": 198, "socketpair": 199,
     },
 }  # fmt: skip
 """Numbers of the system calls that the filters have something to say about."""
@@ -67,6 +68,7 @@ _VERDICTS: dict[str, Verdict] = {
     "fcntl": ByArgument(1, frozenset({8, 10, 15}), REFUSE, ALLOW),
     # FIOSETOWN, SIOCSPGRP, TIOCSTI.
     "ioctl": ByArgument(1, frozenset({0x8901, 0x8902, 0x5412}), REFUSE, ALLOW),
+    "socketpair": ByArgument(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
     "clone3": UNKNOWN,  # then the C library uses clone
     "clone": ALLOW,  # the zygote's forks
 }

@@ -222,5 +222,6 @@ def test_a_process_may_limit_and_slow_itself_and_a_child_begins_threads_only(mac
     for which, who, verdict in ((0, 0, ALLOW), (0, 7, REFUSE), (1, 0, REFUSE), (2, 0, REFUSE)):
         assert said(strict, "setpriority", which, who, 19) == verdict
     assert [said(strict, "prlimit64", pid) for pid in (0, 7)] == [ALLOW, REFUSE]
+    assert [said(strict, "socketpair", family) for family in (1, 2, 30)] == [ALLOW, REFUSE, REFUSE]
     assert [said(strict, "clone", flags) for flags in (17, 0x10F00)] == [ALLOW, ALLOW]
     assert [said(lone, "clone", flags) for flags in (17, 0x10F00)] == [REFUSE, ALLOW]
