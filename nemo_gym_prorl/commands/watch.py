@@ -38,6 +38,14 @@ def pools(status: StatusView) -> Table:
     return table
 
 
+def pools_line(status: StatusView) -> str:
+    """The same in a line."""
+    told = ((stage, status.stages[stage]) for stage in Stage)
+    return ", ".join(
+        f"{stage.upper()} {pool.working} of {pool.slots} working, {pool.waiting} waiting" for stage, pool in told
+    )
+
+
 async def show_status(url: str | None, token: str | None, *, watch: bool = False) -> None:
     """Print the service's state; where it is watched, again and again until interrupted. A service that goes away is
     waited for."""
