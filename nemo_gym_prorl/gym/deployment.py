@@ -31,7 +31,14 @@ from omegaconf import OmegaConf
 from yarl import URL
 
 from nemo_gym_prorl.gym import leftovers
-from nemo_gym_prorl.gym.command_line import LOG_TAIL_LINES, RAY_START_S, DeploymentError, GymCli, GymResult
+from nemo_gym_prorl.gym.command_line import (
+    LOG_TAIL_LINES,
+    RAY_START_S,
+    DeploymentError,
+    GymCli,
+    GymResult,
+    running_rays_auth_mode,
+)
 from nemo_gym_prorl.gym.restarter import restarter_program
 from nemo_gym_prorl.gym.venvs import cut_at_a_space
 from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, reaper_command, somebody_else_listens
@@ -85,7 +92,7 @@ class GymDeployment:
         private: further configuration that goes into that file, since others can read command lines.
         overrides: further Hydra overrides; they win.
         work_dir: folder for logs and Gym's files. Default: a temporary one, removed unless there was an error.
-        python, cwd, env, head_port: as for :class:`GymCli`.
+        python, cwd, folder, env, head_port: as for :class:`GymCli`.
         supervised: start servers that die again, as they were, instead of ending; see :meth:`watch`.
         start_timeout_s: bound on the time until every server answers.
 
@@ -107,6 +114,7 @@ class GymDeployment:
         work_dir: Path | None = None,
         python: str = sys.executable,
         cwd: Path | None = None,
+        folder: Path | None = None,
         env: Mapping[str, str] | None = None,
         head_port: int | None = None,
         supervised: bool = False,
@@ -118,12 +126,15 @@ class GymDeployment:
         self._ray_dir = leftovers.FOLDERS / f"{leftovers.PREFIX}{unique}"
         self._lock: int | None = None
         self._supervised = supervised
+        joins_ray = any("ray_head_node_address=" in override for override in overrides)
+        ray = {"RAY_TMPDIR": str(self._ray_dir)} | ({"RAY_AUTH_MODE": running_rays_auth_mode()} if joins_ray else {})
         self._python = python
         self.cli = GymCli(
             self.work_dir,
             python=python,
             cwd=cwd,
-            env={"RAY_TMPDIR": str(self._ray_dir), **(env or {})},
+            folder=folder,
+            env={**ray, **(env or {})},
             head_port=head_port,
             server_python=self._restarter if supervised else None,
         )

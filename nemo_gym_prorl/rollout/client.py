@@ -16,6 +16,7 @@ repeat.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import math
 import os
 import ssl
@@ -29,7 +30,7 @@ from urllib.parse import quote, urlencode
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, RootModel, TypeAdapter, ValidationError
 from yarl import URL
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
@@ -63,6 +64,17 @@ _STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read
 _TRANSITION = TypeAdapter(Transition)
 _PAGE = 1000
 """As many rollouts as a service lists at once."""
+
+
+class ServerInstance(BaseModel):
+    """A server as Gym's head server lists it: instance, implementation, URL."""
+
+    process_name: str
+    name: str
+    url: str
+
+
+_Servers = RootModel[list[ServerInstance]]
 
 
 class ApiError(Exception):
@@ -207,6 +219,10 @@ class RolloutClient:
     async def status(self) -> StatusView:
         """Counts per stage, pool and state."""
         return await self._call(StatusView, "GET", "/status")
+
+    async def servers(self) -> builtins.list[ServerInstance]:
+        """The servers of a deployment, if this is the address of its head server, or of a front."""
+        return (await self._call(_Servers, "GET", "/server_instances")).root
 
     async def events(self, after: str | None = None) -> AsyncIterator[Transition]:
         """Transitions as they happen, until the caller stops or the service goes away.
