@@ -139,6 +139,18 @@ def demo(
 
 
 @app.command()
+def init(
+    name: Annotated[str, typer.Argument(help="Name of the environment: a-z, 0-9 and _.")],
+) -> None:
+    """Write an environment into this folder that serves and scores at once: server, configuration, rows, a test."""
+    from nemo_gym_prorl.commands import new_environment
+
+    for path in new_environment.create(name, Path.cwd()):
+        print(path)
+    print(f"What to run next is in resources_servers/{name}/README.md")
+
+
+@app.command()
 def serve(
     words: Annotated[
         list[str],

@@ -95,7 +95,7 @@ PYTHON_NOT_RUN = {
     "docs/math.md": "takes seconds of sympy; tests/tasks/math/test_checker.py does the same calls",
     "docs/dapo.md": "wants a trainer; tests/dapo/test_runner.py makes the same calls",
     "environments/prorl_mixture/README.md": "writes into the current folder, for a deployment of all four families",
-    "docs/tasks.md": "is a part of tests/toy_family/app.py, which is served there",
+    "docs/tasks.md": "is what prorl init writes; tests/gym/test_init.py serves it",
     "docs/handlers.md": "is a package of its own; tests/handlers/test_plugins.py installs it and runs rollouts",
 }
 """Documents whose Python is compiled only, and why."""

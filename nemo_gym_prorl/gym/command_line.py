@@ -58,7 +58,7 @@ print(json.dumps({"prefix": sys.prefix, "bin": os.path.dirname(sys.executable), 
 
 def running_rays_auth_mode() -> str:
     """Return the value of ``RAY_AUTH_MODE`` for a process that joins a running Ray: as set, else ``token`` if there is
-    one. ``ray start`` decides so by itself, ``ray.init`` with an address does not."""
+    one. ``ray start --head`` decides so by itself, ``ray.init`` with an address does not."""
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
     there = os.environ.get("RAY_AUTH_TOKEN") or file.is_file()
     return os.environ.get("RAY_AUTH_MODE", "token" if there else "disabled")

@@ -50,7 +50,8 @@ class Service:
 
     key: str | None = None
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: str = "prorl_code") -> None:
+        self.environment = environment
         self.log = folder / "serve.log"
         self.mark = ProcessMark("PRORL_TEST_SERVE", os.urandom(8).hex())
         self.state = Path(tempfile.mkdtemp(prefix="prorl-serve-", dir="/tmp"))
@@ -69,7 +70,7 @@ class Service:
         options = (*own, "--policy-model", MODEL_NAME, "--head-port", str(self.head_port))
         with self.log.open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", command, "serve", "prorl_code", *overrides, *options),
+                *(sys.executable, "-c", command, "serve", self.environment, *overrides, *options),
                 *(("--log-dir", str(self._folder / "gym")) if self.keeps_log else ()),
                 cwd=self._folder,
                 env={
