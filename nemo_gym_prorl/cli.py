@@ -402,7 +402,7 @@ def main() -> None:
 def _run[T](work: Coroutine[Any, Any, T]) -> T:
     """Run a command to its end. SIGINT and SIGTERM cancel it, so that it can clean up; a second one ends that too. A
     refusal of the service is one line."""
-    from nemo_gym_prorl.rollout.client import ApiError
+    from nemo_gym_prorl.serving.problem_document import ApiError
 
     caught: signal.Signals | None = None
 

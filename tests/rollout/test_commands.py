@@ -4,7 +4,9 @@
 
 import asyncio
 import json
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,3 +213,36 @@ async def test_an_odd_head_server_is_named_in_a_line(status: int, body: str) -> 
     assert code == 1
     assert output.startswith(f"prorl: no NeMo Gym deployment answers at {head}: "), output
     assert len(output.splitlines()) == 1
+
+
+WEIGHTY = {"aiohttp", "fastapi", "nemo_gym", "numpy", "omegaconf", "pydantic", "ray", "starlette", "tokenizers"}
+"""Packages that take a tenth of a second or more to import."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["--help"], set()),
+        (["show", "{file}:1"], {"pydantic"}),
+        (["show", "{file}:1", "--json"], {"pydantic"}),
+        (["show", "r-1-0"], {"pydantic", "aiohttp"}),
+        (["status"], {"pydantic", "aiohttp"}),
+        (["status", "--group", "g"], {"pydantic", "aiohttp"}),
+        (["cancel", "r"], {"pydantic", "aiohttp"}),
+        (["submit", "{file}", "--run", "r"], {"pydantic", "aiohttp", "omegaconf"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+async def test_a_command_imports_what_it_needs(tmp_path: Path, arguments: list[str], needed: set[str]) -> None:
+    file = write(tmp_path / "rows.jsonl", GOOD)
+    program = (
+        "import atexit, sys; from nemo_gym_prorl.cli import main\n"
+        f"atexit.register(lambda: print('has', *sorted({WEIGHTY!r} & sys.modules.keys()))); main()"
+    )
+    ended = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program, *(word.format(file=file) for word in arguments)),
+        env=os.environ | {"PRORL_URL": "http://127.0.0.1:9"},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    said, _ = await ended.communicate()
+    assert set(said.decode().rpartition("has")[2].split()) <= needed, said.decode()
