@@ -384,6 +384,52 @@ def tail(
     _run(watch.tail(url, token, after, group))
 
 
+backends_app = typer.Typer(name="backends", help="List, add and drain the inference engines of model servers.")
+ModelUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url", help="The model server, or several with commas. Default: those that Gym's head server knows."
+    ),
+]
+
+
+@backends_app.callback(invoke_without_command=True)
+def backends(context: typer.Context, url: ModelUrl = None, token: Token = None) -> None:
+    """List the engines of model servers: health, rollouts, turns being sampled, label of the weights."""
+    if context.invoked_subcommand is None:
+        from nemo_gym_prorl.commands import backends as command
+
+        _run(command.show(url, token))
+
+
+@backends_app.command("add")
+def add_backend(
+    engine: Annotated[str, typer.Argument(help="The engine's base URL.")],
+    run: Annotated[str | None, typer.Option(help="For the rollouts of this run alone.")] = None,
+    weight_version: Annotated[str | None, typer.Option(help="Label of its weights.")] = None,
+    key: Annotated[str | None, typer.Option(envvar="PRORL_API_KEY", help="The engine's key.")] = None,
+    url: ModelUrl = None,
+    token: Token = None,
+) -> None:
+    """Place rollouts on one more engine."""
+    from nemo_gym_prorl.commands import backends as command
+
+    _run(command.add(url, token, engine, run, weight_version, key))
+
+
+@backends_app.command("drain")
+def drain_backend(
+    engine: Annotated[str, typer.Argument(help="The engine's address or id, as the list has them.")],
+    url: ModelUrl = None,
+    token: Token = None,
+) -> None:
+    """Place no new rollouts on an engine; those that it has go on."""
+    from nemo_gym_prorl.commands import backends as command
+
+    _run(command.drain(url, token, engine))
+
+
+app.add_typer(backends_app)
 app.add_typer(image_app)
 app.add_typer(data_app)
 app.add_typer(key_app)

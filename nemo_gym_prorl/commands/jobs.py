@@ -69,20 +69,33 @@ async def _follow(client: RolloutClient, head: str, token: str | None) -> None:
 
 
 async def find_service(head: str, token: str | None = None) -> str:
-    """URL of the one ``prorl_agent`` that a head server of Gym, or a front, tells.
+    """URL of the one ``prorl_agent`` that a head server of Gym, or a front, tells; see :func:`find_servers`.
+
+    Raises:
+        CallerError: the deployment has none, or several.
+    """
+    agents = await find_servers(head, token, "prorl_agent")
+    if len(agents) != 1:
+        names = ", ".join(f"{name} ({url})" for name, url in agents.items()) or "none"
+        raise CallerError(f"the deployment at {head} must have one prorl_agent, has {names}", field="--url")
+    return next(iter(agents.values()))
+
+
+async def find_servers(head: str, token: str | None, implementation: str) -> dict[str, str]:
+    """URLs of a deployment's servers of one implementation, by instance name.
 
     Args:
-        head: its URL.
+        head: URL of Gym's head server, or of a front.
         token: the service's key. A front wants it for each answer; Gym's head server does not look at it.
+        implementation: ``prorl_agent``, say.
 
     Raises:
         InfrastructureError: no head server answers.
         ApiError: the key is missing or wrong.
-        CallerError: the deployment has none, or several.
     """
     try:
         async with asyncio.timeout(_HEAD_S), RolloutClient(head, token, patience_s=0.0) as client:
-            agents = {one.process_name: one.url for one in await client.servers() if one.name == "prorl_agent"}
+            return {one.process_name: one.url for one in await client.servers() if one.name == implementation}
     except (InfrastructureError, ApiError, TimeoutError) as error:
         if isinstance(error, ApiError) and error.problem.status in (401, 403):
             raise
@@ -91,10 +104,6 @@ async def find_service(head: str, token: str | None = None) -> str:
             f"no NeMo Gym deployment answers at {head}: {why}; start one, or give --url or PRORL_URL",
             kind=FailureKind.TRANSPORT_UNREACHABLE,
         ) from error
-    if len(agents) != 1:
-        names = ", ".join(f"{name} ({url})" for name, url in agents.items()) or "none"
-        raise CallerError(f"the deployment at {head} must have one prorl_agent, has {names}", field="--url")
-    return next(iter(agents.values()))
 
 
 async def cancel(url: str | None, token: str | None, ids: list[str], group: str | None) -> int:

@@ -85,7 +85,7 @@ def on_one_machine(policy_url: str, ray_port: int, head_port: int) -> str:
     lines = re.findall(r"^    (.+)$", page.partition("## On Ray")[2].partition("## On Slurm")[0], re.MULTILINE)
     there = {"FIRST:6379": f"127.0.0.2:{ray_port}", "--port=6379": f"--port={ray_port}", "my-model": MODEL_NAME}
     there |= {"http://gpu-1:8000/v1": policy_url}
-    script = ["set -e", f"prorl() {{ {sys.executable} -c 'from nemo_gym_prorl.cli import main; main()' \"$@\"; }}"]
+    script = ["set -e"]
     node = 1  # the machine's own address is not loopback for Ray
     for line in lines:
         for written, meant in there.items():
@@ -108,6 +108,10 @@ async def test_the_page_works_as_it_is_written_with_rays_token(scripted_policy: 
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         ports = first.getsockname()[1], second.getsockname()[1]
     (tmp_path / "rows.jsonl").write_text(json.dumps(row(0, "reference")) + "\n")
+    command = tmp_path / "bin" / "prorl"
+    command.parent.mkdir()
+    command.write_text(f"#!{sys.executable}\nfrom nemo_gym_prorl.cli import main; main()\n")
+    command.chmod(0o755)
     folder = Path(tempfile.mkdtemp(prefix="prorl-ray-", dir="/tmp"))  # the path of a Unix socket must be short
     mark = ProcessMark("PRORL_TEST_FLEET", os.urandom(8).hex())
     told = {name: value for name, value in (os.environ | ENVIRONMENT).items() if not name.startswith("RAY_AUTH")}
@@ -117,9 +121,10 @@ async def test_the_page_works_as_it_is_written_with_rays_token(scripted_policy: 
         env={
             **told,
             "HOME": str(tmp_path),
-            "PRORL_CACHE": str(cache_dir()),
+            "XDG_CACHE_HOME": str(cache_dir().parent),
             "PRORL_HEAD": f"http://127.0.0.1:{ports[1]}",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{command.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
             "RAY_TMPDIR": str(folder),
             mark.name: mark.value,
         },
