@@ -62,16 +62,16 @@ FrontJournal = Annotated[
 
 @app.command()
 def setup() -> None:
-    """Put everything that rollouts need into place: a container runtime, the default sandbox image, one with IPython.
+    """Put everything that rollouts need into place: a container runtime and the default sandbox image.
 
-    What is there already is used as it is, so a second run takes no time. Nothing outside the cache folder is touched.
+    An image with IPython is built when a task needs it. What is there already is used as it is, so a second run takes
+    no time. Nothing outside the cache folder is touched.
     """
     from rich.console import Console
 
     from nemo_gym_prorl.commands.steps import shown_step
     from nemo_gym_prorl.sandbox.images.building.default import (
         DEFAULT,
-        KERNEL,
         default_image_path,
         ensure_image,
         try_image,
@@ -84,8 +84,6 @@ def setup() -> None:
         say(f"{runtime.flavor} {runtime.version_text}, {runtime.path}")
     with shown_step(console, "Default sandbox image") as say:
         say(str(ensure_image(DEFAULT, say)))
-    with shown_step(console, "Sandbox image with IPython") as say:
-        say(str(ensure_image(KERNEL, say)))
     with shown_step(console, "A first container") as say:
         say(", ".join(try_image(default_image_path(), runtime).splitlines()))
 
