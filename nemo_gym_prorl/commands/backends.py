@@ -78,7 +78,9 @@ async def show(url: str | None, token: str | None) -> None:
     """Print the engines of each model server."""
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     for client, found in await _at_each(url, token, ModelClient.backends):
-        table = Table("id", "url", "run", "health", "rollouts", "turns", "limit", "weights", box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
+        for column in ("id", "url", "run", "health", "rollouts", "turns", "limit", "weights"):
+            table.add_column(column, overflow="fold")
         for one in found.backends:
             states = [one.health, *(["draining"] if one.draining else []), *(["paused"] if one.paused else [])]
             numbers = str(one.live_rollouts), str(one.in_flight), str(one.limit or "")
