@@ -163,7 +163,7 @@ class Book:
             self.note(f"{job.id} ({kind}) has neither a reward nor a failure: {job}")
         elif job.failure.origin is Origin.INFRASTRUCTURE and right is not None:
             self.failures[job.failure.kind.value] += 1
-        elif right is not None or job.failure.kind is not FailureKind.AGENT_REQUEST_FAILED:
+        elif right is not None or job.failure.kind is not FailureKind.BAD_ROW:
             self.note(f"{job.id} ({kind}) is blamed for what was done to it: {job.failure}")
 
 

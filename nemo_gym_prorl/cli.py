@@ -62,16 +62,16 @@ FrontJournal = Annotated[
 
 @app.command()
 def setup() -> None:
-    """Put everything that rollouts need into place: a container runtime, the default sandbox image, one with IPython.
+    """Put everything that rollouts need into place: a container runtime and the default sandbox image.
 
-    What is there already is used as it is, so a second run takes no time. Nothing outside the cache folder is touched.
+    An image with IPython is built when a task needs it. What is there already is used as it is, so a second run takes
+    no time. Nothing outside the cache folder is touched.
     """
     from rich.console import Console
 
     from nemo_gym_prorl.commands.steps import shown_step
     from nemo_gym_prorl.sandbox.images.building.default import (
         DEFAULT,
-        KERNEL,
         default_image_path,
         ensure_image,
         try_image,
@@ -84,8 +84,6 @@ def setup() -> None:
         say(f"{runtime.flavor} {runtime.version_text}, {runtime.path}")
     with shown_step(console, "Default sandbox image") as say:
         say(str(ensure_image(DEFAULT, say)))
-    with shown_step(console, "Sandbox image with IPython") as say:
-        say(str(ensure_image(KERNEL, say)))
     with shown_step(console, "A first container") as say:
         say(", ".join(try_image(default_image_path(), runtime).splitlines()))
 
@@ -138,6 +136,18 @@ def demo(
 
     if not _run(Demo(rollouts, output, overrides or ()).run()):
         raise typer.Exit(1)
+
+
+@app.command()
+def init(
+    name: Annotated[str, typer.Argument(help="Name of the environment: a-z, 0-9 and _.")],
+) -> None:
+    """Write an environment into this folder that serves and scores at once: server, configuration, rows, a test."""
+    from nemo_gym_prorl.commands import new_environment
+
+    for path in new_environment.create(name, Path.cwd()):
+        print(path)
+    print(f"What to run next is in resources_servers/{name}/README.md")
 
 
 @app.command()
@@ -374,6 +384,52 @@ def tail(
     _run(watch.tail(url, token, after, group))
 
 
+backends_app = typer.Typer(name="backends", help="List, add and drain the inference engines of model servers.")
+ModelUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url", help="The model server, or several with commas. Default: those that Gym's head server knows."
+    ),
+]
+
+
+@backends_app.callback(invoke_without_command=True)
+def backends(context: typer.Context, url: ModelUrl = None, token: Token = None) -> None:
+    """List the engines of model servers: health, rollouts, turns being sampled, label of the weights."""
+    if context.invoked_subcommand is None:
+        from nemo_gym_prorl.commands import backends as command
+
+        _run(command.show(url, token))
+
+
+@backends_app.command("add")
+def add_backend(
+    engine: Annotated[str, typer.Argument(help="The engine's base URL.")],
+    run: Annotated[str | None, typer.Option(help="For the rollouts of this run alone.")] = None,
+    weight_version: Annotated[str | None, typer.Option(help="Label of its weights.")] = None,
+    key: Annotated[str | None, typer.Option(envvar="PRORL_API_KEY", help="The engine's key.")] = None,
+    url: ModelUrl = None,
+    token: Token = None,
+) -> None:
+    """Place rollouts on one more engine."""
+    from nemo_gym_prorl.commands import backends as command
+
+    _run(command.add(url, token, engine, run, weight_version, key))
+
+
+@backends_app.command("drain")
+def drain_backend(
+    engine: Annotated[str, typer.Argument(help="The engine's address or id, as the list has them.")],
+    url: ModelUrl = None,
+    token: Token = None,
+) -> None:
+    """Place no new rollouts on an engine; those that it has go on."""
+    from nemo_gym_prorl.commands import backends as command
+
+    _run(command.drain(url, token, engine))
+
+
+app.add_typer(backends_app)
 app.add_typer(image_app)
 app.add_typer(data_app)
 app.add_typer(key_app)
@@ -392,7 +448,7 @@ def main() -> None:
 def _run[T](work: Coroutine[Any, Any, T]) -> T:
     """Run a command to its end. SIGINT and SIGTERM cancel it, so that it can clean up; a second one ends that too. A
     refusal of the service is one line."""
-    from nemo_gym_prorl.rollout.client import ApiError
+    from nemo_gym_prorl.serving.problem_document import ApiError
 
     caught: signal.Signals | None = None
 

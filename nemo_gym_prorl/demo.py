@@ -37,6 +37,7 @@ from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.keys import authorization
+from nemo_gym_prorl.task_sandboxes import PROGRESS
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 
 
@@ -132,20 +133,22 @@ class Demo:
                 overrides=self.overrides,
             )
             self.console.print(f"Starting Gym servers (log: {deployment.log_path})", soft_wrap=True)
+            telling = asyncio.create_task(deployment.tell(self._say, PROGRESS))
             async with deployment, RolloutClient(deployment.url(AGENT)) as client:
+                telling.cancel()
                 self.console.print(f"{len(deployment.instances)} Gym servers up in {deployment.start_s:.1f} s")
                 entries = await deployment.guard(self._roll_out(client, _entries(self.rollouts, endpoint.scripted)))
         return self._report(entries, endpoint, time.monotonic() - begin)
 
     def _provide_sandboxes(self) -> None:
-        def say(message: str) -> None:
-            self.console.print(f"  {message}", markup=False, soft_wrap=True)
-
-        runtime = ensure_runtime(say)
+        runtime = ensure_runtime(self._say)
         # Gym's servers find it through the environment that they inherit.
         runtime.activate()
-        image = ensure_image(KERNEL, say)
+        image = ensure_image(KERNEL, self._say)
         self.console.print(f"Sandboxes: {runtime.flavor} {runtime.version_text}, image {image}", soft_wrap=True)
+
+    def _say(self, message: str) -> None:
+        self.console.print(f"  {message}", markup=False, soft_wrap=True)
 
     def _introduce(self, endpoint: Endpoint) -> None:
         if endpoint.scripted:

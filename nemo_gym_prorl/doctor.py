@@ -108,7 +108,8 @@ def examine() -> Iterator[Check]:
         yield selinux
     image = default_image_path()
     yield _image("Default image", image if image.is_dir() else None)
-    yield _image("Image with IPython", image_path(KERNEL))
+    if kernel := image_path(KERNEL):  # else it is built when a task needs it
+        yield _image("Image with IPython", kernel)
     if runtime and image.is_dir() and namespaces.level is Level.OK and not (around and around.level is Level.MISSING):
         yield _sandbox(runtime, image)
     yield _fuse()

@@ -5,7 +5,7 @@
 Three questions are kept apart, because mixing them is how infrastructure trouble ends up as reward 0:
 
 - *What happened?* A failure **kind**: one of the low-cardinality names of NeMo Gym 0.7's ``failure_kinds.py``, also
-  used on Gym 0.4, which does not define them yet. Safe as a metric label.
+  used on Gym 0.4, which does not define them yet, or ``bad_row``. Safe as a metric label.
 - *Whose fault is it?* An **origin**: infrastructure, agent, task or caller. It decides whether a retry can help.
 - *What is the detail?* A **reason**, free text for people, never a label.
 
@@ -32,7 +32,10 @@ FAILURE_KIND_HEADER = "X-ProRL-Failure-Kind"
 
 
 class FailureKind(StrEnum):
-    """The names of NeMo Gym 0.7's shared vocabulary that a rollout can end with."""
+    """How a rollout can end without a reward: names of NeMo Gym 0.7's shared vocabulary, and ``bad_row``."""
+
+    BAD_ROW = "bad_row"
+    """The row itself is wrong. Gym's vocabulary has no name for this: there it is any request that failed."""
 
     TRANSPORT_UNREACHABLE = "transport_unreachable"
     TRANSPORT_PEER_DROP = "transport_peer_drop"
@@ -142,7 +145,7 @@ class CallerError(RolloutError):
     """
 
     origin = Origin.CALLER
-    default_kind = FailureKind.AGENT_REQUEST_FAILED
+    default_kind = FailureKind.BAD_ROW
     http_status: ClassVar[int] = 422
     problem: ClassVar[str] = "invalid-request"
     retry_after_s: ClassVar[int | None] = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rich.console import Console
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.commands.environments import blocks_of
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.gym.command_line import running_rays_auth_mode
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet.app import front_app
 from nemo_gym_prorl.rollout.fleet.front import Front
@@ -88,7 +90,9 @@ async def over_ray(
             journal cannot be opened.
         InfrastructureError: no Ray is to be had there, or the port is taken.
     """
+    os.environ["RAY_AUTH_MODE"] = running_rays_auth_mode()  # read when Ray is imported
     import ray
+    from ray.exceptions import AuthenticationError
 
     from nemo_gym_prorl.gym.ray_nodes import Order, RayNodes
 
@@ -99,6 +103,7 @@ async def over_ray(
         "policy_model_name": policy_model,
         "policy_api_key": policy_key,
         "overrides": [*overrides],
+        "folder": Path.cwd(),
     }
     order = Order(deployment, _agent_of(environments), options.token, log_dir=log_dir)
 
@@ -108,8 +113,10 @@ async def over_ray(
     await _require_listener(address)
     try:
         await asyncio.to_thread(ray.init, address=address, log_to_driver=False, namespace="prorl")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InfrastructureError(f"no Ray is to be had at {address}: {error}") from error
+    except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
+        token = "if that Ray asks for a token, the same must be here: RAY_AUTH_TOKEN, or the file ~/.ray/auth_token"
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InfrastructureError(f"no Ray is to be had at {address}: {why}; {token}") from error
     # Ray takes SIGTERM for a crash: it passes it on, and aborts this process three seconds later, whatever that does.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     try:

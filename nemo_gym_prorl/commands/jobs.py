@@ -13,12 +13,10 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-import aiohttp
-import orjson
 from rich.console import Console
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 
 
 DEFAULT_HEAD = "http://127.0.0.1:11000"
@@ -55,42 +53,57 @@ async def services(url: str | None, token: str | None) -> AsyncIterator[list[Rol
         yield [RolloutClient(one, token) for one in urls]
         return
     head = os.environ.get("PRORL_HEAD", DEFAULT_HEAD)
-    client = RolloutClient(await find_service(head), token)
-    following = asyncio.create_task(_follow(client, head))
+    client = RolloutClient(await find_service(head, token), token)
+    following = asyncio.create_task(_follow(client, head, token))
     try:
         yield [client]
     finally:
         following.cancel()
 
 
-async def _follow(client: RolloutClient, head: str) -> None:
+async def _follow(client: RolloutClient, head: str, token: str | None) -> None:
     while True:
         await asyncio.sleep(_LOOK_S)
-        with suppress(RolloutError):
-            client.url = await find_service(head)
+        with suppress(RolloutError, ApiError):
+            client.url = await find_service(head, token)
 
 
-async def find_service(head: str) -> str:
-    """URL of the one ``prorl_agent`` of a running Gym deployment.
+async def find_service(head: str, token: str | None = None) -> str:
+    """URL of the one ``prorl_agent`` that a head server of Gym, or a front, tells; see :func:`find_servers`.
 
     Raises:
-        InfrastructureError: no head server answers.
         CallerError: the deployment has none, or several.
     """
-    timeout = aiohttp.ClientTimeout(total=_HEAD_S)
-    try:
-        async with aiohttp.ClientSession(timeout=timeout) as http, http.get(f"{head}/server_instances") as response:
-            instances = orjson.loads(await response.read())
-            agents = {entry["process_name"]: entry["url"] for entry in instances if entry["name"] == "prorl_agent"}
-    except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise InfrastructureError(
-            f"no NeMo Gym deployment answers at {head}: {error}; start one, or give --url or PRORL_URL",
-            kind=FailureKind.TRANSPORT_UNREACHABLE,
-        ) from error
+    agents = await find_servers(head, token, "prorl_agent")
     if len(agents) != 1:
         names = ", ".join(f"{name} ({url})" for name, url in agents.items()) or "none"
         raise CallerError(f"the deployment at {head} must have one prorl_agent, has {names}", field="--url")
-    return str(next(iter(agents.values())))
+    return next(iter(agents.values()))
+
+
+async def find_servers(head: str, token: str | None, implementation: str) -> dict[str, str]:
+    """URLs of a deployment's servers of one implementation, by instance name.
+
+    Args:
+        head: URL of Gym's head server, or of a front.
+        token: the service's key. A front wants it for each answer; Gym's head server does not look at it.
+        implementation: ``prorl_agent``, say.
+
+    Raises:
+        InfrastructureError: no head server answers.
+        ApiError: the key is missing or wrong.
+    """
+    try:
+        async with asyncio.timeout(_HEAD_S), RolloutClient(head, token, patience_s=0.0) as client:
+            return {one.process_name: one.url for one in await client.servers() if one.name == implementation}
+    except (InfrastructureError, ApiError, TimeoutError) as error:
+        if isinstance(error, ApiError) and error.problem.status in (401, 403):
+            raise
+        why = str(error) or f"no answer in {_HEAD_S:g} s"
+        raise InfrastructureError(
+            f"no NeMo Gym deployment answers at {head}: {why}; start one, or give --url or PRORL_URL",
+            kind=FailureKind.TRANSPORT_UNREACHABLE,
+        ) from error
 
 
 async def cancel(url: str | None, token: str | None, ids: list[str], group: str | None) -> int:

@@ -1,14 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What became of a run, for a person: counts, failures with their reasons, reward per prompt, pass@k.
+"""The report of a run, for a person: counts, failures by cause, a histogram of rewards, pass@k.
 
-Only rollouts that were scored have a reward; failed ones are counted beside it and never as 0.
+Only rollouts that were scored have a reward; failed ones are counted beside it and never as 0. Failures have one cause
+if kind, stage and reason agree, apart from what tells one rollout from another in the reason: ids, numbers, names.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
 
@@ -17,12 +19,22 @@ from rich.markup import escape
 from rich.table import Table
 
 from nemo_gym_prorl.commands.rows import Place, Refusal
+from nemo_gym_prorl.commands.show import visible
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import FailureView, JobView
 
 
-MOST_LINES = 40
-"""Rows of a table, and refused lines, that are printed; the rest is counted."""
+MAX_CAUSES = 20
+"""Causes that are printed with an example; the rest is counted."""
+
+_REASON_CHARS = 400
+_MAX_BARS = 10
+"""Distinct rewards that have a bar each; more are sorted into as many intervals."""
+_BAR_CHARS = 40
+
+_WORD = r"[^\s,;:=()\[\]]"
+_DIFFERS = re.compile(rf"""(?<!\w)(?:'[^']*'|"[^"]*")|(?<!{_WORD})(?<!HTTP ){_WORD}*\d{_WORD}*""")
+"""Of a reason, what may differ between failures of one cause: quoted text, and words with a digit but for statuses."""
 
 
 def best_of(rewards: Sequence[float], k: int) -> float:
@@ -48,14 +60,14 @@ class Tally:
     total: int
     refused: list[Refusal] = field(default_factory=list)
     states: Counter[str] = field(default_factory=Counter)
-    failures: dict[str, list[tuple[Place, str, FailureView]]] = field(default_factory=dict)
+    failures: list[tuple[Place, str, FailureView]] = field(default_factory=list)
     rewards: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, place: Place, job: JobView) -> None:
         """Count one that ended."""
         self.states[job.state] += 1
         if job.failure is not None:
-            self.failures.setdefault(job.failure.kind, []).append((place, job.id, job.failure))
+            self.failures.append((place, job.id, job.failure))
         if job.reward is not None:
             self.rewards.setdefault(place.line, []).append(job.reward)
 
@@ -76,37 +88,70 @@ class Tally:
             parts.append(f"{count} row{'s' * (count > 1)} refused")
         if scored := [reward for rewards in self.rewards.values() for reward in rewards]:
             parts.append(f"mean reward {sum(scored) / len(scored):.3f} over {len(scored)}")
-        parts += [f"{kind}: {len(found)}" for kind, found in sorted(self.failures.items())]
+        kinds = Counter(str(failure.kind) for _, _, failure in self.failures)
+        parts += [f"{kind}: {count}" for kind, count in sorted(kinds.items())]
         return ", ".join(parts) or "none ended yet"
+
+
+def causes[T](found: Iterable[T], reason_of: Callable[[T], tuple[str, ...]]) -> list[list[T]]:
+    """``found``, one list for each cause, the most frequent first.
+
+    Args:
+        found: what went wrong.
+        reason_of: its names, and its reason as the last one.
+    """
+    by_cause: dict[tuple[str, ...], list[T]] = {}
+    for one in found:
+        *names, reason = reason_of(one)
+        by_cause.setdefault((*names, _DIFFERS.sub("#", reason)[:_REASON_CHARS]), []).append(one)
+    return sorted(by_cause.values(), key=len, reverse=True)
 
 
 def print_report(console: Console, tally: Tally, repeats: int) -> None:
     """The whole report."""
     if tally.rewards:
-        console.print(_prompts(tally.rewards))
-        if len(tally.rewards) > MOST_LINES:
-            console.print(f"… and {len(tally.rewards) - MOST_LINES} more rows", style="dim")
+        console.print(_histogram([reward for of in tally.rewards.values() for reward in of]))
+        if repeats > 1:
+            alike = sum(len(set(of)) == 1 for of in tally.rewards.values() if len(of) > 1)
+            console.print(f"{alike} of {len(tally.rewards)} rows have one reward in all their rollouts", style="dim")
         console.print(_pass_at(tally.rewards, repeats))
     if tally.failures:
-        console.print(_failures(tally.failures))
+        _print_failures(console, tally.failures)
     console.print(tally.line(), highlight=False, soft_wrap=True)
 
 
 def print_refused(console: Console, file: str, refused: Sequence[Refusal]) -> None:
-    """One line for each row that is not run."""
-    for refusal in refused[:MOST_LINES]:
-        console.print(f"{file}:{refusal.line}: {refusal.reason}", style="red", markup=False, soft_wrap=True)
-    if len(refused) > MOST_LINES:
-        console.print(f"… and {len(refused) - MOST_LINES} more rows", style="red")
+    """One line for each cause for which rows are not run."""
+    found = causes(refused, lambda refusal: (refusal.reason,))
+    for alike in found[:MAX_CAUSES]:
+        first, more = alike[0], len(alike) - 1
+        lines = ", ".join(str(refusal.line) for refusal in alike[1:6]) + ", …" * (more > 5)
+        like_it = f" (and {more} more row{'s' * (more > 1)} like it: {lines})" if more else ""
+        console.print(f"{file}:{first.line}: {first.reason}{like_it}", style="red", markup=False, soft_wrap=True)
+    _print_rest(console, found)
 
 
-def _prompts(rewards: Mapping[int, Sequence[float]]) -> Table:
+def _print_rest(console: Console, found: Sequence[Sequence[object]]) -> None:
+    if rest := found[MAX_CAUSES:]:
+        console.print(f"… and {len(rest)} more causes, {sum(map(len, rest))} in all", style="red", highlight=False)
+
+
+def _histogram(rewards: Sequence[float]) -> Table:
+    """A bar for each reward, or for each of equal intervals between the lowest and the highest one."""
+    counts: Counter[float] = Counter(rewards)
+    bars = [(f"{reward:.6g}", count) for reward, count in sorted(counts.items())]
+    if len(counts) > _MAX_BARS:
+        lowest, width = min(counts), (max(counts) - min(counts)) / _MAX_BARS
+        filled = Counter(min(int((reward - lowest) / width), _MAX_BARS - 1) for reward in rewards)
+        edges = [f"{lowest + width * place:.3g}" for place in range(_MAX_BARS + 1)]
+        bars = [(f"{edges[place]} … {edges[place + 1]}", filled[place]) for place in range(_MAX_BARS)]
     table = Table(box=None, pad_edge=False)
-    for column in ("line", "scored", "mean", "lowest", "highest"):
+    for column in ("reward", "rollouts"):
         table.add_column(column, justify="right")
-    for line in sorted(rewards)[:MOST_LINES]:
-        of = rewards[line]
-        table.add_row(str(line), str(len(of)), *(f"{value:.3f}" for value in (sum(of) / len(of), min(of), max(of))))
+    table.add_column("")
+    most = max(count for _, count in bars)
+    for name, count in bars:
+        table.add_row(name, str(count), "█" * -(-count * _BAR_CHARS // most))
     return table
 
 
@@ -122,12 +167,16 @@ def _pass_at(rewards: Mapping[int, Sequence[float]], repeats: int) -> Table:
     return table
 
 
-def _failures(failures: Mapping[str, Sequence[tuple[Place, str, FailureView]]]) -> Table:
-    table = Table("failure", box=None, pad_edge=False)
+def _print_failures(console: Console, failures: Sequence[tuple[Place, str, FailureView]]) -> None:
+    """By cause, with one example each."""
+    found = causes(failures, lambda one: (one[2].kind, one[2].stage or "", one[2].reason))
+    table = Table("failure", "stage", box=None, pad_edge=False)
     table.add_column("count", justify="right")
     table.add_column("for example", overflow="fold")
-    for kind, found in sorted(failures.items(), key=lambda item: -len(item[1])):
-        place, rollout_id, failure = found[0]
-        where = f"line {place.line}, {rollout_id}" + (f", {failure.stage}" if failure.stage else "")
-        table.add_row(kind, str(len(found)), escape(f"{where}: {failure.reason[:400]}"))
-    return table
+    for alike in found[:MAX_CAUSES]:
+        place, rollout_id, failure = alike[0]
+        reason = failure.reason[:_REASON_CHARS] + "…" * (len(failure.reason) > _REASON_CHARS)
+        where = f"line {place.line}, {rollout_id}: {reason}"
+        table.add_row(failure.kind, failure.stage or "", str(len(alike)), escape(visible(where)))
+    console.print(table)
+    _print_rest(console, found)

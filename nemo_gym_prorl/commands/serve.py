@@ -9,10 +9,8 @@ with it is the business of the rollouts that used it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,11 +28,7 @@ from nemo_gym_prorl.serving.known_keys import near
 from nemo_gym_prorl.task_sandboxes import PROGRESS
 
 
-START_TIMEOUT_S = 900.0
-
 _POLICY_S = 5.0
-WAITING_S = 15.0
-"""So often it says which servers do not answer yet."""
 
 
 async def serve(
@@ -126,7 +120,6 @@ async def serve(
         work_dir=log_dir,
         head_port=head_port,
         supervised=True,
-        start_timeout_s=START_TIMEOUT_S,
     )
     await _look_after(deployment, console)
 
@@ -150,23 +143,6 @@ async def policy_trouble(url: str, model: str, key: str) -> str | None:
     return f"{url} serves {', '.join(served)}, not {model}" if served and model not in served else None
 
 
-async def _tell(deployment: GymDeployment, console: Console) -> None:
-    """While it starts: what servers say that they are about, and now and then which of them are waited for."""
-    told, began = 0, time.monotonic()
-    while True:
-        for _ in range(round(WAITING_S)):
-            await asyncio.sleep(1)
-            with contextlib.suppress(FileNotFoundError):
-                said = [
-                    line for line in deployment.log_path.read_text(errors="replace").splitlines() if PROGRESS in line
-                ]
-                for line in said[told:]:
-                    console.print(line.partition(PROGRESS)[2], markup=False, soft_wrap=True)
-                told = len(said)
-        waited_for = ", ".join(deployment.waiting) or "Gym to launch them"
-        console.print(f"{time.monotonic() - began:.0f} s, waiting for {waited_for}", markup=False, soft_wrap=True)
-
-
 async def _look_after(deployment: GymDeployment, console: Console) -> None:
     console.print(f"Starting Gym servers (log: {deployment.log_path})", markup=False, soft_wrap=True)
 
@@ -177,7 +153,10 @@ async def _look_after(deployment: GymDeployment, console: Console) -> None:
             soft_wrap=True,
         )
 
-    telling = asyncio.create_task(_tell(deployment, console))
+    def progress(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    telling = asyncio.create_task(deployment.tell(progress, PROGRESS))
     async with deployment:
         telling.cancel()
         table = Table("Server", "", "URL", box=None, pad_edge=False)

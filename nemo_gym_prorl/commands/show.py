@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_gym_prorl.commands.jobs import connect
 from nemo_gym_prorl.commands.rows import json_lines
 from nemo_gym_prorl.commands.tokens import print_tokens
 from nemo_gym_prorl.failures import CallerError
@@ -45,7 +44,7 @@ async def show(
     Raises:
         CallerError: the file has no such line, or it is no rollout; its tokens are wanted, and it has none.
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     path, line = _file(what)
     if path is not None:
         found = read_rollouts(path)
@@ -56,6 +55,10 @@ async def show(
             raise CallerError(f"there is no rollout in this line; the file has {len(found)}", field=what)
         rows = [*found.values()] if line is None else [found[line]]
     else:
+        from nemo_gym_prorl.commands.jobs import (
+            connect,
+        )  # a file is shown without an HTTP client, whose import is slow
+
         async with connect(url, token) as client:
             job = await client.get(what)
         rows = [{**(job.result or {}), "rollout": job.model_dump(mode="json", exclude={"result"})}]

@@ -15,7 +15,7 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nemo_gym_prorl.commands.jobs import services
 from nemo_gym_prorl.commands.report import Tally, print_refused, print_report
 from nemo_gym_prorl.commands.rows import Place, Refusal, Results, read_rows
-from nemo_gym_prorl.commands.watch import pools
+from nemo_gym_prorl.commands.watch import pools, pools_line
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet.carrier import MAX_LOSSES, Loss
@@ -46,6 +46,8 @@ from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 PATIENCE_S = 600.0
 """How long a service may be away in mid-run. One that is started again by its restarter is back within a minute."""
 
+PROGRESS_S = 30.0
+"""Seconds between two lines of progress where there is no terminal: a log file stays readable."""
 _LOOK_S = 0.5
 _CANCEL_S = 30.0
 _AT_ONCE = 10_000
@@ -120,26 +122,43 @@ async def submit(order: Order, url: str | None, token: str | None) -> bool:
 
 
 async def _detach(run: Run, wanted: dict[Place, dict[str, Any]], console: Console) -> None:
-    async with _cancelled_with(run, console):
-        await run.to_the_end(wanted)
+    with _shown(run, console, "submitted") as show:
+        async with _cancelled_with(run, console):
+            await run.to_the_end(wanted, show)
     for rollout in sorted(run.left, key=lambda rollout: rollout.place):
         console.print(run.id_of(rollout), highlight=False, soft_wrap=True)
     console.print(f"run {run.name}; the same command with --run {run.name} follows it", style="dim", soft_wrap=True)
 
 
 async def _follow(run: Run, wanted: dict[Place, dict[str, Any]], console: Console) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=console)
-    task = bar.add_task("rollouts", total=run.tally.total)
     console.print(f"run {run.name}", style="dim", soft_wrap=True)
-    with Live(bar, console=console, transient=True) as live:
-
-        def show(status: StatusView) -> None:
-            bar.update(task, completed=run.tally.ended)
-            live.update(Group(bar, run.tally.line(), pools(status)))
-
+    with _shown(run, console, "rollouts") as show:
         async with _cancelled_with(run, console):
             await run.to_the_end(wanted, show)
+
+
+@contextlib.contextmanager
+def _shown(run: Run, console: Console, what: str) -> Iterator[Callable[[StatusView | None], None]]:
+    """Yield a function that shows how far the run is: on a terminal a bar and the pools, else a line now and then."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console)
+    task = bar.add_task(what, total=run.tally.total)
+    began = said = time.monotonic()
+
+    def show(status: StatusView | None) -> None:
+        nonlocal said
+        done = run.tally.ended + len(run.left)
+        if console.is_terminal:
+            bar.update(task, completed=done)
+            live.update(Group(bar, run.tally.line(), *([pools(status)] if status else [])))
+        elif (now := time.monotonic()) - said >= PROGRESS_S:
+            said = now
+            told = f"{done} of {run.tally.total} {what}; {run.tally.line()}"
+            where = f"; {pools_line(status)}" if status else "; the service has said nothing yet"
+            console.print(f"{now - began:.0f} s: {told}{where}", markup=False, highlight=False, soft_wrap=True)
+
+    with Live(bar, console=console, transient=True) as live:
+        yield show
 
 
 @contextlib.asynccontextmanager
@@ -258,11 +277,11 @@ class Run:
         await self._services.close()
 
     async def to_the_end(
-        self, wanted: dict[Place, dict[str, Any]], show: Callable[[StatusView], None] | None = None
+        self, wanted: dict[Place, dict[str, Any]], show: Callable[[StatusView | None], None] = lambda status: None
     ) -> None:
         """Submit, and return when each has its outcome, or is with the service, where no outcome is waited for.
 
-        ``show`` is told the service's state now and then.
+        Twice a second ``show`` gets the service's state, ``None`` before the service has told it.
         """
         self._waiting.extend(_Rollout(place, row) for place, row in wanted.items())
         self._go_on()
@@ -275,8 +294,8 @@ class Run:
                     f"--run {self.name} goes on",
                     kind=FailureKind.TRANSPORT_UNREACHABLE,
                 )
-            if show is not None and (statuses := self._services.statuses):
-                show(StatusView.sum(statuses.values()))
+            statuses = self._services.statuses
+            show(StatusView.sum(statuses.values()) if statuses else None)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), _LOOK_S)
         if self._broken is not None:

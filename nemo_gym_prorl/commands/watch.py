@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,8 +22,10 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.client import ApiError
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView, StatusView
-from nemo_gym_prorl.rollout.store import Transition
 
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.rollout.store import Transition
 
 _RECONNECT_S = 2.0
 _WATCH_S = 1.0
@@ -38,10 +41,18 @@ def pools(status: StatusView) -> Table:
     return table
 
 
+def pools_line(status: StatusView) -> str:
+    """The same in a line."""
+    told = ((stage, status.stages[stage]) for stage in Stage)
+    return ", ".join(
+        f"{stage.upper()} {pool.working} of {pool.slots} working, {pool.waiting} waiting" for stage, pool in told
+    )
+
+
 async def show_status(url: str | None, token: str | None, *, watch: bool = False) -> None:
     """Print the service's state; where it is watched, again and again until interrupted. A service that goes away is
     waited for."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     async with connect(url, token) as client:
         shown = _state(await client.status())
         if not watch:
@@ -87,7 +98,7 @@ async def show_rollouts(
     """
     if failed and state is not None:
         raise CallerError("give either --state or --failed")
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     table = Table("id", "state", box=None, pad_edge=False)
     for column in ("reward", "turns", "seconds"):
         table.add_column(column, justify="right")
@@ -123,7 +134,7 @@ def _print_failed(console: Console, job: JobView) -> None:
 
 async def tail(url: str | None, token: str | None, after: str | None, group: str | None) -> None:
     """Print transitions as they happen, until interrupted. A service that goes away is waited for."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
     seen = after
     async with connect(url, token) as client:
         await client.status()  # a service that is not there is told at once

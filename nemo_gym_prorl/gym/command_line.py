@@ -24,7 +24,7 @@ from pathlib import Path
 import orjson
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.gym import venvs
+from nemo_gym_prorl.gym import config_files, venvs
 from nemo_gym_prorl.gym.config_files import ROOTS_VARIABLE
 from nemo_gym_prorl.gym.venvs import Installation
 from nemo_gym_prorl.processes import ProcessMark
@@ -56,6 +56,14 @@ print(json.dumps({"prefix": sys.prefix, "bin": os.path.dirname(sys.executable), 
 """
 
 
+def running_rays_auth_mode() -> str:
+    """Return the value of ``RAY_AUTH_MODE`` for a process that joins a running Ray: as set, else ``token`` if there is
+    one. ``ray start --head`` decides so by itself, ``ray.init`` with an address does not."""
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+    there = os.environ.get("RAY_AUTH_TOKEN") or file.is_file()
+    return os.environ.get("RAY_AUTH_MODE", "token" if there else "disabled")
+
+
 class DeploymentError(InfrastructureError):
     """Gym could not be started, died, or left something behind."""
 
@@ -76,8 +84,10 @@ class GymCli:
     Args:
         work_dir: folder for what Gym needs on disk; kept by the caller.
         python: the interpreter whose nemo-gym is used; its environment serves all servers.
-        cwd: working directory of commands about servers. Default: the checkout if this package runs from one
-            (nemo-gym 0.4 finds it only there), else ``work_dir``.
+        cwd: working directory of commands about servers. Default: see ``folder``; else the checkout if this package
+            runs from one (nemo-gym 0.4 finds it only there), else ``work_dir``.
+        folder: where a user's own servers and environments may be; default: where this is. If there are any, commands
+            about servers run where they and ours are together, by links.
         env: environment variables on top of ours.
         head_port: where Gym's head server listens. Default: a free port.
         server_python: makes the text of a program that starts the servers in the interpreter's place, from the
@@ -90,6 +100,7 @@ class GymCli:
         *,
         python: str = sys.executable,
         cwd: Path | None = None,
+        folder: Path | None = None,
         env: Mapping[str, str] | None = None,
         head_port: int | None = None,
         server_python: Callable[[Path], str] | None = None,
@@ -100,6 +111,7 @@ class GymCli:
         self.mark = ProcessMark(MARK_NAME, uuid.uuid4().hex)
         self._python = python
         self._cwd = cwd
+        self._folder = folder or Path.cwd()
         self._given_env = dict(env or {})
         self._installation: Installation | None = None
 
@@ -129,6 +141,9 @@ class GymCli:
             versions = {name: version for name, (version, _) in packages.items()}
             requirements = {name: wanted for name, (_, wanted) in packages.items()}
             self.work_dir.mkdir(parents=True, exist_ok=True)
+            if self._cwd is None and config_files.has_servers(self._folder):
+                roots = [self._folder, *filter(None, [installation.checkout])]
+                self._cwd = await asyncio.to_thread(config_files.joined, self.work_dir / "servers", roots)
             program = self._server_python(installation.bin / "python3") if self._server_python else None
             await asyncio.to_thread(
                 venvs.link_environments,

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_gym_prorl.gym.venvs import running_installation
+from nemo_gym_prorl.gym.venvs import SERVER_TYPES, running_installation
 
 
 ROOTS_VARIABLE = "NEMO_GYM_EXTRA_ROOTS"
@@ -40,6 +41,27 @@ def merged_files(paths: Iterable[str]) -> DictConfig:
 def environments() -> set[str]:
     """The names of those that there are."""
     return {path.parent.name for root in _roots() for path in root.glob("environments/*/config.yaml")}
+
+
+def has_servers(folder: Path) -> bool:
+    """Whether servers or environments of a user's own are there: Gym's and ours are found without the folder."""
+    here = running_installation()
+    ours = (here.gym_root, here.our_root)
+    return folder not in ours and any((folder / kind).is_dir() for kind in (*SERVER_TYPES, "environments"))
+
+
+def joined(folder: Path, roots: Sequence[Path]) -> Path:
+    """Make ``folder`` anew, with links to all that Gym looks for in several roots, since nemo-gym 0.4 looks in one
+    only. What the first one has of a name is taken; of the others servers and environments count, and nothing else."""
+    shutil.rmtree(folder, ignore_errors=True)
+    kinds = (*SERVER_TYPES, "environments")
+    own = {entry for entry in roots[0].iterdir() if entry.name not in kinds and entry.name[0] != "."}
+    for entry in [*own, *(entry for root in roots for kind in kinds for entry in (root / kind).glob("*"))]:
+        link = folder / (entry.name if entry in own else f"{entry.parent.name}/{entry.name}")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(entry.absolute())
+    return folder
 
 
 def _roots() -> list[Path]:

@@ -31,7 +31,14 @@ from omegaconf import OmegaConf
 from yarl import URL
 
 from nemo_gym_prorl.gym import leftovers
-from nemo_gym_prorl.gym.command_line import LOG_TAIL_LINES, RAY_START_S, DeploymentError, GymCli, GymResult
+from nemo_gym_prorl.gym.command_line import (
+    LOG_TAIL_LINES,
+    RAY_START_S,
+    DeploymentError,
+    GymCli,
+    GymResult,
+    running_rays_auth_mode,
+)
 from nemo_gym_prorl.gym.restarter import restarter_program
 from nemo_gym_prorl.gym.venvs import cut_at_a_space
 from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, reaper_command, somebody_else_listens
@@ -39,6 +46,11 @@ from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, reaper
 
 _KEEPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
 _WATCH_S = 0.5
+START_TIMEOUT_S = 900.0
+"""Until every server answers: a minute on an idle machine, many on one that is busy or builds a sandbox image."""
+
+WAITING_S = 15.0
+"""Seconds between two lines that say what a start waits for."""
 _RAY_LATE = "The current node timed out during startup"
 """Ray's own processes were not up within :data:`~.command_line.RAY_START_S`. On a busy machine that may be: a second
 try is worth it."""
@@ -85,7 +97,7 @@ class GymDeployment:
         private: further configuration that goes into that file, since others can read command lines.
         overrides: further Hydra overrides; they win.
         work_dir: folder for logs and Gym's files. Default: a temporary one, removed unless there was an error.
-        python, cwd, env, head_port: as for :class:`GymCli`.
+        python, cwd, folder, env, head_port: as for :class:`GymCli`.
         supervised: start servers that die again, as they were, instead of ending; see :meth:`watch`.
         start_timeout_s: bound on the time until every server answers.
 
@@ -107,10 +119,11 @@ class GymDeployment:
         work_dir: Path | None = None,
         python: str = sys.executable,
         cwd: Path | None = None,
+        folder: Path | None = None,
         env: Mapping[str, str] | None = None,
         head_port: int | None = None,
         supervised: bool = False,
-        start_timeout_s: float = 240.0,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self._keeps_work_dir = work_dir is not None
         unique = uuid.uuid4().hex[:12]
@@ -118,12 +131,15 @@ class GymDeployment:
         self._ray_dir = leftovers.FOLDERS / f"{leftovers.PREFIX}{unique}"
         self._lock: int | None = None
         self._supervised = supervised
+        joins_ray = any("ray_head_node_address=" in override for override in overrides)
+        ray = {"RAY_TMPDIR": str(self._ray_dir)} | ({"RAY_AUTH_MODE": running_rays_auth_mode()} if joins_ray else {})
         self._python = python
         self.cli = GymCli(
             self.work_dir,
             python=python,
             cwd=cwd,
-            env={"RAY_TMPDIR": str(self._ray_dir), **(env or {})},
+            folder=folder,
+            env={**ray, **(env or {})},
             head_port=head_port,
             server_python=self._restarter if supervised else None,
         )
@@ -188,6 +204,26 @@ class GymDeployment:
             self._raise_if_ended("while it was in use")
             await asyncio.sleep(_WATCH_S)
 
+    async def tell(self, say: Callable[[str], None], marker: str) -> NoReturn:
+        """Say how a start goes, until it is cancelled: what servers tell of themselves, and now and then which of them
+        are waited for, how busy the machine is, and the log's last line.
+
+        Args:
+            say: is told each line.
+            marker: stands in the log before what a server says of itself.
+        """
+        told, began = 0, time.monotonic()
+        while True:
+            for _ in range(round(WAITING_S)):
+                await asyncio.sleep(1)
+                said = [line for line in self._log_lines() if marker in line]
+                for line in said[told:]:
+                    say(line.partition(marker)[2])
+                told = len(said)
+            stage = ", ".join(self.waiting) or "Gym to launch them"
+            last = next((f"; its log: {line:.120}" for line in reversed(self._log_lines()) if line.strip()), "")
+            say(f"{time.monotonic() - began:.0f} s, waiting for {stage}; {_load()}{last}")
+
     async def guard[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Do some work with the deployment; if that dies, the work is cancelled and the death is the error.
 
@@ -214,7 +250,10 @@ class GymDeployment:
         except TimeoutError as error:
             tail = self._log_tail()
             await self._end()
-            raise DeploymentError(f"servers not up after {self._start_timeout_s:g} s; {tail}") from error
+            waited_for = ", ".join(self.waiting) or "Gym to launch its servers"
+            raise DeploymentError(
+                f"not up after {self._start_timeout_s:g} s, still waiting for {waited_for}; {tail}"
+            ) from error
         except BaseException as error:
             await self._end()
             await self._tidy(error)
@@ -355,8 +394,16 @@ class GymDeployment:
             raise DeploymentError(f"gym env start ended with status {status} {when}; {self._log_tail()}")
 
     def _log_tail(self) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
-        return f"log {self.log_path}, its last lines:\n" + "\n".join(without_interrupts(lines)[-LOG_TAIL_LINES:])
+        lines = without_interrupts(self._log_lines())[-LOG_TAIL_LINES:]
+        if not any(map(str.strip, lines)):
+            return f"Gym has printed nothing into {self.log_path}, so its own import is not over; {_load()}"
+        return f"{_load()}; log {self.log_path}, its last lines:\n" + "\n".join(lines)
+
+    def _log_lines(self) -> list[str]:
+        try:
+            return self.log_path.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
 
     async def _end(self) -> None:
         # Cancelling the caller a second time must not leave servers behind.
@@ -395,6 +442,10 @@ async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
             return orjson.loads(await response.read()) if response.status == 200 else None
     except (aiohttp.ClientError, TimeoutError):
         return None
+
+
+def _load() -> str:
+    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 
 def _lives(pid: int) -> bool:

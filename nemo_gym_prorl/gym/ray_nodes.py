@@ -61,14 +61,12 @@ class Order:
         agent: instance name of its ``prorl_agent``.
         token: the key of that agent, without which none of it is to be had beyond loopback.
         log_dir: folder for a folder with each node's log; ``None`` for temporary ones.
-        start_timeout_s: bound on the time until every server answers.
     """
 
     deployment: Mapping[str, Any]
     agent: str
     token: str | None
     log_dir: Path | None = None
-    start_timeout_s: float = 900.0
 
 
 class NodeActor:
@@ -102,7 +100,6 @@ class NodeActor:
             overrides=overrides,
             private={order.agent: {"responses_api_agents": {"prorl_agent": agent}}},
             supervised=True,
-            start_timeout_s=order.start_timeout_s,
             work_dir=work_dir,
         )
         await deployment.__aenter__()

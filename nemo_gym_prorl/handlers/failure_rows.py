@@ -31,7 +31,7 @@ _TRY_AGAIN_S = 5
 
 
 NOTHING_SAMPLED = Failure(
-    FailureKind.AGENT_REQUEST_FAILED,
+    FailureKind.BAD_ROW,
     Origin.CALLER,
     Stage.RUN,
     "the prompt leaves the policy no room in its context, so nothing was sampled that could be trained on",

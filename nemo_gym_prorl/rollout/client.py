@@ -16,6 +16,7 @@ repeat.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import math
 import os
 import ssl
@@ -24,12 +25,12 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlencode
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, RootModel, TypeAdapter, ValidationError
 from yarl import URL
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
@@ -44,10 +45,13 @@ from nemo_gym_prorl.rollout.schemas import (
     StatusView,
     TokenForm,
 )
-from nemo_gym_prorl.rollout.store import Transition
 from nemo_gym_prorl.serving.keys import authorization
+from nemo_gym_prorl.serving.problem_document import ApiError as ApiError
 from nemo_gym_prorl.serving.problem_document import Problem
 
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.rollout.store import Transition
 
 _SOONEST_S, _LATEST_S = 0.1, 60.0
 """Bounds of what a service may ask for with ``Retry-After``."""
@@ -60,23 +64,19 @@ _KEEP_ALIVE_S = 3.0
 _STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
 """Of a stream of events, which says something every 15 seconds."""
 
-_TRANSITION = TypeAdapter(Transition)
 _PAGE = 1000
 """As many rollouts as a service lists at once."""
 
 
-class ApiError(Exception):
-    """The service refused a request.
+class ServerInstance(BaseModel):
+    """A server as Gym's head server lists it: instance, implementation, URL."""
 
-    Attributes:
-        problem: the RFC 9457 document that it answered with.
-        retry_after_s: when it asked to come back; ``None`` if it did not.
-    """
+    process_name: str
+    name: str
+    url: str
 
-    def __init__(self, problem: Problem, retry_after_s: float | None = None) -> None:
-        super().__init__(f"HTTP {problem.status}: {problem.detail}")
-        self.problem = problem
-        self.retry_after_s = retry_after_s
+
+_Servers = RootModel[list[ServerInstance]]
 
 
 class RolloutClient:
@@ -208,6 +208,10 @@ class RolloutClient:
         """Counts per stage, pool and state."""
         return await self._call(StatusView, "GET", "/status")
 
+    async def servers(self) -> builtins.list[ServerInstance]:
+        """The servers of a deployment, if this is the address of its head server, or of a front."""
+        return (await self._call(_Servers, "GET", "/server_instances")).root
+
     async def events(self, after: str | None = None) -> AsyncIterator[Transition]:
         """Transitions as they happen, until the caller stops or the service goes away.
 
@@ -217,7 +221,9 @@ class RolloutClient:
         Raises:
             ApiError: some behind ``after`` are forgotten, or this reader was too slow.
         """
-        query = {} if after is None else {"after": after}
+        from nemo_gym_prorl.rollout.store import Transition
+
+        query, transition = {} if after is None else {"after": after}, TypeAdapter(Transition)
         with self._told():
             async with self._open.get(f"{self.url}/v1/events", params=query, timeout=_STREAM_TIMEOUT) as response:
                 if response.status >= 400:
@@ -229,7 +235,7 @@ class RolloutClient:
                     elif line.startswith(b"data: ") and kind == b"problem":
                         raise ApiError(_problem(response.status, line[6:]))
                     elif line.startswith(b"data: "):
-                        yield _TRANSITION.validate_json(line[6:])
+                        yield transition.validate_json(line[6:])
 
     @property
     def _open(self) -> aiohttp.ClientSession:

@@ -29,6 +29,20 @@ class Problem(BaseModel):
     errors: list[dict[str, Any]] | None = Field(default=None, description="One entry per offending field.")
 
 
+class ApiError(Exception):
+    """The service refused a request.
+
+    Attributes:
+        problem: the RFC 9457 document that it answered with.
+        retry_after_s: when it asked to come back; ``None`` if it did not.
+    """
+
+    def __init__(self, problem: Problem, retry_after_s: float | None = None) -> None:
+        super().__init__(f"HTTP {problem.status}: {problem.detail}")
+        self.problem = problem
+        self.retry_after_s = retry_after_s
+
+
 def field_errors(errors: Sequence[Mapping[str, Any]], *, outer: int = 0) -> list[dict[str, Any]]:
     """The first fields that are wrong, and why.
 

@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 import threading
+import time
 
 
 STARTER_VARIABLE = "PRORL_GYM_STARTER"
@@ -41,7 +42,7 @@ def _end_after(watched: int) -> None:
     ended.register(watched, select.POLLIN)
     ended.poll()
     print("prorl: the Gym that started this server has ended, and so does the server", file=sys.stderr, flush=True)
-    forced = threading.Timer(END_S, os._exit, (1,))
-    forced.daemon = True
-    forced.start()
-    os.kill(os.getpid(), signal.SIGTERM)
+    if threading.main_thread().is_alive():  # else the process is at its end already, and starts no thread for a timer
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_S)
+    os._exit(1)

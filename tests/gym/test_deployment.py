@@ -4,6 +4,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import socket
@@ -109,9 +110,27 @@ async def test_cancelled_while_servers_start_nothing_stays(shared_ray, tmp_path)
 
 async def test_servers_that_take_too_long_are_given_up(tmp_path):
     gym = GymDeployment(**of_one_server(tmp_path, ASLEEP), work_dir=tmp_path / "gym", start_timeout_s=2)
-    with pytest.raises(DeploymentError, match="not up after 2 s"):
+    expected = r"not up after 2 s, still waiting for .*; (Gym has printed nothing.*load|load) [\d.]+ on \d+ cores"
+    with pytest.raises(DeploymentError, match=expected):
         await gym.__aenter__()
     assert gym.cli.mark.processes() == {}
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        (None, "Gym has printed nothing into"),
+        ("", "Gym has printed nothing into"),
+        ("\n \n", "Gym has printed nothing into"),
+        ("one\ntwo\n", "its last lines:\none\ntwo"),
+    ],
+)
+def test_the_end_of_a_log_is_told_or_that_there_is_none(log: str | None, told: str, tmp_path: Path) -> None:
+    gym = GymDeployment(work_dir=tmp_path)
+    if log is not None:
+        gym.log_path.write_text(log)
+    assert told in gym._log_tail()
+    assert re.search(r"load [\d.]+ on \d+ cores", gym._log_tail())
 
 
 async def test_killing_the_owner_ends_the_deployment_and_its_ray(tmp_path):

@@ -4,10 +4,13 @@
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,10 @@ import pytest
 from benchmarks.raylets import ENVIRONMENT, Raylets, raylets
 from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.gym.command_line import MARK_NAME
-from nemo_gym_prorl.processes import ProcessMark
+from nemo_gym_prorl.processes import ProcessMark, reaper_command
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
@@ -73,6 +77,74 @@ async def served(
         assert await mark.kill(settle_s=5) == {}
     everything = ProcessMark(MARK_NAME, "").processes()
     assert not [command for command in everything.values() if str(folder) in command]
+
+
+def on_one_machine(policy_url: str, ray_port: int, head_port: int) -> str:
+    """The page's commands for Ray as a script: two nodes, by two addresses of this machine, and what comes after."""
+    page = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text()
+    lines = re.findall(r"^    (.+)$", page.partition("## On Ray")[2].partition("## On Slurm")[0], re.MULTILINE)
+    there = {"FIRST:6379": f"127.0.0.2:{ray_port}", "--port=6379": f"--port={ray_port}", "my-model": MODEL_NAME}
+    there |= {"http://gpu-1:8000/v1": policy_url}
+    script = ["set -e"]
+    node = 1  # the machine's own address is not loopback for Ray
+    for line in lines:
+        for written, meant in there.items():
+            line = line.replace(written, meant)
+        if line.startswith("ray start"):
+            node += 1
+            line = line.partition("#")[0] + f" --node-ip-address=127.0.0.{node} --num-cpus=1"
+            line += " --include-dashboard=false" * ("--head" in line)
+        elif line.startswith("prorl serve"):
+            line += f" --head-port={head_port} >serve.log 2>&1 & front=$!"
+            line += "\nuntil grep -q '2 nodes' serve.log; do kill -0 $front; sleep 1; done"
+        script.append(line)
+    return "\n".join([*script, "prorl status", "kill $front", "wait $front"])
+
+
+@pytest.mark.gym
+@pytest.mark.sandbox
+@pytest.mark.timeout(900)
+async def test_the_page_works_as_it_is_written_with_rays_token(scripted_policy: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        ports = first.getsockname()[1], second.getsockname()[1]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row(0, "reference")) + "\n")
+    command = tmp_path / "bin" / "prorl"
+    command.parent.mkdir()
+    command.write_text(f"#!{sys.executable}\nfrom nemo_gym_prorl.cli import main; main()\n")
+    command.chmod(0o755)
+    folder = Path(tempfile.mkdtemp(prefix="prorl-ray-", dir="/tmp"))  # the path of a Unix socket must be short
+    mark = ProcessMark("PRORL_TEST_FLEET", os.urandom(8).hex())
+    told = {name: value for name, value in (os.environ | ENVIRONMENT).items() if not name.startswith("RAY_AUTH")}
+    bash = await asyncio.create_subprocess_exec(
+        *reaper_command(mark, ["bash", "-c", on_one_machine(scripted_policy, *ports)], sys.executable, folder),
+        cwd=tmp_path,
+        env={
+            **told,
+            "HOME": str(tmp_path),
+            "XDG_CACHE_HOME": str(cache_dir().parent),
+            "PRORL_HEAD": f"http://127.0.0.1:{ports[1]}",
+            "PATH": f"{command.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "RAY_TMPDIR": str(folder),
+            mark.name: mark.value,
+        },
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        said = (await asyncio.wait_for(bash.communicate(), 600))[0].decode()
+    finally:
+        if bash.returncode is None:
+            bash.terminate()
+            await bash.wait()
+        await mark.kill(settle_s=0)
+    log = "".join(found.read_text() for found in tmp_path.glob("serve.log"))  # noqa: ASYNC240
+    assert bash.returncode == 0, said + log
+    assert (tmp_path / ".ray" / "auth_token").is_file()
+    rewards = [json.loads(line)["reward"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert rewards == [1.0] * 8, said + log
+    assert "8 succeeded" in said
 
 
 @pytest.mark.gym

@@ -6,7 +6,6 @@
 """
 
 import asyncio
-import io
 import os
 import re
 import shutil
@@ -20,13 +19,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli import app
-from nemo_gym_prorl.commands import serve
 from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.gym import deployment as deployments
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.handlers.service_config import StagesConfig
 from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
@@ -34,6 +32,7 @@ from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.scripted.text import MODEL_NAME
+from nemo_gym_prorl.task_sandboxes import PROGRESS
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 
 
@@ -50,7 +49,8 @@ class Service:
 
     key: str | None = None
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: str = "prorl_code") -> None:
+        self.environment = environment
         self.log = folder / "serve.log"
         self.mark = ProcessMark("PRORL_TEST_SERVE", os.urandom(8).hex())
         self.state = Path(tempfile.mkdtemp(prefix="prorl-serve-", dir="/tmp"))
@@ -69,7 +69,7 @@ class Service:
         options = (*own, "--policy-model", MODEL_NAME, "--head-port", str(self.head_port))
         with self.log.open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", command, "serve", "prorl_code", *overrides, *options),
+                *(sys.executable, "-c", command, "serve", self.environment, *overrides, *options),
                 *(("--log-dir", str(self._folder / "gym")) if self.keeps_log else ()),
                 cwd=self._folder,
                 env={
@@ -276,18 +276,17 @@ def test_what_it_cannot_do_it_says_in_a_line(tmp_path: Path, monkeypatch: pytest
 async def test_while_it_starts_it_says_what_is_built_and_who_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(serve, "WAITING_S", 1.0)
+    monkeypatch.setattr(deployments, "WAITING_S", 1.0)
     deployment = GymDeployment(work_dir=tmp_path / "gym")
-    page = io.StringIO()
-    telling = asyncio.create_task(serve._tell(deployment, Console(file=page, width=200)))
+    said: list[str] = []
+    telling = asyncio.create_task(deployment.tell(said.append, PROGRESS))
     await asyncio.sleep(1.5)
-    assert "1 s, waiting for Gym to launch them" in page.getvalue()
+    assert re.fullmatch(r"1 s, waiting for Gym to launch them; load [\d.]+ on \d+ cores", said[-1])
     (tmp_path / "gym").mkdir()
     deployment.log_path.write_text("(prorl_math) prorl: sandbox image math: building math\nsomething else\n")
     deployment.waiting = ["prorl_math"]
     await asyncio.sleep(1.5)
     telling.cancel()
-    said = page.getvalue().splitlines()
     assert said.count("sandbox image math: building math") == 1
-    assert said[-1].endswith(" s, waiting for prorl_math")
+    assert re.search(r" s, waiting for prorl_math; load .* cores; its log: something else$", said[-1])
     assert "something else" not in said

@@ -22,6 +22,16 @@ end_with_starter()
 open("up", "w").close()
 time.sleep(600)
 """
+ENDING = """
+import atexit, time
+from nemo_gym_prorl.serving.starter import end_with_starter
+def end():
+    open("up", "w").close()
+    time.sleep(2)
+    open("down", "w").close()
+atexit.register(end)
+end_with_starter()
+"""
 GYM = f"""
 import subprocess, sys, time
 import nemo_gym
@@ -46,6 +56,24 @@ async def test_a_server_ends_when_the_gym_that_started_it_is_killed(tmp_path: Pa
         assert "the Gym that started this server has ended" in (tmp_path / "log").read_text()
     finally:
         await mark.kill(settle_s=0)
+
+
+async def test_a_server_that_is_ending_when_its_gym_ends_goes_on_ending(tmp_path: Path) -> None:
+    gym = await asyncio.create_subprocess_exec("sleep", "600")
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", ENDING),
+        env={**os.environ, STARTER_VARIABLE: str(gym.pid)},
+        cwd=tmp_path,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        while not (tmp_path / "up").exists():
+            await asyncio.sleep(0.05)
+    gym.kill()
+    await gym.wait()
+    _, said = await asyncio.wait_for(server.communicate(), 60)
+    assert (server.returncode, b"Traceback" in said) == (0, False), said.decode()
+    assert (tmp_path / "down").exists()
 
 
 async def test_a_server_whose_gym_has_ended_already_does_not_start(tmp_path: Path) -> None:

@@ -349,10 +349,10 @@ async def test_a_row_that_the_environment_refuses_is_the_callers_error(stage: St
     async with stage.prorl_agent("example_session_state_mgmt") as run:
         result = await run(collected(row))
     assert result["mask_sample"] is True
-    assert result["failure_kind"] == "agent_request_failed"
+    assert result["failure_kind"] == "bad_row"
     assert "initial_count" in result["failure_reason"]
     assert result["_ng_failure_terminal"] is True
-    assert result["rollout"]["failed_attempts"] == ["agent_request_failed"], "not tried again"
+    assert result["rollout"]["failed_attempts"] == ["bad_row"], "not tried again"
 
 
 async def test_a_body_that_is_no_row_is_422_and_names_the_field(stage: Stage) -> None:

@@ -53,7 +53,7 @@ async def test_it_takes_a_place_in_the_run_pool() -> None:
         ({"/count": hang(60)}, {}, 504, "agent_timeout"),
         ({}, {"/v1/responses": status(500)}, 503, "agent_request_failed"),
         ({}, {"/v1/responses": status(404)}, 503, "agent_request_failed"),
-        ({}, {"/v1/responses": status(422)}, 422, "agent_request_failed"),
+        ({}, {"/v1/responses": status(422)}, 422, "bad_row"),
     ],
     ids=["slow", "model-500", "model-404", "model-422"],
 )

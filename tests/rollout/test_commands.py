@@ -4,16 +4,19 @@
 
 import asyncio
 import json
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 
 from nemo_gym_prorl.commands import jobs
 from nemo_gym_prorl.commands.jobs import find_service
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from tests.rollout.command_line import DEFECT, GOOD, LONG, TOKEN, begin, prorl, service, write
+from tests.rollout.fleet.fleets import fleet
 from tests.rollout.serving import serve
 from tests.rollout.standalone import standalone
 
@@ -168,3 +171,78 @@ async def test_the_service_is_found_through_gyms_head_server() -> None:
         instances.append({"process_name": "b", "name": "prorl_agent", "url": "http://127.0.0.1:2"})
         with pytest.raises(CallerError, match=r"must have one prorl_agent, has a .*b "):
             await find_service(head)
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "told"),
+    [(TOKEN, 0, ""), ("wrong", 1, "HTTP 401: "), ("", 1, "set PRORL_TOKEN"), ("cafe\u0301", 1, "HTTP 401: ")],
+)
+@pytest.mark.parametrize("command", ["submit", "status", "show", "cancel"])
+async def test_a_front_with_a_key_is_found_with_the_key(
+    tmp_path: Path, command: str, key: str, code: int, told: str
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD)
+    words = {"submit": [str(rows)], "status": [], "show": ["r"], "cancel": ["r"]}[command]
+    async with fleet(1, key=TOKEN) as there:
+        if command != "submit":
+            await there.client.submit(GOOD, id="r")
+        ended, output = await prorl(command, *words, PRORL_HEAD=there.url, PRORL_TOKEN=key)
+    assert (ended, told in output) == (code, True), output
+    assert "Traceback" not in output
+    assert len(output.splitlines()) == 1 or code == 0, output
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (500, "<html>oops</html>"),
+        (404, '{"detail": "Not Found"}'),
+        (503, '{"type": "about:blank", "title": "t", "status": 503, "detail": "it starts"}'),
+        (200, '{"detail": "an object"}'),
+        (200, '["a", "b"]'),
+        (200, '[{"name": "prorl_agent", "process_name": "a"}]'),
+        (200, "[1"),
+        (200, ""),
+    ],
+)
+async def test_an_odd_head_server_is_named_in_a_line(status: int, body: str) -> None:
+    app = FastAPI()
+    app.get("/server_instances")(lambda: Response(body, status, headers={"Retry-After": "1"} if status == 503 else {}))
+    async with serve(app) as head:
+        code, output = await prorl("status", PRORL_HEAD=head)
+    assert code == 1
+    assert output.startswith(f"prorl: no NeMo Gym deployment answers at {head}: "), output
+    assert len(output.splitlines()) == 1
+
+
+WEIGHTY = {"aiohttp", "fastapi", "nemo_gym", "numpy", "omegaconf", "pydantic", "ray", "starlette", "tokenizers"}
+"""Packages that take a tenth of a second or more to import."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["--help"], set()),
+        (["show", "{file}:1"], {"pydantic"}),
+        (["show", "{file}:1", "--json"], {"pydantic"}),
+        (["show", "r-1-0"], {"pydantic", "aiohttp"}),
+        (["status"], {"pydantic", "aiohttp"}),
+        (["status", "--group", "g"], {"pydantic", "aiohttp"}),
+        (["cancel", "r"], {"pydantic", "aiohttp"}),
+        (["submit", "{file}", "--run", "r"], {"pydantic", "aiohttp", "omegaconf"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+async def test_a_command_imports_what_it_needs(tmp_path: Path, arguments: list[str], needed: set[str]) -> None:
+    file = write(tmp_path / "rows.jsonl", GOOD)
+    program = (
+        "import atexit, sys; from nemo_gym_prorl.cli import main\n"
+        f"atexit.register(lambda: print('has', *sorted({WEIGHTY!r} & sys.modules.keys()))); main()"
+    )
+    ended = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program, *(word.format(file=file) for word in arguments)),
+        env=os.environ | {"PRORL_URL": "http://127.0.0.1:9"},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    said, _ = await ended.communicate()
+    assert set(said.decode().rpartition("has")[2].split()) <= needed, said.decode()

@@ -3,6 +3,7 @@
 """``prorl submit``: every row has its outcome, whatever happens between. Services, processes and signals are real."""
 
 import asyncio
+import io
 import json
 import signal
 from collections.abc import Sequence
@@ -13,11 +14,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from nemo_gym_prorl.commands.report import best_of, doubling
+from nemo_gym_prorl.commands import submit as submitting
+from nemo_gym_prorl.commands.report import Tally, best_of, doubling, print_report
+from nemo_gym_prorl.commands.rows import Place
 from nemo_gym_prorl.commands.submit import Order, submit
-from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin, Stage
 from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.schemas import FailureView
 from tests.rollout.command_line import DEFECT, GOOD, LONG, TOKEN, begin, service, write
 from tests.rollout.handlers import Bench
 from tests.rollout.standalone import standalone
@@ -166,12 +171,110 @@ async def test_the_report_tells_failures_with_reasons_and_pass_at_k(
         assert not await submit(Order(rows, repeats=4, run="r"), url, TOKEN)
     said = capsys.readouterr().out
     table = [line.split() for line in said.splitlines()]
-    assert ["1", "4", "1.000", "1.000", "1.000"] in table
+    assert ["1", "4", "█" * 40] in table
     assert [line for line in table if len(line) == 3 and line[1] == "1.000"] == [
         ["1", "1.000", "1"], ["2", "1.000", "1"], ["4", "1.000", "1"],
     ]  # fmt: skip
     assert "agent_run_error" in said
     assert "the agent gave up" in " ".join(said.split())
+
+
+ROWS_FAULT = (FailureKind.BAD_ROW, Stage.INIT)
+
+
+@pytest.mark.parametrize(
+    ("failures", "told"),
+    [
+        pytest.param(
+            [
+                *((*ROWS_FAULT, f"env /seed_session: HTTP 422: image: there is no 'img-{n}'") for n in range(5)),
+                *((*ROWS_FAULT, f"env /seed_session: HTTP 422: tests.{n}: must be text") for n in range(3)),
+                (*ROWS_FAULT, "env /seed_session: HTTP 422: instance_id: Field required"),
+            ],
+            ["bad_row init 5 line 1, r-1-0:", "bad_row init 3 line 6, r-6-0:", "bad_row init 1 line 9, r-9-0:"],
+            id="three causes of one kind",
+        ),
+        pytest.param(
+            [
+                (FailureKind.VERIFIER_ERROR, Stage.EVAL, "judge at http://10.0.0.1:8000: HTTP 500: x"),
+                (FailureKind.VERIFIER_ERROR, Stage.EVAL, "judge at http://10.0.0.2:8001: HTTP 500: x"),
+                (FailureKind.VERIFIER_ERROR, Stage.EVAL, "judge at http://10.0.0.2:8001: HTTP 404: x"),
+            ],
+            ["verifier_error eval 2 line 1, r-1-0:", "verifier_error eval 1 line 3, r-3-0:"],
+            id="an address differs, a status tells",
+        ),
+        pytest.param(
+            [
+                (FailureKind.AGENT_TIMEOUT, Stage.RUN, "it can't be: 7"),
+                (FailureKind.AGENT_TIMEOUT, Stage.EVAL, "it can't be: 8"),
+                (FailureKind.SESSION_LOST, None, "it can't be: 9"),
+            ],
+            ["agent_timeout run 1", "agent_timeout eval 1", "session_lost 1"],
+            id="kind and stage tell",
+        ),
+        pytest.param(
+            [(FailureKind.AGENT_RUN_ERROR, None, f"{'a' * n}: {'b' * (60 - n)}") for n in range(1, 31)],
+            ["… and 10 more causes, 10 in all"],
+            id="no end of causes",
+        ),
+        pytest.param(
+            [(FailureKind.AGENT_RUN_ERROR, None, "\x1b[31mred[/] [bold]")], ["\\x1b[31mred[/] [bold]"], id="odd text"
+        ),
+    ],
+)
+def test_failures_are_summed_up_by_cause(failures: list[tuple[FailureKind, Stage | None, str]], told: list[str]):
+    tally = Tally(len(failures))
+    for line, (kind, stage, reason) in enumerate(failures, 1):
+        failure = FailureView(kind=kind, origin=Origin.TASK, stage=stage, reason=reason)
+        tally.failures.append((Place(line, 0), f"r-{line}-0", failure))
+    said = io.StringIO()
+    print_report(Console(file=said, width=200), tally, 1)
+    lines = [" ".join(line.split()) for line in said.getvalue().splitlines()]
+    assert all(any(expected in line for line in lines) for expected in told), said.getvalue()
+    assert len(lines) == len(failures) + 2 if len(told) == len(failures) else len(lines) <= 24
+
+
+@pytest.mark.parametrize(
+    ("rewards", "bars"),
+    [
+        ([1.0] * 500, ["1 500"]),
+        ([0.0] * 30 + [1.0] * 10, ["0 30", "1 10"]),
+        ([-1.0, 0.5, 0.5], ["-1 1", "0.5 2"]),
+        ([n / 100 for n in range(101)], ["0 … 0.1 10", "0.9 … 1 11"]),
+        ([1e-9, 1.0], ["1e-09 1", "1 1"]),
+    ],
+)
+def test_rewards_are_a_histogram(rewards: list[float], bars: list[str]) -> None:
+    said = io.StringIO()
+    print_report(Console(file=said, width=200), Tally(len(rewards), rewards=dict(enumerate([r] for r in rewards))), 1)
+    lines = [" ".join(line.split("█")[0].split()) for line in said.getvalue().splitlines()]
+    assert all(bar in lines for bar in bars), said.getvalue()
+    assert len(lines) < 20
+
+
+async def test_rows_that_are_refused_alike_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD, *[{"task_id": n} for n in range(300)], "{oops")
+    async with service() as (url, _):
+        assert not await submit(Order(rows, run="r"), url, TOKEN)
+    said = capsys.readouterr().out
+    like_it = "rows.jsonl:2: row.responses_create_params: Field required (and 299 more rows like it: 3, 4, 5, 6, 7, …)"
+    assert like_it in said
+    assert said.count("rows.jsonl:") == 2
+
+
+async def test_without_a_terminal_it_says_now_and_then_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submitting, "PROGRESS_S", 0.6)
+    rows = write(tmp_path / "rows.jsonl", GOOD, GOOD | {"plan": {"run": [{"seconds": 3}]}})
+    async with service() as (url, _):
+        assert await submit(Order(rows, run="r"), url, TOKEN)
+        said = capsys.readouterr().out.splitlines()
+        assert any(line.startswith("2 s: 1 of 2 rollouts; 1 succeeded") for line in said), said
+        assert any("; INIT " in line and "EVAL " in line for line in said)
+        monkeypatch.setattr(submitting, "PROGRESS_S", 0.0)
+        assert await submit(Order(rows, run="s", detach=True), url, TOKEN)
+        assert any(" s: 0 of 2 submitted" in line for line in capsys.readouterr().out.splitlines())
 
 
 # -- signals ---------------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ async def test_what_gym_asks_for_is_refused_by_gyms_names(
     with pytest.raises(SandboxStartError) as caught:
         await provider.create(SandboxSpec(**spec))
     assert caught.value.reason.startswith(field)
-    assert caught.value.kind is FailureKind.AGENT_REQUEST_FAILED
+    assert caught.value.kind is FailureKind.BAD_ROW
     assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
 
 

@@ -233,7 +233,7 @@ async def test_a_hostile_snapshot_is_refused_and_does_nothing(
     provider = SingularityProvider(snapshots=str(kept))
     with pytest.raises(SandboxStartError, match="snapshot_id") as caught:
         await gone_on_from(provider, "hostile")
-    assert caught.value.kind is FailureKind.AGENT_REQUEST_FAILED
+    assert caught.value.kind is FailureKind.BAD_ROW
     assert "Traceback" not in caught.value.reason
     assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
 
@@ -272,7 +272,7 @@ async def test_a_file_that_is_no_snapshot_or_was_cut_off(image: Path, kept: Path
     (kept / "broken").write_bytes(BROKEN[how](whole))
     with pytest.raises(SandboxStartError, match="snapshot_id") as caught:
         await gone_on_from(SingularityProvider(snapshots=str(kept)), "broken")
-    assert caught.value.kind is FailureKind.AGENT_REQUEST_FAILED
+    assert caught.value.kind is FailureKind.BAD_ROW
     assert str(kept / "broken") in caught.value.reason
     assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
 
@@ -306,7 +306,7 @@ async def test_one_that_is_larger_than_the_sandbox_may_be_is_the_callers(
     for snapshot in (large, many):
         with pytest.raises(SandboxStartError, match=r"snapshot_id.*disk_mib") as caught:
             await gone_on_from(provider, snapshot, disk_mib=2)
-        assert caught.value.kind is FailureKind.AGENT_REQUEST_FAILED
+        assert caught.value.kind is FailureKind.BAD_ROW
 
 
 async def test_what_the_next_sandbox_has_mounted_stays_as_it_is(provider: SingularityProvider, kept: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_folder_in_whose_path_servers_do_not_start_is_named(tmp_path: Path) ->
 
 def test_on_a_bare_machine_it_says_what_to_do(empty_cache: Path) -> None:
     checks = {check.name: check for check in examine()}
-    for name in ("Container runtime", "Default image", "Image with IPython"):
+    for name in ("Container runtime", "Default image"):
         assert checks[name].level is Level.MISSING
         assert "prorl setup" in checks[name].fix
     assert all(check.fix for check in checks.values() if check.level is not Level.OK)

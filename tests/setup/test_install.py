@@ -113,6 +113,17 @@ def test_a_package_comes_from_whichever_mirror_has_the_one_that_is_listed(tmp_pa
     assert list(work.iterdir()) == []
 
 
+def test_packages_come_side_by_side_and_progress_has_their_sizes(tmp_path: Path) -> None:
+    (work := tmp_path / "work").mkdir()
+    listed: dict[str, str] = {}
+    for number in range(20):
+        listed |= package(tmp_path / "archive", f"p{number}", bytes([number]) * 100_000)
+    said: list[str] = []
+    found = pinned.fetch(pinned.Pins("", listed), [(tmp_path / "archive").as_uri()], work, said.append)
+    assert {path.name for path in found} == {path.rpartition("/")[2] for path in listed}
+    assert (said[0], said[-1]) == ("downloading 20 packages", "downloading: 20 of 20 packages, 2.0 MB")
+
+
 def test_where_packages_are_looked_for_and_what_is_listed() -> None:
     listed = json.loads(Path(pinned.__file__).with_name("pinned.json").read_text())
     assert set(listed["packages"]) == {"x86_64", "aarch64"}

@@ -3,7 +3,6 @@
 """The toy family from its rows to its rewards, over HTTP, with a real sandbox of each row's own image."""
 
 import asyncio
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -104,8 +103,3 @@ async def test_an_image_that_is_no_good_is_the_rows_fault(base_url: str, without
             [wrong] = problem["errors"]
             assert wrong["field"] == "image"
             assert complaint in wrong["message"]
-
-
-def test_the_documents_example_is_this_family() -> None:
-    [example] = re.findall(r"```python\n(.*?)```", Path("docs/tasks.md").read_text(), re.DOTALL)
-    assert example in Path("tests/toy_family/app.py").read_text()

@@ -317,7 +317,7 @@ class Front(RolloutService):
         if control.cancelled is not None:
             self._fail(job, classify(control.cancelled, None))
         elif loss is Loss.REFUSED:
-            self._fail(job, Failure(FailureKind.AGENT_REQUEST_FAILED, Origin.CALLER, None, why))
+            self._fail(job, Failure(FailureKind.BAD_ROW, Origin.CALLER, None, why))
         else:
             self._again(job, [], why)
 

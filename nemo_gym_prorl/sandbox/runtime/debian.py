@@ -110,6 +110,8 @@ def fetch(packages: Sequence[str], sources: Iterable[AptSource], work: Path, pro
     archives = sorted((work / "cache" / "archives").glob("*.deb"))
     if not archives:
         raise InfrastructureError("apt downloaded nothing and did not say why")
+    size = sum(archive.stat().st_size for archive in archives) / 1e6
+    progress(f"downloaded {len(archives)} packages, {size:.0f} MB")
     return archives
 
 

@@ -15,6 +15,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -27,6 +28,7 @@ ARCHIVE = "http://deb.debian.org/debian"
 SNAPSHOT = "https://snapshot.debian.org/archive/debian"
 
 TIMEOUT_S = 30.0
+AT_A_TIME = 6  # downloads side by side: a mirror's latency, and not its bandwidth, is what is waited for
 """For a mirror to say something."""
 
 
@@ -66,7 +68,18 @@ def fetch(wanted: Pins, mirrors: Sequence[str], work: Path, progress: Progress) 
         InfrastructureError: one can't be had from any mirror as it is listed; with what each said.
     """
     progress(f"downloading {len(wanted.packages)} packages")
-    return [_fetch(path, checksum, mirrors, work) for path, checksum in wanted.packages.items()]
+    found: list[Path] = []
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        asked = [pool.submit(_fetch, path, checksum, mirrors, work) for path, checksum in wanted.packages.items()]
+        try:
+            for done in as_completed(asked):
+                found.append(done.result())
+                size = sum(path.stat().st_size for path in found) / 1e6
+                progress(f"downloading: {len(found)} of {len(asked)} packages, {size:.1f} MB")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return found
 
 
 def _fetch(path: str, checksum: str, mirrors: Sequence[str], work: Path) -> Path:

@@ -1,0 +1,41 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of my_environment, one JSON object a line: ``python rows.py > data/example.jsonl``."""
+
+import json
+from collections.abc import Iterator
+
+from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
+
+
+SYSTEM = "You work in a sandbox through tools. When you are done, call `submit`; only the file `answer` counts."
+
+
+def row(numbers: list[int], written: int) -> dict[str, object]:
+    """One row: what the policy is told, what it may call, and what the grader needs.
+
+    Args:
+        numbers: to be added.
+        written: what `prorl scripted` answers in place of a model; a model never sees the script.
+    """
+    calls: list[tuple[str, dict[str, str]]] = [("bash", {"command": f"echo {written} > answer"}), ("submit", {})]
+    script = {"turns": [{"tool_calls": [{"name": name, "arguments": with_}]} for name, with_ in calls]}
+    asked = f"Write the sum of {', '.join(map(str, numbers))} into the file `answer`."
+    return {
+        "responses_create_params": {
+            "input": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}],
+            "tools": workbench_schemas(("bash", "submit")),
+            "metadata": {"script": json.dumps(script)},
+        },
+        "answer": sum(numbers),
+    }
+
+
+def example() -> Iterator[str]:
+    """Five rows; the script of the last one is wrong, so that both rewards are seen."""
+    for numbers in ([1, 2], [17, 25], [3, 5, 8], [100, 11], [2, 2]):
+        yield json.dumps(row(numbers, 5 if numbers == [2, 2] else sum(numbers)))
+
+
+if __name__ == "__main__":
+    print(*example(), sep="\n")

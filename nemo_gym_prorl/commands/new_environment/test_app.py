@@ -1,0 +1,37 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""The grader of my_environment, without a sandbox: ``python -m pytest resources_servers/my_environment``."""
+
+import asyncio
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits
+
+
+HERE = Path(__file__).parent
+TASK = runpy.run_path(str(HERE / "app.py"))["Sums"](ToolLimits(30, 120, 10, 16_000))
+
+
+def refused() -> None:
+    raise AssertionError("grading needs no sandbox")
+
+
+@pytest.mark.parametrize(
+    ("written", "reward", "verdict"),
+    [(b"42\n", 1.0, "right"), (b"41", 0.0, "wrong"), (b"", 0.0, "wrong"), (None, 0.0, "no_answer")],
+)
+def test_the_grader_pays_the_sum_alone(written: bytes | None, reward: float, verdict: str) -> None:
+    grade = asyncio.run(TASK.grade({"answer": 42}, Taken(written), {}, refused))
+    assert (grade.reward, grade.verdict) == (reward, verdict)
+
+
+def test_rows_are_as_the_task_wants_them() -> None:
+    for line in (HERE / "data" / "example.jsonl").read_text().splitlines():
+        TASK.needs(json.loads(line))
+    with pytest.raises(CallerError, match="answer"):
+        TASK.needs({})

@@ -1,0 +1,78 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""``prorl backends`` before two running model servers, found by a head server or by their addresses."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+from fastapi import FastAPI
+
+from nemo_gym_prorl.policy.http.api import add_control_routes
+from nemo_gym_prorl.serving.access import KeyGuard
+from tests.policy.hosts import hosted
+from tests.rollout.command_line import TOKEN, prorl
+from tests.rollout.serving import serve
+
+
+ENGINE = "http://127.0.0.1:9/v1"
+
+
+@pytest.fixture
+async def models() -> AsyncIterator[list[str]]:
+    """The addresses of two model servers without engines; the key is :data:`TOKEN`."""
+    async with AsyncExitStack() as stack:
+        urls = []
+        for _ in range(2):
+            app = FastAPI()
+            add_control_routes(app, await stack.enter_async_context(hosted()))
+            app.add_middleware(KeyGuard, key=TOKEN)
+            urls.append(await stack.enter_async_context(serve(app)))
+        yield urls
+
+
+async def test_engines_are_listed_added_and_drained_at_each_model_server(models: list[str]) -> None:
+    head = FastAPI()
+    servers = [{"process_name": f"m{n}", "name": "prorl_model", "url": url} for n, url in enumerate(models)]
+    head.get("/server_instances")(
+        lambda: [*servers, {"process_name": "a", "name": "prorl_agent", "url": "http://127.0.0.1:9"}]
+    )
+    async with serve(head) as url:
+        code, said = await prorl("backends", PRORL_HEAD=url)
+        assert (code, said.count("0 engines, 0 turns wait")) == (0, 2), said
+        code, said = await prorl("backends", "add", ENGINE, "--run", "r", "--weight-version", "7", PRORL_HEAD=url)
+        assert (code, said.count(f" at {ENGINE}")) == (0, 2), said
+        code, said = await prorl("backends", PRORL_HEAD=url)
+        lines = [line.split() for line in said.splitlines() if ENGINE in line]
+        assert len(lines) == 2, said
+        assert [line[1:3] + line[-1:] for line in lines] == [[ENGINE, "r", "7"]] * 2, said
+        assert "draining" not in said
+        code, said = await prorl("backends", "drain", lines[0][0], PRORL_HEAD=url)
+        assert (code, said.count("gets no new rollouts")) == (0, 1), "ids are each server's own"
+        code, said = await prorl("backends", "drain", f"{ENGINE}/", PRORL_HEAD=url)
+        assert (code, said.count("gets no new rollouts")) == (0, 2), said
+        assert (await prorl("backends", PRORL_HEAD=url))[1].count("draining") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "complaint"),
+    [
+        (["drain", "nope"], {}, "no model server has an engine nope"),
+        (["drain", ""], {}, "no model server has an engine"),
+        (["add", "nowhere"], {}, "HTTP 4"),
+        ([], {"PRORL_TOKEN": "wrong"}, "HTTP 401: "),
+        (["--url", "http://127.0.0.1:9"], {}, "answers at http://127.0.0.1:9"),
+    ],
+)
+async def test_mistakes_are_one_line(models: list[str], words: list[str], env: dict[str, str], complaint: str) -> None:
+    at = [] if "--url" in words else ["--url", models[0]]
+    code, said = await prorl("backends", *words, *at, **env)
+    assert (code, complaint in said, len(said.splitlines())) == (1, True, 1), said
+
+
+async def test_a_deployment_without_a_model_server_of_ours_is_named() -> None:
+    head = FastAPI()
+    head.get("/server_instances")(lambda: [])
+    async with serve(head) as url:
+        code, said = await prorl("backends", PRORL_HEAD=url)
+    assert (code, f"{url} knows no prorl_model" in said) == (1, True), said
