@@ -104,6 +104,7 @@ def on_one_machine(policy_url: str, ray_port: int, head_port: int) -> str:
 @pytest.mark.gym
 @pytest.mark.sandbox
 @pytest.mark.timeout(900)
+@pytest.mark.long("starts two nodes by Ray's command line, whose own time-out a busy machine may exceed")
 async def test_the_page_works_as_it_is_written_with_rays_token(scripted_policy: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         ports = first.getsockname()[1], second.getsockname()[1]
