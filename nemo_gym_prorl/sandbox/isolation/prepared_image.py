@@ -14,6 +14,7 @@ asked once, and the parent namespace of their user ids. A sandbox then takes a h
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -60,17 +61,17 @@ def preliminaries(
 
     Answers with whether there is, first, the user namespace whose ids the image's owners are to have, where that is
     not the sandbox's own. What follows is, for one with several users, a parent namespace of its own, and by
-    root its volumes, as mounts.
+    root its binds and volumes, as mounts.
     """
     root, several = is_machine_root(), order["users"]
     host = order["host_uid"], order["host_gid"]
     owned = root and not several and prepared.owner != (order["uid"], order["uid"])
-    volumes = order["volumes"] if root else []
-    if not owned and not several and not volumes:
+    shown = root and shown_mounts(order)
+    if not owned and not several and not shown:
         return None
 
     def make() -> tuple[dict[str, Any], list[int]]:
-        files = _volumes(volumes, host, several=several)
+        files = held_mounts(order) if shown else []
         if owned:
             files.insert(0, user_ids.user_namespace(prepared.owner[0], *host, group=prepared.owner[1]))
         if several:
@@ -83,9 +84,9 @@ def preliminaries(
 def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request:
     """Start the first process of a sandbox, as a child of the supervisor's. Answers with its number on the host.
 
-    Goes with where to answer, its parent namespace, the channel of the first process, the launcher, and volumes, or
-    :func:`.mounts.uncovered`. On that channel the first process waits for word, by root with the image as a mount; it
-    is closed when that is ready.
+    Goes with where to answer, its parent namespace, the channel of the first process, the launcher, and
+    :func:`held_mounts`, or :func:`.mounts.uncovered`. On that channel the first process waits for word, by root with
+    the image as a mount; it is closed when that is ready.
 
     Args:
         prepared: of the sandbox.
@@ -96,8 +97,8 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
     several, root, host_network = order["users"], is_machine_root(), order["network"]
     if several and prepared.one_user:
         raise PermissionError(errno.EPERM, prepared.one_user)
-    binds = [Bind.parse(text) for text in (*order["binds"], *(() if root else order["volumes"]))]
-    volumes = [Bind.parse(text).target for text in order["volumes"]] if root else []
+    binds = [Bind.parse(text) for text in (order["binds"][:1] if root else [*order["binds"], *order["volumes"]])]
+    shown = [Bind.parse(text).target for text in shown_mounts(order)] if root else []
     request = Request(Kind.MAKE)
     request.words(len(uncovered()))
     request.limits(_of_all_users(order) if several else [])
@@ -113,7 +114,7 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
         request.text(bind.source, bind.target)
     request.text(f"{SMALL_TMPFS},mode=755", terminal_options(several_users=several))
     request.text(f"{kernel_shares.shared_memory_options(order['shared_memory_mib'])},mode=1777")
-    request.texts(volumes)
+    request.texts(shown)
     request.text(accounts.HOST_NAME)
     request.settings(order)
     request.rules()
@@ -129,19 +130,33 @@ def _of_all_users(order: dict[str, Any]) -> list[tuple[int, int, int]]:
     return [(limit, value, value) for limit, value in limits.items()]
 
 
-def _volumes(binds: list[str], host: tuple[int, int], *, several: bool) -> list[int]:
-    """By root: volumes as mounts for a sandbox, in which what is root's on the host is the sandbox's own."""
-    if not binds:
-        return []
-    count = user_ids.BLOCK if several else 1
-    maps = [[(0, first, count)] for first in host]
-    space = user_ids.namespace(lambda pid: user_ids.write_maps(pid, *maps))
-    shown = []
-    for bind in map(Bind.parse, binds):
+def shown_mounts(order: dict[str, Any]) -> list[str]:
+    """What root shows a sandbox with other owners: its binds, less the first, which is its own folder, and volumes."""
+    return [*order["binds"][1:], *order["volumes"]]
+
+
+def held_mounts(order: dict[str, Any]) -> list[int]:
+    """By root: :func:`shown_mounts` as mounts that are nowhere yet, in which the owner's files are the sandbox's own.
+
+    The owner of a bind is who has its uppermost folder on the host. One that can be written to stays nobody's if that
+    is root, or root's group: a sandbox could leave programs there that run as root on the host.
+    """
+    host, trees = (order["host_uid"], order["host_gid"]), []
+    for bind in map(Bind.parse, order["binds"][1:]):
         tree = bind.take_hold()
-        syscalls.show_as(tree, space)
-        shown.append(tree)
-    return shown
+        trees.append(tree)
+        found = os.stat(bind.source)
+        if bind.read_only or 0 not in (found.st_uid, found.st_gid):
+            # On a file system that can't show other owners it stays nobody's.
+            with contextlib.suppress(OSError):
+                syscalls.show_as(tree, user_ids.user_namespace(found.st_uid, *host, group=found.st_gid))
+    if order["volumes"]:
+        maps = [[(0, first, user_ids.BLOCK if order["users"] else 1)] for first in host]
+        space = user_ids.namespace(lambda pid: user_ids.write_maps(pid, *maps))
+        for volume in map(Bind.parse, order["volumes"]):
+            trees.append(volume.take_hold())
+            syscalls.show_as(trees[-1], space)
+    return trees
 
 
 def image_for(prepared: PreparedImage, pid: int, owners: int | None) -> int | None:

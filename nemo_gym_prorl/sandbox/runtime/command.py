@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import network
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root_outside
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import OWNER_VARIABLE
 
@@ -42,7 +42,8 @@ def runtime_command(order: Message, folder: Path) -> list[str]:
     if not order["network"]:
         command += network.NONE_BY_THE_RUNTIME
     locked = [f"{path}:{path}:ro" for path in LOCKED if Path(path).exists()] if is_machine_root_outside() else []
-    for bind in (*order["binds"], *locked):
+    # Root shows the others itself, with other owners.
+    for bind in (*(order["binds"][:1] if is_machine_root() else order["binds"]), *locked):
         command += ["--bind", bind]
     return command
 

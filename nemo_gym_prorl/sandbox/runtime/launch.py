@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
+from nemo_gym_prorl.sandbox.isolation.prepared_image import held_mounts, shown_mounts
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
 from nemo_gym_prorl.sandbox.limits import descriptors, kernel_shares
@@ -63,7 +64,7 @@ def become_runtime(
         owner = user_namespace(inside, *host)
         if is_machine_root():
             image = _show_image(image, folder, *host)
-            binds = _show_volumes(order["volumes"], folder, *host)
+            binds = _show_mounts(order, folder)
         bounds = _bounds(folder, root=inside == 0)
         for descriptor in uncovered:
             os.setns(descriptor, os.CLONE_NEWNS)
@@ -124,15 +125,17 @@ def _show_image(image: str, folder: Path, uid: int, gid: int) -> str:
     return str(shown)
 
 
-def _show_volumes(binds: Sequence[str], folder: Path, uid: int, gid: int) -> list[str]:
-    """As root: the same for volumes, in which what is root's is the sandbox's user's; returns where they are then."""
-    owner = user_namespace(0, uid, gid) if binds else -1
+def _show_mounts(order: Message, folder: Path) -> list[str]:
+    """As root: the same for binds and volumes; returns where they are then."""
     shown = []
-    for number, bind in enumerate(binds):
+    for number, (bind, tree) in enumerate(zip(shown_mounts(order), held_mounts(order), strict=True)):
         host, _, rest = bind.partition(":")
-        place = folder / f"volume-{number}"
-        place.mkdir()
-        syscalls.mount_for(host, str(place), owner)
+        place = folder / f"mount-{number}"
+        if Path(host).is_dir():
+            place.mkdir()
+        else:
+            place.touch()
+        syscalls.attach(tree, str(place))
         shown.append(f"{place}:{rest}")
     return shown
 

@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""What root's server binds belongs to the sandbox's own user inside, unless a sandbox could harm the host by that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+
+
+pytestmark = [
+    pytest.mark.sandbox,
+    pytest.mark.usefixtures("way"),
+    pytest.mark.skipif(not is_machine_root(), reason="an ordinary user's binds are his own"),
+]
+
+OWN, NOBODY = "0:0", "65534:65534"
+
+BINDS: dict[str, tuple[int, int, str, str, bool]] = {
+    # User and group on the host, option, owner inside, whether it can be written to.
+    "a user's": (4711, 4712, "", OWN, True),
+    "a user's, read-only": (4711, 4712, ":ro", OWN, False),
+    "root's, read-only": (0, 0, ":ro", OWN, False),
+    "root's": (0, 0, "", NOBODY, False),
+    "a user's, of root's group": (4711, 0, "", NOBODY, False),
+    "of root's group, read-only": (4711, 0, ":ro", OWN, False),
+}
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder of the host that every user may enter."""
+    with tempfile.TemporaryDirectory(prefix="prorl-b-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def _repository(folder: Path, uid: int, gid: int) -> Path:
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    (folder / "file").write_text("text")
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, uid, gid)
+    folder.chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize("root", [True, False], ids=["root", "user"])
+@pytest.mark.parametrize("what", BINDS)
+async def test_a_bind_is_the_sandboxs_own(
+    what: str, root: bool, image: Path, runtime: Runtime, open_folder: Path
+) -> None:
+    uid, gid, option, owner, writable = BINDS[what]
+    host = _repository(open_folder / "repository", uid, gid)
+    own = owner if root or owner == NOBODY else "1000:1000"
+    spec = ContainerSpec(image=image, root=root, binds=[f"{host}:/repository{option}"])
+    async with await Container.start(spec, runtime) as container:
+        said = await container.run("stat -c %u:%g /repository /repository/file; git -C /repository status --short")
+        assert said.stdout.splitlines()[:2] == [own, own]
+        assert ("dubious" not in said.stderr) == (owner == OWN), said.stderr
+        wrote = await container.run("echo new > /repository/new")
+        assert (wrote.exit_code == 0) == writable
+    if writable:
+        found = (host / "new").stat()
+        assert (found.st_uid, found.st_gid) == (uid, gid)
+
+
+async def test_files_and_folders_of_several_owners(image: Path, runtime: Runtime, open_folder: Path) -> None:
+    for name, owner in (("one", 4711), ("two", 4713)):
+        (open_folder / name).write_text(name)
+        os.chown(open_folder / name, owner, owner)
+    binds = [f"{open_folder}/one:/mnt/one", f"{open_folder}/two:/mnt/two:ro", f"{open_folder}:/srv:ro"]
+    async with await Container.start(ContainerSpec(image=image, binds=binds, volumes=["v:/v"]), runtime) as container:
+        said = await container.run(
+            "cat /mnt/one /mnt/two; echo; stat -c %u /mnt/one /mnt/two /srv /srv/one /v; touch /v/x"
+        )
+        assert said.stdout.split() == ["onetwo", "0", "0", "0", "65534", "0"]
+        assert (await container.run("echo 1 > /mnt/one")).exit_code == 0
+        assert (await container.run("echo 1 > /mnt/two")).exit_code != 0
+
+
+async def test_with_several_users_a_bind_is_roots(image: Path, runtime: Runtime, open_folder: Path, way: str) -> None:
+    if way == "runtime":
+        pytest.skip("several users need the direct way")
+    host = _repository(open_folder / "repository", 4711, 4711)
+    spec = ContainerSpec(image=image, users=True, binds=[f"{host}:/repository"])
+    async with await Container.start(spec, runtime) as container:
+        said = await container.run("cd /repository; stat -c %u:%g .; touch new; git status --short")
+        assert said.stdout.splitlines()[0] == OWN
+        assert said.exit_code == 0, said.stderr
+    assert (host / "new").stat().st_uid == 4711
