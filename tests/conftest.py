@@ -25,6 +25,8 @@ from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 
 
+pytest_plugins = ["tests.watchdog"]
+
 LONG = bool(os.environ.get("PRORL_TEST_LONG"))
 
 # How fast a machine is, is no property of the code.
