@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
@@ -75,6 +75,7 @@ async def train(machines: list[Machine], schedule: list[tuple[int, Fault]], stal
 
 
 @given(st.lists(faults, max_size=3), st.integers(0, 2))
+@example([(0.0, "/v1/rollouts 429", None)], 1)  # as a queue that others keep full
 @settings(max_examples=25)
 def test_a_service_that_works_is_enough(schedule: list[Fault], staleness: int) -> None:
     async def play() -> None:
