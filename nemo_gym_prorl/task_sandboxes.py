@@ -83,7 +83,7 @@ class TaskSandboxes:
         if self._starter is not None:
             return
         if self._name in LOCAL_PROVIDERS:
-            require_runtime().activate()
+            (await asyncio.to_thread(require_runtime)).activate()
         if self._image is None and not self._rows_name_images:
             self._image = str(await asyncio.to_thread(ensure_image, self._own_image, self._say))
         if self._starter is None:
@@ -123,8 +123,13 @@ class TaskSandboxes:
         assert self._starter is not None
         await self._starter.delete_snapshot(name)
 
+    async def renew_snapshot(self, name: str) -> None:
+        """Have what was kept of a sandbox count as new."""
+        assert self._starter is not None
+        await self._starter.renew_snapshot(name)
+
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
-        """Delete what was kept of sandboxes under a name more than so many seconds ago."""
+        """Delete what was kept of sandboxes under a name, or renewed, more than so many seconds ago."""
         if self._starter is not None:
             await self._starter.delete_old_snapshots(name, age_s)
 

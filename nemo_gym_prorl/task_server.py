@@ -42,6 +42,8 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S
+from nemo_gym_prorl.sandbox.compose.snapshots import is_named
 from nemo_gym_prorl.sandbox.images.building.default import KERNEL
 from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.serving import open_files
@@ -110,8 +112,8 @@ class ResumeRequest(BaseModel):
     checkpoint: SessionCheckpoint
 
 
-class ForgetRequest(BaseModel):
-    """Body of ``/checkpoint_session/forget``."""
+class SnapshotsRequest(BaseModel):
+    """Body of ``/checkpoint_session/forget`` and of ``/checkpoint_session/renew``."""
 
     snapshots: list[str]
 
@@ -185,6 +187,7 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
             app.post(CHECKPOINT_PATH)(self.checkpoint_session)
             app.post(f"{CHECKPOINT_PATH}/resume")(self.resume_session)
             app.post(f"{CHECKPOINT_PATH}/forget")(self.forget_checkpoints)
+            app.post(f"{CHECKPOINT_PATH}/renew")(self.renew_checkpoints)
         if not any(getattr(route, "path", None) == CLOSE_PATH for route in app.routes):
             app.post(CLOSE_PATH)(self.close_resources_session)  # Gym has the route since 0.7
         app.router.lifespan_context = self._lifespan(app.router.lifespan_context)
@@ -217,12 +220,19 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
                 await self._sessions.close(_key(request))
         return self._paths
 
-    async def forget_checkpoints(self, body: ForgetRequest) -> dict[str, int]:
+    async def forget_checkpoints(self, body: SnapshotsRequest) -> dict[str, int]:
         """Erase what was kept for these."""
         for name in body.snapshots:
-            if self._sandboxes is not None and name.startswith(f"{self._kept_as}-"):
+            if self._sandboxes is not None and is_named(name, self._kept_as):
                 await self._sandboxes.delete_snapshot(name)
         return {"forgotten": len(body.snapshots)}
+
+    async def renew_checkpoints(self, body: SnapshotsRequest) -> dict[str, int]:
+        """Go on keeping what was kept for these: rollouts have it still."""
+        for name in body.snapshots:
+            if self._sandboxes is not None and is_named(name, self._kept_as):
+                await self._sandboxes.renew_snapshot(name)
+        return {"renewed": len(body.snapshots)}
 
     @property
     def _paths(self) -> dict[str, str]:
@@ -305,7 +315,7 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
     async def _sweep(self) -> float:
         await self._sessions.sweep()
         if self._sandboxes is not None:
-            await self._sandboxes.delete_old_snapshots(self._kept_as, self.config.session_ttl_s)
+            await self._sandboxes.delete_old_snapshots(self._kept_as, ORPHAN_S)
         return self._sweep_s
 
 

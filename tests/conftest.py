@@ -23,6 +23,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
+from tests import watchdog
 
 
 LONG = bool(os.environ.get("PRORL_TEST_LONG"))
@@ -35,6 +36,10 @@ settings.register_profile(
     max_examples=400 if LONG else 40,
 )
 settings.load_profile("any machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(watchdog)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_gym_prorl.commands import fleet
-from nemo_gym_prorl.commands.overrides import check_overrides
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.gym import config_files
 from nemo_gym_prorl.gym.deployment import Death, GymDeployment
@@ -77,7 +76,6 @@ async def serve(
             complaint = f"is a front's, so it needs --ray; one service has it as {setting}"
             raise CallerError(complaint, field=f"--{option.replace('_', '-')}")
     overrides = [word for word in words if "=" in word]
-    check_overrides(overrides, environments, model_type)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -43,6 +46,11 @@ LOG = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
 """How long to wait for the sandboxes of what is cancelled at the end."""
+STALL_S = 900.0  # as long as the servers of a rollout wait for one that does not answer (unreachable_s)
+
+
+class StalledError(InfrastructureError):
+    """Nothing that a batch waits for has moved for too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,8 @@ class Runner:
         options: more for each submission: ``environment``, ``budgets``, ``max_attempts``, ``run``. A rollout of a run
             is data only if each span of it was sampled by weights of that run, whose labels are versions as numbers.
         state: what :meth:`state` of an earlier runner gave. What ran at services that are gone is sampled again.
+        stall_s: how long :meth:`batch` waits while no rollout moves and no service takes any. Where one does, or the
+            next weights are awaited, the longest budget of a stage is added: a stage may work for that long.
     """
 
     def __init__(
@@ -112,6 +122,7 @@ class Runner:
         client: str = "dapo",
         options: Mapping[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
+        stall_s: float = STALL_S,
     ) -> None:
         self.sampler = sampler
         self.rollout_metrics = RolloutMetrics()
@@ -126,8 +137,12 @@ class Runner:
             lost=self._lost,
             broke=self._broke,
             say=LOG.warning,
+            moved=lambda rollout, state: self._note_progress(),
             placed=self._placed,
         )
+        self._stall_s = stall_s
+        self._moved_at = -math.inf
+        """When a rollout moved, or weights were announced, by the event loop's clock."""
         self._out: set[str] = set()
         """Services that refuse us."""
         self._at: dict[str, str | None] = {}
@@ -159,7 +174,8 @@ class Runner:
             self._carry_out(self.sampler.close())
             async with asyncio.timeout(CLOSE_S):
                 while any(node not in self._out for node in self._at.values()):
-                    await self._change()
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             LOG.warning("%d rollouts are not known to have ended", self.sampler.in_flight)
         finally:
@@ -171,7 +187,9 @@ class Runner:
         Raises:
             NothingToLearn: groups have no variance, for long, or cannot be run.
             ApiError: a service refuses this runner, not just a row.
+            StalledError: no rollout moves. A further call waits again.
         """
+        started = asyncio.get_running_loop().time()
         if self.sampler.asked <= self._handed_over:
             self.sampler.ask()
             self._pump()
@@ -180,13 +198,14 @@ class Runner:
                 raise self._broken
             if self.sampler.finished:
                 return None
-            await self._change()
+            await self._change(started)
         self._handed_over += 1
         return self._batches.get_nowait()
 
     def weights(self, version: int) -> None:
         """The engines sample from these weights now."""
         self.sampler.weights(version)
+        self._note_progress()
         self._pump()
 
     def state(self) -> dict[str, Any]:
@@ -200,9 +219,35 @@ class Runner:
             raise CallerError("a batch waits to be taken: call batch() first", field="state")
         return {"sampler": self.sampler.state(), "services": dict(self._at)}
 
-    async def _change(self) -> None:
+    async def _change(self, started: float) -> None:
+        """Wait for something to happen, unless nothing has for too long since a batch was first waited for."""
+        troubles, now = self._services.troubles(), asyncio.get_running_loop().time()
+        stuck = not self.sampler.awaits_weights and len(troubles) == len(self._services.nodes)
+        bound = self._stall_s + (0.0 if stuck else self._longest_stage())
+        left = max(started, self._moved_at) + bound - now
+        if left <= 0:
+            raise StalledError(f"no rollout has moved for {bound:g} s: {self._stall_reason(troubles)}")
         self._changed.clear()
-        await self._changed.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(left, self._stall_s / 10)):  # since the bound may be another one by then
+                await self._changed.wait()
+
+    def _note_progress(self) -> None:
+        self._moved_at = asyncio.get_running_loop().time()
+
+    def _longest_stage(self) -> float:
+        """The longest budget of a stage, seconds: no rollout may be expected to move sooner."""
+        environments = [it for status in self._services.statuses.values() for it in status.environments.values()]
+        said = [budget for environment in environments for budget in environment.budgets.values()]
+        return max([*said, *(self._options.get("budgets") or {}).values()], default=0.0)
+
+    def _stall_reason(self, troubles: Mapping[str, str]) -> str:
+        if self.sampler.awaits_weights:
+            return f"weights {self.sampler.version + 1} are awaited; announce them by weights()"
+        places = Counter(node or "no service" for rollout, node in self._at.items() if rollout not in self._results)
+        told = [f"{self.sampler.in_flight} rollouts are in flight"]
+        told += [f"{count} at {node}" for node, count in places.items()]
+        return "; ".join([*told, *(f"{node}: {why}" for node, why in troubles.items())])
 
     async def _resume(self, state: Mapping[str, Any]) -> None:
         again = self.sampler.restore(state["sampler"])
@@ -230,6 +275,7 @@ class Runner:
     # What services tell
 
     def _ended(self, job: JobView) -> None:
+        self._note_progress()
         self.rollout_metrics.add(job)
         usage = usage_of(job)
         if job.state is JobState.CANCELLED and job.id in self._resumed:

@@ -243,6 +243,11 @@ class DynamicSampler:
         return len(self._flight)
 
     @property
+    def awaits_weights(self) -> bool:
+        """Whether nothing may begin, and nothing runs, until newer weights are announced."""
+        return not self.in_flight and self._due - self.version > self.config.max_staleness
+
+    @property
     def held(self) -> int:
         """Scored rollouts that wait for their group, or for their batch."""
         return len(self._queue.scored)

@@ -100,7 +100,7 @@ class AgentService:
         keep = config.journal_keep_s, config.journal_keep_bytes
         journal = None if config.journal is None else Journal(config.journal, *keep)
         folder = gym_config.get(CHECKPOINT_FOLDER)
-        shared = None if folder is None else SharedCheckpoints(Path(str(folder)), config.checkpoint_s)
+        shared = None if folder is None else SharedCheckpoints(Path(str(folder)))
         self.pipeline = Pipeline(environments, config.pipeline_settings(), journal=journal, shared=shared)
         self.metrics = PipelineMetrics(self.pipeline)
         self._callers = CallerWatch(self.pipeline, config.caller_grace_s)

@@ -297,13 +297,20 @@ class GymEnvironmentHandler:
 
     async def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Have what is kept for checkpoints erased."""
+        await self._tell_keeper(checkpoints, "forget")
+
+    async def renew(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Have it count as new."""
+        await self._tell_keeper(checkpoints, "renew")
+
+    async def _tell_keeper(self, checkpoints: Sequence[Checkpoint], what: str) -> None:
         kept: dict[str, list[str]] = {}
         for checkpoint in checkpoints:
             if (snapshot := checkpoint.state.session["snapshot"]) is not None:
                 kept.setdefault(checkpoint.state.path, []).append(snapshot)
         for path, snapshots in kept.items():
-            answer = await self._server.post(f"{path}/forget", {"snapshots": snapshots}, CookieJar())
-            require_ok(answer, f"{self._server.name} {path}/forget", FailureKind.PROVIDER_UNAVAILABLE)
+            answer = await self._server.post(f"{path}/{what}", {"snapshots": snapshots}, CookieJar())
+            require_ok(answer, f"{self._server.name} {path}/{what}", FailureKind.PROVIDER_UNAVAILABLE)
 
     def unpack(self, packed: bytes) -> GymCheckpoint:
         """The state of a checkpoint that another service has taken."""

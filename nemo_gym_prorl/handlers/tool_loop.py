@@ -124,6 +124,8 @@ class ToolLoop:
             usage = _add_usage(response.get("usage"), turn.get("usage"))
             response.update({**turn, "output": output, "usage": usage, "previous_response_id": None})
             calls = [item for item in turn["output"] if item.get("type") == "function_call"]
+            for place, call in enumerate(calls):
+                _complete(call, f"call-{self._progress.turns}-{place}")
             reason = self._ended(turn, calls)
             if reason is None:
                 new = await self._call_tools(calls, output)
@@ -172,7 +174,7 @@ class ToolLoop:
             json.loads(call["arguments"])
             # Sent as written: not every writer of JSON takes what the reader made of it.
             arguments = call["arguments"].encode()
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             return _observation(call, json.dumps({"error": f"Invalid tool call arguments: {error!r}"}))
         route = f"/{call['name']}"
         if not _TOOL_NAME.fullmatch(call["name"]) or route in self._no_tools:
@@ -187,6 +189,13 @@ class ToolLoop:
             {"call_id": str(call["call_id"]), "started_at": asked, "seconds": seconds}
         )
         return _observation(call, answer.text())
+
+
+def _complete(call: dict[str, Any], call_id: str) -> None:
+    """Give a call the fields that a request must have. A call without one is the policy's act."""
+    for name, instead in (("call_id", call_id), ("name", ""), ("arguments", "")):
+        if not isinstance(value := call.get(name), str):
+            call[name] = instead if value is None else json.dumps(value)
 
 
 def _step(turn: dict[str, Any], asked: float, seconds: float) -> Step:

@@ -4,7 +4,9 @@
 
 Gym's client posts ``/run`` again, without end, when its connection drops. So:
 
-- an identical row that arrives while its job runs, or within a grace after its caller vanished, joins that job;
+- an identical row that arrives within a grace after its job's caller vanished joins that job, and so does one with the
+  same id at any time. While the caller of a row without an id is connected, an identical one is another collector's,
+  and a rollout of its own;
 - a job whose last caller is gone past the grace is cancelled: nobody waits for it, and it holds a sandbox;
 - a result that was delivered is forgotten. A trainer sends the very same row again under new weights and must get a
   new rollout, never an old answer.
@@ -37,7 +39,11 @@ class CallerGone(HTTPException):
         super().__init__(499, "the caller is gone")
 
 
-@dataclass(slots=True)
+_NOTICE_S = 0.5
+"""How long a caller's leaving may take to be known: whoever posts again has just closed another connection."""
+
+
+@dataclass(slots=True, eq=False)
 class _Call:
     job: Job
     row: dict[str, Any]
@@ -71,7 +77,7 @@ class CallerWatch:
     def __init__(self, pipeline: Pipeline, grace_s: float) -> None:
         self._pipeline = pipeline
         self._grace_s = grace_s
-        self._by_key: dict[bytes, _Call] = {}
+        self._by_key: dict[bytes, list[_Call]] = {}
         self._settling: set[asyncio.Task[None]] = set()
 
     async def run(
@@ -99,6 +105,10 @@ class CallerWatch:
         store = self._pipeline.store
         if wanted.id is not None and store.get(wanted.id) is None and await store.fetch(wanted.id) is not None:
             raise JobConflict.with_anothers(wanted.id)
+        for _ in range(10):
+            if wanted.id is not None or not self._known(key) or self._abandoned(key):
+                break
+            await asyncio.sleep(_NOTICE_S / 10)
         call = self._join_or_submit(wanted, key)
         call.callers += 1
         gone = begin(_disconnected(connection))
@@ -115,8 +125,15 @@ class CallerWatch:
             if not call.callers and call.answer is None:
                 call.farewell = asyncio.get_running_loop().call_later(self._grace_s, self._give_up, call)
 
+    def _known(self, key: bytes | None) -> list[_Call]:
+        return [] if key is None else self._by_key.get(key, [])
+
+    def _abandoned(self, key: bytes | None) -> _Call | None:
+        return next((call for call in self._known(key) if not call.callers), None)
+
     def _join_or_submit(self, wanted: JobRequest, key: bytes | None) -> _Call:
-        if key is not None and (call := self._by_key.get(key)) is not None:
+        call = self._abandoned(key) if wanted.id is None else next(iter(self._known(key)), None)
+        if call is not None:
             if call.row != wanted.row:
                 raise JobConflict(f"job {wanted.id!r} runs with another row; choose another id", field="id")
             if call.farewell is not None:
@@ -130,7 +147,7 @@ class CallerWatch:
             wanted = replace(wanted, id=None)
         call = _Call(self._pipeline.submit(wanted, bounded=False), wanted.row, key)
         if key is not None:
-            self._by_key[key] = call
+            self._by_key.setdefault(key, []).append(call)
         return call
 
     def _deliver(self, call: _Call, render: Callable[[Job], bytes]) -> bytes:
@@ -161,8 +178,10 @@ class CallerWatch:
             self._pipeline.store.deliver(job)
 
     def _forget(self, call: _Call) -> None:
-        if call.key is not None and self._by_key.get(call.key) is call:
-            del self._by_key[call.key]
+        if call.key is not None and call in (known := self._known(call.key)):
+            known.remove(call)
+            if not known:
+                del self._by_key[call.key]
 
 
 async def _disconnected(connection: Request) -> None:

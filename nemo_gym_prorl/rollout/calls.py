@@ -228,13 +228,14 @@ class HandlerCalls:
             LOGGER.warning("unreachable of environment %s failed: %s", environment, classify(error, None).reason)
             return None
 
-    async def forget(self, environment: str, checkpoints: Sequence[Checkpoint]) -> None:
-        """Have checkpoints erased; what goes wrong is logged: who keeps them erases what is old."""
+    async def care(self, environment: str, checkpoints: Sequence[Checkpoint], *, erase: bool) -> None:
+        """Have checkpoints erased, or renewed; what goes wrong is logged: who keeps them erases what is old."""
         try:
             if isinstance(handler := self._handlers.get(environment), KeepsCheckpoints):
-                await _within(self._release_s, handler.forget(checkpoints))
+                await _within(self._release_s, (handler.forget if erase else handler.renew)(checkpoints))
         except Exception as error:
-            LOGGER.warning("forget of environment %s failed: %s", environment, classify(error, None).reason)
+            what = "forget" if erase else "renew"
+            LOGGER.warning("%s of environment %s failed: %s", what, environment, classify(error, None).reason)
 
     def _trajectory(self, job: Job, value: Any) -> Trajectory:
         if not isinstance(value, Trajectory) or not isinstance(value.response, dict):

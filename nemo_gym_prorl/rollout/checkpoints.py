@@ -4,9 +4,10 @@
 
 What is in one is its handler's matter; here is how long it is kept. Of a job without its outcome the latest one always
 is, since it may be needed; all others are erased over a bound of bytes, those of jobs that ended longest ago first, or
-when their job has ended for so long. Several jobs may share one, as those that were forked there: it is erased when
-none has it any more. Where services share a folder (:mod:`~.shared_checkpoints`) a job may begin from what another
-service has taken, and then erases.
+when their job has ended for so long. The rollout owns them: as long as it is here its service renews them, and who
+keeps them erases by age only what no service renews. Several jobs may share one, as those that were forked there: it
+is erased when none has it any more. Where services share a folder (:mod:`~.shared_checkpoints`) a job may begin from
+what another service has taken, and then erases.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from nemo_gym_prorl.rollout.job import Job
     from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
+
+
+RENEW_S = 900.0
+"""Seconds between two renewals of what jobs have."""
+ORPHAN_S = 24 * 3600.0  # a service with a journal may be down for a night
+"""Seconds after its last renewal after which a checkpoint belongs to no rollout any more."""
 
 
 @runtime_checkable
@@ -125,6 +132,13 @@ class Checkpoints:
     def has(self, checkpoint: Checkpoint) -> bool:
         """Whether any job has it still."""
         return checkpoint in self._holders
+
+    def held(self) -> dict[str, list[Checkpoint]]:
+        """All that any job has, by environment."""
+        found: dict[str, dict[Checkpoint, None]] = {}
+        for job in (*self._live, *self._ended):
+            found.setdefault(job.environment, {}).update(dict.fromkeys(job.checkpoints.values()))
+        return {environment: [*checkpoints] for environment, checkpoints in found.items()}
 
     def drop(self, job: Job, checkpoint: Checkpoint) -> None:
         """A job has no use for one of its own any more."""

@@ -104,6 +104,10 @@ class KeepsCheckpoints(Protocol):
         """Have what is kept for them erased; no job has them any more."""
         ...
 
+    async def renew(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Have what is kept for them count as new; jobs have them still."""
+        ...
+
 
 @runtime_checkable
 class UnpacksCheckpoints(Protocol):

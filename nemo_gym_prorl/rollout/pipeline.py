@@ -42,7 +42,7 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.rollout.attempts import Attempt
 from nemo_gym_prorl.rollout.calls import HandlerCalls
-from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint, Checkpoints
+from nemo_gym_prorl.rollout.checkpoints import RENEW_S, Begin, Checkpoint, Checkpoints
 from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory
 from nemo_gym_prorl.rollout.outages import Outage, OutageWatch
@@ -134,6 +134,7 @@ class Pipeline(RolloutService):
             self.settings.checkpoint_bytes, self.settings.checkpoint_s, self._erase_checkpoints, clock, shared
         )
         self._controls: dict[str, _Control] = {}
+        self._renewing: asyncio.Task[None] | None = None
 
     @property
     def abandoned(self) -> int:
@@ -194,6 +195,8 @@ class Pipeline(RolloutService):
         self._controls[job.id] = _Control(since=self._clock())
 
     def _run(self, job: Job) -> None:
+        if self._renewing is None:
+            self._renewing = self.loops.start("checkpoint-renewal", self._renew_checkpoints, delay_s=RENEW_S)
         group = job.group
         if group is not None and job.scope is not None:
             group = f"{job.scope}/{group}"  # another's group of the same name are no siblings
@@ -473,9 +476,16 @@ class Pipeline(RolloutService):
 
     def _erase_checkpoints(self, environment: str, checkpoints: list[Checkpoint]) -> None:
         if own := [one for one in checkpoints if not one.borrowed]:
-            self._spawn(self._calls.forget(environment, own))
+            self._spawn(self._calls.care(environment, own, erase=True))
             if self.shared is not None:
                 self._spawn(self.shared.erase(own))
+
+    async def _renew_checkpoints(self) -> float:
+        for environment, checkpoints in self.checkpoints.held().items():
+            await self._calls.care(environment, checkpoints, erase=False)
+            if self.shared is not None:
+                await self.shared.renew(checkpoints)
+        return RENEW_S
 
     def _begin(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
         """Do something for a job, in the context of who submitted it."""

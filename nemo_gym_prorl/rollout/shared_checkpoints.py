@@ -9,7 +9,7 @@ only cut off, and goes on, disturbs nobody. A rollout that went on from another'
 that one's turns up to there.
 
 Files are JSON and belong to the services' user: who can't write in the folder can't make a service go on anywhere.
-What nobody has erased, since its service is gone, goes by age; whoever writes looks for that now and then.
+What no service renews, since the rollout's is gone, goes by age; whoever writes looks for that now and then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import orjson
 import zstandard
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin, Stage
-from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint, Packs
+from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S, Begin, Checkpoint, Packs
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.request import row_digest
 from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
@@ -43,7 +43,6 @@ LOGGER = logging.getLogger(__name__)
 _ROLLOUTS, _NAME, _AFTER = "rollouts", "folder-id", "after"
 _TAKEN = 2
 """The latest, and one to fall back on: what a machine wrote last may be damaged when it loses its power."""
-_LEAST_AGE_S = 3600.0
 _MOST_LINKS = 100
 
 _Place = tuple[str, Path]
@@ -55,17 +54,15 @@ class SharedCheckpoints:
 
     Args:
         path: of the folder, absolute.
-        keep_s: how long after its last turn a rollout's is kept that nobody erases.
 
     Raises:
         CallerError: there is none, or nothing can be written there.
     """
 
-    def __init__(self, path: Path, keep_s: float) -> None:
+    def __init__(self, path: Path) -> None:
         if not path.is_absolute():
             raise CallerError(f"{path} must begin with /: servers run in several folders", field=CHECKPOINT_FOLDER)
         self._rollouts = path / _ROLLOUTS
-        self._keep_s = max(keep_s, _LEAST_AGE_S)
         self._swept = 0.0
         self._written: dict[Checkpoint, Path] = {}
         try:
@@ -105,6 +102,12 @@ class SharedCheckpoints:
         """Erase what this service has put there for them."""
         paths = [path for one in checkpoints if (path := self._written.pop(one, None)) is not None]
         await asyncio.to_thread(_erase, paths)
+
+    async def renew(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Keep them from going by age, those that a job has borrowed, too."""
+        folders = {self._folder(one.borrowed) for one in checkpoints if one.borrowed}
+        folders |= {self._written[one].parent for one in checkpoints if one in self._written}
+        await asyncio.to_thread(_renew, folders)
 
     async def turns(self, rollout: str) -> list[int]:
         """The turns after which it could go on."""
@@ -199,12 +202,12 @@ class SharedCheckpoints:
 
     def _sweep(self) -> None:
         now = time.time()
-        if now - self._swept < self._keep_s / 4:
+        if now - self._swept < ORPHAN_S / 24:
             return
         self._swept = now
         for folder in self._rollouts.iterdir():
             with suppress(OSError):
-                if folder.stat().st_mtime < now - self._keep_s:
+                if folder.stat().st_mtime < now - ORPHAN_S:
                     shutil.rmtree(folder)
 
 
@@ -260,6 +263,13 @@ def _turns(folder: Path) -> list[int]:
     with suppress(OSError):
         return [int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_file()]
     return []
+
+
+def _renew(paths: Iterable[Path]) -> None:
+    """Have files or folders, as far as they are there, count as new."""
+    for path in paths:
+        with suppress(OSError):
+            os.utime(path)
 
 
 def _erase(paths: Iterable[Path]) -> None:

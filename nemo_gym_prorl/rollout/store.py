@@ -20,10 +20,12 @@ import hashlib
 import secrets
 import time
 import uuid
+from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import FailureKind
@@ -99,6 +101,8 @@ class JobStore:
         self.shares: Mapping[str, float] = {}
         """Of the clients that have one."""
         self._jobs: dict[str, Job] = {}
+        self._numbers: list[tuple[int, str]] = []
+        """Numbers and ids of jobs, ascending; forgotten ones are among them until there are as many of these."""
         self._groups: dict[str, set[str]] = {}
         self.states: Counter[JobState] = Counter()
         """Remembered jobs by state."""
@@ -144,6 +148,9 @@ class JobStore:
         if (delivered := self._jobs.pop(job.id, None)) is not None:
             self._leave_group(delivered)
         self._jobs[job.id] = job
+        self._numbers.append((job.number, job.id))
+        if len(self._numbers) > 2 * len(self._jobs) + 64:
+            self._numbers = [(known.number, known.id) for known in self._jobs.values()]
         if job.group is not None:
             self._groups.setdefault(job.group, set()).add(job.id)
         self.record(job, at)
@@ -250,8 +257,13 @@ class JobStore:
 
     def find(self, *, state: JobState | None, group: str | None, after: int = 0) -> Iterator[Job]:
         """Remembered jobs that fit and whose ``number`` lies behind ``after``, oldest first."""
-        for job in self._jobs.values():
-            if job.fits(state, group, after):
+        numbers = self._numbers
+        if group is not None:
+            numbers = sorted((self._jobs[job_id].number, job_id) for job_id in self._groups.get(group, ()))
+        for place in range(bisect_right(numbers, after, key=itemgetter(0)), len(numbers)):
+            number, job_id = numbers[place]
+            job = self._jobs.get(job_id)
+            if job is not None and job.number == number and job.fits(state, group, after):
                 yield job
 
     async def page(

@@ -129,8 +129,12 @@ class Starter:
         """Delete what :meth:`SandboxWithSessions.checkpoint` has kept."""
         await self._provider.delete_snapshot(name)
 
+    async def renew_snapshot(self, name: str) -> None:
+        """Have it count as new."""
+        await self._provider.renew_snapshot(name)
+
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
-        """Delete what was kept under a name so many seconds ago, where the provider keeps any."""
+        """Delete what was kept or renewed under a name so many seconds ago, where the provider keeps any."""
         if (delete := getattr(self._provider, "delete_old_snapshots", None)) is not None:
             await delete(name, age_s)
 

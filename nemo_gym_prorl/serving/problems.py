@@ -137,7 +137,7 @@ class ProblemRoute(APIRoute):
         return handle
 
 
-def no_other_parameters(request: Request) -> None:
+async def no_other_parameters(request: Request) -> None:
     """A dependency of control routes: what is misspelt, or in the body where it belongs into the query, would be
     passed over, and the request carried out for others than those that were meant.
 

@@ -18,6 +18,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout import client as client_module
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.fleet import carrier as carrier_module
+from nemo_gym_prorl.rollout.fleet import dispatcher as dispatcher_module
 from nemo_gym_prorl.rollout.fleet.carrier import Carrier
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import TokenForm
@@ -32,7 +33,7 @@ class Relay:
     def __init__(self, url: str) -> None:
         self._port = int(url.rsplit(":", 1)[1])
         self._writers: set[asyncio.StreamWriter] = set()
-        self._frozen = False
+        self._frozen = self._dead = False
 
     async def start(self) -> str:
         self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
@@ -42,6 +43,7 @@ class Relay:
         self._frozen = True
 
     def die(self) -> None:
+        self._dead = True
         self._server.close()
         for writer in self._writers:
             writer.transport.abort()
@@ -49,6 +51,8 @@ class Relay:
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._port)
         self._writers |= {writer, there_writer}
+        if self._dead:  # meanwhile
+            self.die()
         with contextlib.suppress(ConnectionError):
             await asyncio.gather(self._pipe(reader, there_writer), self._pipe(there_reader, writer))
 
@@ -194,11 +198,13 @@ async def test_one_of_two_services_never_comes_back(staleness: int, how: str, mo
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=1.0, sock_read=2.0)
     monkeypatch.setattr(client_module, "_TIMEOUT", timeout)
     monkeypatch.setattr(carrier_module, "_FOLLOW_S", 0.5)
+    monkeypatch.setattr(dispatcher_module, "_FIRST_S", 60.0)  # or all of them may be at the first service
     async with nodes(2) as up:
         relay = Relay(up[1].url)
         clients = [RolloutClient(up[0].url), RolloutClient(await relay.start())]
         if how == "was never there":
             relay.die()
+            monkeypatch.setattr(dispatcher_module, "_FIRST_S", 0.1)
         prompts = Epochs(rows(200, late=[0, 1, 2, 3], late_s=0.05), seed=None)
         sampler = DynamicSampler(SamplerConfig(1, 4, 32, max_staleness=staleness, reference_share=0.0), prompts)
         driver = Runner(sampler, prompts, clients)

@@ -42,6 +42,47 @@ class Lying(Policy):
         return self.bend(super()._tokens(rollout))
 
 
+class Careless(Policy):
+    """Its first call is odd."""
+
+    bend: Callable[[dict[str, Any]], Any] = staticmethod(dict)
+
+    async def _turn(self, rollout: str) -> Any:
+        number, answer = self.taken[rollout], await super()._turn(rollout)
+        told = json.loads(answer.body)
+        if number == 0:
+            self.bend(told["output"][0])
+        return JSONResponse(told, headers={"X-Rollout-Tokens": "deferred"})
+
+
+@pytest.mark.parametrize(
+    ("bend", "seen"),
+    [
+        (lambda call: call.pop("arguments"), "Invalid tool call arguments"),
+        (lambda call: call.update(arguments=None), "Invalid tool call arguments"),
+        (lambda call: call.update(arguments="{"), "Invalid tool call arguments"),
+        (lambda call: call.update(arguments={}), "/count"),
+        (lambda call: call.pop("name"), "Not Found"),
+        (lambda call: call.update(name=None), "Not Found"),
+        (lambda call: call.update(name=["count"]), "Not Found"),
+        (lambda call: call.pop("call_id"), "/count"),
+        (lambda call: call.update(call_id=None), "/count"),
+        (lambda call: call.update(call_id=5), "/count"),
+        (lambda call: [call.pop(name) for name in ("arguments", "name", "call_id")], "Invalid tool call arguments"),
+    ],
+)
+async def test_a_call_without_a_field_is_the_policys_act(bend: Callable[[dict[str, Any]], Any], seen: str) -> None:
+    policy = Careless(turns=2)
+    policy.bend = bend
+    async with deployment(policy=policy) as at:
+        done = await at.run(ROW)
+    called, observed, _ = done["response"]["output"]
+    assert (done["reward"], done["rollout"].get("failed_attempts", [])) == (1.0, [])
+    assert seen in observed["output"]
+    assert called["call_id"] == observed["call_id"]
+    assert all(isinstance(called[name], str) for name in ("arguments", "name", "call_id"))
+
+
 def places(**changes: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda kept: {**kept, "answers": {name: place | changes for name, place in kept["answers"].items()}}
 

@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S
 from nemo_gym_prorl.sandbox.compose.snapshots import default_folder
 from tests.prorl_code.conftest import Client, row, serving
 
@@ -98,21 +99,32 @@ async def test_what_is_gone_is_refused_by_name(client: Client) -> None:
     assert (await client.post("/checkpoint_session"))[2] == "session_lost"
 
 
-async def test_what_nobody_asks_for_is_swept() -> None:
+async def test_only_what_no_service_renews_is_swept() -> None:
+    """However old it is, and whatever servers of other names keep."""
     async with serving() as url, Client(url) as client:
         await client.seed(TASK)
-        path = default_folder() / (await kept(client))["snapshot"]
-        os.utime(path, (time.time() - 10, time.time() - 10))
-        fresh = default_folder() / (await kept(client))["snapshot"]
-        assert path.exists()
+        names = [(await kept(client))["snapshot"] for _ in range(3)]
+        orphan, renewed, young = (default_folder() / name for name in names)
+        stem = orphan.name.rpartition("-")[0]
+        others = [default_folder() / f"{stem}-2-{'0' * 12}", default_folder() / f"{stem}-{'0' * 11}"]
+        for other in others:
+            other.touch()
+        for path in (orphan, renewed, *others):
+            os.utime(path, (time.time() - ORPHAN_S - 60,) * 2)
+        os.utime(young, (time.time() - ORPHAN_S + 3600,) * 2)
+        told = {"snapshots": [renewed.name, "checkpoint-of-none"]}
+        assert (await client.post("/checkpoint_session/renew", told))[0] == 200
+        told = {"snapshots": [path.name for path in others]}
+        assert (await client.post("/checkpoint_session/forget", told))[0] == 200
     async with serving(session_ttl_s=2.0) as url, Client(url) as client:
         await client.seed(TASK)
         for _ in range(40):
             await client.tool("bash", command="sleep 0.1")
-            if not path.exists():
+            if not orphan.exists():
                 break
-        assert not path.exists()
-        assert fresh.exists()
+    assert [path.exists() for path in (orphan, renewed, young, *others)] == [False, True, True, True, True]
+    for path in (renewed, young, *others):
+        path.unlink()
 
 
 async def test_a_provider_that_keeps_nothing_names_no_path() -> None:

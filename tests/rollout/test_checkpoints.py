@@ -2,10 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long checkpoints are kept, and when they are erased."""
 
+import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
+
 from nemo_gym_prorl.failures import Stage
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint, Checkpoints
-from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.request import row_digest
+from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S, RENEW_S, Checkpoint, Checkpoints
+from nemo_gym_prorl.rollout.job import Budgets, Job, Trajectory
+from nemo_gym_prorl.rollout.request import JobRequest, row_digest
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from tests.rollout.handlers import Act, Bench, PlannedHandler
+from tests.rollout.virtual_time import run_in_virtual_time
 
 
 class Shelf:
@@ -85,3 +92,43 @@ def test_an_attempt_that_goes_on_has_spent_what_the_first_had() -> None:
     job.times[Stage.INIT].attempts = 2
     job.resume_at(Checkpoint(3, None, 1, spent_s=7.0, lost=("kernel",)))
     assert job.resumed == [{"turn": 3, "lost": ["kernel"]}]
+
+
+class Keeping(PlannedHandler):
+    """Its rollouts take a checkpoint and work on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renewed: list[tuple[float, int]] = []
+        self.forgotten: list[int] = []
+
+    async def run(self, job: Job, session: int) -> Trajectory:
+        await job.keep_checkpoint(Checkpoint(job.row["turn"], None, 1))
+        return await super().run(job, session)
+
+    async def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
+        self.forgotten += [checkpoint.turn for checkpoint in checkpoints]
+
+    async def renew(self, checkpoints: Sequence[Checkpoint]) -> None:
+        now = asyncio.get_running_loop().time()
+        self.renewed += [(now, checkpoint.turn) for checkpoint in checkpoints]
+
+
+def test_what_rollouts_have_is_renewed_as_long_as_they_have_it() -> None:
+    """While one works, for days, and while one that has ended may be forked."""
+
+    async def play() -> None:
+        handler = Keeping()
+        settings = PipelineSettings(budgets=Budgets(run=1e6), checkpoint_s=2 * ORPHAN_S)
+        pipeline = Bench(settings, handler).pipeline()
+        for turn, seconds in ((1, 3 * ORPHAN_S), (2, 0.0)):
+            pipeline.submit(JobRequest({"turn": turn, "plan": {"run": [Act("ok", seconds)]}}))
+        await asyncio.sleep(2 * ORPHAN_S - RENEW_S)
+        for turn in (1, 2):
+            times = [at for at, renewed in handler.renewed if renewed == turn]
+            apart = [later - earlier for earlier, later in pairwise([0.0, *times, 2 * ORPHAN_S - RENEW_S])]
+            assert max(apart) < ORPHAN_S / 4
+        assert not handler.forgotten
+        await pipeline.close()
+
+    run_in_virtual_time(play())

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import CallerError, FailureKind
-from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint, Checkpoints
+from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S, Begin, Checkpoint, Checkpoints
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.request import JobRequest, row_digest
 from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
@@ -44,7 +44,7 @@ class Service:
     """One of the services of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.shared = SharedCheckpoints(folder, 3600.0)
+        self.shared = SharedCheckpoints(folder)
         self.erased: list[Checkpoint] = []
         self.shelf = Checkpoints(1 << 20, 60.0, lambda _, some: self.erased.extend(some), lambda: 0.0, self.shared)
 
@@ -208,15 +208,20 @@ async def test_of_its_own_id_only_what_it_has_left_itself_is_gone_on_from(servic
     assert another.latest_checkpoint is None
 
 
-async def test_what_nobody_erases_goes_by_age(services: tuple[Service, Service], tmp_path: Path) -> None:
+async def test_only_what_no_service_renews_goes_by_age(services: tuple[Service, Service], tmp_path: Path) -> None:
     one, other = services
+    owned, borrower = one.job("owned"), one.job("borrower", Begin(("lent",)))
+    await one.keep(owned, 1)
     await one.keep(one.job("left"), 1)
-    await one.keep(one.job("fresh"), 1)
-    [left, _] = sorted((path.parent for path in files(tmp_path)), key=lambda path: path.stat().st_mtime_ns)
-    os.utime(left, (time.time() - 3700, time.time() - 3700))
-    await other.keep(other.job("mine"), 1)
-    assert await one.shared.turns("left") == []
-    assert await one.shared.turns("fresh") == [1]
+    await other.keep(other.job("lent"), 1)
+    await one.shared.give(borrower, unpack)
+    for path in files(tmp_path):
+        os.utime(path.parent, (time.time() - ORPHAN_S - 60,) * 2)
+    await one.shared.renew([*owned.checkpoints.values(), *borrower.checkpoints.values()])
+    third = Service(tmp_path)
+    await third.keep(third.job("mine"), 1)
+    kept = {rollout: await one.shared.turns(rollout) for rollout in ("owned", "lent", "left", "mine")}
+    assert kept == {"owned": [1], "lent": [1], "left": [], "mine": [1]}
 
 
 async def test_a_write_that_fails_costs_no_rollout(services: tuple[Service, Service], tmp_path: Path) -> None:
@@ -233,7 +238,7 @@ def test_a_folder_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     file.write_text("")
     for path in (Path(os.path.relpath(tmp_path)), tmp_path / "none", file, Path("/proc")):
         with pytest.raises(CallerError) as error:
-            SharedCheckpoints(path, 1.0)
+            SharedCheckpoints(path)
         assert (error.value.field, str(path) in str(error.value)) == ("checkpoint_folder", True)
 
 
@@ -242,9 +247,9 @@ def test_a_folder_is_known_by_any_path(tmp_path: Path) -> None:
     here.mkdir()
     there.mkdir()
     (tmp_path / "link").symlink_to(here)
-    name = SharedCheckpoints(here, 1.0).identity
-    assert SharedCheckpoints(tmp_path / "link", 1.0).identity == name
-    assert SharedCheckpoints(there, 1.0).identity != name
+    name = SharedCheckpoints(here).identity
+    assert SharedCheckpoints(tmp_path / "link").identity == name
+    assert SharedCheckpoints(there).identity != name
 
 
 def test_a_fork_under_an_id_is_another_job() -> None:

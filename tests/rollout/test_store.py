@@ -226,3 +226,47 @@ def test_a_reader_slower_than_the_history_is_told() -> None:
             store.events(START)
 
     run_in_virtual_time(play())
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "again", "deliver"]), st.integers(0, 400)), max_size=400))
+def test_pages_have_each_job_once_whatever_was_forgotten(steps: list[tuple[str, int]]) -> None:
+    store = JobStore(retain_bytes=2000, keep_unread_s=0.0, clock=lambda: 0.0)
+    for what, number in [*(("add", number) for number in range(1000, 1070)), *steps]:
+        job = store.get(f"r{number}")
+        new = job is None and not store.is_forgotten(f"r{number}")
+        if (what == "add" and new) or (what == "again" and job is not None and job.delivered):
+            end(store, f"r{number}", 1, group=f"g{number % 3}")
+        elif what == "deliver" and job is not None:
+            store.deliver(job)
+    there = [job for job in (store.get(f"r{number}") for number in range(1070)) if job is not None]
+    there.sort(key=lambda job: job.number)
+
+    async def pages(group: str | None) -> list[Job]:
+        found: list[Job] = []
+        while page := await store.page(
+            state=None, group=group, after=found[-1].number if found else 0, limit=7, content=False
+        ):
+            found += page
+        return found
+
+    for group in (None, "g0", "none"):
+        assert asyncio.run(pages(group)) == [job for job in there if group in (None, job.group)]
+
+
+async def test_a_page_costs_what_is_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = JobStore()
+    for number in range(3000):
+        end(store, f"r{number}", 1, group=f"g{number % 300}")
+    looked_at = 0
+    fits = Job.fits
+
+    def counted(job: Job, *which: Any) -> bool:
+        nonlocal looked_at
+        looked_at += 1
+        return fits(job, *which)
+
+    monkeypatch.setattr(Job, "fits", counted)
+    for group, after, least in ((None, 2900, 100), (None, 0, 100), ("g7", 0, 10)):
+        looked_at = 0
+        assert len(await store.page(state=None, group=group, after=after, limit=100, content=False)) == least
+        assert looked_at <= 101

@@ -16,8 +16,8 @@ there: a submission that was sent is never given up half-way.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -38,6 +38,8 @@ GIVE_UP_S = 120.0
 RESULT_S = 30.0
 """How long to try to have the result of a rollout that ended under an earlier process."""
 _FOLLOW_S = 30.0
+ASK_S = 300.0
+"""How long a rollout waits for news before it is asked for: a log that cannot be read brings none."""
 _AT_ONCE = 64
 """Calls of one kind at a time."""
 _DRAINING = TYPE_PREFIX + Draining.problem
@@ -142,6 +144,8 @@ class Carrier:
         self._carried: dict[str, _Carried] = {}
         self._ghosts: set[str] = set()
         """Given up here, and to be cancelled when the service is back."""
+        self.trouble = ""
+        """Why it is away; empty if it is not."""
         self._silent = False
         """It did not answer when it was asked last."""
         self._refuses = False
@@ -214,17 +218,21 @@ class Carrier:
         Raises:
             InfrastructureError: the service has no result of it.
         """
-        deadline = time.monotonic() + RESULT_S
+        now = asyncio.get_running_loop().time
+        deadline = now() + RESULT_S
         while True:
             try:
                 async with self._gets:
-                    job = await self.client.get(rollout, tokens=self._tokens)
-            except (ApiError, InfrastructureError) as error:
+                    # Others had their turn before this one: that is no fault of a service that answers.
+                    async with asyncio.timeout_at(deadline if self.away else now() + RESULT_S):
+                        job = await self.client.get(rollout, tokens=self._tokens)
+            except (ApiError, InfrastructureError, TimeoutError) as error:
                 known = not isinstance(error, ApiError) or _is_passing(error)
-                if known and time.monotonic() < deadline:
+                if known and now() < deadline:
                     await asyncio.sleep(RETRY_S)
                     continue
-                raise InfrastructureError(str(error), kind=FailureKind.SESSION_LOST) from error
+                why = str(error) or f"{self.client.url} gave no answer in {RESULT_S:g} s"
+                raise InfrastructureError(why, kind=FailureKind.SESSION_LOST) from error
             if job.result is None:
                 raise InfrastructureError("it has no result", kind=FailureKind.SESSION_LOST)
             return job
@@ -264,13 +272,15 @@ class Carrier:
                     return self._settle(it, loss, error.problem.detail)
                 if not (_is_passing(error) or self._patient):
                     raise
-                if error.problem.status not in _LATER:
+                later, hopeless = error.problem.status in _LATER, self._is_hopeless(it)
+                if hopeless or not later:  # a queue that is full has its time before others are asked
                     self._is_away(error, refuses=True)
-                    if error.problem.type == _DRAINING and not before and self._replaceable():
+                    untaken = later or error.problem.type == _DRAINING
+                    if untaken and not before and self._replaceable():
                         if it.is_unwanted():
                             return self._settle(it, Loss.CANCELLED, "cancelled before it was submitted")
                         return self._settle(it, Loss.UNTAKEN, error.problem.detail)
-                    if self._is_hopeless(it):
+                    if hopeless:
                         return self._give_up(it)
                 pause = error.retry_after_s or RETRY_S
             except TypeError as error:
@@ -291,7 +301,9 @@ class Carrier:
                     if job is None:
                         return not self._settle(it, Loss.CANCELLED, "cancelled before it began")
                 else:
-                    await it.news.wait()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(ASK_S):
+                            await it.news.wait()
                     it.news.clear()
                     if it.is_unwanted():
                         continue
@@ -317,7 +329,7 @@ class Carrier:
                 if not (_is_passing(error) or self._patient):
                     raise
                 it.news.set()
-                if error.problem.status not in _LATER and self._is_hopeless(it):
+                if self._is_hopeless(it):
                     return not self._give_up(it)
                 await asyncio.sleep(error.retry_after_s or RETRY_S)
             except InfrastructureError as error:
@@ -330,11 +342,9 @@ class Carrier:
     async def _pause(self, it: _Carried, seconds: float) -> None:
         """Wait, unless it is cancelled meanwhile."""
         it.news.clear()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await it.news.wait()
-        except TimeoutError:
-            pass
         it.news.set()
 
     def _settle(self, it: _Carried, loss: Loss, why: str) -> bool:
@@ -431,6 +441,7 @@ class Carrier:
         if not self.away:
             self._say(f"waiting for the service at {self.client.url}: {error}")
         was_away = self.away
+        self.trouble = str(error)
         self._refuses = self._refuses or refuses
         self._silent = self._silent or not refuses
         if not was_away:
@@ -438,9 +449,10 @@ class Carrier:
 
     def _is_hopeless(self, it: _Carried) -> bool:
         """Note that a call for it failed. Whether they have for too long: others, for others, may succeed."""
+        now = asyncio.get_running_loop().time()
         if it.failing_since is None:
-            it.failing_since = time.monotonic()
-        return time.monotonic() - it.failing_since > GIVE_UP_S and self._replaceable()
+            it.failing_since = now
+        return now - it.failing_since > GIVE_UP_S and self._replaceable()
 
     def _is_back(self, it: _Carried | None = None, *, takes: bool = False) -> None:
         """Note that it answers, or even that it takes on what is new."""
@@ -450,6 +462,7 @@ class Carrier:
         self._silent = False
         self._refuses = self._refuses and not takes
         if was_away and not self.away:
+            self.trouble = ""
             self._say(f"the service at {self.client.url} is back")
             self._turned(False)
 

@@ -190,6 +190,16 @@ class Dispatcher:
         """No node answers and takes what is new."""
         return all(carrier.away for carrier in self._carriers.values())
 
+    def troubles(self) -> dict[str, str]:
+        """The nodes that get no rollouts, each with the reason."""
+        reasons = {
+            view.node: self._carriers[view.node].trouble
+            or ("it drains" if view.draining else "it has not said how large it is" if not view.usable else "")
+            or self._troubled.get(view.node, "")
+            for view in self.views()
+        }
+        return {node: why for node, why in reasons.items() if why}
+
     async def start(self) -> None:
         """Begin with the nodes that are there, and watch for others."""
         for joined in self._nodes.present:
@@ -228,10 +238,12 @@ class Dispatcher:
         if rollout in self._waiting:
             waiting = self._no_longer_waits(rollout)
             self._queue.remove(rollout, waiting.client, waiting.priority, "")
-            why = "cancelled before it was submitted"
-            asyncio.get_running_loop().call_soon(self._on_lost, rollout, Loss.CANCELLED, why)
+            self._spawn(self._tell_cancelled(rollout))
         elif (node := self.placement.node_of(rollout)) in self._carriers:
             self._carriers[node].cancel(rollout)
+
+    async def _tell_cancelled(self, rollout: str) -> None:
+        self._on_lost(rollout, Loss.CANCELLED, "cancelled before it was submitted")
 
     def cancel_unknown(self, rollout: str, node: str) -> None:
         """Cancel what an earlier process submitted to a node, which must be there."""

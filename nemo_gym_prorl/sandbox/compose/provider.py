@@ -9,6 +9,9 @@ takes snapshots is imported on demand, so single sandboxes neither wait for it n
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,19 +46,25 @@ class SnapshotSupport:
         return await snapshots.take(container_of(handle), self._snapshots_folder(), name, at_rest=True)
 
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
-        """Delete the snapshots that were taken under that name more than so many seconds ago."""
+        """Delete the snapshots that were taken under that name, or renewed, more than so many seconds ago."""
         from nemo_gym_prorl.sandbox.compose import snapshots
 
         await asyncio.to_thread(snapshots.sweep, self._snapshots_folder(), name, age_s)
 
     async def delete_snapshot(self, snapshot_id: str) -> None:
         """Delete a snapshot; one that is not there is deleted already."""
+        await self._with_snapshot(snapshot_id, lambda path: path.unlink(missing_ok=True))
+
+    async def renew_snapshot(self, snapshot_id: str) -> None:
+        """Have a snapshot count as new for :meth:`delete_old_snapshots`, if it is there."""
+        await self._with_snapshot(snapshot_id, os.utime)
+
+    async def _with_snapshot(self, snapshot_id: str, work: Callable[[Path], None]) -> None:
         from nemo_gym_prorl.sandbox.compose import snapshots
 
-        try:
-            snapshots.find(self._snapshots_folder(), snapshot_id).unlink(missing_ok=True)
-        except CallerError:
-            return
+        with contextlib.suppress(CallerError, FileNotFoundError):
+            path = await asyncio.to_thread(snapshots.find, self._snapshots_folder(), snapshot_id)
+            await asyncio.to_thread(work, path)
 
     def snapshot_to_restore(self, spec: SandboxSpec) -> snapshots.Snapshot | None:
         """The snapshot that a specification names in place of an image.

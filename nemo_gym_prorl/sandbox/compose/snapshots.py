@@ -109,7 +109,7 @@ class Snapshot:
             SandboxRefused: the machine has no room for it.
         """
         self.base.check(await asyncio.to_thread(Base.of, container.image, container.spec))
-        source = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        source = await asyncio.to_thread(os.open, self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             await container.ask("restore", [source])
         except SandboxRefused as error:
@@ -188,12 +188,17 @@ async def _standing_still(container: Container) -> AsyncIterator[None]:
             await container.resume()
 
 
+def is_named(snapshot: str, stem: str) -> bool:
+    """Whether a snapshot was taken under exactly that name."""
+    return re.fullmatch(rf"{re.escape(stem)}-[0-9a-f]{{12}}", snapshot) is not None
+
+
 def sweep(folder: Path, stem: str, age_s: float) -> None:
-    """Delete the snapshots of that name that are older than so many seconds."""
+    """Delete the snapshots of that name that were taken or renewed more than so many seconds ago."""
     horizon = time.time() - age_s
-    for path in (*folder.glob(f"{stem}-*"), *folder.glob(f".{stem}-*")):
+    for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_mtime < horizon:
+            if is_named(path.name.removeprefix("."), stem) and path.stat().st_mtime < horizon:
                 path.unlink()
 
 

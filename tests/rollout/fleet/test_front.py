@@ -124,7 +124,7 @@ async def test_without_a_folder_that_nodes_share_nothing_is_forked(
         await there.client.wait("r")
         async with http.post("/v1/rollouts/r/fork") as response:
             assert (response.status, (await response.json())["errors"][0]["field"]) == (422, "checkpoint_folder")
-        there.services[0].pipeline.shared = SharedCheckpoints(tmp_path, 1.0)
+        there.services[0].pipeline.shared = SharedCheckpoints(tmp_path)
         await until(lambda: there.front.status().environments and there.front._shares)
         async with http.post("/v1/rollouts/r/fork") as response:
             assert (response.status, (await response.json())["type"].rpartition(":")[2]) == (
@@ -143,7 +143,7 @@ async def test_a_node_with_another_folder_is_named_and_gets_nothing(
             if number < 2:
                 folder = tmp_path / str(number)
                 folder.mkdir()
-                node.pipeline.shared = SharedCheckpoints(folder, 1.0)
+                node.pipeline.shared = SharedCheckpoints(folder)
             there.nodes.tell(node.joined)
             await until(lambda: len(there.front.dispatcher.statuses) > number)  # noqa: B023
         for i in range(8):
@@ -168,13 +168,13 @@ async def test_a_node_whose_folder_changes_is_measured_by_the_others(
         one, other = there.services
         there.nodes.tell(one.joined)
         await until(lambda: there.front.dispatcher.statuses)
-        one.pipeline.shared = SharedCheckpoints(first, 1.0)
+        one.pipeline.shared = SharedCheckpoints(first)
         await until(lambda: there.front.status().checkpoint_folder == one.pipeline.shared.identity)
-        other.pipeline.shared = SharedCheckpoints(first, 1.0)
+        other.pipeline.shared = SharedCheckpoints(first)
         there.nodes.tell(other.joined)
         await until(lambda: sum(view.usable for view in there.front.dispatcher.views()) == 2)
         assert not [what for what in there.said if "checkpoint_folder" in what]
-        one.pipeline.shared = SharedCheckpoints(second, 1.0)
+        one.pipeline.shared = SharedCheckpoints(second)
         await until(lambda: [what for what in there.said if "is another one" in what])
         await asyncio.sleep(0.5)
         for i in range(8):

@@ -1,0 +1,181 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout services without sockets, for virtual time: pipeline and routes are real, connections are calls.
+
+A machine dies (connections break, new ones are refused, its rollouts are forgotten), freezes (no request and no answer
+arrives, connections stay open), has a proxy that answers in its place, or drains, each for a while or for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Self, override
+from urllib.parse import unquote, urlencode
+
+import aiohttp
+import orjson
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from nemo_gym_prorl.rollout import client as client_module
+from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.store import Transition
+from nemo_gym_prorl.serving.problems import add_problem_handlers
+from tests.dapo.test_runner import SETTINGS, Scorer
+from tests.rollout.handlers import Bench
+
+
+READ_S = 180.0
+"""What :data:`.client._TIMEOUT` allows an answer."""
+LATENCY_S = 0.001
+
+
+class Machine:
+    """A rollout service at one address.
+
+    Attributes:
+        late_s: how much longer each answer takes.
+        answers: the path's beginning and the status that a proxy answers there; ``None`` if the service does.
+    """
+
+    def __init__(self, name: str, settings: PipelineSettings = SETTINGS) -> None:
+        self.url, self._settings = f"http://{name}:1", settings
+        self.late_s = LATENCY_S
+        self.answers: tuple[str, int] | None = None
+        self.up = self._frozen = False
+        self._broken = asyncio.Event()
+        self.begin()
+
+    def begin(self) -> None:
+        """A new life, which remembers nothing."""
+        self.handler = Scorer()
+        self.pipeline: Pipeline = Bench(self._settings, self.handler).pipeline()
+        self._app = FastAPI()
+        add_problem_handlers(self._app)
+        self._app.include_router(rollout_router(self.pipeline, PipelineMetrics(self.pipeline)))
+        self.up, self._broken = True, asyncio.Event()
+
+    async def die(self) -> None:
+        """Forget everything."""
+        self.up = False
+        self._broken.set()
+        await self.pipeline.close()
+
+    async def fail(self, how: str, seconds: float | None) -> None:
+        """Fail as ``how`` says, and come back after ``seconds``, if ever."""
+        match how:
+            case "dies":
+                await self.die()
+            case "freezes":
+                self._frozen = True
+            case "drains":
+                self.pipeline.draining = True
+            case _:
+                path, status = how.split()
+                self.answers = path, int(status)
+        if seconds is None:
+            return
+        await asyncio.sleep(seconds)
+        self._frozen, self.answers, self.pipeline.draining = False, None, False
+        if not self.up:
+            self.begin()
+
+    async def request(self, method: str, path: str, query: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and content of an answer."""
+        if not self.up:
+            raise aiohttp.ServerDisconnectedError
+        async with asyncio.timeout(READ_S):
+            call = asyncio.create_task(self._call(method, path, query, body))
+            cut = asyncio.create_task(self._broken.wait())
+            try:
+                await asyncio.wait({call, cut}, return_when=asyncio.FIRST_COMPLETED)
+                if not call.done():
+                    raise aiohttp.ServerDisconnectedError
+                return call.result()
+            finally:
+                for task in (call, cut):
+                    task.cancel()
+
+    async def events(self) -> AsyncIterator[Transition]:
+        """Of the service's rollouts, until the connection breaks."""
+        if not self.up:
+            raise aiohttp.ServerDisconnectedError
+        seen = self.pipeline.store.events(None)
+        while self.up and not self._frozen:
+            try:
+                async with asyncio.timeout(15.0):
+                    transition = await anext(seen)
+            except TimeoutError:
+                return
+            yield transition
+
+    async def _call(self, method: str, path: str, query: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        if self._frozen:
+            await asyncio.Event().wait()
+        if self.answers is not None and path.startswith(self.answers[0]):
+            return self.answers[1], {}, b""
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": unquote(path),
+            "raw_path": path.encode(),
+            "query_string": b"",
+        }
+        scope |= {"query_string": query.encode(), "scheme": "http", "server": ("machine", 1), "http_version": "1.1"}
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        answer: dict[str, Any] = {"content": b""}
+        asked = False
+
+        async def receive() -> dict[str, Any]:
+            nonlocal asked
+            if asked:
+                await asyncio.Event().wait()
+            asked = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                answer["status"] = message["status"]
+                answer["headers"] = {name.decode(): value.decode() for name, value in message["headers"]}
+            else:
+                answer["content"] += message.get("body", b"")
+
+        await self._app(scope | {"headers": headers if body else []}, receive, send)
+        await asyncio.sleep(self.late_s)
+        if self._frozen:
+            await asyncio.Event().wait()
+        return answer["status"], answer["headers"], answer["content"]
+
+
+class Line(RolloutClient):
+    """A client whose connections are calls."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine.url)
+        self._machine = machine
+
+    @override
+    async def __aenter__(self) -> Self:
+        return self
+
+    @override
+    async def _once[M: BaseModel](self, model: type[M], method: str, path: str, body: Any, query: dict[str, Any]) -> M:
+        params = urlencode({key: value for key, value in query.items() if value is not None})
+        with self._told():
+            sent = b"" if body is None else orjson.dumps(body)
+            status, headers, content = await self._machine.request(method, path, params, sent)
+            if status >= 400:
+                pause = client_module._retry_after(headers.get("retry-after"))
+                raise ApiError(client_module._problem(status, content), pause)
+            return model.model_validate(orjson.loads(content))
+
+    @override
+    async def events(self, after: str | None = None) -> AsyncIterator[Transition]:
+        with self._told():
+            async for transition in self._machine.events():
+                yield transition
