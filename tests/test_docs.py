@@ -112,6 +112,7 @@ NO_CODE = {
     ("docs/api.md", "queued →"),
     ("docs/architecture.md", "NeMo RL,"),
     ("docs/architecture.md", "nemo_gym_prorl/"),
+    ("docs/data.md", "dropped 99"),
     ("docs/recipes.md", "− Σ"),
     ("docs/recipes.md", "++data"),
     ("docs/tools.md", "OUTPUT"),
