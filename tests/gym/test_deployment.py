@@ -68,7 +68,7 @@ async def test_a_death_while_it_is_in_use_is_noticed(shared_ray, tmp_path):
         victim = next(pid for pid, command in gym.cli.mark.processes().items() if command.endswith("app.py"))
         # Gym would look within a minute, and say nothing to whoever uses the servers.
         os.kill(victim, signal.SIGKILL)
-        with pytest.raises(DeploymentError, match=r"of the deployment died; log .*gym\.log"):
+        with pytest.raises(DeploymentError, match=r"of the deployment died; load .*gym\.log"):
             await asyncio.wait_for(gym.guard(asyncio.sleep(600)), 30)
     assert gym.cli.mark.processes() == {}
 

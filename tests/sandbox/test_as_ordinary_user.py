@@ -38,7 +38,7 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
         "old_kernel": ("a_sandbox_of_an_ordinary_user_lacks_nothing",),
         "kernel_shares": (),
     },
-    # To a sandbox and out of it: how it starts, mounts, networks, processes that end, files that are erased.
+    # To a sandbox and out of it: how it starts, mounts, processes that end, files that are erased.
     "ways": {
         # What is refused before anything is made is refused by the same lines, but for what others own.
         "bad_binds": ("what_can_be_bound_is",),
@@ -50,15 +50,6 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
             "a_state_folder_that_was_closed_meanwhile",
         ),
         "direct_start": (),
-        # What a sandbox's own user namespace may do with devices and addresses; names are kept by the supervisor.
-        "network": (
-            "a_client_reaches_a_server_in_another_sandbox_by_name",
-            "strangers_and_the_host_reach_nobody",
-            "members_reach_neither_host_nor_internet",
-            "a_member_can_speak_for_no_other",
-            "ports_of_one_appear_on_the_loopback_device_of_another",
-            "nothing_is_left_when_the_owner_is_killed",
-        ),
         # Who may signal and remove what is left of whom; what is counted of it is the supervisor's affair.
         "life": (
             "a_killed_server_leaves_nothing",

@@ -3,7 +3,7 @@
 """What is tried in sandboxes of both ways though it begins after their first process.
 
 From there on both ways are the same code: one way to join a sandbox, to start something in it and to end that. So of
-the files about commands, sessions and networks only these tests are run by the runtime, too, where one may see what
+the files about commands and sessions only these tests are run by the runtime, too, where one may see what
 it makes otherwise: users and variables, namespaces to be joined, mounts, terminals. Nor is it tried by both that an
 abuse succeeds where its wall is missing, which says something of the abuse. ``make test-long`` runs all.
 """
@@ -34,18 +34,10 @@ BY_THE_RUNTIME_TOO = {
         "the_limit_of_a_files_size_leaves_a_note[runtime-head",
         "full_shared_memory_leaves_a_note",
     ),
-    "network": (
-        "a_client_reaches_a_server_in_another_sandbox_by_name",
-        "strangers_and_the_host_reach_nobody",
-        "a_member_can_speak_for_no_other",
-        "ports_of_one_appear_on_the_loopback_device_of_another",
-    ),
     "provider": (
         "gyms_facade_from_start_to_stop",
         "an_entrypoint_runs_beside_the_commands",
         "a_paused_sandbox_does_nothing_until_it_is_resumed",
-        "a_service_of_a_sandbox_without_network_can_be_reached_and_reaches_nothing",
-        "with_the_hosts_network_a_service_is_where_it_says",
     ),
     "shell": (
         "state_lives_from_one_command_to_the_next",

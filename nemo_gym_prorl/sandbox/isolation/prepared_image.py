@@ -139,14 +139,16 @@ def held_mounts(order: dict[str, Any]) -> list[int]:
     """By root: :func:`shown_mounts` as mounts that are nowhere yet, in which the owner's files are the sandbox's own.
 
     The owner of a bind is who has its uppermost folder on the host. One that can be written to stays nobody's if that
-    is root, or root's group: a sandbox could leave programs there that run as root on the host.
+    is root, or root's group: a sandbox could leave programs there that run as root on the host. Files that belong to
+    another sandbox stay that sandbox's.
     """
     host, trees = (order["host_uid"], order["host_gid"]), []
     for bind in map(Bind.parse, order["binds"][1:]):
         tree = bind.take_hold()
         trees.append(tree)
         found = os.stat(bind.source)
-        if bind.read_only or 0 not in (found.st_uid, found.st_gid):
+        owners = (found.st_uid, found.st_gid)
+        if (bind.read_only or 0 not in owners) and max(owners) < user_ids.FIRST_ID:
             # On a file system that can't show other owners it stays nobody's.
             with contextlib.suppress(OSError):
                 syscalls.show_as(tree, user_ids.user_namespace(found.st_uid, *host, group=found.st_gid))

@@ -183,7 +183,7 @@ def _apps(record: Record, _time_factor: float) -> dict[str, Any]:
 def _code_contests(record: Record, time_factor: float) -> dict[str, Any]:
     for field in ("input_file", "output_file"):
         if record.get(field):
-            raise UnusableRecord(f"the program is to read and write the file {record[field]!r}", field=field)
+            raise UnusableRecord("the program is to read and write files", field=field)
     tests: dict[str, Any] = {"inputs": [], "outputs": []}
     for field in ("public_tests", "private_tests", "generated_tests"):
         part = record.get(field) or {}
