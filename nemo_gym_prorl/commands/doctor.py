@@ -29,9 +29,15 @@ def show(console: Console, policy: Mapping[str, Any] | None = None) -> bool:
         policy: settings of a :class:`PolicyConfig`, to check its engine and tokenizer instead of the machine.
     """
     # What a sandbox's start logs about limits is one of the findings.
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    with console.status("looking"):
-        checks = list(examine()) if policy is None else asyncio.run(_of_policy(PolicyConfig.model_validate(policy)))
+    try:
+        with console.status("looking"):
+            checks = (
+                list(examine()) if policy is None else asyncio.run(_of_policy(PolicyConfig.model_validate(policy)))
+            )
+    finally:
+        logging.disable(before)
     # What to do stands below what was found, so that both are wide enough on a terminal of 80 columns.
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
