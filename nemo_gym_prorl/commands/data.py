@@ -30,7 +30,7 @@ from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_
 
 
 SHOWN = 20
-"""So many refusals, and reasons for dropping, are printed."""
+"""Most refusals, and most reasons for dropping, that are printed."""
 
 SAMPLE_ROWS = 2
 SAMPLE_CHARS = 300
@@ -44,7 +44,7 @@ RowOf = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Summary:
-    """What became of the records of a file."""
+    """Outcome of a conversion: records kept, dropped and refused."""
 
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)

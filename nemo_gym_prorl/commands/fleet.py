@@ -116,7 +116,7 @@ async def over_ray(
     except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
         token = "if that Ray asks for a token, the same must be here: RAY_AUTH_TOKEN, or the file ~/.ray/auth_token"
         why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InfrastructureError(f"no Ray is to be had at {address}: {why}; {token}") from error
+        raise InfrastructureError(f"cannot join a Ray cluster at {address}: {why}; {token}") from error
     # Ray takes SIGTERM for a crash: it passes it on, and aborts this process three seconds later, whatever that does.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     try:

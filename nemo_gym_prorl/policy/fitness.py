@@ -35,7 +35,7 @@ _FIXES = {
     "policy.engine": "pass another --engine",
     "policy_api_key": "pass --policy-key",
 }
-"""What to change, by the field that is wrong."""
+"""The fix, by the wrong field."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,11 +128,15 @@ async def test_what_a_thread_prints_between_cells_is_in_the_next(kernel: Kernel)
     await asyncio.sleep(1)
     assert (await kernel.run("print('next')")).output == "late\nnext\n"
     assert (await kernel.run("print('last')")).output == "last\n"
+    await kernel.run("threading.Timer(0.1, print, ['of the ended kernel']).start()")
+    await asyncio.sleep(0.5)
+    await kernel.restart()
+    assert (await kernel.run("print('fresh')")).output == "fresh\n"
 
 
 @pytest.mark.parametrize("ignores", [False, True], ids=["interrupted", "killed"])
 async def test_a_cancelled_cell_keeps_its_turn_until_it_has_ended(kernel: Kernel, ignores: bool) -> None:
-    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" if ignores else ""
+    code = "import signal, time\n" + ("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" if ignores else "")
     left = asyncio.create_task(kernel.run(code + "while True: print('left', flush=True); time.sleep(0.01)"))
     await asyncio.sleep(0.3)
     left.cancel()

@@ -222,6 +222,7 @@ class Kernel:
         self._broken, self._killed = None, False
         self._listeners = set()
         self._requests = Requests()
+        self._late = HeadTail(OUTPUT_LIMIT)
         facts: dict[str, Any] = {f"{channel}_port": number for number, channel in enumerate(CHANNELS, 1)}
         facts |= {"transport": "ipc", "ip": f"{SHARED_FOLDER}/{name}"}
         facts |= {"key": self._requests.key, "signature_scheme": SIGNED_WITH}
