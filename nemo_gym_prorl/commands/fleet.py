@@ -88,7 +88,7 @@ async def over_ray(
     Raises:
         CallerError: the environments have no agent of ours, or several, something has no key that needs one, or the
             journal cannot be opened.
-        InfrastructureError: no Ray is to be had there, or the port is taken.
+        InfrastructureError: no Ray cluster can be joined there, or the port is taken.
     """
     os.environ["RAY_AUTH_MODE"] = running_rays_auth_mode()  # read when Ray is imported
     import ray
@@ -146,7 +146,7 @@ async def _require_listener(address: str) -> None:
             _reader, writer = await asyncio.open_connection(host, int(port))
     except (OSError, TimeoutError) as error:
         why = str(error) or f"no answer in {_LISTENS_S:g} s"
-        raise InfrastructureError(f"no Ray is to be had at {address}: {why}") from error
+        raise InfrastructureError(f"cannot join a Ray cluster at {address}: {why}") from error
     writer.close()
 
 
