@@ -27,22 +27,20 @@ def build_image(
     template: Annotated[
         str,
         typer.Argument(
-            help="plain, python, agent, or a Jinja2 template of a definition file. "
+            help="plain, agent, or a Jinja2 template of a definition file. "
             "Alone: default, kernel or math, as servers build them."
         ),
     ],
     name: Annotated[str | None, typer.Option(help="What to call the image.")] = None,
     base: Annotated[
         str | None,
-        typer.Option(help="docker:// address, folder, SIF, an image's name, apt: or debootstrap:SUITE."),
+        typer.Option(help="docker:// address, folder, SIF, an image's name, or apt:."),
     ] = None,
     apt: Annotated[list[str] | None, typer.Option(help="A package of the distribution; NAME or NAME=VERSION.")] = None,
     pip: Annotated[list[str] | None, typer.Option(help="A Python package, as pip is told.")] = None,
     lock: Annotated[list[Path] | None, typer.Option(help="A lock file, for the template.")] = None,
     variables: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE for the template.")] = None,
-    reuse: Annotated[
-        str, typer.Option(help="scratch: nothing; lock: the same recipe only; versioned: also the same packages.")
-    ] = "versioned",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Build again, and pull the base again.")] = False,
     layout: Layout = None,
     show: Annotated[bool, typer.Option("--show", help="Print the definition file and build nothing.")] = False,
 ) -> None:
@@ -66,8 +64,6 @@ def build_image(
     values = [entry.partition("=") for entry in variables or ()]
     if wrong := [name for name, equals, _value in values if not equals]:
         raise CallerError(f"{wrong[0]!r} is not NAME=VALUE", field="--set")
-    if reuse not in list(recipe.Reuse):
-        raise CallerError(f"{reuse!r} is not one of {', '.join(recipe.Reuse)}", field="--reuse")
     order = build.Order(
         template,
         base,
@@ -76,7 +72,7 @@ def build_image(
         pip=pip or (),
         locks=lock or (),
         variables={name: value for name, _equals, value in values},
-        reuse=recipe.Reuse(reuse),
+        fresh=fresh,
         format=_layout(layout),
     )
     store = ImageStore()

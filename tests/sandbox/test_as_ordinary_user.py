@@ -8,7 +8,6 @@ Whoever adds a branch on the user to the sandbox side names the file that tries 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
@@ -19,14 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import HELPERS
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.as_user import ACCOUNT, HERE, USER, run_tests
-from tests.sandbox.database import ensure_database_image
 
 
 OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
@@ -220,10 +217,6 @@ def test_everything_works_for_an_ordinary_user(
     image: Path, runtime: Runtime, part: str, tmp_path: Path, delegated: Path | None
 ) -> None:
     chosen = () if LONG else ("-k", f"not ({' or '.join(SAME_FOR_A_USER)})")
-    if part == "others":
-        with contextlib.suppress(InfrastructureError):
-            # The user can't make images in root's cache.
-            ensure_database_image(runtime)
     if part != "equipped":
         run_tests(runtime, *chosen, *arguments_of(part))
         return

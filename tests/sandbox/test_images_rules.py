@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rules about images, without any: references, recipes and what they reuse, SIF headers, what is removed."""
+"""The rules about images, without any: references, recipes, SIF headers, what is removed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from nemo_gym_prorl.disks import kind_of_disk
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images import sif
 from nemo_gym_prorl.sandbox.images.building import recipe as recipes
-from nemo_gym_prorl.sandbox.images.building.recipe import Built, Plan, Recipe, Reuse, decide, render, template_text
+from nemo_gym_prorl.sandbox.images.building.recipe import Recipe, render, template_text
 from nemo_gym_prorl.sandbox.images.entries import Entry
-from nemo_gym_prorl.sandbox.images.gc import least_used
 from nemo_gym_prorl.sandbox.images.info import Image, Info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, parse, registry, written
+from nemo_gym_prorl.sandbox.images.store import least_used
 
 
 # References
@@ -109,17 +109,15 @@ recipe_strategy = st.builds(
 
 
 def facts(one: Recipe) -> tuple[object, ...]:
-    return (*version_facts(one), one.template, one.format, dict(one.locks), dict(one.variables))
-
-
-def version_facts(one: Recipe) -> tuple[object, ...]:
-    return one.base, one.machine, one.apt, one.pip
+    return (
+        *(one.base, one.machine, one.apt, one.pip, one.template, one.format),
+        *(dict(one.locks), dict(one.variables)),
+    )
 
 
 @given(recipe_strategy, recipe_strategy)
 def test_keys_are_equal_exactly_when_what_they_stand_for_is(one: Recipe, other: Recipe) -> None:
-    assert (one.lock_key == other.lock_key) == (facts(one) == facts(other))
-    assert (one.version_key == other.version_key) == (version_facts(one) == version_facts(other))
+    assert (one.key == other.key) == (facts(one) == facts(other))
 
 
 @given(recipe_strategy, st.permutations(["c", "a", "b"]))
@@ -127,47 +125,18 @@ def test_the_order_in_which_things_were_named_is_nothing(one: Recipe, order: lis
     def ordered(words: list[str]) -> Recipe:
         return replace(one, apt=frozenset(words), locks={word: b"" for word in words}, variables=dict.fromkeys(words))  # type: ignore[arg-type]
 
-    assert ordered(order).lock_key == ordered(["a", "b", "c"]).lock_key
+    assert ordered(order).key == ordered(["a", "b", "c"]).key
 
 
-def test_a_changed_lock_file_or_layer_template_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_lock_file_or_package_template_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Recipe("t", "b", "x86_64", "sif", locks={"uv.lock": b"1"})
-    assert one.lock_key != replace(one, locks={"uv.lock": b"2"}).lock_key
-    assert one.version_key == replace(one, locks={"uv.lock": b"2"}).version_key
-    before = one.version_key
+    before = one.key
+    assert before != replace(one, locks={"uv.lock": b"2"}).key
     monkeypatch.setattr(recipes, "template_text", lambda name: "changed")
-    assert one.version_key != before
+    assert one.key != before
 
 
-@st.composite
-def what_is_there(draw: st.DrawFn) -> tuple[Recipe, list[Built]]:
-    """A recipe, and things that were built of it and of others."""
-    known = draw(st.lists(recipe_strategy, min_size=1, max_size=4))
-    kinds = draw(st.lists(st.tuples(st.sampled_from(known), st.sampled_from(["image", "layer"])), max_size=6))
-    built = [
-        Built(f"e{number}", kind, one.lock_key if kind == "image" else one.version_key, draw(st.floats(0, 9)))
-        for number, (one, kind) in enumerate(kinds)
-    ]
-    return known[0], built
-
-
-@given(what_is_there(), st.sampled_from(Reuse))
-def test_nothing_is_reused_that_does_not_fit_and_what_fits_is(there: tuple[Recipe, list[Built]], reuse: Reuse) -> None:
-    wanted, built = there
-    plan = decide(reuse, wanted, built)
-    same = [one for one in built if (one.kind, one.key) == ("image", wanted.lock_key)]
-    layers = [one for one in built if (one.kind, one.key) == ("layer", wanted.version_key)]
-    if reuse is Reuse.SCRATCH:
-        assert plan == Plan()
-    elif same:
-        assert plan == Plan(image=max(same, key=lambda one: (one.made, one.entry)).entry)
-    elif reuse is Reuse.VERSIONED and layers and wanted.layered:
-        assert plan == Plan(layer=max(layers, key=lambda one: (one.made, one.entry)).entry)
-    else:
-        assert plan == Plan()
-
-
-@pytest.mark.parametrize("name", ["python", "agent", "packages", "plain", "default", "kernel"])
+@pytest.mark.parametrize("name", ["agent", "packages", "plain", "default", "kernel"])
 def test_templates_that_come_with_the_package_make_definition_files(name: str) -> None:
     one = Recipe(
         template_text(name), "b", "x86_64", "sif", frozenset({"gcc", "make=4.3"}), frozenset({"a[b]>=1,<2"}),
@@ -176,10 +145,6 @@ def test_templates_that_come_with_the_package_make_definition_files(name: str) -
     recipes.check(one)
     text = render(one.template, "Bootstrap: docker\nFrom: debian", one)
     assert text.lstrip().startswith("Bootstrap: docker\nFrom: debian\n")
-    if name == "python":
-        assert "    locks/uv.lock /opt/prorl/locks/uv.lock\n" in text
-        assert "-r /opt/prorl/locks/requirements.txt\n" in text
-        assert "\n    first\n    second\n" in text
     if name == "packages":
         assert "gcc make=4.3\n" in text
         assert "'a[b]>=1,<2'" in text
@@ -196,7 +161,7 @@ def test_templates_that_come_with_the_package_make_definition_files(name: str) -
 def test_template_errors_name_what_is_wrong(template: str, reason: str) -> None:
     with pytest.raises(CallerError, match=reason):
         render(template, "Bootstrap: x", Recipe(template, "b", "x86_64", "sif"))
-    with pytest.raises(CallerError, match=r"no 'nosuch', only agent, default, kernel, math, packages, plain, python"):
+    with pytest.raises(CallerError, match=r"no 'nosuch', only agent, default, kernel, math, packages, plain"):
         template_text("nosuch")
 
 

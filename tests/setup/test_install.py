@@ -24,7 +24,7 @@ import pytest
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image, try_image
 from nemo_gym_prorl.sandbox.images.cache import silent
-from nemo_gym_prorl.sandbox.runtime import debian, pinned
+from nemo_gym_prorl.sandbox.runtime import debian, install
 from nemo_gym_prorl.sandbox.runtime.apptainer import MARKER, find_runtime, private_prefix
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from tests.sandbox.tiny import make_tiny_root
@@ -105,11 +105,11 @@ def test_a_package_comes_from_whichever_mirror_has_the_one_that_is_listed(tmp_pa
     package(lies, "apptainer_1", b"something else")
     listed = package(snapshot, "apptainer_1", b"wanted")
     mirrors = [folder.as_uri() for folder in (archive, lies, snapshot)]
-    [found] = pinned.fetch(pinned.Pins("", listed), mirrors, work, silent)
+    [found] = install.fetch_pinned(install.Pins("", listed), mirrors, work, silent)
     assert found.read_bytes() == b"wanted"
     found.unlink()
     with pytest.raises(InfrastructureError, match=r"archive.*No such file.*lies.*not the one that is listed"):
-        pinned.fetch(pinned.Pins("", listed), mirrors[:2], work, silent)
+        install.fetch_pinned(install.Pins("", listed), mirrors[:2], work, silent)
     assert list(work.iterdir()) == []
 
 
@@ -119,37 +119,21 @@ def test_packages_come_side_by_side_and_progress_has_their_sizes(tmp_path: Path)
     for number in range(20):
         listed |= package(tmp_path / "archive", f"p{number}", bytes([number]) * 100_000)
     said: list[str] = []
-    found = pinned.fetch(pinned.Pins("", listed), [(tmp_path / "archive").as_uri()], work, said.append)
+    found = install.fetch_pinned(install.Pins("", listed), [(tmp_path / "archive").as_uri()], work, said.append)
     assert {path.name for path in found} == {path.rpartition("/")[2] for path in listed}
     assert (said[0], said[-1]) == ("downloading 20 packages", "downloading: 20 of 20 packages, 2.0 MB")
 
 
 def test_where_packages_are_looked_for_and_what_is_listed() -> None:
-    listed = json.loads(Path(pinned.__file__).with_name("pinned.json").read_text())
+    listed = json.loads(Path(install.__file__).with_name("pinned.json").read_text())
     assert set(listed["packages"]) == {"x86_64", "aarch64"}
     for packages in listed["packages"].values():
         assert any(path.startswith("pool/main/a/apptainer/apptainer_") for path in packages)
         assert all(re.fullmatch(r"[0-9a-f]{64}", checksum) for checksum in packages.values())
-    found = pinned.Pins(listed["snapshot"], {}).mirrors(["http://mirror.example/debian", pinned.ARCHIVE])
-    assert found[:2] == ["http://mirror.example/debian", pinned.ARCHIVE]
+    found = install.Pins(listed["snapshot"], {}).mirrors(["http://mirror.example/debian", install.ARCHIVE])
+    assert found[:2] == ["http://mirror.example/debian", install.ARCHIVE]
     assert re.fullmatch(r"https://snapshot\.debian\.org/archive/debian/\d{8}T\d{6}Z", found[2])
     assert len(found) == 3
-
-
-@pytest.mark.sandbox
-@needs_debian
-def test_where_what_is_listed_is_not_to_be_had_debians_current_one_is_taken(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pinned, "pins", lambda: pinned.Pins("20200101T000000Z", {"pool/main/no/such.deb": "0" * 64}))
-    monkeypatch.setattr(pinned, "SNAPSHOT", "http://127.0.0.1:9")
-    said: list[str] = []
-    runtime = ensure_runtime(said.append)
-    assert any("taking what Debian has today" in line for line in said)
-    marker = json.loads((private_prefix() / MARKER).read_text())
-    assert marker["source"] == "sid"
-    assert any(name.startswith("apptainer_") for name in marker["packages"])
-    assert runtime.version_text in subprocess.check_output([runtime.path, "--version"], text=True)
 
 
 def test_a_machine_that_is_not_debian_gets_the_other_ways_named(

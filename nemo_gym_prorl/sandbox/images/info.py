@@ -23,12 +23,11 @@ class Info:
     """What is noted down about an image when it is made.
 
     Attributes:
-        kind: ``image`` (built), ``layer`` (of built ones), ``pulled`` or ``copy`` (unpacked).
+        kind: ``image`` (built), ``pulled`` or ``copy`` (unpacked).
         source: what it was made from, for people.
         format: what it is.
         bytes: its size on disk.
         made: when; seconds since 1970.
-        key: see :class:`.recipe.Built`.
         config: of the registry's image that it is or was made from, if it is or was.
     """
 
@@ -37,7 +36,6 @@ class Info:
     format: Format
     bytes: int
     made: float
-    key: str = ""
     config: OciConfig | None = None
 
 

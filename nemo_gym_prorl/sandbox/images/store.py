@@ -17,7 +17,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,10 +25,9 @@ from nemo_gym_prorl.disks import on_shared_disk
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images import rootfs, sif
 from nemo_gym_prorl.sandbox.images.building import programs, runtime_build
-from nemo_gym_prorl.sandbox.images.building.recipe import Built, Format
+from nemo_gym_prorl.sandbox.images.building.recipe import Format
 from nemo_gym_prorl.sandbox.images.cache import Progress, cache_dir, machine, silent
 from nemo_gym_prorl.sandbox.images.entries import Entries, Lock, flush, free_bytes
-from nemo_gym_prorl.sandbox.images.gc import least_used
 from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT, SIF, Image, Info, config_of, read_info, write_info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Reference, Registry, parse
 from nemo_gym_prorl.sandbox.images.validate import check_made, fuse_trouble
@@ -44,7 +43,6 @@ LEAST_FREE = 64 << 20
 
 UNPACK_TIMEOUT_S = 1800.0
 
-_RESERVED = "reserved"
 _NAMES = ".names"
 
 
@@ -191,12 +189,6 @@ class ImageStore:
         """The entry that users call ``name``."""
         return self._names().get(name)
 
-    def built(self) -> Iterator[Built]:
-        """What :func:`.recipe.decide` can choose from."""
-        for image in self.all():
-            if image.info.key:
-                yield Built(image.entry.name, image.info.kind, image.info.key, image.info.made)
-
     def all(self) -> list[Image]:
         """All images."""
         names: dict[str, list[str]] = {}
@@ -276,7 +268,7 @@ class ImageStore:
         wanted = EXPANSION * found.size
         with self.copies.making(entry, progress) as work:
             if work is not None:
-                if not self._make_room(work, wanted):
+                if not self._make_room(wanted):
                     return f"there is no room for {wanted >> 20} MiB in {self.copies.folder}"
                 progress(f"unpacking {image.name}")
                 started = time.time()
@@ -304,24 +296,18 @@ class ImageStore:
             raise InfrastructureError(f"the unpacked copy of {image} was removed as soon as it was made")
         return start
 
-    def _make_room(self, work: Path, wanted: int) -> bool:
-        """Reserve so many bytes for what is made in ``work``, at the cost of copies that nobody uses."""
-        with self.copies.making(".room"):
-            copies = self.all_copies()
-            taken = sum(image.info.bytes for image in copies)
-            reserved = sum(map(_reserved, self.copies.folder.glob(f".*/{_RESERVED}")))
-            free = free_bytes(self.copies.folder)
-            room = self._room if self._room is not None else (free + taken) // 2
-            # What others have reserved is partly written already; counting it twice only errs on the safe side.
-            limit = min(room, free + taken) - reserved - wanted
-            if limit < 0:
-                return False
-            for image in least_used(copies, max_bytes=limit):
-                self.copies.remove(image.entry.name)
-            if sum(image.info.bytes for image in self.all_copies()) > limit:
-                return False
-            (work / _RESERVED).write_text(str(wanted))
-            return True
+    def _make_room(self, wanted: int) -> bool:
+        """Remove copies that are not in use until ``wanted`` bytes fit; return whether they do."""
+        copies = self.all_copies()
+        taken = sum(image.info.bytes for image in copies)
+        free = free_bytes(self.copies.folder)
+        room = self._room if self._room is not None else (free + taken) // 2
+        limit = min(room, free + taken) - wanted
+        if limit < 0:
+            return False
+        for image in least_used(copies, max_bytes=limit):
+            self.copies.remove(image.entry.name)
+        return sum(image.info.bytes for image in self.all_copies()) <= limit
 
     def _names(self) -> dict[str, str]:
         folder = self.images.folder / _NAMES
@@ -363,9 +349,24 @@ def copy_name(image: Path) -> str:
     return f"{stem[:60].lstrip('.')}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
 
 
-def _reserved(note: Path) -> int:
-    """Bytes that an unpacker has reserved; 0 once it has published its copy, or while it writes the note."""
-    try:
-        return int(note.read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return 0
+def least_used(
+    images: Iterable[Image],
+    protected: Container[str] = (),
+    *,
+    max_bytes: int | None = None,
+    before: float | None = None,
+) -> list[Image]:
+    """What goes, the least recently used first: all that was last used before ``before``, and then as much as it takes
+    for the rest to fit into ``max_bytes``. What is used or ``protected``, by the name of its entry, stays and counts.
+    """
+    everything = sorted(images, key=lambda image: (image.entry.last_use, image.entry.name))
+    total = sum(image.info.bytes for image in everything)
+    doomed = []
+    for image in everything:
+        old = before is not None and image.entry.last_use < before
+        kept = image.entry.used or image.entry.name in protected
+        if kept or not (old or (max_bytes is not None and total > max_bytes)):
+            continue
+        doomed.append(image)
+        total -= image.info.bytes
+    return doomed

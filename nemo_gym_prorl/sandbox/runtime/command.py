@@ -7,6 +7,7 @@ So no order can have anything else executed.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import network
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
+from nemo_gym_prorl.sandbox.launcher.requests import MOST_VARIABLES
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import OWNER_VARIABLE
 
@@ -57,3 +59,17 @@ def image_variables(reported: Mapping[str, str]) -> dict[str, str]:
     """The variables of a waiting shell that are the image's; ``LANG`` is ``C`` where the image sets none."""
     found = {name: value for name, value in reported.items() if not _OF_THE_RUNTIME.fullmatch(name)}
     return {name: value for name, value in found.items() if (name, value) != ("LANG", "C")}
+
+
+def read_environment(path: str) -> dict[str, str]:
+    """The variables in a file, as the kernel has a process's.
+
+    Raises:
+        OSError: they are more than :data:`MOST_VARIABLES`.
+    """
+    with Path(path).open("rb") as file:
+        variables = file.read(MOST_VARIABLES + 1)
+    if len(variables) > MOST_VARIABLES:
+        raise OSError(errno.E2BIG, f"the image sets more than {MOST_VARIABLES >> 20} MiB of variables")
+    pairs = variables.decode("utf-8", "surrogateescape").split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)

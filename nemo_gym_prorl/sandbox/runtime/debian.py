@@ -33,7 +33,6 @@ APT_TIMEOUT_S = 600.0
 """For one apt call. A mirror that is alive answers within seconds; only a dead or very slow one gets near this."""
 
 _ARCHIVE = re.compile(r"/(debian|ubuntu)(-security|-ports)?/?$")
-_CONFIG = "apt.conf"
 _TOOLS = ("apt-get", "dpkg-deb", "tar")
 
 
@@ -102,7 +101,7 @@ def fetch(packages: Sequence[str], sources: Iterable[AptSource], work: Path, pro
         InfrastructureError: apt is absent, a mirror can't be reached, or the packages can't be resolved; with apt's
             own words.
     """
-    config = private_apt(sources, work)
+    config = _private_apt(sources, work)
     progress("reading the package lists")
     _apt("update", "-c", config)
     progress("downloading packages")
@@ -115,23 +114,8 @@ def fetch(packages: Sequence[str], sources: Iterable[AptSource], work: Path, pro
     return archives
 
 
-def closure(packages: Sequence[str], work: Path) -> set[str]:
-    """The names of packages and of everything that they depend on, by the state that :func:`fetch` left in ``work``.
-
-    Raises:
-        InfrastructureError: they can't be resolved; with apt's own words.
-    """
-    said = _apt("install", "-c", work / _CONFIG, "--no-install-recommends", "--simulate", *packages)
-    return {words[1] for line in said.splitlines() if (words := line.split())[:1] == ["Inst"]}
-
-
-def unpack(archives: Iterable[Path], root: Path) -> dict[Path, list[str]]:
-    """Unpack packages into ``root`` in the merged-/usr layout: ``root/bin`` leads to ``root/usr/bin``, and so on.
-
-    Returns:
-        What each archive has, as paths that begin with ``./``.
-    """
-    unpacked: dict[Path, list[str]] = {}
+def unpack(archives: Iterable[Path], root: Path) -> None:
+    """Unpack packages into ``root`` in the merged-/usr layout: ``root/bin`` leads to ``root/usr/bin``, and so on."""
     for name in ("bin", "sbin", "lib", "lib64"):
         (root / "usr" / name).mkdir(parents=True, exist_ok=True)
         if not (root / name).is_symlink():
@@ -140,14 +124,11 @@ def unpack(archives: Iterable[Path], root: Path) -> dict[Path, list[str]]:
         with subprocess.Popen(
             ["dpkg-deb", "--fsys-tarfile", archive], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
         ) as reader:
-            tar = ["tar", "-xv", "-f", "-", "-C", str(root), "--keep-directory-symlink", "--no-same-owner"]
-            tar += ["--quoting-style=literal"]
+            tar = ["tar", "-x", "-f", "-", "-C", str(root), "--keep-directory-symlink", "--no-same-owner"]
             writer = subprocess.run(tar, stdin=reader.stdout, capture_output=True, text=True, check=False)
         if reader.returncode or writer.returncode:
             raise InfrastructureError(f"{archive.name} could not be unpacked: {writer.stderr[-800:]}")
-        unpacked[archive] = writer.stdout.splitlines()
     _settle_modes(root)
-    return unpacked
 
 
 def _settle_modes(root: Path) -> None:
@@ -163,9 +144,8 @@ def _settle_modes(root: Path) -> None:
             path.chmod(wanted)
 
 
-def private_apt(sources: Iterable[AptSource], work: Path, architecture: str | None = None) -> Path:
-    """Write apt's private state into ``work``; returns the configuration file. For this machine's architecture, or
-    another one."""
+def _private_apt(sources: Iterable[AptSource], work: Path) -> Path:
+    """Write apt's private state into ``work``; returns the configuration file."""
     for folder in ("lists/partial", "cache/archives/partial", "dpkg"):
         (work / folder).mkdir(parents=True)
     status = work / "dpkg" / "status"
@@ -191,12 +171,10 @@ def private_apt(sources: Iterable[AptSource], work: Path, architecture: str | No
         "APT::Sandbox::User": "",  # downloads as ourselves: apt's own user can't write into our cache
         "APT::Get::Assume-Yes": "true",
     }
-    if architecture:
-        settings["APT::Architecture"] = settings["APT::Architectures"] = architecture
     hooks = ("APT::Update::Pre-Invoke", "APT::Update::Post-Invoke", "APT::Update::Post-Invoke-Success")
     lines = [f"#clear {hook};" for hook in hooks]
     lines += [f'{name} "{value}";' for name, value in settings.items()]
-    config = work / _CONFIG
+    config = work / "apt.conf"
     config.write_text("\n".join(lines) + "\n")
     return config
 

@@ -7,6 +7,10 @@ library than the machine may have, so they are patched to load the one that came
 machine's, and the machine never sees theirs. The path of the prefix is part of the patched programs: a cache folder
 that was moved does not count as installed (:mod:`.apptainer` looks), and is simply built again.
 
+The packages are listed in ``pinned.json``, one version of each by its SHA-256. A mirror of Debian's archive has them
+while they are current, Debian's snapshot of the day has them for ever. A package with another sum is refused, so
+neither mirror nor network is trusted, and neither apt nor its keys are needed.
+
 Invariants: a folder with its name is complete, and its program has answered; its marker says what it was made of, each
 package with its SHA-256; the folder with ``apptainer`` in it has nothing else in it, so that putting it on PATH hides
 nothing of the machine's.
@@ -19,14 +23,19 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.building import programs
-from nemo_gym_prorl.sandbox.images.cache import Progress
+from nemo_gym_prorl.sandbox.images.cache import Progress, machine
 from nemo_gym_prorl.sandbox.images.entries import Entries
-from nemo_gym_prorl.sandbox.runtime import debian, pinned
+from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import (
     HOW_TO_GET_IT,
     MARKER,
@@ -38,14 +47,18 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import (
 )
 
 
-SUITE = "sid"
-"""The only suite of Debian that carries Apptainer. It moves, so it is the last resort: what is wanted is in
-:mod:`.pinned`."""
+ARCHIVE = "http://deb.debian.org/debian"
+SNAPSHOT = "https://snapshot.debian.org/archive/debian"
+
+DOWNLOAD_TIMEOUT_S = 30.0
+"""Longest silence of a mirror."""
+
+DOWNLOADS_AT_A_TIME = 6  # the latency of a mirror dominates, not its bandwidth
+
 
 STEP_TIMEOUT_S = 60.0
 """For a program that works on the disk only."""
 
-PACKAGES = ("apptainer", "squashfs-tools", "squashfuse", "fuse-overlayfs", "fuse2fs")
 HELPERS = ("fuse2fs", "unsquashfs", "mksquashfs", "fuse-overlayfs", "squashfuse", "squashfuse_ll")
 """Programs that Apptainer starts: for images in one file, and for overlays."""
 
@@ -69,7 +82,7 @@ def ensure_runtime(progress: Progress) -> Runtime:
 
 def _install(prefix: Path, work: Path, progress: Progress) -> Path:
     """Make in ``work`` what will be ``prefix``; gives where it is."""
-    source, archives = _packages(work, progress)
+    archives = _packages(work, progress)
     progress(f"unpacking {len(archives)} packages")
     built = work / "prefix"
     debian.unpack(archives, built)
@@ -78,25 +91,18 @@ def _install(prefix: Path, work: Path, progress: Progress) -> Path:
     _patch(built, prefix)
     progress("asking it for its version")
     made_of = {archive.name: hashlib.sha256(archive.read_bytes()).hexdigest() for archive in archives}
-    _seal(built, prefix, {"source": source, "packages": made_of})
+    _seal(built, prefix, made_of)
     return built
 
 
-def _packages(work: Path, progress: Progress) -> tuple[str, list[Path]]:
-    """The packages it is made of, and where they are from: as they are listed, else what Debian has today."""
+def _packages(work: Path, progress: Progress) -> list[Path]:
+    """Download the listed packages, from the machine's own mirror first."""
     if missing := [tool for tool in debian.missing_tools() if tool != "apt-get"]:
         raise InfrastructureError(f"no private Apptainer can be set up without {', '.join(missing)}; {HOW_TO_GET_IT}")
     (work / "apt").mkdir()
-    mirror = _mirror()
+    wanted = pins()
     try:
-        wanted = pinned.pins()
-        return "pinned", pinned.fetch(wanted, wanted.mirrors(mirror), work / "apt", progress)
-    except InfrastructureError as error:
-        if not mirror:
-            raise InfrastructureError(f"{error.reason}; if this stays so, {HOW_TO_GET_IT}") from error
-        progress(f"{error.reason}; taking what Debian has today")
-    try:
-        return SUITE, debian.fetch(PACKAGES, [debian.AptSource(mirror[0], SUITE)], work / "apt", progress)
+        return fetch_pinned(wanted, wanted.mirrors(_mirror()), work / "apt", progress)
     except InfrastructureError as error:
         raise InfrastructureError(f"{error.reason}; if this stays so, {HOW_TO_GET_IT}") from error
 
@@ -157,7 +163,7 @@ def _patchelf() -> Path:
     return Path(found)
 
 
-def _seal(built: Path, prefix: Path, origin: Mapping[str, object]) -> None:
+def _seal(built: Path, prefix: Path, packages: Mapping[str, str]) -> None:
     """See that the program runs, then mark the prefix as complete, with what it was made of."""
     # Not by itself yet, since it looks for its C library where it will be.
     loader = _one(built, "usr/lib/*/ld-linux-*.so.*")
@@ -169,7 +175,9 @@ def _seal(built: Path, prefix: Path, origin: Mapping[str, object]) -> None:
     if parsed is None:
         raise InfrastructureError(f"the private Apptainer does not run ({said}): {HOW_TO_GET_IT}")
     _, version = parsed
-    (built / MARKER).write_text(json.dumps({"prefix": str(prefix), "version": version, **origin}, indent=1))
+    (built / MARKER).write_text(
+        json.dumps({"prefix": str(prefix), "version": version, "packages": packages}, indent=1)
+    )
 
 
 def _one(root: Path, pattern: str) -> Path:
@@ -178,3 +186,73 @@ def _one(root: Path, pattern: str) -> Path:
     if not found:
         raise InfrastructureError(f"Debian's apptainer package has changed: no {pattern} in it")
     return found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """What is listed for one architecture.
+
+    Attributes:
+        snapshot: a time at which the archive had all of it, as Debian's snapshots are named.
+        packages: path in the archive to SHA-256.
+    """
+
+    snapshot: str
+    packages: Mapping[str, str]
+
+    def mirrors(self, first: Sequence[str] = ()) -> list[str]:
+        """Where to look, in order: those given, the archive, its snapshot."""
+        return list(dict.fromkeys([*first, ARCHIVE, f"{SNAPSHOT}/{self.snapshot}"]))
+
+
+def pins() -> Pins:
+    """What is listed for this machine's architecture.
+
+    Raises:
+        InfrastructureError: nothing is.
+    """
+    listed = json.loads((resources.files("nemo_gym_prorl.sandbox.runtime") / "pinned.json").read_text())
+    if machine() not in listed["packages"]:
+        raise InfrastructureError(f"no packages are listed for {machine()}")
+    return Pins(listed["snapshot"], listed["packages"][machine()])
+
+
+def fetch_pinned(wanted: Pins, mirrors: Sequence[str], work: Path, progress: Progress) -> list[Path]:
+    """Download the packages into ``work``.
+
+    Raises:
+        InfrastructureError: one can't be had from any mirror as it is listed; with what each said.
+    """
+    progress(f"downloading {len(wanted.packages)} packages")
+    found: list[Path] = []
+    with ThreadPoolExecutor(DOWNLOADS_AT_A_TIME) as pool:
+        asked = [pool.submit(_fetch, path, checksum, mirrors, work) for path, checksum in wanted.packages.items()]
+        try:
+            for done in as_completed(asked):
+                found.append(done.result())
+                size = sum(path.stat().st_size for path in found) / 1e6
+                progress(f"downloading: {len(found)} of {len(asked)} packages, {size:.1f} MB")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return found
+
+
+def _fetch(path: str, checksum: str, mirrors: Sequence[str], work: Path) -> Path:
+    reasons = []
+    for mirror in mirrors:
+        url = f"{mirror.rstrip('/')}/{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as answer:  # checked by its sum
+                data = answer.read()
+        # What breaks off while it is read is an OSError as well.
+        except (OSError, urllib.error.URLError) as error:
+            reasons.append(f"{url}: {error}")
+            continue
+        if hashlib.sha256(data).hexdigest() != checksum:
+            reasons.append(f"{url}: not the one that is listed")
+            continue
+        target = work / path.rpartition("/")[2]
+        target.write_bytes(data)
+        return target
+    raise InfrastructureError(f"a package of Apptainer can't be had: {'; '.join(reasons)}")

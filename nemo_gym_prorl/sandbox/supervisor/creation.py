@@ -24,7 +24,7 @@ from nemo_gym_prorl.sandbox.isolation import accounts, joining, mounts
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, image_for, make, preliminaries
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, kernel_shares
-from nemo_gym_prorl.sandbox.runtime import image_environment
+from nemo_gym_prorl.sandbox.runtime.command import read_environment
 from nemo_gym_prorl.sandbox.supervisor import runtime_start
 from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES
 from nemo_gym_prorl.sandbox.supervisor.prepared_images import PreparedImages
@@ -222,7 +222,7 @@ class Creation:
         variables = os.memfd_create("variables", os.MFD_CLOEXEC)
         try:
             await self._launcher.run(requests.prepare(place, order), [variables])
-            return image_environment.read(f"/proc/self/fd/{variables}")
+            return read_environment(f"/proc/self/fd/{variables}")
         finally:
             os.close(variables)
 

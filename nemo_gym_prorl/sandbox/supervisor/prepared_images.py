@@ -19,7 +19,7 @@ from pathlib import Path
 from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_task
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, open_image, received
 from nemo_gym_prorl.sandbox.launcher import requests
-from nemo_gym_prorl.sandbox.runtime import image_environment
+from nemo_gym_prorl.sandbox.runtime.command import read_environment
 from nemo_gym_prorl.sandbox.supervisor import runtime_start
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
@@ -128,4 +128,4 @@ class PreparedImages:
 
 def _read(first: int) -> Answer:
     """In a child forked for it: the shell may say of any part of its memory that they are there."""
-    return image_environment.read(f"/proc/{first}/environ"), []
+    return read_environment(f"/proc/{first}/environ"), []

@@ -3,9 +3,9 @@
 """The base ``apt:``: a small Linux made of packages of this machine's own distribution, in seconds and without a
 container registry.
 
-The packages are unpacked and nothing of them is run, so it takes neither root nor a container; the little that matters
-of what their set-up scripts would do is done by hand, and dpkg's database says that they are there. So what needs
-accounts, logins, dpkg and apt works inside, where a sandbox has more than one user.
+The packages are unpacked and none of their programs runs, so building takes neither root nor a container. What the
+packages' set-up scripts would do for accounts and logins is done here. The image has no package database: ``dpkg`` and
+``apt`` need an image of a registry.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from nemo_gym_prorl.sandbox.images.building import dpkg_database
 from nemo_gym_prorl.sandbox.images.cache import Progress
 from nemo_gym_prorl.sandbox.runtime import debian
 
@@ -28,9 +26,7 @@ PACKAGES = (
     *("findutils", "grep", "sed", "mawk", "diffutils", "patch", "less", "gzip", "tar"),
     # The C++ library is what wheels are linked to.
     *("python3", "git", "ca-certificates", "libstdc++6"),
-    # What each system of this kind has, and the scripts of packages rely on.
-    *("dpkg", "apt", "passwd", "adduser", "libpam-runtime", "libc-bin", "perl-base", "init-system-helpers"),
-    "sysvinit-utils",
+    *("passwd", "adduser", "libpam-runtime", "libc-bin", "perl-base", "sysvinit-utils"),
 )
 
 LINKS = {
@@ -71,11 +67,8 @@ PAM = {
 
 DROPPED = ("boot", "usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
 
-ARCHIVE_HOSTS = (".debian.org", ".ubuntu.com")
-"""Where the public archives are. An image tells no other mirror of its machine to who is inside."""
-
-_STEPS = 6
-"""Raised when what is done with the packages changes."""
+_STEPS = 7
+"""Version of what this module does with the packages; part of the base's identity."""
 
 
 def identity() -> str:
@@ -85,25 +78,21 @@ def identity() -> str:
 
 
 def make_root(more: Sequence[str], work: Path, progress: Progress) -> Path:
-    """A root folder in ``work`` made of :data:`PACKAGES` and ``more`` of the machine's distribution; no program of
-    theirs has run. For dpkg, the former are installed, the latter unpacked.
+    """Return a new root folder in ``work``, made of :data:`PACKAGES` and ``more`` of the machine's distribution.
 
     Raises:
-        InfrastructureError: they can't be had; with apt's own words.
+        InfrastructureError: the packages cannot be had; with apt's own words.
     """
     (work / "apt").mkdir()
-    sources = debian.host_sources()
-    archives = debian.fetch([*PACKAGES, *more], sources, work / "apt", progress)
-    configured = debian.closure(PACKAGES, work / "apt")
+    archives = debian.fetch([*PACKAGES, *more], debian.host_sources(), work / "apt", progress)
     progress(f"unpacking {len(archives)} packages")
     root = work / "packages"
-    unpacked = debian.unpack(archives, root)
-    dpkg_database.write(root, unpacked, configured)
-    _finish(root, sources)
+    debian.unpack(archives, root)
+    _finish(root)
     return root
 
 
-def _finish(root: Path, sources: Iterable[debian.AptSource]) -> None:
+def _finish(root: Path) -> None:
     """Do by hand the little that matters of what the packages' set-up scripts would do."""
     for name, mode in FOLDERS.items():
         (root / name).mkdir(parents=True, exist_ok=True)
@@ -123,7 +112,6 @@ def _finish(root: Path, sources: Iterable[debian.AptSource]) -> None:
             path.symlink_to(target)
     _trust(root / "usr/share/ca-certificates", root / "etc")
     _prepare_logins(root / "etc")
-    _prepare_apt(root, sources)
     for name in DROPPED:
         shutil.rmtree(root / name, ignore_errors=True)
 
@@ -152,15 +140,3 @@ def _prepare_logins(etc: Path) -> None:
         last = [f"{kind} required pam_unix.so"] if kind == "session" else []
         rules = [f"{kind} {first}", f"{kind} requisite pam_deny.so", f"{kind} required pam_permit.so", *last]
         (etc / "pam.d" / f"common-{name}").write_text("".join(f"{rule}\n" for rule in rules))
-
-
-def _prepare_apt(root: Path, sources: Iterable[debian.AptSource]) -> None:
-    """Name the distribution's public archives; and no user to become for downloads, for there may be none."""
-    public = [source for source in sources if (urlsplit(source.uri).hostname or "").endswith(ARCHIVE_HOSTS)]
-    keyring = f"usr/share/keyrings/{debian.distribution()}-archive-keyring.gpg"
-    signed_by = f"[signed-by=/{keyring}] " if (root / keyring).exists() else ""
-    folder = root / "etc/apt"
-    (folder / "apt.conf.d").mkdir(parents=True, exist_ok=True)
-    lines = [f"deb {signed_by}{one.uri} {one.suite} {one.component}\n" for one in public]
-    (folder / "sources.list").write_text("".join(lines))
-    (folder / "apt.conf.d/sandbox").write_text('APT::Sandbox::User "root";\n')

@@ -9,25 +9,25 @@ a SIF, which some machines let it read by mounting only.
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import re
-import shutil
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import uv
+
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.images.building import apt_base, runtime_build, wheels
+from nemo_gym_prorl.sandbox.images.building import apt_base, programs, runtime_build
 from nemo_gym_prorl.sandbox.images.building.recipe import (
-    LAYER_TEMPLATE,
+    PACKAGES_TEMPLATE,
     Format,
     Recipe,
-    Reuse,
     check,
-    decide,
     render,
     template_text,
 )
@@ -36,7 +36,7 @@ from nemo_gym_prorl.sandbox.images.entries import free_bytes
 from nemo_gym_prorl.sandbox.images.info import ROOT, SIF, Info, config_of
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
 from nemo_gym_prorl.sandbox.images.pull import Puller
-from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, check_name, parse
+from nemo_gym_prorl.sandbox.images.reference import Registry, check_name, parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.images.validate import check_made
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -45,19 +45,13 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 APT_BASE = "apt:"
 """The base that is made of packages of this machine's own distribution, without a registry."""
 
-DEBOOTSTRAP_BASE = "debootstrap:"
-"""Before ``SUITE`` or ``SUITE=MIRROR``: a base made by the program ``debootstrap``, of any Debian or Ubuntu."""
-
-DEBIAN_MIRROR = "http://deb.debian.org/debian"
-
 BUILD_TIMEOUT_S = 3600.0
+WHEELS_TIMEOUT_S = 600.0
 
 LEAST_FREE = 1 << 30
 """Bytes that must be free before a build begins; less is never enough."""
 
 _LARGEST_LOCK = 16 << 20
-_SUITE = re.compile(r"[a-z][a-z0-9.-]*")
-_MIRROR = re.compile(r"(https?|file)://[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +60,14 @@ class Order:
 
     Attributes:
         template: name of one that comes with the package, or path of a file.
-        base: ``docker://`` address, path, name of an image, :data:`APT_BASE`, :data:`DEBOOTSTRAP_BASE` with a suite.
+        base: ``docker://`` address, path, name of an image, or :data:`APT_BASE`.
         name: what the image is to be called.
         apt: packages of the distribution.
         pip: Python packages.
         locks: lock files.
         wheels: Python packages for an image whose Python has no pip; the template finds them in ``wheels``.
         variables: for the template.
-        reuse: how much of what was built before may be used.
+        fresh: build again although an image of the same recipe exists, and pull its base again.
         format: what comes out; what suits the cache's disk if not given.
     """
 
@@ -85,31 +79,16 @@ class Order:
     locks: Sequence[Path] = ()
     wheels: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
-    reuse: Reuse = Reuse.VERSIONED
+    fresh: bool = False
     format: Format | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Base:
-    """What to build on, and what names its content: an image of a registry, one that lies here, the first lines of a
-    definition file, or packages where there is nothing."""
-
-    identity: str
-    what: Registry | Path | str | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Source:
-    """What a template is built on: the first lines of a definition file, the root folder that they name if they do,
-    and the configuration of a registry's image that it is or was made from."""
+    """The root folder that a template is built on, and the configuration of the registry's image that it is from."""
 
-    header: str
-    root: Path | None = None
+    root: Path
     config: OciConfig | None = None
-
-    @classmethod
-    def folder(cls, root: Path, config: OciConfig | None = None) -> _Source:
-        return cls(f"Bootstrap: localimage\nFrom: {root}", root, config and replace(config, extended=True))
 
 
 def recipe_of(order: Order, store: ImageStore) -> Recipe:
@@ -121,7 +100,7 @@ def recipe_of(order: Order, store: ImageStore) -> Recipe:
     check_name(order.name)
     recipe = Recipe(
         template=_read_template(order.template),
-        base=_resolve(order.base, store).identity,
+        base=_identity(order.base, store),
         machine=machine(),
         format=order.format or store.default_format(),
         apt=frozenset(order.apt),
@@ -141,12 +120,8 @@ def place(order: Order, store: ImageStore) -> Path:
         CallerError: the order is wrong; names the field.
     """
     recipe = recipe_of(order, store)
-    entry = f"{order.name}-{recipe.lock_key}"
-    # Under its own name as a rule; all others are looked through for want of it.
-    if path := store.payload(entry):
-        return path
-    image = decide(order.reuse, recipe, store.built()).image
-    return store.payload(image or entry) or store.images.path(entry) / (ROOT if recipe.format == "folder" else SIF)
+    entry = _entry(order, recipe)
+    return store.payload(entry) or store.images.path(entry) / (ROOT if recipe.format == "folder" else SIF)
 
 
 def build(order: Order, store: ImageStore, runtime: Runtime, progress: Progress) -> Path:
@@ -164,7 +139,7 @@ def build(order: Order, store: ImageStore, runtime: Runtime, progress: Progress)
 
 @dataclass(frozen=True, slots=True)
 class _Build:
-    """The making of one image, and of its layer."""
+    """The making of one image."""
 
     order: Order
     recipe: Recipe
@@ -173,77 +148,58 @@ class _Build:
     progress: Progress
 
     def image(self) -> Path:
-        plan = decide(self.order.reuse, self.recipe, self.store.built())
-        entry = plan.image or f"{self.order.name}-{self._entry_key(self.recipe.lock_key)}"
-
-        def make(work: Path, held: ExitStack) -> tuple[Path, OciConfig | None]:
-            _check_space(work)
-            layered = self.recipe.layered
-            source = self._layer(plan.layer, held) if layered else self._base(work, (), held)
-            self.progress(f"building {self.order.name}")
-            made = self._run(self.recipe, self.recipe.template, source, work, self.recipe.format == "folder")
-            return made, source.config
-
-        about = f"{self.order.template} on {self.order.base}"
-        path = self._ensure(entry, Info("image", about, self.recipe.format, 0, 0.0, self.recipe.lock_key), make)
-        self.store.name(self.order.name, entry)
-        return path
-
-    def _layer(self, entry: str | None, held: ExitStack) -> _Source:
-        """The base with packages, made unless it is there as ``entry``."""
-        recipe, apt, pip = self.recipe, sorted(self.recipe.apt), sorted(self.recipe.pip)
-
-        def make(work: Path, held: ExitStack) -> tuple[Path, OciConfig | None]:
-            source = self._base(work, apt, held)
-            # There they are in it already.
-            rest = frozenset[str]() if self.order.base == APT_BASE else recipe.apt
-            only = replace(recipe, apt=rest, locks={}, wheels=frozenset())
-            self.progress(f"installing {', '.join([*apt, *pip])}")
-            return self._run(only, template_text(LAYER_TEMPLATE), source, work, True), source.config
-
-        about = " ".join([self.order.base, "+", *apt, *pip])
-        entry = entry or f"layer-{self._entry_key(recipe.version_key)}"
-        path = self._ensure(entry, Info("layer", about, "folder", 0, 0.0, recipe.version_key), make)
-        return self._open(path, held)
-
-    def _ensure(
-        self, entry: str, info: Info, make: Callable[[Path, ExitStack], tuple[Path, OciConfig | None]]
-    ) -> Path:
-        """Where an entry lies: made in a folder, with what has to stay meanwhile held, unless it is there."""
+        """Return where the image lies: made in a folder beside its place unless it is there."""
+        entry = _entry(self.order, self.recipe)
+        if self.order.fresh:
+            entry = f"{entry}-{time.time_ns():x}"
         with self.store.images.making(entry, self.progress) as work, ExitStack() as held:
             if work is not None:
-                made, config = make(work, held)
-                self.store.publish(work, made, entry, replace(info, made=time.time(), config=config))
+                _check_space(work)
+                made, config = self._make(work, held)
+                about = f"{self.order.template} on {self.order.base}"
+                info = Info("image", about, self.recipe.format, 0, time.time(), config=config)
+                self.store.publish(work, made, entry, info)
         path = self.store.payload(entry)
         if path is None:
             raise InfrastructureError(f"{entry} was removed as soon as it was made")
+        self.store.name(self.order.name, entry)
         return path
 
-    def _base(self, work: Path, apt: Sequence[str], held: ExitStack) -> _Source:
-        """What the order names as the base; with packages, where it is made of those."""
-        base = _resolve(self.order.base, self.store).what
-        if isinstance(base, Registry) and self.order.reuse is not Reuse.SCRATCH:
-            base = self.store.locate(base) or base
-        match base:
-            case Path() if base.is_dir() and base.stat().st_uid != os.geteuid():
-                self.progress(f"copying {base}, which is another user's")
-                return _Source.folder(rootfs.copy(base, work / "base"), config_of(base))
-            case Path():
-                return self._open(base, held)
-            case Registry():
-                pulled, config = Puller(self.store, self.runtime).fetch(base, work, "folder", self.progress)
-                return _Source.folder(pulled.rename(work / "base"), config)
-            case str():
-                return _Source(base)
-            case None:
-                return _Source.folder(apt_base.make_root(apt, work, self.progress))
+    def _make(self, work: Path, held: ExitStack) -> tuple[Path, OciConfig | None]:
+        """Carry out base, packages and template in this order."""
+        source = self._base(work, held)
+        apt = frozenset() if self.order.base == APT_BASE else self.recipe.apt
+        if apt or self.recipe.pip:
+            packages = replace(self.recipe, apt=apt, locks={}, wheels=frozenset())
+            self.progress(f"installing {', '.join([*sorted(apt), *sorted(self.recipe.pip)])}")
+            made = self._run(packages, template_text(PACKAGES_TEMPLATE), source, work, unpacked=True)
+            source = replace(source, root=made.rename(work / "installed"))
+        self.progress(f"building {self.order.name}")
+        made = self._run(self.recipe, self.recipe.template, source, work, self.recipe.format == "folder")
+        return made, source.config
 
-    def _open(self, path: Path, held: ExitStack) -> _Source:
-        start = self.store.open(path, self.runtime, progress=self.progress)
+    def _base(self, work: Path, held: ExitStack) -> _Source:
+        """Return the root folder of the order's base."""
+        if self.order.base == APT_BASE:
+            return _Source(apt_base.make_root(sorted(self.recipe.apt), work, self.progress))
+        reference = parse(self.order.base, "base")
+        base: Path | None = None
+        if not (isinstance(reference, Registry) and self.order.fresh):
+            base = self.store.locate(reference)
+        if base is None:
+            assert isinstance(reference, Registry)
+            pulled, its_config = Puller(self.store, self.runtime).fetch(reference, work, "folder", self.progress)
+            return _Source(pulled.rename(work / "base"), replace(its_config, extended=True))
+        config = config_of(base)
+        config = config and replace(config, extended=True)
+        if base.is_dir() and base.stat().st_uid != os.geteuid():
+            self.progress(f"copying {base}, which is another user's")
+            return _Source(rootfs.copy(base, work / "base"), config)
+        start = self.store.open(base, self.runtime, progress=self.progress)
         held.callback(start.release)
         if not start.path.is_dir():
-            raise InfrastructureError(f"{path} can't be unpacked here, and only a root folder can be built on")
-        return _Source.folder(start.path, config_of(path))
+            raise InfrastructureError(f"{base} can't be unpacked here, and only a root folder can be built on")
+        return _Source(start.path, config)
 
     def _run(self, recipe: Recipe, template: str, source: _Source, work: Path, unpacked: bool) -> Path:
         """Let the runtime build from a template in ``work``."""
@@ -252,11 +208,9 @@ class _Build:
             for name, data in recipe.locks.items():
                 (work / "locks" / name).write_bytes(data)
         if recipe.wheels:
-            if source.root is None:
-                raise CallerError("it takes a root folder to know for which Python", field="base")
-            wheels.unpack(recipe.wheels, source.root, work / "wheels")
+            _unpack_wheels(recipe.wheels, source.root, work / "wheels")
         definition = work / "image.def"
-        definition.write_text(render(template, source.header, recipe))
+        definition.write_text(render(template, f"Bootstrap: localimage\nFrom: {source.root}", recipe))
         made = runtime_build.build(
             self.runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=source.root
         )
@@ -264,36 +218,48 @@ class _Build:
             check_made(made)
         return made
 
-    def _entry_key(self, key: str) -> str:
-        """From scratch is another one each time; else all who build the same at the same time meet at one name."""
-        return f"{key}-{time.time_ns():x}" if self.order.reuse is Reuse.SCRATCH else key
+
+def _entry(order: Order, recipe: Recipe) -> str:
+    return f"{order.name}-{recipe.key}"
 
 
-def _resolve(base: str, store: ImageStore) -> _Base:
-    """Understand what a user gave as the base, and name its content as well as can be known."""
+def _identity(base: str, store: ImageStore) -> str:
+    """Return what names the content of a base, as well as it can be known without reading the base."""
     if base == APT_BASE:
-        return _Base(apt_base.identity(), None)
-    if base.startswith(DEBOOTSTRAP_BASE):
-        return _debootstrap(base.removeprefix(DEBOOTSTRAP_BASE))
+        return apt_base.identity()
     reference = parse(base, "base")
-    match reference:
-        case Registry():
-            return _Base(reference.uri, reference)
-        case Local() | Named():
-            path = store.locate(reference)
-            assert path is not None
-            return _Base(store.identity(path), path)
+    if isinstance(reference, Registry):
+        return reference.uri
+    path = store.locate(reference)
+    assert path is not None
+    return store.identity(path)
 
 
-def _debootstrap(wanted: str) -> _Base:
-    suite, _, mirror = wanted.partition("=")
-    mirror = mirror or DEBIAN_MIRROR
-    if not _SUITE.fullmatch(suite) or not _MIRROR.fullmatch(mirror):
-        raise CallerError(f"{wanted!r} is not SUITE or SUITE=URL, such as bookworm", field="base")
-    if shutil.which("debootstrap") is None:
-        raise CallerError("the program debootstrap is not installed (package 'debootstrap')", field="base")
-    bootstrap = f"Bootstrap: debootstrap\nOSVersion: {suite}\nMirrorURL: {mirror}"
-    return _Base(bootstrap, bootstrap)
+def _unpack_wheels(packages: Iterable[str], root: Path, target: Path) -> None:
+    """Unpack packages and what they need into the new folder ``target``, for the Python of the image ``root``.
+
+    The host's pip or uv chooses wheels with its own settings (mirrors, proxies, certificates), which an image does not
+    know. Nothing of them runs on the host.
+
+    Raises:
+        InfrastructureError: the image has no Python, or there are no such wheels; with pip's words.
+    """
+    libraries = [*root.glob("usr/local/lib/python3.*/os.py"), *root.glob("usr/lib/python3.*/os.py")]
+    if not libraries:
+        raise InfrastructureError(f"there is no Python in {root} to choose wheels for")
+    version = libraries[0].parent.name.removeprefix("python")
+    if importlib.util.find_spec("pip"):
+        command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
+    else:
+        command = [uv.find_uv_bin(), "pip", "install"]
+    command += ["--quiet", "--only-binary=:all:", f"--python-version={version}", f"--target={target}"]
+    command += sorted(packages)
+    try:
+        programs.run(command, None, WHEELS_TIMEOUT_S)
+    except InfrastructureError as error:
+        raise InfrastructureError(f"the wheels can't be had: {error.reason}") from error
+    # uv leaves a lock file, which is no package.
+    (target / ".lock").unlink(missing_ok=True)
 
 
 def _read_template(template: str) -> str:

@@ -1,15 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an image is made of, when a former one can be used instead, and the definition file that makes it. Pure.
+"""What an image is made of, and the definition file that makes it. Pure.
 
-An image is built in two steps: its *layer*, which is the base with packages installed, takes the time and is the same
-for many images; what the template says comes on top. Two hashes tell what may be reused:
-
-- the **version key** is that of the base and the set of packages with their versions: of the layer;
-- the **lock key** is that of everything: the version key, the template, its variables, the lock files' contents.
-
-How much is reused is the caller's choice, :class:`Reuse`. Nothing is ever built on an image that another template had
-a hand in: a layer knows no template.
+A recipe is a base, packages and a template of a definition file. Its key is a hash of all of them, so that an image
+whose recipe has not changed is built once.
 """
 
 from __future__ import annotations
@@ -17,9 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from importlib import resources
 from typing import Any, Literal
 
@@ -30,8 +23,8 @@ from nemo_gym_prorl.failures import CallerError
 
 Format = Literal["folder", "sif"]
 
-LAYER_TEMPLATE = "packages"
-"""The template of layers."""
+PACKAGES_TEMPLATE = "packages"
+"""The template that installs ``apt`` and ``pip`` packages on a base."""
 
 LOCKS_FOLDER = "/opt/prorl/locks"
 """Where an image has the lock files of its recipe."""
@@ -48,17 +41,6 @@ purpose, and stay as they are."""
 _KEY_LENGTH = 12
 _APT = re.compile(r"[a-z0-9][a-z0-9+.-]*(?:=[A-Za-z0-9.+:~-]+)?")
 _PIP = re.compile(r"[A-Za-z0-9][^\s'\\]*")
-
-
-class Reuse(StrEnum):
-    """How much of what was built before may be used."""
-
-    SCRATCH = "scratch"
-    """Nothing: built again from the upstream base."""
-    VERSIONED = "versioned"
-    """An image of the same recipe, else the layer of the same base and package versions."""
-    LOCK = "lock"
-    """An image of exactly the same recipe, lock files included; else everything is built from the base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,59 +71,13 @@ class Recipe:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def version_key(self) -> str:
-        """See the module."""
-        return _key(template_text(LAYER_TEMPLATE), self.base, self.machine, sorted(self.apt), sorted(self.pip))
-
-    @property
-    def lock_key(self) -> str:
-        """See the module."""
+    def key(self) -> str:
+        """Hash of everything that decides what is built."""
         locks = sorted((name, hashlib.sha256(data).hexdigest()) for name, data in self.locks.items())
-        variables = sorted(self.variables.items())
-        steps = [self.template, COMPILE_PYTHON]
-        return _key(self.version_key, steps, self.format, locks, variables, sorted(self.wheels))
-
-    @property
-    def layered(self) -> bool:
-        """Whether it has packages, and so a layer."""
-        return bool(self.apt or self.pip)
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """An image or layer that is there.
-
-    Attributes:
-        entry: its name among the images.
-        kind: ``image``, ``layer`` or ``pulled``.
-        key: the lock key of an image, the version key of a layer.
-        made: when; the newest is taken.
-    """
-
-    entry: str
-    kind: str
-    key: str
-    made: float
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to do: use the entry ``image``, else build from the entry ``layer``, else from the base."""
-
-    image: str | None = None
-    layer: str | None = None
-
-
-def decide(reuse: Reuse, recipe: Recipe, built: Iterable[Built]) -> Plan:
-    """What of the things that are there the recipe is to use."""
-    if reuse is Reuse.SCRATCH:
-        return Plan()
-    newest = {(one.kind, one.key): one.entry for one in sorted(built, key=lambda one: (one.made, one.entry))}
-    if image := newest.get(("image", recipe.lock_key)):
-        return Plan(image=image)
-    if reuse is Reuse.VERSIONED and recipe.layered:
-        return Plan(layer=newest.get(("layer", recipe.version_key)))
-    return Plan()
+        packages = [template_text(PACKAGES_TEMPLATE), sorted(self.apt), sorted(self.pip), sorted(self.wheels)]
+        steps = [self.template, COMPILE_PYTHON, sorted(self.variables.items())]
+        text = json.dumps([self.base, self.machine, self.format, packages, locks, steps])
+        return hashlib.sha256(text.encode()).hexdigest()[:_KEY_LENGTH]
 
 
 def check(recipe: Recipe) -> None:
@@ -210,7 +146,3 @@ def template_text(name: str) -> str:
         known = sorted(entry.name.removesuffix(".def.j2") for entry in folder.iterdir())
         raise CallerError(f"there is no {name!r}, only {', '.join(known)} and files of yours", field="template")
     return file.read_text()
-
-
-def _key(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:_KEY_LENGTH]
