@@ -30,7 +30,6 @@ from nemo_gym_prorl.sandbox.isolation.mounts import Bind
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
-from nemo_gym_prorl.sandbox.supervisor.storage.volumes import Volume
 
 
 CLOSED = (Path("/proc"), Path("/sys"))
@@ -46,14 +45,13 @@ _OF_THE_RUNTIME = re.compile(r'[,"\\\n]')
 """What means something else on the runtime's command line."""
 
 
-def checked(binds: Sequence[str], state: Path, image: Path, volumes: Sequence[str] = ()) -> list[str]:
+def checked(binds: Sequence[str], state: Path, image: Path) -> list[str]:
     """The same binds, with the host's part free of links, so that it can't come to mean something else.
 
     Args:
         binds: as in :class:`.spec.ContainerSpec`.
         state: the folder of supervisors.
         image: what they are shown in.
-        volumes: what else is shown in it.
 
     Raises:
         CallerError: one is none, can't be mounted, or would show what it must not; names the fix.
@@ -67,11 +65,9 @@ def checked(binds: Sequence[str], state: Path, image: Path, volumes: Sequence[st
             raise CallerError(f"{bind!r} would show {trouble}", field="binds")
         if _OF_THE_RUNTIME.search(bind):
             raise CallerError(f"{bind!r} has a comma, quote or backslash, which can't be bound: rename", field="binds")
-        shown = _Shown(bind, "binds", source)
+        shown = _Shown(bind, source)
         target = _target(shown, parsed.target, image, taken)
         safe.append(f"{source}:{target}{':ro' if parsed.read_only else ''}")
-    for volume in volumes:
-        _target(_Shown(volume, "volumes", None), Volume.parse(volume).target, image, taken)
     return safe
 
 
@@ -81,18 +77,16 @@ class _Shown:
 
     Attributes:
         text: as it was asked for.
-        field: where.
-        source: where it lies; ``None`` for a volume, which is a folder.
+        source: where it lies.
     """
 
     text: str
-    field: str
-    source: Path | None
+    source: Path
 
     @property
     def is_folder(self) -> bool:
         """Whether it is one."""
-        return self.source is None or self.source.is_dir()
+        return self.source.is_dir()
 
     def led(self, root: Path, path: str) -> str:
         """Where a path in an image or another folder leads, with all links followed, none of which leads out of it."""
@@ -103,7 +97,7 @@ class _Shown:
 
     def refused(self, reason: str) -> CallerError:
         """The error that names it."""
-        return CallerError(f"{self.text!r}: {reason}", field=self.field)
+        return CallerError(f"{self.text!r}: {reason}", field="binds")
 
 
 def check_image_folder(image: str, state: Path) -> None:

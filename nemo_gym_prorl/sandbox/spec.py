@@ -68,7 +68,6 @@ class ContainerSpec:
         users: have all user ids inside, not only one: for package managers, services, files of several users. Needs
             an unpacked image, and of an ordinary user a range of ids; see :mod:`.user_ids`.
         capabilities: of the kernel, that root inside is to have beyond the usual: ``SYS_PTRACE``, ``NET_ADMIN``.
-        volumes: folders that are shared with other sandboxes, as ``NAME:INSIDE`` or ``NAME:INSIDE:ro``.
     """
 
     image: Annotated[Path, Strict()]
@@ -87,7 +86,6 @@ class ContainerSpec:
     start: Start = "auto"
     users: fields.Flag = False
     capabilities: fields.Texts = ()
-    volumes: fields.Texts = ()
 
 
 def check_fields(values: Mapping[str, object], inside: str = "") -> None:
@@ -197,7 +195,6 @@ def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, defaul
         "ttl_s": spec.ttl_s,
         "start_timeout_s": spec.start_timeout_s,
         "capabilities": sorted(capabilities.numbers(spec.capabilities, root=spec.root, host_network=spec.network)),
-        "volumes": list(spec.volumes),
     }
 
 

@@ -445,13 +445,3 @@ def spaces() -> list[state_dir.Space]:
     """The PID namespaces of all sandboxes of this test run."""
     root = Path(os.environ["PRORL_STATE"])
     return [space for owner in root.glob("s-*") for space in state_dir.spaces_of(owner)]
-
-
-@pytest.mark.skipif(not is_machine_root(), reason="what others mount they have made private themselves")
-async def test_mounts_of_the_host_do_not_reach_a_volume(image: Path, runtime: Runtime, without: Without) -> None:
-    """Where the host's are shared, as with systemd."""
-    without(Off(f"os.unshare(os.CLONE_NEWNS)\nsyscalls.mount('none', '/', '', syscalls.MS_REC | {1 << 20}, '')"))
-    async with sandbox(image, runtime, volumes=("v:/mnt",)) as container:
-        told = (await container.run("cat /proc/self/mountinfo")).stdout
-        line = next(each for each in told.splitlines() if each.split()[4] == "/mnt")
-        assert "shared:" not in line, line

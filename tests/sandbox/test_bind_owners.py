@@ -78,11 +78,9 @@ async def test_files_and_folders_of_several_owners(image: Path, runtime: Runtime
         (open_folder / name).write_text(name)
         os.chown(open_folder / name, owner, owner)
     binds = [f"{open_folder}/one:/mnt/one", f"{open_folder}/two:/mnt/two:ro", f"{open_folder}:/srv:ro"]
-    async with await Container.start(ContainerSpec(image=image, binds=binds, volumes=["v:/v"]), runtime) as container:
-        said = await container.run(
-            "cat /mnt/one /mnt/two; echo; stat -c %u /mnt/one /mnt/two /srv /srv/one /v; touch /v/x"
-        )
-        assert said.stdout.split() == ["onetwo", "0", "0", "0", "65534", "0"]
+    async with await Container.start(ContainerSpec(image=image, binds=binds), runtime) as container:
+        said = await container.run("cat /mnt/one /mnt/two; echo; stat -c %u /mnt/one /mnt/two /srv /srv/one")
+        assert said.stdout.split() == ["onetwo", "0", "0", "0", "65534"]
         assert (await container.run("echo 1 > /mnt/one")).exit_code == 0
         assert (await container.run("echo 1 > /mnt/two")).exit_code != 0
 

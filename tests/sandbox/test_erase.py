@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 
@@ -160,12 +161,23 @@ def count_files(folder: str) -> int:
     return len(list(Path(folder).iterdir()))
 
 
+@pytest.fixture
+def meeting_place() -> Iterator[str]:
+    """A folder of the host that both sandboxes have bound."""
+    with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as folder:
+        if is_machine_root():
+            os.chown(folder, 4711, 4711)
+        yield folder
+
+
 @pytest.mark.sandbox
-async def test_an_accomplice_has_nothing_of_the_host_erased(image: Path, runtime: Runtime, way: str) -> None:
+async def test_an_accomplice_has_nothing_of_the_host_erased(
+    image: Path, runtime: Runtime, way: str, meeting_place: str
+) -> None:
     """Who was handed a folder of a sandbox that ends puts links to the host in place of what is in it."""
     with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as victim:
         make_files(victim)
-        spec = ContainerSpec(image=image, volumes=("meet:/meet",))
+        spec = ContainerSpec(image=image, binds=(f"{meeting_place}:/meet",))
         async with await Container.start(spec, runtime) as other, await Container.start(spec, runtime) as ends:
             swapping = asyncio.create_task(other.run(f"python3 -c {quote(SWAP)} {victim}", timeout_s=120))
             await ends.run("until [ -e /meet/ready ]; do sleep 0.05; done", timeout_s=60)
@@ -181,9 +193,9 @@ async def test_an_accomplice_has_nothing_of_the_host_erased(image: Path, runtime
 @pytest.mark.sandbox
 @pytest.mark.skipif(not is_machine_root(), reason="an ordinary user's sandboxes are all the same owner's")
 @pytest.mark.parametrize("where", ["/.prorl", ""])
-async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, where: str) -> None:
+async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, where: str, meeting_place: str) -> None:
     """Nor writes what nobody counts: who was handed a folder of a sandbox that ends makes no more in it."""
-    spec = ContainerSpec(image=image, volumes=("meet:/meet",))
+    spec = ContainerSpec(image=image, binds=(f"{meeting_place}:/meet",))
     async with await Container.start(spec, runtime) as other, await Container.start(spec, runtime) as ends:
         filling = asyncio.create_task(other.run(f"python3 -c {quote(FILL)}", timeout_s=60))
         await ends.run("until [ -e /meet/ready ]; do sleep 0.05; done", timeout_s=60)
@@ -215,11 +227,23 @@ async def test_who_closes_a_sandbox_is_not_told_of_a_helper_that_was_killed(
     assert not container.shared_folder.exists()
 
 
-async def test_who_closes_a_sandbox_is_told_that_its_files_do_not_go(image: Path, runtime: Runtime) -> None:
-    container = await Container.start(ContainerSpec(image=image, volumes=("kept:/kept",)), runtime)
-    obstacle = container.shared_folder.parent / "volumekept" / "file"
-    obstacle.parent.mkdir()
+async def test_who_closes_a_sandbox_is_told_that_its_files_do_not_go(
+    image: Path, runtime: Runtime, without: Without, tmp_path: Path
+) -> None:
+    obstacle = tmp_path / "obstacle"
     obstacle.touch()
+    without(
+        Off(
+            "from nemo_gym_prorl.sandbox.supervisor import lifecycle\n"
+            "delete = lifecycle.Sandboxes._delete\n"
+            "async def kept(self, sandbox):\n"
+            f"    if os.path.exists({str(obstacle)!r}):\n"
+            "        raise lifecycle.Refused({'error': 'not empty'})\n"
+            "    await delete(self, sandbox)\n"
+            "lifecycle.Sandboxes._delete = kept"
+        )
+    )
+    container = await Container.start(ContainerSpec(image=image), runtime)
     with pytest.raises(InfrastructureError, match="not empty"):
         async with asyncio.timeout(30):
             await container.close()

@@ -237,9 +237,7 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime
     parent, _trouble = user_ids.make_parent_namespace()
     ranges = [user_ids.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
     prepared = PreparedImage(parent, (0, 0), parent, "", {}, ranges)
-    given = order("b-1", draw(several=False), ContainerSpec(image=tmp_path), runtime, ImageDefaults()) | {
-        "volumes": []
-    }
+    given = order("b-1", draw(several=False), ContainerSpec(image=tmp_path), runtime, ImageDefaults()) | {}
     alive, lives = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:

@@ -32,7 +32,6 @@ from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
-from nemo_gym_prorl.sandbox.supervisor.storage.volumes import Volumes
 
 
 SERVER = Path(__file__).with_name("server.py")
@@ -307,7 +306,7 @@ async def test_an_end_goes_on_whatever_fails_at_its_begin(
     box.space = Mock(init=1, alive=False)
     boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
     boxes._loop, boxes._all, boxes._inits = asyncio.get_running_loop(), {"b-1": box}, {}
-    boxes._watchdog, boxes._launcher, boxes._volumes, boxes.on_gone = Mock(), AsyncMock(), Mock(), []
+    boxes._watchdog, boxes._launcher, boxes.on_gone = Mock(), AsyncMock(), []
     failing = Mock(side_effect=OSError(errno.ENOSPC, "full"))
     if fails == "looking":
         monkeypatch.setattr(lifecycle, "look_for_first", failing)
@@ -316,12 +315,3 @@ async def test_an_end_goes_on_whatever_fails_at_its_begin(
     boxes._close(box)
     failing.assert_called_once()
     assert not boxes._all
-
-
-@pytest.mark.parametrize("name", [state_dir.SPACE_FILE, state_dir.STARTER_FILE, state_dir.GROUP_FILE])
-def test_no_volume_is_taken_for_a_note(tmp_path: Path, name: str) -> None:
-    """Which would stop the sweep of what a dead owner left, whatever else that is."""
-    Volumes(tmp_path).take("b-1", [f"{name}:/inside"])
-    assert state_dir.spaces_of(tmp_path) == []
-    assert state_dir.helpers_of(tmp_path) == []
-    assert state_dir.groups_of(tmp_path) == []

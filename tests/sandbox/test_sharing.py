@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Volumes that sandboxes share, rights that they ask for, and snapshots that others go on from."""
+"""Capabilities that sandboxes ask for, and snapshots that others go on from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(120)]
@@ -39,37 +38,6 @@ print(caught)
 """Looks into every process that there is, for what it runs, but the first, in which there is nothing to gain."""
 
 WAYS = [way for way in get_args(Start) if way != "auto"]
-
-
-@pytest.mark.parametrize("start", WAYS)
-async def test_two_share_a_volume_and_agree_on_owners(image: Path, runtime: Runtime, start: Start) -> None:
-    spec = ContainerSpec(image=image, start=start, volumes=["work/data:/data"])
-    async with await Container.start(spec, runtime) as one:
-        async with await Container.start(spec, runtime) as two:
-            assert (await one.run("mkdir -p /data/a && echo hello > /data/a/b && chmod 700 /data/a")).exit_code == 0
-            seen = await two.run("cat /data/a/b && stat -c %u:%g /data/a/b && echo more >> /data/a/b")
-            assert seen.stdout == "hello\n0:0\n"
-            assert seen.exit_code == 0
-        assert (await one.run("cat /data/a/b")).stdout == "hello\nmore\n"
-    async with await Container.start(spec, runtime) as later:
-        # It went with the last that had it.
-        assert (await later.run("ls /data")).stdout == ""
-
-
-@pytest.mark.parametrize("start", WAYS)
-async def test_a_volume_can_be_for_reading_only(image: Path, runtime: Runtime, start: Start) -> None:
-    writer = ContainerSpec(image=image, start=start, volumes=["shared:/data"])
-    reader = ContainerSpec(image=image, start=start, volumes=["shared:/data:ro"], root=False)
-    async with await Container.start(writer, runtime) as one, await Container.start(reader, runtime) as two:
-        await one.run("echo hello > /data/file")
-        assert (await two.run("cat /data/file")).stdout == "hello\n"
-        assert "Read-only" in (await two.run("echo more > /data/file")).stderr
-
-
-@pytest.mark.parametrize("volume", ["..:/x", "a/../b:/x", "/etc:/x", "a:x", "a:/x/../y", "a", "a:/x:rw,dev", "%:/x"])
-async def test_no_volume_is_a_way_to_the_host(image: Path, runtime: Runtime, volume: str) -> None:
-    with pytest.raises(CallerError, match="volumes"):
-        await Container.start(ContainerSpec(image=image, volumes=[volume]), runtime)
 
 
 async def test_a_debugger_is_given_what_it_needs_and_sees_its_own_only(image: Path, runtime: Runtime) -> None:
@@ -146,21 +114,12 @@ async def test_a_snapshot_is_gone_on_from(image: Path, tmp_path: Path, start: St
         await provider.create(SandboxSpec(provider_options={"snapshot_id": snapshot}))
 
 
-async def test_what_is_written_to_a_volume_counts(image: Path, runtime: Runtime) -> None:
-    spec = ContainerSpec(image=image, volumes=["big:/data"], disk_mib=16)
-    async with await Container.start(spec, runtime) as container:
-        # Files of 8 MB each, since one that is larger than the limit is cut off at once.
-        write = "for n in 1 2 3 4; do head -c 8000000 /dev/zero > /data/$n; done; sleep 100"
-        with pytest.raises(SandboxExhausted):
-            await container.run(write)
-
-
 async def test_files_of_several_users_stay_theirs(image: Path, tmp_path: Path) -> None:
     if trouble := no_several_users():
         pytest.skip(trouble)
-    provider = SingularityProvider(snapshots=str(tmp_path), users=True, volumes=["several:/data"])
-    write = "for f in /data/f /srv/f; do mkdir -p /srv; echo x > $f; chown 33:4000 $f; chmod 640 $f; done"
-    look = "stat -c '%u:%g %a' /data/f /srv/f"
+    provider = SingularityProvider(snapshots=str(tmp_path), users=True)
+    write = "for f in /srv/e /srv/f; do mkdir -p /srv; echo x > $f; chown 33:4000 $f; chmod 640 $f; done"
+    look = "stat -c '%u:%g %a' /srv/e /srv/f"
     first = await provider.create(SandboxSpec(image=str(image)))
     try:
         assert (done := await provider.exec(first, write)).return_code == 0, done.stderr

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Snapshots of sandboxes: what one has written, kept in a file from which others can go on.
 
-Files only: what runs in a sandbox is not in it, nor what it has in memory, on its volumes or from the host. A snapshot
+Files only: what runs in a sandbox is not in it, nor what it has in memory or from the host. A snapshot
 belongs to the image that it was taken over, and over no other is it restored; it outlives the sandbox, the server and
 the machine's next start: whoever takes one has to delete it.
 

@@ -25,7 +25,7 @@ from nemo_gym_prorl.sandbox.spec import MOST_CPUS, MOST_START_TIMEOUT_S, check_f
 
 
 SPEC_OPTIONS = (
-    *("network", "root", "users", "start", "binds", "volumes", "capabilities"),
+    *("network", "root", "users", "start", "binds", "capabilities"),
     *("memory_mib", "cpus", "processes", "disk_mib", "shared_memory_mib"),
 )
 """Options of :class:`.container.ContainerSpec` that can be set for the provider, and per sandbox in

@@ -61,7 +61,7 @@ def preliminaries(
 
     Answers with whether there is, first, the user namespace whose ids the image's owners are to have, where that is
     not the sandbox's own. What follows is, for one with several users, a parent namespace of its own, and by
-    root its binds and volumes, as mounts.
+    root its binds, as mounts.
     """
     root, several = is_machine_root(), order["users"]
     host = order["host_uid"], order["host_gid"]
@@ -97,7 +97,7 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
     several, root, host_network = order["users"], is_machine_root(), order["network"]
     if several and prepared.one_user:
         raise PermissionError(errno.EPERM, prepared.one_user)
-    binds = [Bind.parse(text) for text in (order["binds"][:1] if root else [*order["binds"], *order["volumes"]])]
+    binds = [Bind.parse(text) for text in (order["binds"][:1] if root else order["binds"])]
     shown = [Bind.parse(text).target for text in shown_mounts(order)] if root else []
     request = Request(Kind.MAKE)
     request.words(len(uncovered()))
@@ -131,8 +131,8 @@ def _of_all_users(order: dict[str, Any]) -> list[tuple[int, int, int]]:
 
 
 def shown_mounts(order: dict[str, Any]) -> list[str]:
-    """What root shows a sandbox with other owners: its binds, less the first, which is its own folder, and volumes."""
-    return [*order["binds"][1:], *order["volumes"]]
+    """Return what root shows a sandbox with other owners: its binds, less the first, which is its own folder."""
+    return list(order["binds"][1:])
 
 
 def held_mounts(order: dict[str, Any]) -> list[int]:
@@ -152,12 +152,6 @@ def held_mounts(order: dict[str, Any]) -> list[int]:
             # On a file system that can't show other owners it stays nobody's.
             with contextlib.suppress(OSError):
                 syscalls.show_as(tree, user_ids.user_namespace(found.st_uid, *host, group=found.st_gid))
-    if order["volumes"]:
-        maps = [[(0, first, user_ids.BLOCK if order["users"] else 1)] for first in host]
-        space = user_ids.namespace(lambda pid: user_ids.write_maps(pid, *maps))
-        for volume in map(Bind.parse, order["volumes"]):
-            trees.append(volume.take_hold())
-            syscalls.show_as(trees[-1], space)
     return trees
 
 

@@ -59,7 +59,7 @@ def become_runtime(
         parent = os.getppid()
         syscalls.end_with(parent)
         os.setsid()
-        image, inside, binds = order["image"], order["uid"], order["volumes"]
+        image, inside, binds = order["image"], order["uid"], list[str]()
         host = order["host_uid"], order["host_gid"]
         owner = user_namespace(inside, *host)
         if is_machine_root():
@@ -126,7 +126,7 @@ def _show_image(image: str, folder: Path, uid: int, gid: int) -> str:
 
 
 def _show_mounts(order: Message, folder: Path) -> list[str]:
-    """As root: the same for binds and volumes; returns where they are then."""
+    """As root: the same for binds; returns where they are then."""
     shown = []
     for number, (bind, tree) in enumerate(zip(shown_mounts(order), held_mounts(order), strict=True)):
         host, _, rest = bind.partition(":")

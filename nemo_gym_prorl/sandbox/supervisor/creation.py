@@ -149,7 +149,7 @@ class Creation:
         answer: Message = {}
         files: list[int] = []
         if action := preliminaries(prepared, order):
-            with sandbox.step("ids and volumes"):
+            with sandbox.step("ids and binds"):
                 answer, files = await self._children.run(action, [prepared.image, prepared.parent_namespace])
         owners = [files.pop(0)] if answer.get("owners") else []
         try:
@@ -171,13 +171,13 @@ class Creation:
     async def _start_first(self, sandbox: Sandbox, prepared: PreparedImage, files: list[int]) -> Child:
         """Have its first process started, which waits for the image then."""
         request = make(prepared, sandbox.order, str(sandbox.folder))
-        parent, *volumes = files if sandbox.order["users"] else [prepared.parent_namespace, *files]
+        parent, *shown = files if sandbox.order["users"] else [prepared.parent_namespace, *files]
         for left in reversed(range(TRIES)):
             with (
                 runtime_start.open_channel(sandbox, socket.SOCK_SEQPACKET) as channel,
                 self._children.starting() as adopt,
             ):
-                given = [parent, channel.fileno(), self._launcher.program(), *volumes, *mounts.uncovered()]
+                given = [parent, channel.fileno(), self._launcher.program(), *shown, *mounts.uncovered()]
                 try:
                     answer, _files = await self._launcher.run_once(request, given, sandbox.group)
                 except LauncherLost:

@@ -46,7 +46,6 @@ from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
 from nemo_gym_prorl.sandbox.supervisor.runtime_start import look_for_first
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, Stage, step_down
 from nemo_gym_prorl.sandbox.supervisor.storage import erase
-from nemo_gym_prorl.sandbox.supervisor.storage.volumes import Volumes
 
 
 TICK_S = 0.5
@@ -75,7 +74,6 @@ class Sandboxes:
         """All end, since their server has."""
         self._inits: dict[int, Sandbox] = {}
         """By the number of their first process, those that close."""
-        self._volumes = Volumes(folder)
         self.on_gone: list[Callable[[str], object]] = []
         """Told the name of each sandbox that is gone."""
         self._turns = Turns()
@@ -176,8 +174,7 @@ class Sandboxes:
         folder = self._folder / order["sandbox"]
         try:
             check_image_folder(order["image"], self._folder.parent)
-            binds = checked(order["binds"], self._folder.parent, Path(order["image"]), order["volumes"])
-            order["volumes"] = self._volumes.take(order["sandbox"], order["volumes"])
+            binds = checked(order["binds"], self._folder.parent, Path(order["image"]))
         except CallerError as error:
             raise Refused({"error": error.complaint, "field": error.field}) from error
         order["binds"] = [f"{folder / 'shared'}:{SHARED_FOLDER}", *binds]
@@ -396,7 +393,6 @@ class Sandboxes:
         Raises:
             Refused: something is left.
         """
-        self._volumes.release(sandbox.name, sandbox.folder)
         if sandbox.channel:
             drop(sandbox.channel)
             sandbox.channel = None

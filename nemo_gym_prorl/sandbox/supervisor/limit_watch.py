@@ -63,7 +63,7 @@ def order(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
         "disk_limit": wanted["disk_mib"] << 20,
         "process_limit": wanted["processes"] if Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE else 0,
         "shared_memory_mib": wanted["shared_memory_mib"],
-        "volumes": [str(sandbox.folder / "shared"), *(bind.partition(":")[0] for bind in wanted["volumes"])],
+        "shared": str(sandbox.folder / "shared"),
         "in_memory": in_memory,
     }
 
@@ -224,7 +224,7 @@ class Watch:
                 # What it does from now on is for the next walk.
                 box.unmeasured, box.walked, box.walking = False, now, True
                 found = Found()
-                self._walks.append((box, found, walk((box.folder, *box.volumes), box.members, box.init, found)))
+                self._walks.append((box, found, walk((box.folder, box.shared), box.members, box.init, found)))
             if not self._walks:
                 return
             box, found, steps = self._walks.popleft()

@@ -86,7 +86,7 @@ class PreparedImages:
         variables are read.
         """
         folder = self._folder / f"m-{secrets.token_hex(6)}"
-        alone = {**order, "uid": 0, "network": False, "binds": [], "volumes": []}
+        alone = {**order, "uid": 0, "network": False, "binds": []}
         asked = Sandbox(folder.name, folder, alone, [], [])
         try:
             async with asyncio.timeout(order["start_timeout_s"]):
