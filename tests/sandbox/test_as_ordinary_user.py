@@ -33,7 +33,6 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
         "nothing_of_the_host": (),
         "users": (),
         "old_kernel": ("a_sandbox_of_an_ordinary_user_lacks_nothing",),
-        "kernel_shares": (),
     },
     # To a sandbox and out of it: how it starts, mounts, processes that end, files that are erased.
     "ways": {
@@ -70,7 +69,7 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
             "a_template_becomes_an_image_that_starts_by_its_name",
             "a_sif_of_a_sif",
             "an_image_on_one_of_a_registry",
-            "packages_make_a_layer_that_another_recipe_uses",
+            "packages_of_the_machines_distribution_are_a_base",
             "a_failed_build_says_why_and_leaves_nothing",
         ),
         "images_confined": (),
@@ -132,10 +131,6 @@ SAME_FOR_A_USER = (
     "test_disk_use_is_bounded[direct-0",
     "test_processes_are_bounded[direct-512",
     "test_a_fork_bomb_ends_with_its_sandbox[runtime",
-    "test_who_takes_all_leaves_a_neighbour_enough[runtime",
-    "test_open_files_on_their_way_hold_up_nobody_else[runtime",
-    "test_who_has_all_terminals_is_told_so_as_the_agents_doing[runtime",
-    "test_what_the_kernel_keeps_for_processes_of_one_namespace_is_bounded[runtime",
     # Of hostile images with a device, a link of each kind.
     "of_a_mounted_sif_lead_to_nothing_of_the_host[etc/passwd",
     "of_a_mounted_sif_lead_to_nothing_of_the_host[tmp",

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES, SandboxExhausted, SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc import client
@@ -28,67 +27,11 @@ for number in range(4):
 time.sleep(60)
 """
 
-DEEP = """
-import os, time
-os.chdir("/tmp")
-for _ in range(60):
-    os.mkdir("d" * 200)
-    os.chdir("d" * 200)
-for number in range(4):
-    with open(str(number), "wb") as file:
-        file.write(b"x" * (8 << 20))
-time.sleep(60)
-"""
-
-DEEPEST = """
-import os, time
-os.chdir("/tmp")
-for _ in range(1000):
-    os.mkdir("d" * 200)
-    os.chdir("d" * 200)
-time.sleep(60)
-"""
-
 EMPTY = """
 import os, time
 os.mkdir("/tmp/empty")
 for number in range(4000):
     os.close(os.open(f"/tmp/empty/{number}", os.O_CREAT))
-time.sleep(60)
-"""
-
-CLOSED = """
-import os, time
-os.mkdir("/tmp/closed")
-for number in range(4):
-    with open(f"/tmp/closed/{number}", "wb") as file:
-        file.write(b"x" * (8 << 20))
-os.chmod("/tmp/closed", 0)
-time.sleep(60)
-"""
-
-MANY_CLOSED = """
-import os, time
-os.makedirs("/tmp/closed/within")
-for number in range(1500):
-    os.mkdir(f"/tmp/closed/{number}", 0)
-    os.mkdir(f"/tmp/closed/within/{number}", 0)
-time.sleep(2)
-with open("/root/file", "wb") as file:
-    file.write(b"x" * (30 << 20))
-time.sleep(1)
-with open("/root/another", "wb") as file:
-    file.write(b"x" * (30 << 20))
-time.sleep(10)
-"""
-
-UNSEARCHABLE = """
-import os, time
-os.mkdir("/tmp/closed")
-for number in range(4):
-    with open(f"/tmp/closed/{number}", "wb") as file:
-        file.write(b"x" * (8 << 20))
-os.chmod("/tmp/closed", 0o400)
 time.sleep(60)
 """
 
@@ -125,8 +68,6 @@ time.sleep(60)
 
 HELD_BY = {
     "a descriptor": "kept.append(file)",
-    "a mapping": "map_it(file); os.close(file)",
-    "a private mapping": "map_it(file, 2); os.close(file)",
     "both": "map_it(file)",
 }
 """What keeps a file of memory, of which no page is touched by way of it."""
@@ -164,11 +105,7 @@ def program(text: str) -> str:
 
 EVASIONS = {
     "without a name": WITHOUT_A_NAME,
-    "deep": DEEP,
-    "deepest": DEEPEST,
     "empty": EMPTY,
-    "closed": CLOSED,
-    "unsearchable": UNSEARCHABLE,
     "with the server": WITH_THE_SERVER,
 }
 
@@ -186,17 +123,8 @@ async def test_nothing_that_is_written_goes_uncounted(image: Path, runtime: Runt
     assert dict(zip(EVASIONS, ends, strict=True)) == dict.fromkeys(EVASIONS, "disk")
 
 
-async def test_many_closed_folders_take_no_longer_than_open_ones(image: Path, runtime: Runtime) -> None:
-    async with await Container.start(ContainerSpec(image=image, disk_mib=50), runtime) as container:
-        with pytest.raises(SandboxExhausted, match="disk: wrote") as ended:
-            await container.run(program(MANY_CLOSED), timeout_s=60)
-        assert ended.value.resource == "disk"
-
-
 @pytest.mark.parametrize("kept", HELD_BY)
 async def test_files_of_memory_count_as_memory(kept: str, image: Path, runtime: Runtime) -> None:
-    if kept != "a descriptor" and not is_machine_root():
-        pytest.skip("the kernel shows root only what is mapped")
     async with await Container.start(ContainerSpec(image=image, memory_mib=100), runtime) as container:
         done = await container.run(program(MEMORY_FILES.format(keep=HELD_BY[kept])), timeout_s=40)
         assert (done.exit_code, done.timed_out) == (137, False)

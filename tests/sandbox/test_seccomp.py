@@ -412,3 +412,47 @@ async def test_a_first_process_with_the_rights_of_commands_is_refused_what_they_
     async with await Container.start(ContainerSpec(image=image, root=False, start="runtime"), runtime) as container:
         done = await container.execute(["python3", "-c", TAKEN_OVER, orders(tried)], timeout_s=20)
         assert done.stdout.split() == [str(errno.EPERM)] * len(tried), done
+
+
+NAMESPACES = {
+    "mount": 0x20000,
+    "cgroup": 0x2000000,
+    "uts": 0x4000000,
+    "ipc": 0x8000000,
+    "user": 0x10000000,
+    "pid": 0x20000000,
+    "net": 0x40000000,
+}
+"""By the names of the kernel's flags, ``CLONE_NEW...``."""
+
+MAKE = """
+import ctypes, errno, os, sys
+libc, user = ctypes.CDLL(None, use_errno=True), 0x10000000
+clone = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+def tell(answer):
+    os.write(1, (errno.errorcode[ctypes.get_errno()] if answer < 0 else "made").encode() + b" ")
+for flag in map(int, sys.argv[1:]):
+    # With a user namespace beside it, everybody has the right.
+    made = libc.syscall(ctypes.c_long(clone), ctypes.c_long(flag | user | 17), *[ctypes.c_long(0)] * 4)
+    if made == 0:
+        os._exit(0)
+    tell(made)
+    if os.fork() == 0:
+        tell(libc.unshare(flag | user))
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.usefixtures("way")
+async def test_no_kind_of_namespace_is_made_by_clone_or_unshare(container: Container) -> None:
+    flags = " ".join(map(str, NAMESPACES.values()))
+    said = (await container.run(f"python3 -c '{MAKE}' {flags}")).stdout.split()
+    assert said == ["EPERM"] * 2 * len(NAMESPACES)
+
+
+def test_outside_everybody_makes_them() -> None:
+    """So it is the filter that refuses them inside."""
+    flags = " ".join(map(str, NAMESPACES.values()))
+    outside = subprocess.run([sys.executable, "-c", MAKE, *flags.split()], capture_output=True, text=True, check=False)
+    assert outside.stdout.split().count("made") == 2 * len(NAMESPACES)

@@ -197,3 +197,16 @@ async def test_a_file_of_the_kernel_has_what_it_says(path: str, container: Conta
     if said.stdout:
         await container.download(path, tmp_path / "file")
         assert len((tmp_path / "file").read_text().splitlines()) >= 1
+
+
+@pytest.mark.usefixtures("way")
+async def test_a_download_has_no_more_rights_than_a_command(container: Container, tmp_path: Path) -> None:
+    await container.run("ln -s /proc/1/environ /tmp/link; echo secret > /tmp/own; chmod 0 /tmp/own")
+    for path in ("/proc/1/environ", "/tmp/link"):
+        assert (await container.run(f"cat {path}")).stdout == ""
+        with pytest.raises(Exception, match=r"Permission denied|No such file"):
+            await container.download(path, tmp_path / "environ")
+    await container.download("/tmp/own", tmp_path / "own")
+    assert (tmp_path / "own").read_text() == "secret\n"
+    await container.download("/proc/cpuinfo", tmp_path / "cpuinfo")
+    assert (tmp_path / "cpuinfo").read_text()

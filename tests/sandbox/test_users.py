@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import shutil
 import signal
 from pathlib import Path
@@ -17,7 +16,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import has_one_id, is_machine_root
-from nemo_gym_prorl.sandbox.limits import kernel_shares, usage
+from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted, SandboxRefused
@@ -91,31 +90,6 @@ async def test_processes_of_all_users_together_are_bounded(image: Path, runtime:
                 await container.run("true", user=user)
             assert full.value.resource == "processes"
         assert (await neighbour.run("id -u", user=33)).stdout == "33\n", "of others it is no part"
-
-
-TIMERS = """
-import ctypes, os, time
-libc, kept, most = ctypes.CDLL(None), ctypes.create_string_buffer(8), 100_000
-ends = os.pipe()
-for uid in range(1000, 1004):
-    if not os.fork():
-        os.setuid(uid)
-        taken = 0
-        while taken < most and libc.timer_create(1, None, kept) == 0:
-            taken += 1
-        os.write(ends[1], taken.to_bytes(8))
-        time.sleep(10)
-        os._exit(0)
-print(sum(int.from_bytes(os.read(ends[0], 8)) for _ in range(4)), flush=True)
-os.killpg(0, 9)
-"""
-
-
-@HAVE_THEM
-async def test_what_the_kernel_counts_for_a_user_all_users_of_a_sandbox_share(image: Path, runtime: Runtime) -> None:
-    async with await Container.start(ContainerSpec(image=image, users=True), runtime) as container:
-        done = await container.run(f"timeout 20 python3 - <<'END'\n{TIMERS}\nEND", timeout_s=30)
-        assert 100 < int(done.stdout) <= kernel_shares.limits()[resource.RLIMIT_SIGPENDING]
 
 
 CLOSED = "mkdir -p /tmp/theirs/deep/er && touch /tmp/theirs/deep/er/x && chmod 0 /tmp/theirs"

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-import tracemalloc
 from itertools import count
 from pathlib import Path
 
@@ -16,11 +15,11 @@ from hypothesis import strategies as st
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.limits import walk as walk_module
 from nemo_gym_prorl.sandbox.limits.usage import Process
-from nemo_gym_prorl.sandbox.limits.walk import LEAST_SIZE, WIDE, Found, walk
+from nemo_gym_prorl.sandbox.limits.walk import MIN_ENTRY_BYTES, DiskUsage, scan
 from nemo_gym_prorl.sandbox.limits.watchdog import (
+    MAX_SCAN_S,
     MOST_LOOKS_OVER,
-    MOST_WALK_S,
-    WALK_PAUSE_S,
+    SCAN_PAUSE_S,
     Watched,
     WatchList,
     goes_fast,
@@ -74,8 +73,8 @@ def test_too_much_memory_costs_the_largest_process_its_life() -> None:
     one = box(memory=100)
     crowd = [process(1, resident=60), process(2, resident=70)]
     assert one.may_exceed(crowd)
-    assert one.excess(sizes(40, 50)) is None, "they share"
-    excess = one.excess(sizes(60, 70))
+    assert one.memory_victims(sizes(40, 50)) is None, "they share"
+    excess = one.memory_victims(sizes(60, 70))
     assert excess
     assert excess[0] == [2]
     assert excess[1].startswith("memory: 130 MiB")
@@ -84,10 +83,10 @@ def test_too_much_memory_costs_the_largest_process_its_life() -> None:
 
 def test_the_first_process_is_spared_however_large_it_is() -> None:
     one = box(memory=100)
-    excess = one.excess(sizes(40, 50) | {INIT: (60 * MIB, 0)})
+    excess = one.memory_victims(sizes(40, 50) | {INIT: (60 * MIB, 0)})
     assert excess
     assert excess[0] == [2]
-    alone = one.excess({INIT: (101 * MIB, 0)})
+    alone = one.memory_victims({INIT: (101 * MIB, 0)})
     assert alone
     assert alone[0] == [], "the sandbox has to end, for its memory"
 
@@ -99,7 +98,7 @@ def test_as_many_have_to_go_as_it_takes(of_processes: list[int], first: int, kil
     one.killed = set(killed)
     crowd = sizes(*of_processes)
     before = sum(of_processes) + first
-    excess = one.excess(crowd | {INIT: (first * MIB, 0)})
+    excess = one.memory_victims(crowd | {INIT: (first * MIB, 0)})
     if before <= 100:
         assert excess is None
         return
@@ -123,16 +122,16 @@ def test_what_is_over_its_memory_look_after_look_ends() -> None:
     one = box(memory=100)
     for _ in range(3):
         for _ in range(MOST_LOOKS_OVER):
-            excess = one.excess(sizes(60, 70))
+            excess = one.memory_victims(sizes(60, 70))
             assert excess
             assert excess[0] == [2]
-        assert one.excess(sizes(60)) is None
+        assert one.memory_victims(sizes(60)) is None
         for _ in range(MOST_LOOKS_OVER):
-            assert one.excess(sizes(60, 70))
+            assert one.memory_victims(sizes(60, 70))
         assert not one.may_exceed([process(1)])
     for number in range(MOST_LOOKS_OVER + 1):
         # Always others.
-        excess = one.excess({1000 + number: (101 * MIB, 0)})
+        excess = one.memory_victims({1000 + number: (101 * MIB, 0)})
     assert excess
     assert excess[0] == []
     assert excess[1].startswith("memory: 101 MiB in use of 100 MiB, and again")
@@ -140,67 +139,49 @@ def test_what_is_over_its_memory_look_after_look_ends() -> None:
 
 def test_a_layer_in_memory_is_memory() -> None:
     one = box(memory=100, in_memory=True)
-    one.measured(Found(45 * MIB))
-    assert one.excess(sizes(30, 40)) == ([2], "memory: 115 MiB in use of 100 MiB")
-    one.measured(Found(101 * MIB))
+    one.measured(DiskUsage(45 * MIB))
+    assert one.memory_victims(sizes(30, 40)) == ([2], "memory: 115 MiB in use of 100 MiB")
+    one.measured(DiskUsage(101 * MIB))
     assert one.may_exceed([process(1)])
-    excess = one.excess(sizes(30))
+    excess = one.memory_victims(sizes(30))
     assert excess
     assert excess[0] == [], "no process's end would help"
 
 
-def test_disks_are_walked_where_something_happened_longest_ago_first() -> None:
+def test_disks_are_scanned_where_something_happened_longest_ago_first() -> None:
     watched = WatchList()
     for number, name in enumerate("abc"):
         watched.all[name] = box(name)
-        watched.all[name].walked = 10.0 - number
+        watched.all[name].scanned = 10.0 - number
     watched.all["c"].unmeasured = False
     watched.all["n"] = box("n", memory=0, disk=0)
-    chosen = watched.to_walk(100.0)
+    chosen = watched.to_scan(100.0)
     assert chosen
     assert chosen.name == "b"
-    assert watched.to_walk(10.0 - 1 + WALK_PAUSE_S / 2) is None
-    chosen.walking = True
-    again = watched.to_walk(100.0)
+    assert watched.to_scan(10.0 - 1 + SCAN_PAUSE_S / 2) is None
+    chosen.scanning = True
+    again = watched.to_scan(100.0)
     assert again
     assert again.name == "a"
-    assert not watched.all["a"].overran(Found(50 * MIB))
-    assert watched.all["a"].overran(Found(51 * MIB)) == "disk: wrote 51 MiB of 50 MiB"
+    assert not watched.all["a"].disk_violation(DiskUsage(50 * MIB))
+    assert watched.all["a"].disk_violation(DiskUsage(51 * MIB)) == "disk: wrote 51 MiB of 50 MiB"
 
 
-def test_what_takes_too_long_to_walk_ends() -> None:
-    assert not box().overran(Found(seconds=MOST_WALK_S))
-    assert "measuring them takes more than" in box().overran(Found(seconds=MOST_WALK_S + 1))
-    assert not box(disk=0).overran(Found(seconds=MOST_WALK_S + 1))
+def test_what_takes_too_long_to_scan_ends() -> None:
+    assert not box().disk_violation(DiskUsage(seconds=MAX_SCAN_S))
+    assert "measuring them takes more than" in box().disk_violation(DiskUsage(seconds=MAX_SCAN_S + 1))
+    assert not box(disk=0).disk_violation(DiskUsage(seconds=MAX_SCAN_S + 1))
 
 
-def walked(folder: Path) -> Found:
-    found = Found()
-    for _ in walk([str(folder)], [], os.getpid(), found):
+def scanned(folder: Path) -> DiskUsage:
+    found = DiskUsage()
+    for _ in scan([str(folder)], [], found):
         pass
     return found
 
 
-def test_a_walk_knows_few_names_at_a_time(tmp_path: Path) -> None:
-    """However many folders lie side by side, however long their paths are."""
-    deep = tmp_path.joinpath(*["x" * 240] * 6)
-    deep.mkdir(parents=True)
-    for number in range(3000):
-        deep.joinpath(str(number)).mkdir()
-    tracemalloc.start()
-    try:
-        found = walked(tmp_path)
-        most = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert found.disk >= 3006 * LEAST_SIZE
-    assert not found.hidden
-    assert found.seconds
-    assert most < MIB
-
-
-def test_a_walk_misses_nothing(tmp_path: Path) -> None:
-    """What is wide, deep, or both, also where more names follow after those that were walked first."""
+def test_a_scan_misses_nothing(tmp_path: Path) -> None:
+    """Wide and deep folders."""
     most = 0
     for top in range(150):
         for below in range(70 if top in {3, 140} else 1):
@@ -208,17 +189,17 @@ def test_a_walk_misses_nothing(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             most += 1
             folder.joinpath("file").write_bytes(b"x" * most)
-    found = walked(tmp_path)
+    found = scanned(tmp_path)
     files = folders = 0
     for _path, inner, outer in os.walk(tmp_path):
         folders += len(inner)
         files += len(outer)
-    assert found.disk == (files + folders) * LEAST_SIZE
+    assert found.disk == (files + folders) * MIN_ENTRY_BYTES
     assert found.largest == most
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_no_folder_that_becomes_a_link_leads_a_walk_out(
+def test_no_folder_that_becomes_a_link_leads_a_scan_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     """At whichever of its steps; also where the kernel does not know the call that keeps links out."""
@@ -231,8 +212,8 @@ def test_no_folder_that_becomes_a_link_leads_a_walk_out(
     for steps in count():
         top = tmp_path / f"top-{steps}"
         (top / "a/b/c").mkdir(parents=True)
-        found = Found()
-        walking = walk([str(top)], [], os.getpid(), found)
+        found = DiskUsage()
+        walking = scan([str(top)], [], found)
         done = sum(1 for _step, _ in zip(range(steps), walking, strict=False))
         (top / "a").rename(top / "was")
         (top / "a").symlink_to(outside)
@@ -241,20 +222,17 @@ def test_no_folder_that_becomes_a_link_leads_a_walk_out(
         assert found.disk < MIB
         assert found.largest < MIB
         if done < steps:
-            assert found.disk == 3 * LEAST_SIZE, "nothing came between"
+            assert found.disk == 3 * MIN_ENTRY_BYTES, "nothing came between"
             break
 
 
-def test_folders_that_are_wide_and_deep_at_once_are_not_followed(tmp_path: Path) -> None:
-    folder = tmp_path
-    for _ in range(40):
-        for number in range(WIDE + 1):
-            folder.joinpath(str(number)).mkdir()
-        # The last that is known is walked first, and all others have to wait.
-        folder = folder / [entry.name for entry in os.scandir(folder)][WIDE - 1]
-    found = walked(tmp_path)
-    assert found.hidden
-    assert "in each other" in box().overran(found)
+def test_more_folders_than_a_scan_keeps_end_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk_module, "MAX_FOLDERS", 50)
+    for number in range(51):
+        tmp_path.joinpath(str(number)).mkdir()
+    found = scanned(tmp_path)
+    assert found.crowded
+    assert "folders" in box().disk_violation(found)
 
 
 def test_everybody_is_looked_at_when_memory_goes_fast() -> None:
@@ -265,10 +243,10 @@ def test_everybody_is_looked_at_when_memory_goes_fast() -> None:
 
 def test_files_of_memory_count_once_and_cost_who_holds_them_its_life() -> None:
     one = box(memory=100)
-    one.measured(Found(held={1: 90 * MIB}))
+    one.measured(DiskUsage(held={1: 90 * MIB}))
     assert one.may_exceed([process(1, resident=5), process(2, resident=20)])
-    assert one.excess(sizes(5, 20)) == ([1], "memory: 115 MiB in use of 100 MiB")
-    assert one.excess({1: (95 * MIB, 90 * MIB), 2: (4 * MIB, 0)}) is None, "mapped where it is held"
+    assert one.memory_victims(sizes(5, 20)) == ([1], "memory: 115 MiB in use of 100 MiB")
+    assert one.memory_victims({1: (95 * MIB, 90 * MIB), 2: (4 * MIB, 0)}) is None, "mapped where it is held"
     assert one.hot
 
 

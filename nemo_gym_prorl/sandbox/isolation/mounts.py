@@ -17,7 +17,6 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.isolation.privilege import in_user_namespace
 from nemo_gym_prorl.sandbox.isolation.syscalls import ATTRIBUTE_NODEV, ATTRIBUTE_NOSUID, ATTRIBUTE_RDONLY
-from nemo_gym_prorl.sandbox.limits.kernel_shares import TERMINALS
 
 
 KERNELS = ("/proc", "/sys", "/dev")
@@ -31,6 +30,18 @@ _EMPTY = re.compile(r"/proc/(sys/fs/binfmt_misc|fs/nfsd)|/sys/(fs|kernel|firmwar
 
 _TERMINAL_GROUP = 5
 """``tty`` of every distribution: owner of terminals, where it exists."""
+
+
+TERMINALS = 128
+"""Most terminals of a sandbox; Linux has 3,072 for all namespaces but the first."""
+
+INODES_A_MIB = 1024
+"""Files, links and folders in ``/dev/shm`` for each MiB: each takes the kernel a KiB, empty or not."""
+
+
+def shared_memory_options(mib: int) -> str:
+    """Return the options of the mount at ``/dev/shm``."""
+    return f"size={mib}m,nr_inodes={mib * INODES_A_MIB}"
 
 
 def terminal_options(*, several_users: bool = False) -> str:

@@ -23,11 +23,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.sandbox.isolation import accounts, network, syscalls, user_ids
-from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, Bind, terminal_options, uncovered
+from nemo_gym_prorl.sandbox.isolation.mounts import (
+    SMALL_TMPFS,
+    Bind,
+    shared_memory_options,
+    terminal_options,
+    uncovered,
+)
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
 from nemo_gym_prorl.sandbox.isolation.user_ids import Span
 from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
-from nemo_gym_prorl.sandbox.limits import kernel_shares
 
 
 FRESH = os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP
@@ -113,7 +118,7 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
         request.words(bind.attributes)
         request.text(bind.source, bind.target)
     request.text(f"{SMALL_TMPFS},mode=755", terminal_options(several_users=several))
-    request.text(f"{kernel_shares.shared_memory_options(order['shared_memory_mib'])},mode=1777")
+    request.text(f"{shared_memory_options(order['shared_memory_mib'])},mode=1777")
     request.texts(shown)
     request.text(accounts.HOST_NAME)
     request.settings(order)
@@ -126,8 +131,7 @@ def _of_all_users(order: dict[str, Any]) -> list[tuple[int, int, int]]:
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     most = order["limits"][str(resource.RLIMIT_NPROC)]
     processes = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    limits = {resource.RLIMIT_NPROC: processes, **kernel_shares.limits()}
-    return [(limit, value, value) for limit, value in limits.items()]
+    return [(resource.RLIMIT_NPROC, processes, processes)]
 
 
 def shown_mounts(order: dict[str, Any]) -> list[str]:

@@ -55,8 +55,6 @@ _OPEN_HOW = struct.Struct("3Q")
 _MFD_EXEC = 0x10
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
-_KCMP = {"x86_64": 312, "aarch64": 272}
-_KCMP_FILES = 2
 
 _CLONE3 = 435
 _CLONE_INTO_CGROUP = 0x200000000
@@ -140,7 +138,7 @@ def open_folder_beneath(path: str | bytes, folder: int) -> int:
         return found
     # Before Linux 5.6, or in a container whose filter does not know the call.
     found = os.open(".", flags, dir_fd=folder)
-    for name in os.fsencode(path).split(b"/"):
+    for name in filter(None, os.fsencode(path).split(b"/")):
         above = found
         try:
             found = os.open(name, flags, dir_fd=above)
@@ -164,12 +162,6 @@ def change_mode(name: str | bytes, folder: int | None, mode: int, kind: int = 0)
         os.chmod(f"/proc/self/fd/{held}", mode)
     finally:
         os.close(held)
-
-
-def have_same_files(one: int, other: int) -> bool:
-    """Whether two threads share their open files; ``False`` also where the kernel does not say."""
-    number = _KCMP.get(os.uname().machine)
-    return number is not None and _libc.syscall(number, one, other, _KCMP_FILES, 0, 0) == 0
 
 
 def restrict(tree: int, attributes: int, *, recursive: bool = False) -> None:

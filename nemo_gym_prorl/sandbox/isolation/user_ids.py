@@ -10,11 +10,9 @@ which the kernel refuses without them: so they are used where they are, also for
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import pwd
-import resource
 import secrets
 import shutil
 import subprocess
@@ -23,7 +21,6 @@ from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.isolation.privilege import has_one_id, is_machine_root
-from nemo_gym_prorl.sandbox.limits import kernel_shares
 
 
 FIRST_ID = 1_879_048_192
@@ -229,11 +226,7 @@ def namespace(fill: Callable[[int], None], owner: int | None = None) -> int:
 
 
 def _for_another(uid: int) -> None:
-    """As root: be that user, with every right, and let the namespace have no bounds beside those of its processes."""
-    for limit in kernel_shares.limits():
-        with contextlib.suppress(ValueError):
-            # Refused to a root without the right to.
-            resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    """As root: be that user, with every right."""
     syscalls.prctl(syscalls.PR_SET_SECUREBITS, syscalls.NO_SETUID_FIXUP)
     os.seteuid(uid)
 

@@ -855,18 +855,6 @@ static long setting(int proc, const char *name) {
     return CALL(openat, proc, name, O_WRONLY | O_CLOEXEC, 0);
 }
 
-/* Bounds of what it can take from others; whichever is refused stays as it is. */
-static void settle_shares(int proc) {
-    for (size_t count = several(); count--;) {
-        const char *name = text(), *value = text();
-        long opened = setting(proc, name);
-        if (!is_error(opened)) {
-            CALL(write, opened, value, length(value));
-            CALL(close, opened);
-        }
-    }
-}
-
 /* Files of /etc that are the sandbox's own, in place of what is there. */
 static void write_files(void) {
     make_folder("/etc", 4);
@@ -910,7 +898,6 @@ static void name_user(void) {
 static void settle(int proc) {
     /* In a user namespace of its own a process would have every capability again. */
     write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);
-    settle_shares(proc);
     write_files();
     name_user();
 }

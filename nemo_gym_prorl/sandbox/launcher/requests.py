@@ -23,9 +23,9 @@ from typing import Any
 from nemo_gym_prorl.sandbox.isolation import accounts, network, seccomp
 from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
 from nemo_gym_prorl.sandbox.isolation.joining import Place
-from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, terminal_options
+from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, shared_memory_options, terminal_options
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root_outside
-from nemo_gym_prorl.sandbox.limits import descriptors, kernel_shares
+from nemo_gym_prorl.sandbox.limits import descriptors
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, exhausted
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, Packet, PeerGone, close_all, receive_packet
@@ -126,11 +126,7 @@ class Request:
         self.content(seccomp.FILTER)
 
     def settings(self, order: Mapping[str, Any]) -> None:
-        """Add what each sandbox has of its own, whoever makes it: bounds of the kernel's, and files of ``/etc``."""
-        settings = kernel_shares.settings(order["shared_memory_mib"])
-        self.words(len(settings))
-        for name, value in settings.items():
-            self.text(f"sys/{name}", value)
+        """Add the files of ``/etc`` that each sandbox has of its own, whoever makes it."""
         files = list(accounts.own(network.resolver(order["network"])))
         self.words(len(files))
         for path, content in files:
@@ -225,7 +221,7 @@ def prepare(place: Place, order: Mapping[str, Any]) -> Request:
     request = Request(Kind.PREPARE)
     _place(request, place)
     request.words(math.ceil(order["start_timeout_s"]), MOST_VARIABLES)
-    request.text(SMALL_TMPFS, kernel_shares.shared_memory_options(order["shared_memory_mib"]), terminal_options())
+    request.text(SMALL_TMPFS, shared_memory_options(order["shared_memory_mib"]), terminal_options())
     request.texts(accounts.OF_THE_RUNTIME)
     request.texts([path for path in accounts.COPIED_BY_THE_RUNTIME if not os.path.lexists(order["image"] + path)])
     request.words(is_machine_root_outside())

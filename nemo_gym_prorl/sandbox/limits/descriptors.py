@@ -12,8 +12,6 @@ import os
 import resource
 from collections.abc import Sequence
 
-from nemo_gym_prorl.sandbox.limits.kernel_shares import COMMANDS_FILES
-
 
 PER_SANDBOX = 5
 """Descriptors that a sandbox may take: its channel, its first process, the lock on its image, a terminal and who holds
@@ -32,21 +30,20 @@ def raise_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def of_commands(part: float = COMMANDS_FILES) -> tuple[int, int] | None:
-    """Soft and hard limit of what is executed in a sandbox; nothing if this process's own was not raised.
+def of_commands() -> tuple[int, int] | None:
+    """Return the soft and hard limit of programs in a sandbox; ``None`` if this process's own was not raised.
 
-    The soft one is that which there was before. The hard one is but a part of the supervisor's: by the kernel's rule
-    sandboxes can then never have so many open files on their way over sockets that the supervisor could send no more.
+    The soft limit is the one from before :func:`raise_limit`.
     """
     if not _original:
         return None
-    hard = int(resource.getrlimit(resource.RLIMIT_NOFILE)[1] * part)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return min(_original[0], hard), hard
 
 
-def usual_limit(part: float) -> None:
-    """In a forked child that is to execute something of the sandbox: have the limits of :func:`of_commands`."""
-    if limits := of_commands(part):
+def usual_limit() -> None:
+    """Set the limits of :func:`of_commands`, in a forked child that executes a program of the sandbox."""
+    if limits := of_commands():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What processes and folders use, as the kernel says: what the watchdog looks at."""
+"""Memory, processor time and threads of processes, as ``/proc`` says: what the watchdog measures."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nemo_gym_prorl.sandbox.limits import threads
-
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
+STATE, PARENT, FLAGS, USER_TICKS, SYSTEM_TICKS, THREADS, STARTED, PAGES = 0, 1, 6, 11, 12, 17, 19, 21
+"""Positions in :func:`status`."""
+
+ENDED = "ZX"
+"""States of a process that has ended."""
+
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB$", re.MULTILINE)
-_PSS_OF_FILES_OF_MEMORY = re.compile(rb"^Pss_Shmem:\s+(\d+) kB$", re.MULTILINE)
+_PSS_OF_MEMORY_FILES = re.compile(rb"^Pss_Shmem:\s+(\d+) kB$", re.MULTILINE)
 _PAGE_TABLES = re.compile(rb"^VmPTE:\s+(\d+) kB$", re.MULTILINE)
 _OOM_KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
 _AVAILABLE = re.compile(rb"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
@@ -41,61 +45,69 @@ class Process:
     threads: int = 1
 
 
+def status(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the state on.
+
+    Raises:
+        OSError: the process is gone.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].decode().split()
+
+
 def look(pid: int) -> Process | None:
-    """One process; ``None`` if it has ended."""
+    """Return one process; ``None`` if it has ended."""
     try:
-        found = threads.status(pid)
+        found = status(pid)
     except OSError:
         return None
-    if found[threads.STATE] in threads.ENDED:
+    if found[STATE] in ENDED:
         return None
     return Process(
         pid,
-        started=int(found[threads.STARTED]),
-        ticks=int(found[threads.USER_TICKS]) + int(found[threads.SYSTEM_TICKS]),
-        resident=int(found[threads.PAGES]) * PAGE + _page_tables(pid),
-        threads=int(found[threads.THREADS]),
+        started=int(found[STARTED]),
+        ticks=int(found[USER_TICKS]) + int(found[SYSTEM_TICKS]),
+        resident=int(found[PAGES]) * PAGE + _page_tables(pid),
+        threads=int(found[THREADS]),
     )
 
 
 def census(spaces: Iterable[int]) -> dict[int, set[int]]:
-    """The processes in each of some PID namespaces; looks at every process of the machine."""
+    """Return the processes in each of some PID namespaces; looks at every process of the machine."""
     found: dict[int, set[int]] = {number: set() for number in spaces}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            # One that ended just now, or somebody else's, is none of ours.
+            # A process that ended just now, or another user's, is in none of them.
             with contextlib.suppress(OSError):
                 if (members := found.get(os.stat(f"/proc/{name}/ns/pid").st_ino)) is not None:
                     members.add(int(name))
     return found
 
 
+def children(pid: int) -> list[int]:
+    """Return the children of a process, whichever of its threads has forked them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+    return found
+
+
 def threads_in(space: int) -> int:
-    """Processes and threads in a PID namespace; looks at every process of the machine."""
+    """Return the number of processes and threads in a PID namespace; looks at every process of the machine."""
     return sum(process.threads for pid in census([space])[space] if (process := look(pid)))
 
 
 def proportional(pid: int) -> tuple[int, int]:
-    """Bytes of memory of a process, what it shares divided by those who share it, and how many of them are in files of
-    memory. Slow."""
-    text = _of_memory(pid, "smaps_rollup", b"\nPss:")
-    total, shared = (_bytes(pattern, text) for pattern in (_PSS, _PSS_OF_FILES_OF_MEMORY))
-    return total + _page_tables(pid), shared
+    """Return bytes of memory of a process, each shared page divided by those who share it, and those of them that are
+    in memory files. Slow."""
+    text = _read(f"/proc/{pid}/smaps_rollup")
+    return _bytes(_PSS, text) + _page_tables(pid), _bytes(_PSS_OF_MEMORY_FILES, text)
 
 
 def _page_tables(pid: int) -> int:
-    """Bytes of the tables that say where a process's memory is: 4 KiB for each 2 MiB in which it has read a byte."""
-    return _bytes(_PAGE_TABLES, _of_memory(pid, "status", b"\nVmPTE:"))
-
-
-def _of_memory(pid: int, name: str, mark: bytes) -> bytes:
-    """What a file in ``/proc`` says of a process, with ``mark`` in it as all have it that have memory."""
-    text = _read(f"/proc/{pid}/{name}")
-    if mark in text:
-        return text
-    # Its first thread has ended, and the memory is the others'.
-    others = (_read(f"{folder}/{name}") for folder in threads.threads(pid))
-    return next((text for text in others if mark in text), b"")
+    """Return bytes of a process's page tables: 4 KiB for each 2 MiB in which it has read a byte."""
+    return _bytes(_PAGE_TABLES, _read(f"/proc/{pid}/status"))
 
 
 def _bytes(pattern: re.Pattern[bytes], text: bytes) -> int:

@@ -1,26 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Limits where the kernel keeps none for us: look, and say who has to go.
+"""Limits where the kernel keeps none for us: decide from measurements who is killed.
 
-Control groups can be used only where an administrator delegated them, which few clusters do, and quotas of disks
-hardly anywhere. So use is measured, and what matters is to look where something happens: two thousand sandboxes, most
-of which wait for a model, may cost next to nothing.
+Control groups need an administrator who delegates them, and disk quotas are rarer still. So use is measured, where
+something happens: two thousand sandboxes, most of which wait for a model, cost next to nothing.
 
-- *Hot* is a sandbox whose processes used processor time since the last look, or in which something was started. Those
-  are looked at with every tick; others in rotation, for as long as a tick's share of time allows; and all of them when
-  the machine's memory goes fast.
-- *Memory*: the sum of resident sizes, which is cheap but counts shared pages many times, and only where that is too
-  much the sum of proportional sizes, which is right but slow. Too much costs the largest processes their lives, as
-  many as it takes; and the sandbox its own where it is too much again, look after look, because there are always more.
-- *Disk*: walks of sandboxes that were hot since they were walked, for as long as a tick's share of time allows, each
-  a few files at a time: who has made millions of them holds up nobody else's. Too much costs the sandbox its life, as
-  soon as a walk has seen it, and so does what takes too long to walk: until it ends, what is written isn't seen.
-  Where the folder is in memory, what is in it counts as memory, too. So do files of memory that no process has mapped,
-  of which the walk learns.
-- *Processes, shared memory*: the kernel keeps these limits; where a look finds that all is in use, it is told.
+- *Hot* sandboxes used processor time since the last look, or a program was started in them. Each tick looks at all hot
+  ones, at others in rotation for a share of the tick, and at all when the machine's memory goes fast.
+- *Memory*: the sum of resident sizes counts shared pages many times but is cheap. Only where it exceeds the limit, the
+  slow sum of proportional sizes decides. The largest processes are killed, as many as it takes; a sandbox that exceeds
+  its limit look after look is ended. Memory files count once a scan has found them, and so does a layer in memory.
+- *Disk*: hot sandboxes are scanned in turn, for a share of each tick. A sandbox that wrote too much is ended as soon
+  as the scan has seen it, and so is one whose scan takes too long.
+- *Processes, shared memory*: the kernel keeps these limits; the watchdog reports when they are used up.
 
-Between two looks a sandbox may go over by what it can take in that time: this is a fence against runaway programs, not
-an accounting. Everything here is decided without asking the system for anything.
+Between two looks a sandbox may exceed its limits: the watchdog stops runaway programs and does no accounting. This
+module is pure.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nemo_gym_prorl.sandbox.limits.usage import Process
-from nemo_gym_prorl.sandbox.limits.walk import LONG_PATH, MOST_NAMES, MOST_STAGES, WIDE, Found
+from nemo_gym_prorl.sandbox.limits.walk import MAX_FOLDERS, DiskUsage
 
 
 TICK_S = 0.5
@@ -37,23 +32,14 @@ TICK_S = 0.5
 COLD_SHARE_S = 0.002
 """Of each tick, for sandboxes in which nothing happens."""
 
-WALK_SHARE_S = 0.025
+SCAN_SHARE_S = 0.05
 """Of each tick, for measuring disk use."""
 
-LONG_WALK_S = 5.0
-"""Since a walk's begin, after which there is more time."""
+MAX_SCAN_S = 10.0
+"""Processor time of one scan: about a million folders or three million files."""
 
-LONG_WALK_SHARE_S = 0.1
-"""Of each tick, for measuring disk use while there is such a walk: whoever makes one long writes unseen meanwhile."""
-
-MOST_WALK_S = 10.0
-"""Of processor time for one walk, about a million folders or three million files; a minute where no others walk."""
-
-MOST_WALKS = 16
-"""At a time; others wait for their turn."""
-
-WALK_PAUSE_S = 2.0
-"""Between two walks of one sandbox."""
+SCAN_PAUSE_S = 2.0
+"""Between two scans of one sandbox."""
 
 CENSUS_SHARE = 0.01
 """Of all time, for looking at every process of the machine where no control groups list those of sandboxes."""
@@ -83,9 +69,9 @@ class Watched:
         shared: the folder that it shares with its server; counts as its own.
         in_memory: whether its layer is.
         hot: it did something since the last look.
-        unmeasured: it did something since it was last walked.
-        walked: when that was.
-        walking: it is being walked.
+        unmeasured: it did something since it was last scanned.
+        scanned: when that was.
+        scanning: a scan of it is under way.
         disk: bytes found then.
         held: bytes in files of memory found then, by process.
         members: the processes that are known of it.
@@ -107,8 +93,8 @@ class Watched:
     in_memory: bool = False
     hot: bool = True
     unmeasured: bool = True
-    walked: float = 0.0
-    walking: bool = False
+    scanned: float = 0.0
+    scanning: bool = False
     disk: int = 0
     held: dict[int, int] = field(default_factory=dict)
     members: set[int] = field(default_factory=set)
@@ -132,7 +118,7 @@ class Watched:
             self.looks_over = 0
         return may
 
-    def excess(self, proportional: dict[int, tuple[int, int]]) -> tuple[list[int], str] | None:
+    def memory_victims(self, proportional: dict[int, tuple[int, int]]) -> tuple[list[int], str] | None:
         """Whom to kill, and why; nobody where no process's end would help, and the sandbox has to end.
 
         The largest first, as many as it takes; who was killed before and is still there goes before all others. Never
@@ -167,23 +153,22 @@ class Watched:
         self.killed.update(victims)
         return victims, reason
 
-    def overran(self, found: Found) -> str:
-        """Why the sandbox has to end for what a walk has found so far, or nothing."""
+    def disk_violation(self, found: DiskUsage) -> str:
+        """Return why the sandbox has to end for what a scan has found so far, or an empty text."""
         if not self.disk_limit:
             return ""
-        if found.hidden:
-            deep, wide = LONG_PATH * MOST_STAGES, MOST_NAMES // WIDE
-            return f"disk: folders of more than {deep} bytes of names in each other, or {wide} of {WIDE} folders each"
-        if found.seconds > MOST_WALK_S:
-            return f"disk: so many files and folders that measuring them takes more than {MOST_WALK_S:.0f} s"
+        if found.crowded:
+            return f"disk: more than {MAX_FOLDERS} folders"
+        if found.seconds > MAX_SCAN_S:
+            return f"disk: so many files and folders that measuring them takes more than {MAX_SCAN_S:.0f} s"
         if found.disk > self.disk_limit:
             return f"disk: wrote {found.disk >> 20} MiB of {self.disk_limit >> 20} MiB"
         return ""
 
-    def measured(self, found: Found) -> None:
-        """Take note of a walk's result."""
-        self.disk, self.held, self.walking = found.disk, found.held, False
-        # It is looked at again with what is known now.
+    def measured(self, found: DiskUsage) -> None:
+        """Keep the result of a scan."""
+        self.disk, self.held, self.scanning = found.disk, found.held, False
+        # The next look counts what is known now.
         self.hot |= bool(found.held)
 
     def full(self, processes: list[Process], shared_memory_free: int) -> list[tuple[str, str]]:
@@ -217,17 +202,17 @@ class WatchList:
             self.all[name] = box
             yield box
 
-    def to_walk(self, now: float) -> Watched | None:
+    def to_scan(self, now: float) -> Watched | None:
         """Whose disk use is to be measured next."""
         due = (
             box
             for box in self.all.values()
             if box.unmeasured
-            and not box.walking
+            and not box.scanning
             and (box.disk_limit or box.in_memory or box.memory_limit)
-            and now - box.walked >= WALK_PAUSE_S
+            and now - box.scanned >= SCAN_PAUSE_S
         )
-        return min(due, key=lambda box: box.walked, default=None)
+        return min(due, key=lambda box: box.scanned, default=None)
 
 
 def goes_fast(before: int, now: int, total: int) -> bool:

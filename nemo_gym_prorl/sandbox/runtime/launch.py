@@ -18,7 +18,7 @@ from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
 from nemo_gym_prorl.sandbox.isolation.prepared_image import held_mounts, shown_mounts
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
-from nemo_gym_prorl.sandbox.limits import descriptors, kernel_shares
+from nemo_gym_prorl.sandbox.limits import descriptors
 from nemo_gym_prorl.sandbox.runtime.command import runtime_environment
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 
@@ -82,9 +82,7 @@ def become_runtime(
         log = 2
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        descriptors.usual_limit(kernel_shares.RUNTIMES_FILES)
-        for limit, value in kernel_shares.limits().items():
-            resource.setrlimit(limit, (value, value))
+        descriptors.usual_limit()
         words = [*command, *(f"--bind={bind}" for bind in binds), *bounds, image, "/bin/sh", "-c", IDLE]
         os.execve(command[0], words, runtime_environment(folder.parent))
     except OSError as error:

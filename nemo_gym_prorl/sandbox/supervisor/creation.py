@@ -23,7 +23,7 @@ from nemo_gym_prorl.background import run_uncancellable
 from nemo_gym_prorl.sandbox.isolation import accounts, joining, mounts
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, image_for, make, preliminaries
 from nemo_gym_prorl.sandbox.launcher import requests
-from nemo_gym_prorl.sandbox.limits import cgroups, kernel_shares
+from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.command import read_environment
 from nemo_gym_prorl.sandbox.supervisor import runtime_start
 from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES
@@ -228,7 +228,7 @@ class Creation:
 
     def _note(self, sandbox: Sandbox, pid: int) -> None:
         """Its first process is known."""
-        limits = {int(key): value for key, value in sandbox.order["limits"].items()} | kernel_shares.limits()
+        limits = {int(key): value for key, value in sandbox.order["limits"].items()}
         process = joining.ProcessFolder(pid)
         space = state_dir.Space.of(pid)
         if sandbox.space not in (space, None):

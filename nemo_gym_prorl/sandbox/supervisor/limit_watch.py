@@ -19,17 +19,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from nemo_gym_prorl.sandbox.limits import threads, usage
+from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts, file_size_reached
-from nemo_gym_prorl.sandbox.limits.walk import Found, walk
+from nemo_gym_prorl.sandbox.limits.walk import DiskUsage, scan
 from nemo_gym_prorl.sandbox.limits.watchdog import (
     CENSUS_SHARE,
     COLD_SHARE_S,
-    LONG_WALK_S,
-    LONG_WALK_SHARE_S,
-    MOST_WALKS,
+    SCAN_SHARE_S,
     TICK_S,
-    WALK_SHARE_S,
     Watched,
     WatchList,
     goes_fast,
@@ -143,7 +140,7 @@ class Watch:
         self._available = usage.available()
         self._total = os.sysconf("SC_PHYS_PAGES") * usage.PAGE
         self._next_census = 0.0
-        self._walks: deque[tuple[Watched, Found, Iterator[None]]] = deque()
+        self._scans: deque[tuple[Watched, DiskUsage, Iterator[None]]] = deque()
 
     def told(self, message: Message) -> None:
         """Take an order of the supervisor's."""
@@ -168,9 +165,7 @@ class Watch:
             self._look(box)
             if not everybody and time.monotonic() > end:
                 break
-        now = time.monotonic()
-        is_long = any(now - box.walked > LONG_WALK_S for box, _found, _steps in self._walks)
-        self._measure(now + (LONG_WALK_SHARE_S if is_long else WALK_SHARE_S))
+        self._measure(time.monotonic() + SCAN_SHARE_S)
 
     def _census(self) -> None:
         """Learn which processes are whose, where no control group tells."""
@@ -192,10 +187,10 @@ class Watch:
             return
         # The runtime's own processes are in the group, too, but outside.
         inside = {process.pid: process for process in processes if _is_inside(process.pid, box)}
-        excess = box.excess({pid: usage.proportional(pid) for pid in inside})
-        if excess is None:
+        over = box.memory_victims({pid: usage.proportional(pid) for pid in inside})
+        if over is None:
             return
-        victims, reason = excess
+        victims, reason = over
         self._tell(box, "memory", reason, ended=not victims)
         for victim in victims:
             pidfd.send(victim, signal.SIGKILL, partial(_is_still, inside[victim], box))
@@ -210,7 +205,7 @@ class Watch:
         if not box.group:
             # Those without a parent are the first process's.
             known = {box.init, *box.members}
-            return known.union(*map(threads.children, known))
+            return known.union(*map(usage.children, known))
         try:
             with open(f"{box.group}/cgroup.procs", "rb") as file:
                 return {int(number) for number in file.read().split()}
@@ -218,23 +213,23 @@ class Watch:
             return set()
 
     def _measure(self, until: float) -> None:
-        """Go on with the walks that there are, some files of each at a time."""
+        """Continue the scans in turn, some entries of each at a time: a sandbox with many files delays no other's."""
         while (now := time.monotonic()) < until:
-            if len(self._walks) < MOST_WALKS and (box := self.watched.to_walk(now)):
-                # What it does from now on is for the next walk.
-                box.unmeasured, box.walked, box.walking = False, now, True
-                found = Found()
-                self._walks.append((box, found, walk((box.folder, box.shared), box.members, box.init, found)))
-            if not self._walks:
+            if box := self.watched.to_scan(now):
+                # What the sandbox does from now on is for the next scan.
+                box.unmeasured, box.scanned, box.scanning = False, now, True
+                found = DiskUsage()
+                self._scans.append((box, found, scan((box.folder, box.shared), box.members, found)))
+            if not self._scans:
                 return
-            box, found, steps = self._walks.popleft()
+            box, found, steps = self._scans.popleft()
             if self.watched.all.get(box.name) is not box:
                 continue
             more = next(steps, self) is None
-            if reason := box.overran(found):
+            if reason := box.disk_violation(found):
                 self._tell(box, "disk", reason, ended=True)
             elif more:
-                self._walks.append((box, found, steps))
+                self._scans.append((box, found, steps))
             else:
                 box.measured(found)
                 if box.disk_limit and found.largest >= box.disk_limit:

@@ -24,13 +24,13 @@ from collections.abc import Callable
 from nemo_gym_prorl.background import log_exceptions
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
-from nemo_gym_prorl.sandbox.limits import kernel_shares, usage
+from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Adopt, Child, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import EXHAUSTED, KILLED, Refused, exhausted, no_process
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import EXHAUSTED, KILLED, Refused, no_process
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
@@ -163,10 +163,6 @@ class Programs:
             return no_process(error, group)
         if isinstance(error, Refused) and error.answer.get("errno") == errno.EAGAIN and self._is_full(place):
             return Refused(EXHAUSTED)
-        if isinstance(error, Refused) and error.answer == exhausted("terminals") and kernel_shares.no_terminal_left():
-            return Refused(
-                {"error": "this machine has no terminal left for sandboxes (kernel.pty.max)", "quota": True}
-            )
         return error
 
     def _is_full(self, place: Place) -> bool:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemo_gym_prorl.sandbox.limits import threads
+from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 
 
@@ -91,8 +91,8 @@ class Session:
         for name in os.listdir("/proc"):
             if name.isdigit():
                 with contextlib.suppress(OSError):
-                    state, parent, *numbers = threads.status(int(name))[:4]
-                    if state not in threads.ENDED and list(map(int, numbers)) == [group, self.pid]:
+                    state, parent, *numbers = usage.status(int(name))[:4]
+                    if state not in usage.ENDED and list(map(int, numbers)) == [group, self.pid]:
                         yield _Member(int(name), int(parent), state not in "Tt")
 
     def _send(self, pid: int, group: int, number: signal.Signals) -> None:

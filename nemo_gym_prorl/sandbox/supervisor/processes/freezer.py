@@ -19,7 +19,7 @@ from functools import partial
 
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
-from nemo_gym_prorl.sandbox.limits import threads
+from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
@@ -86,9 +86,9 @@ def not_started_by(space: state_dir.Space, pid: int) -> tuple[int, bool]:
     others, busy = 0, False
     for _started, program, state in _programs(space):
         with contextlib.suppress(OSError):
-            found = threads.status(program)
-            others += int(found[threads.PARENT]) != pid
-            busy |= state != "S" or int(found[threads.THREADS]) > 1
+            found = usage.status(program)
+            others += int(found[usage.PARENT]) != pid
+            busy |= state != "S" or int(found[usage.THREADS]) > 1
     return others, busy
 
 
@@ -107,14 +107,14 @@ def _all(space: state_dir.Space) -> Iterator[tuple[int, int, str, bool]]:
     line = _line(space.init)
     for pid in space.members():
         with contextlib.suppress(OSError):
-            state, parent, *rest = threads.status(pid)
+            state, parent, *rest = usage.status(pid)
             own = pid == space.init or (bool(line) and int(parent) == space.init and _line(pid) == line)
             yield int(rest[17]), pid, state, own
 
 
 def _runs(pid: int, started: int) -> bool:
     try:
-        state, *rest = threads.status(pid)
+        state, *rest = usage.status(pid)
     except OSError:
         return False
     return state not in _STOPPED and int(rest[18]) == started

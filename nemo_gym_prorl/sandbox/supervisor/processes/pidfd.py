@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from nemo_gym_prorl.sandbox.limits import threads
+from nemo_gym_prorl.sandbox.limits import usage
 
 
 _PF_EXITING = 0x4
@@ -22,16 +22,16 @@ _PF_EXITING = 0x4
 def start_time(pid: int) -> int | None:
     """When a process was started, in ticks since boot; ``None`` if it has ended."""
     try:
-        found = threads.status(pid)
+        found = usage.status(pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if found[threads.STATE] in threads.ENDED else int(found[threads.STARTED])
+    return None if found[usage.STATE] in usage.ENDED else int(found[usage.STARTED])
 
 
 def is_exiting(pid: int) -> bool:
     """Whether a process has begun to end, or has ended; the first of a PID namespace ends after all others."""
     try:
-        return bool(int(threads.status(pid)[threads.FLAGS]) & _PF_EXITING)
+        return bool(int(usage.status(pid)[usage.FLAGS]) & _PF_EXITING)
     except (FileNotFoundError, ProcessLookupError):
         return True
 

@@ -13,7 +13,6 @@ import asyncio
 import errno
 import json
 import os
-import resource
 import socket
 from array import array
 from collections.abc import Sequence
@@ -104,29 +103,11 @@ def send(connection: socket.socket, packet: Packet) -> None:
     """
     try:
         if packet.files:
-            _send_files(connection, packet)
+            socket.send_fds(connection, [packet.data], packet.files)
         else:
             connection.send(packet.data)
     except ConnectionError as error:
         raise PeerGone(*error.args) from None
-
-
-def _send_files(connection: socket.socket, packet: Packet) -> None:
-    """What a user's processes may have on the way together is compared with the sender's soft limit of open files.
-
-    Sandboxes may have far fewer there than the hard limit is (:mod:`..limits.kernel_shares`), so with that it goes.
-    """
-    try:
-        socket.send_fds(connection, [packet.data], packet.files)
-    except OSError as error:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if error.errno != errno.ETOOMANYREFS or soft == hard:
-            raise
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        try:
-            socket.send_fds(connection, [packet.data], packet.files)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def receive_packet(connection: socket.socket, largest: int) -> tuple[bytes, list[int], bool]:

@@ -26,7 +26,7 @@ from nemo_gym_prorl import proc_files
 from nemo_gym_prorl.disks import on_shared_disk
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, user_outside
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
-from nemo_gym_prorl.sandbox.limits import cgroups, threads
+from nemo_gym_prorl.sandbox.limits import cgroups, usage
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.processes.pidfd import start_time
 
@@ -129,7 +129,7 @@ class Space:
         own = os.stat("/proc/self/ns/pid").st_ino
         todo = [starter]
         while todo:
-            for child in threads.children(todo.pop()):
+            for child in usage.children(todo.pop()):
                 # It may have ended just now.
                 with contextlib.suppress(OSError):
                     if (space := cls.of(child)).number != own:
