@@ -140,7 +140,7 @@ SAME_FOR_A_USER = (
     "test_output_is_bounded",
     "test_the_runtime_is_asked_once_until_the_image_changes",
     "test_what_the_runtime_says_of_a_broken_image_is_told",
-    "test_what_passes_while_one_is_made_is_no_fault_of_the_image",
+    "test_trouble_of_the_machine_is_an_error_and_decides_nothing",
     "the_runtime_starts_it_and_the_reason_is_logged_once",
     "test_accounts_that_are_no_file_hold_up_nobody",
     # One link of each kind: which file of the maker's it goes by is tried for the rest by root.

@@ -94,6 +94,27 @@ async def test_where_it_cannot_be_made_directly_the_runtime_starts_it_and_the_re
         await Container.start(ContainerSpec(image=image, start="direct"), runtime)
 
 
+async def test_once_a_sandbox_was_made_directly_the_runtime_is_not_tried(
+    image: Path, runtime: Runtime, without: Without
+) -> None:
+    without(
+        Off(
+            "from nemo_gym_prorl.sandbox.supervisor import creation\n"
+            "hand_over = creation._hand_over\n"
+            "def first(*arguments):\n"
+            "    creation._hand_over = later\n"
+            "    hand_over(*arguments)\n"
+            "def later(*_arguments):\n"
+            "    raise creation.Refused({'error': 'no second one'})\n"
+            "creation._hand_over = first"
+        )
+    )
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        assert container.way == "direct"
+    with pytest.raises(InfrastructureError, match="no second one"):
+        await Container.start(ContainerSpec(image=image), runtime)
+
+
 PASSING = {
     "the first process was killed": "sandbox.starter.kill()",
     "it was killed before it was known": "sandbox.starter.kill(); time.sleep(0.2); raise FileNotFoundError(2, 'gone')",
@@ -104,7 +125,7 @@ PASSING = {
 
 
 @pytest.mark.parametrize("trouble", PASSING.values(), ids=PASSING)
-async def test_what_passes_while_one_is_made_is_no_fault_of_the_image(
+async def test_trouble_of_the_machine_is_an_error_and_decides_nothing(
     image: Path, runtime: Runtime, without: Without, trouble: str
 ) -> None:
     without(
@@ -118,10 +139,11 @@ async def test_what_passes_while_one_is_made_is_no_fault_of_the_image(
             "creation._hand_over = fail"
         )
     )
-    for way in ("runtime", "direct"):
-        async with await Container.start(ContainerSpec(image=image), runtime) as container:
-            assert (await container.run("echo works")).stdout == "works\n"
-            assert container.way == way
+    with pytest.raises(InfrastructureError):
+        await Container.start(ContainerSpec(image=image), runtime)
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        assert (await container.run("echo works")).stdout == "works\n"
+        assert container.way == "direct"
 
 
 async def test_an_image_file_starts_by_the_runtime(tiny_sif: Path, runtime: Runtime) -> None:

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a sandbox comes up, by either way: directly, from what is prepared of its image, or by the container runtime.
+"""Start of a sandbox: directly from the prepared image, or by the container runtime.
 
-Both end alike: the first process says so on the sandbox's channel, it is noted down, limits are set, and the sandbox
-is up. Where that does not work and the order leaves the way open, the runtime has its turn, and the reason is told.
+Either way, the first process reports on the sandbox's channel, its namespace is noted, and limits are set.
+``start: auto`` is decided once for the supervisor, by the first sandbox: directly if that works, else by the runtime.
 
-Only so many are created at a time (:data:`AT_ONCE`); others wait, and commands in other sandboxes go between. An image
-whose sandboxes come up slowly, or never, holds up its own: the first of another goes before them.
+At most :data:`AT_ONCE` sandboxes start at a time, and as many again of which each is the only one of its image: an
+image whose sandboxes start slowly, or never, does not delay those of others.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class Creation:
         self._groups = groups
         self._launcher = launcher
         self._prepared = PreparedImages(folder, children, launcher, held)
+        self._direct_works = False
+        self._why_not_direct = ""
 
     async def create(self, sandbox: Sandbox) -> None:
         """Have a sandbox come up. Who is cancelled, or fails, leaves ``starter`` and ``space`` to be ended.
@@ -117,27 +119,31 @@ class Creation:
                 state_dir.note_group(sandbox.folder, path)
                 sandbox.group = cgroups.Group.make(path)
             runtime_start.lay_out(sandbox)
-        broken = self._prepared.broken.get(order["image_identity"], "")
-        if order["start"] == "runtime" or (broken and order["start"] == "auto"):
-            sandbox.fallback = broken
+        if order["start"] == "runtime" or (order["start"] == "auto" and self._why_not_direct):
+            sandbox.fallback = self._why_not_direct if order["start"] == "auto" else ""
             await self._by_runtime(sandbox)
+        elif order["start"] == "direct" or self._direct_works:
+            await self._directly(sandbox)
         else:
-            try:
-                await self._directly(sandbox)
-            except (Refused, OSError) as error:
-                trouble = error.answer if isinstance(error, Refused) else {"error": in_words(error)}
-                if order["start"] != "auto":
-                    raise Refused(trouble) from error
-                if not _of_the_machine(failure(error)):
-                    sandbox.fallback = str(trouble.get("log") or trouble["error"])
-                with sandbox.step("undoing"):
-                    await self._undo(sandbox)
-                await self._by_runtime(sandbox)
+            await self._try_both(sandbox)
         with sandbox.step("limits"), _setting_up():
             sandbox.bound()
-        if sandbox.fallback:
-            # With the runtime it works: the direct way need not be tried for each.
-            self._prepared.broken[order["image_identity"]] = sandbox.fallback
+
+    async def _try_both(self, sandbox: Sandbox) -> None:
+        """Decide how ``start: auto`` starts sandboxes on this machine: directly, else by the runtime."""
+        try:
+            await self._directly(sandbox)
+            self._direct_works = True
+        except (Refused, OSError) as error:
+            if _of_the_machine(failure(error)):
+                raise
+            trouble = error.answer if isinstance(error, Refused) else {"error": in_words(error)}
+            sandbox.fallback = str(trouble.get("log") or trouble["error"])
+            with sandbox.step("undoing"):
+                await self._undo(sandbox)
+            await self._by_runtime(sandbox)
+            # An image that cannot be started by the runtime either says nothing of the machine.
+            self._why_not_direct = sandbox.fallback
 
     # Directly
 

@@ -3,8 +3,7 @@
 """The prepared images of a supervisor, each made when a sandbox of its image is first asked for.
 
 Whoever asks for the same image meanwhile waits for the one that is being made. An image is told by the path and by
-what changes when it is another (``order["image_identity"]``). One with which no sandbox could be made, where the
-runtime could, is not tried again: the reason is told with each sandbox that is made in the other way instead.
+what changes when it is another (``order["image_identity"]``).
 """
 
 from __future__ import annotations
@@ -54,8 +53,6 @@ class PreparedImages:
         self._made: dict[str, PreparedImage] = {}
         """The last in order is the last used."""
         self._making: dict[str, asyncio.Task[PreparedImage]] = {}
-        self.broken: dict[str, str] = {}
-        """By the identity of an image: why its sandboxes can't be made directly."""
 
     async def get(self, order: Message) -> PreparedImage:
         """The prepared image for an order.
