@@ -10,7 +10,7 @@ abuse succeeds where its wall is missing, which says something of the abuse. ``m
 
 BY_THE_RUNTIME_TOO = {
     # What is used up is counted and cut by the supervisor.
-    "abuse": ("no", "sandboxes_of_root", "every_memory_file_system", "a_fork_bomb", "mounts_of_the_host"),
+    "abuse": ("no", "sandboxes_of_root", "every_memory_file_system", "a_fork_bomb"),
     "container": (
         "output_errors_and_exit_code",
         "variables_and_folders",
