@@ -195,7 +195,18 @@ class PolicyHost:
                 if isinstance(error, Misconfigured):
                     raise CallerError(error.reason) from error
                 raise
+        if weight_version is not None:
+            self._forget_engines(backend_id, run)
         self.dispatcher.apply(self.pool.resume(backend_id, weight_version, run))
+
+    def label(self, weight_version: str, backend_id: str | None = None, run: str | None = None) -> None:
+        """Label the weights of one backend or all of a run, without a pause."""
+        self._forget_engines(backend_id, run)
+        self.pool.label(weight_version, backend_id, run)
+
+    def _forget_engines(self, backend_id: str | None, run: str | None) -> None:
+        for backend in self.pool.chosen(backend_id, run):
+            self.engine.forget(backend.url)
 
     def _known(self, backend_id: str | None, url: str, run: str | None) -> Backend | None:
         """The backend that this run has at that URL: an engine has one policy, and one limit."""

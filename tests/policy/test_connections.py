@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.policy.engines.answers import without_echo
-from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, NotOpen, post
+from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, post
 from tests.policy.engines import free_port
 
 
@@ -85,7 +85,6 @@ async def before(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
 
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
-LAST = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}"
 CHUNKS = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n1;x=y\r\n}\r\n0\r\n\r\n"
 
 
@@ -115,20 +114,6 @@ async def test_nobody_there_and_headers_that_would_be_two() -> None:
             await post(session, f"http://127.0.0.1:{free_port()}/v1", {}, [b"1"])
         with pytest.raises(ValueError, match="control character"):
             await post(session, there.url, {"X-Key": "k\r\nX-Other: o"}, [b"1"])
-
-
-async def test_what_may_open_no_connection_opens_none_and_uses_one_that_is_there() -> None:
-    there = Server(OK, LAST)
-    async with before(there) as session:
-        for _ in range(2):
-            with pytest.raises(NotOpen):
-                await post(session, there.url, {}, [b"1"], opens=False)
-        assert not there.connections
-        await post(session, there.url, {}, [b"1"])
-        assert await post(session, there.url, {}, [b"2"], opens=False) == (200, b"{}")
-        with pytest.raises(NotOpen):
-            await post(session, there.url, {}, [b"3"], opens=False)
-    assert there.connections == 1
 
 
 async def test_an_engine_behind_tls_that_cannot_be_trusted_is_not_asked(tmp_path: Path) -> None:

@@ -338,12 +338,14 @@ async def test_an_engine_that_comes_back_with_another_tokenizer_is_refused(tmp_p
 async def test_an_engine_swapped_between_two_turns_is_noticed_before_its_ids_are_kept(
     tmp_path: Path, protocol: str
 ) -> None:
-    """Another server at the same port, without a request that fails in between."""
+    """Another server at the same port, without a turn that fails in between, but with a load report."""
     old, new, port = Replaced(), Replaced(), free_port()
     new.tokens = {"hi": 1, "?": 0, "yes": 2}
-    async with policy_at(f"http://127.0.0.1:{port}", tmp_path, engine=protocol) as service:
+    url = f"http://127.0.0.1:{port}"
+    async with policy_at(url, tmp_path, engine=protocol) as service:
         async with serving(old.app(), port):
             first = await service.turn(HI)
+        assert await service.engine.load(url) is None
         async with serving(new.app(), port):
             with pytest.raises(Misconfigured, match=r"tokenizer: .* reads text as other ids"):
                 await service.turn(HI)
@@ -356,26 +358,25 @@ async def test_an_engine_swapped_between_two_turns_is_noticed_before_its_ids_are
 async def test_an_engine_with_a_smaller_context_is_asked_for_no_more_than_that(tmp_path: Path) -> None:
     old, new, port = Replaced(), Replaced(), free_port()
     new.context = 50
-    async with policy_at(f"http://127.0.0.1:{port}", tmp_path) as service:
+    url = f"http://127.0.0.1:{port}"
+    async with policy_at(url, tmp_path) as service:
         for engine, left in ((old, 99), (new, 49), (old, 99)):
             async with serving(engine.app(), port):
                 assert (await service.turn(HI)).turn is not None
             assert engine.seen[-1]["max_tokens"] == left
+            assert await service.engine.load(url) is None
 
 
-async def test_an_engine_swapped_as_a_connection_is_used_is_looked_at_again(tmp_path: Path) -> None:
-    """Its end is not known yet when the request is sent: it is sent again, to whoever is there now."""
-    old, new, port = Replaced(), Replaced(), free_port()
-    new.context = 50
-    async with policy_at(f"http://127.0.0.1:{port}", tmp_path) as service:
-        async with serving(old.app(), port):
-            await service.turn(HI)
-            [[(idle, _)]] = service.engine._connections.kept.connector._conns.values()
-            idle.transport.pause_reading()
-        async with serving(new.app(), port):
-            asyncio.get_running_loop().call_later(0.2, idle.transport.resume_reading)
-            assert (await service.turn(HI)).turn is not None
-    assert [body["max_tokens"] for body in new.seen] == [49]
+async def test_after_a_weight_update_an_engine_is_met_again(tmp_path: Path) -> None:
+    engine = Replaced()
+    async with policy_before(engine, tmp_path) as service:
+        await service.turn(HI)
+        engine.context = 50
+        await service.turn(HI)
+        for backend in service.dispatcher.pool.backends.values():
+            service.engine.forget(backend.url)
+        await service.turn(HI)
+    assert [body["max_tokens"] for body in engine.seen] == [99, 99, 49]
 
 
 @pytest.mark.parametrize("nothing", [None, 0, -1])
@@ -418,24 +419,24 @@ async def test_nobody_there(connections: Connections) -> None:
 
 
 async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
-    """Each connection answers who is there and once more, and is closed when it is used again, as an engine's idle
-    limit may have it."""
+    """Each connection gives two answers and is closed when it is used again, as an engine's idle limit may have it."""
     asked: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError):
-            for said in ({"tokens": [1], "max_model_len": 100}, completion(), None):
+            for answers in (True, True, False):
                 head = await reader.readuntil(b"\r\n\r\n")
                 if head.startswith(b"GET"):
                     writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
                     break
                 length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
                 body = json.loads(await reader.readexactly(int(length.partition(b":")[2])))
+                said = {"tokens": [1], "max_model_len": 100} if b"/tokenize" in head else completion()
                 if is_probe(body):
                     said = answer_of(body)
                 else:
                     asked.append(head.split()[1].decode())
-                if said is not None:
+                if answers:
                     content = json.dumps(said).encode()
                     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content))
                     await writer.drain()
@@ -446,9 +447,9 @@ async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
         engine = VllmCompletions(connections, MODEL)
         turns = [await engine.generate(url, SampleRequest([7], Sampling())) for _ in range(4)]
     assert turns == turns[:1] * 4
-    known_and_asked = ["/tokenize", "/v1/completions"]
-    # The third request of a connection is dropped, and sent again over one of its own.
-    assert asked == [*known_and_asked, "/v1/completions", *known_and_asked] * 2
+    assert asked.count("/tokenize") == 1
+    # The third request of a connection is dropped, and sent again over another one.
+    assert asked.count("/v1/completions") > 4
 
 
 @pytest.mark.engine

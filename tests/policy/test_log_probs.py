@@ -336,6 +336,7 @@ async def test_an_engine_of_another_mode_at_the_same_address_is_noticed(connecti
                     await asked
             else:
                 assert (await asked).log_prob_mode is mode
+        assert await engine.load(url) is None
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "vllm_chat", "sglang"])

@@ -1,16 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the wire protocols have in common: keys, who is there, load, and whose fault a refusal is.
+"""Shared part of the wire protocols: handshake, keys, health, load, and whose fault a refusal is.
 
-Another engine may answer at an address that was known. It can only do so over a new connection, and none is opened for
-a request for samples: what opens it asks who is there, how it reads a text, and how long its context is. What samples
-is what was asked.
-
-A wrong protocol, model name or key, an answer that is not JSON each end in an error that says so.
+The handshake asks an engine how it reads a text and how long its context is. It happens at registration or before the
+first turn, after a failed request, probe or load report, and after each weight update (:meth:`HttpEngine.forget`). A
+wrong protocol, model name or key, and an answer that is not JSON, each end in an error that says so.
 
 An engine is probed for the mode of its log-probs when it is registered, else before its first turn, and for grammars
-before the first turn that asks for one. A failure of the engine discards both verdicts. So does a new connection, for
-a request that depends on them.
+before the first turn that asks for one. The verdicts go with the handshake.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ import orjson
 from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.policy.engines.addresses import origin_of, root_of
 from nemo_gym_prorl.policy.engines.answers import ContextFull, without_echo
-from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, NotOpen, post
+from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, post
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
@@ -39,7 +36,7 @@ from nemo_gym_prorl.policy.engines.engine import (
     RequestRefused,
     SampleRequest,
 )
-from nemo_gym_prorl.policy.engines.log_probs import LogProbMode, changes, check, grammar_of
+from nemo_gym_prorl.policy.engines.log_probs import LogProbMode, check, grammar_of
 from nemo_gym_prorl.policy.engines.probe import EngineProbe
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
@@ -57,6 +54,9 @@ _CONTROL_S = 60.0
 _RESET_S = 5.0  # an engine frees the blocks of an aborted request within a step
 """How long an engine may hold blocks of requests that have ended."""
 
+_TRIES = 3
+"""Tries of a request whose connection ends before an answer: engines close idle connections just as they are used."""
+
 _MEETING_S = 60.0
 """How long an engine, which may be busy, may take to say who it is."""
 
@@ -70,19 +70,15 @@ _CACHE_CONFIG = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How one request for samples is sent.
+    """The backend of one request for samples.
 
     Attributes:
         url: of the backend.
-        session: over whose connections.
         context: how many tokens prompt and answer may have, if the engine says so.
-        opens: whether a connection may be opened for it.
     """
 
     url: str
-    session: aiohttp.ClientSession
     context: int | None
-    opens: bool = False
 
 
 class HttpEngine:
@@ -143,14 +139,15 @@ class HttpEngine:
             RequestRefused: no backend would.
         """
         try:
-            generation = checked(await self._known(url, request))
+            asked = Asked(url, self.contexts[url]) if url in self.contexts else await self._meet(url)
+            generation = checked(await self._sample(asked, request))
         except ContextFull:
             return Generation((), (), Finish.CONTEXT)
         except BackendFailed:
-            self.contexts.pop(url, None)  # a router's connections outlive the engines behind it
-            self._discard_verdicts(url)
+            self.forget(url)
             raise
         except (TimeoutError, OSError, aiohttp.ClientError) as error:
+            self.forget(url)
             raise _no_answer(url, error) from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise Misconfigured(
@@ -159,31 +156,10 @@ class HttpEngine:
         self._accepted[url] = request.sampling.probe(1)
         return generation
 
-    async def _known(self, url: str, request: SampleRequest) -> Generation:
-        """Samples of an engine that was met over the same connection.
-
-        One that was closed as it was used again is no failure: it is asked once more, over a new one. An engine that
-        died refuses that; one that took its place is met there, and one that answers once over each is believed.
-        """
-        kept = self._connections.kept
-        try:
-            if url in self.contexts:
-                try:
-                    return await self._sample(Asked(url, kept, self.contexts[url]), request)
-                except NotOpen:
-                    pass
-            return await self._sample(await self._meet(url, kept, request), request)
-        except NotOpen:
-            pass  # others were quicker, or it answers once over each
-        except Dropped as dropped:
-            if dropped.begun:
-                raise
-        async with self._connections.single() as session:
-            asked = await self._meet(url, session, request)
-            try:
-                return await self._sample(asked, request)
-            except NotOpen:
-                return await self._sample(replace(asked, opens=True), request)
+    def forget(self, url: str) -> None:
+        """Repeat handshake and probes before the next turn: another engine may answer at this address."""
+        self.contexts.pop(url, None)
+        self._discard_verdicts(url)
 
     async def _sample(self, asked: Asked, request: SampleRequest) -> Generation:
         """Sample, with log-probs of the distribution that was sampled from.
@@ -197,7 +173,7 @@ class HttpEngine:
         forced_call = request.tool_choice not in (None, "none", "auto")
         refusal = check(sampling, mode, forced_call=forced_call, fix=self.log_probs_fix)
         if refusal and known:
-            # A refused request opens no connection, by which another engine at this address would be noticed.
+            # Another engine, which may serve the request, could have taken this address.
             mode = await self._probe_mode(asked, sampling)
             refusal = check(sampling, mode, forced_call=forced_call, fix=self.log_probs_fix)
         if refusal:
@@ -220,8 +196,8 @@ class HttpEngine:
         if self._fixed_sampling or url in self.log_prob_modes:
             return
         try:
-            async with asyncio.timeout(_REGISTRATION_PROBE_S), self._connections.single() as session:
-                await self._probe_mode(await self._meet(url, session), Sampling())
+            async with asyncio.timeout(_REGISTRATION_PROBE_S):
+                await self._probe_mode(await self._meet(url), Sampling())
         except (TimeoutError, OSError, aiohttp.ClientError) as error:
             raise _no_answer(url, error) from error
 
@@ -246,14 +222,9 @@ class HttpEngine:
             self._grammars.add((asked.url, name))
 
     def _probe(self, asked: Asked) -> EngineProbe:
-        async def ask(request: SampleRequest) -> Generation:
-            # Engines may close a connection after any answer, so each probe opens its own.
-            async with self._connections.single() as session:
-                return await self._generate(replace(asked, session=session, opens=True), request)
-
         return EngineProbe(
             asked.url,
-            ask,
+            lambda request: self._generate(asked, request),
             takes_tokens=self.takes_tokens,
             biased_mode=self._biased_mode,
             fixed_sampling=self._fixed_sampling,
@@ -271,19 +242,16 @@ class HttpEngine:
         """How engines must read a text; by default all as the first one that is met."""
         self._text, self._ids = text, list(ids)
 
-    async def _meet(self, url: str, session: aiohttp.ClientSession, request: SampleRequest | None = None) -> Asked:
-        """Ask who is there; for a request that depends on verdicts about the engine, these are found anew.
+    async def _meet(self, url: str) -> Asked:
+        """Perform the handshake.
 
         Raises:
-            BackendFailed: it does not say.
-            Misconfigured: it speaks another protocol, its tokenizer is another one, or its key.
+            BackendFailed: no answer.
+            Misconfigured: the engine speaks another protocol, its tokenizer is another one, or its key.
         """
-        if url not in self.contexts:
-            await self.check_protocol(url)
-        self.contexts[url] = context = await self._context(url, session)
-        if request is not None and changes(request.sampling):
-            self._discard_verdicts(url)
-        return Asked(url, session, context)
+        await self.check_protocol(url)
+        self.contexts[url] = context = await self._context(url)
+        return Asked(url, context)
 
     async def check_protocol(self, url: str) -> None:
         """Refuse an engine that publishes other routes than this protocol's. One that publishes none is found out by
@@ -314,12 +282,12 @@ class HttpEngine:
             except (KeyError, TypeError, ValueError, RecursionError):
                 return None
 
-    async def _context(self, url: str, session: aiohttp.ClientSession) -> int | None:
+    async def _context(self, url: str) -> int | None:
         """How long the engine's context is, which reads texts as it must."""
         body = orjson.dumps({"model": self.model, "prompt": self._text, "add_special_tokens": False})
         there = f"{root_of(url)}/tokenize"
         async with asyncio.timeout(_MEETING_S):
-            status, raw = await post(session, there, self._headers_for(there), [body])
+            status, raw = await post(self._connections.kept, there, self._headers_for(there), [body])
         if status >= 500 and status != 501:
             raise BackendFailed(f"{url} answered {status}: {_said(raw)}")
         said = _fields(raw) if status == 200 else {}
@@ -396,14 +364,13 @@ class HttpEngine:
         """The JSON answer.
 
         Args:
-            asked: of whom, and over which connections.
+            asked: of whom.
             body: the request.
             ids: a field more of it, with the ids of the prompt.
             echoed: where the answer repeats them to the letter they are left out of it.
 
         Raises:
             ContextFull: the engine has no room for the prompt.
-            NotOpen: the connection over which it was asked who it is is gone.
             TimeoutError, aiohttp.ClientError, Dropped: no answer.
             BackendFailed: a server error.
             Misconfigured: not what this protocol, model name and key expect.
@@ -417,7 +384,13 @@ class HttpEngine:
         if ids is not None:
             parts = [b'{"%b":' % ids[0].encode(), *prompt, b"," + parts[0][1:]]
         url = f"{root_of(asked.url)}{self._route}"
-        status, raw = await post(asked.session, url, self._headers_for(url), parts, opens=asked.opens)
+        for left in reversed(range(_TRIES)):
+            try:
+                status, raw = await post(self._connections.kept, url, self._headers_for(url), parts)
+                break
+            except Dropped as dropped:
+                if dropped.begun or not left:
+                    raise
         if status == 200:
             try:
                 answer = orjson.loads(without_echo(raw, prompt if echoed else ()))
@@ -500,11 +473,12 @@ class HttpEngine:
             await asyncio.sleep(0.2)
 
     async def published_metrics(self, url: str) -> str:
-        """Return the text of ``/metrics``, or nothing."""
+        """Return the text of ``/metrics``, or nothing. An engine that does not answer is met again when it does."""
         try:
             async with self._get(url, "/metrics") as response:
                 return await response.text(errors="replace")
         except BackendFailed:
+            self.forget(url)
             return ""
 
     async def load(self, url: str) -> Load | None:

@@ -134,7 +134,7 @@ def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, De
     async def label(body: Weights) -> dict[str, Any]:
         """Label the weights, without a pause: a turn that is being sampled begins with the old ones and ends with
         these."""
-        host.pool.label(body.weight_version, body.id, body.run)
+        host.label(body.weight_version, body.id, body.run)
         return _listing(host, body.run)
 
     @router.post("/v1/backends/share", responses=problem_responses(400))

@@ -238,6 +238,8 @@ class Dispatcher:
                 alive = await self.engine.healthy(backend.url)
             if alive:
                 _log.warning("backend %s answers again", backend_id)
+            else:
+                self.engine.forget(backend.url)
             self.apply(self.pool.probed(backend_id, alive, time.monotonic()))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
