@@ -169,10 +169,14 @@ def test_why_a_deployment_did_not_start_is_a_line(log: str, error: str | None) -
 
 async def test_a_second_signal_leaves_no_folder(monkeypatch: pytest.MonkeyPatch):
     gym = GymDeployment(environment="prorl_code")
-    command = (["sh", "-c", "trap '' INT; sleep 600 & wait; wait", "gym"], dict(os.environ), Path("/tmp"))
+    command = (
+        ["sh", "-c", "trap 'sleep 2; exit' INT; echo up; while :; do sleep 0.1; done", "gym"],
+        dict(os.environ),
+        Path("/tmp"),
+    )
     monkeypatch.setattr(gym.cli, "command", lambda *_words: _now(command))
     starting = asyncio.create_task(gym.__aenter__())
-    while not gym.cli.mark.processes():
+    while "up" not in gym._log_lines():
         await asyncio.sleep(0.1)
     starting.cancel()
     await asyncio.sleep(0.3)
