@@ -40,6 +40,9 @@ def math(file: Source, output: Output = None, data_source: DataSource = None, dr
 
     Exit code 1 if a record is malformed. docs/data.md lists the sets.
     """
+    from nemo_gym_prorl.tasks.extras import require_extras
+
+    require_extras("math")  # first: the next import needs it
     from nemo_gym_prorl.tasks.math.golds import requiring_readable
     from nemo_gym_prorl.tasks.math.rows import row_of
 

@@ -10,9 +10,11 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.exception_handlers import request_validation_exception_handler
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict
+from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 from nemo_gym_prorl.serving.problems import MEDIA_TYPE, Declared, ProblemError, add_problem_handlers
 from tests.rollout.serving import serve
 
@@ -95,3 +97,24 @@ def test_the_document_says_so() -> None:
 def test_a_problem_quotes_what_is_no_text() -> None:
     error = ProblemError(422, "invalid-request", "no \ud800", errors=[{"field": "\ud800", "message": "\udfff"}])
     assert json.loads(bytes(error.response().body))["detail"] == "no \\ud800"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"input": 5}, "input: Input should be a valid string; input: Input should be a valid list"),
+        ({"input": [{"role": "user"}]}, "input.0.content: Field required"),
+        ({"input": [{"role": "us", "content": "x"}]}, "input.0.role: Input should be 'user', 'assistant', 'system'"),
+        ({"input": "x", "tools": [{"type": "function"}]}, "tools.0.name: Field required; tools.0.parameters: Field"),
+        ({"input": "x", "tools": [{"type": "func", "name": "x"}]}, "tools.0.parameters: Field required; "),
+        ({"input": "x", "tools": {}}, "tools: Input should be a valid list"),
+        ({"input": "x", "tool_choice": "often"}, "tool_choice: Input should be 'none', 'auto' or 'required'; tool_"),
+        ({"input": "x", "Aa": 1, "Bb": 1}, "Aa: Extra inputs are not permitted; Bb: Extra inputs are not permitted"),
+    ],
+)
+def test_of_what_a_value_may_be_one_is_told(body: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        NeMoGymResponseCreateParamsNonStreaming.model_validate(body)
+    said = in_words(field_errors(refused.value.errors()))
+    assert said.startswith(told), said
+    assert len(said) < 200

@@ -94,7 +94,7 @@ async def over_ray(
     import ray
     from ray.exceptions import AuthenticationError
 
-    from nemo_gym_prorl.gym.ray_nodes import Order, RayNodes
+    from nemo_gym_prorl.gym.ray_nodes import Order, RayNodes, exposed_host
 
     deployment = {
         "config_paths": [f"environments/{name}/config.yaml" for name in environments],
@@ -120,6 +120,8 @@ async def over_ray(
     # Ray takes SIGTERM for a crash: it passes it on, and aborts this process three seconds later, whatever that does.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     try:
+        if options.token is None and (host := exposed_host()):
+            raise CallerError(f"the nodes' agents listen on {host} for everybody: set PRORL_TOKEN", field="--token")
         loops = BackgroundLoops()
         nodes = RayNodes(order, say, loops)
         try:

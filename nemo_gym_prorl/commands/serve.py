@@ -22,6 +22,7 @@ from nemo_gym_prorl.commands import fleet
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.gym import config_files
 from nemo_gym_prorl.gym.deployment import Death, GymDeployment
+from nemo_gym_prorl.policy.engines.addresses import checked_url
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.known_keys import near
 from nemo_gym_prorl.task_sandboxes import PROGRESS
@@ -59,7 +60,7 @@ async def serve(
 
     Raises:
         CallerError: no environment was named, an override can't be one, the head server's port is taken, or the model
-            server needs an endpoint.
+            server needs an endpoint, or has one that is no URL.
         DeploymentError: the servers do not come up, or Gym itself dies.
     """
     environments = [word for word in words if "=" not in word]
@@ -76,6 +77,8 @@ async def serve(
             complaint = f"is a front's, so it needs --ray; one service has it as {setting}"
             raise CallerError(complaint, field=f"--{option.replace('_', '-')}")
     overrides = [word for word in words if "=" in word]
+    if policy_url is not None:
+        checked_url(policy_url, "--policy-url")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -51,6 +52,8 @@ START_TIMEOUT_S = 900.0
 
 WAITING_S = 15.0
 """Seconds between two lines that say what a start waits for."""
+_SERVER_ENDED = re.compile(r"RuntimeError: Process `(.+)` finished unexpectedly!")
+_CHAIN = ("the direct cause of the following exception:", "another exception occurred:")
 _RAY_LATE = "The current node timed out during startup"
 """Ray's own processes were not up within :data:`~.command_line.RAY_START_S`. On a busy machine that may be: a second
 try is worth it."""
@@ -255,8 +258,7 @@ class GymDeployment:
                 f"not up after {self._start_timeout_s:g} s, still waiting for {waited_for}; {tail}"
             ) from error
         except BaseException as error:
-            await self._end()
-            await self._tidy(error)
+            await self._end_and_tidy(error)
             raise
         self.start_s = time.monotonic() - start
         self._up.touch()
@@ -265,7 +267,14 @@ class GymDeployment:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._end()
+        await self._end_and_tidy(error)
+
+    async def _end_and_tidy(self, error: BaseException | None) -> None:
+        try:
+            await self._end()
+        except asyncio.CancelledError:  # by a second signal
+            await self._tidy(error)
+            raise
         await self._tidy(error)
 
     async def _tidy(self, error: BaseException | None) -> None:
@@ -296,7 +305,10 @@ class GymDeployment:
             raise DeploymentError(f"{trouble}: install into a folder whose path has none")
         await leftovers.sweep()
         for folder in (self.work_dir, self._ray_dir):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise DeploymentError(f"{folder} cannot be made: {error.strerror}; choose another folder") from error
         self._lock = leftovers.lock(self._ray_dir, self.cli.mark, self._temporary)
         for left in (self._up, self._events):
             left.unlink(missing_ok=True)
@@ -391,7 +403,9 @@ class GymDeployment:
     def _raise_if_ended(self, when: str) -> None:
         if self._process is not None and self._process.returncode is not None:
             status = self._process.returncode
-            raise DeploymentError(f"gym env start ended with status {status} {when}; {self._log_tail()}")
+            error = None if self._up.exists() else start_error(self._log_lines())
+            why = f"{error}; log {self.log_path}" if error else self._log_tail()
+            raise DeploymentError(f"gym env start ended with status {status} {when}; {why}")
 
     def _log_tail(self) -> str:
         lines = without_interrupts(self._log_lines())[-LOG_TAIL_LINES:]
@@ -487,3 +501,43 @@ def without_interrupts(lines: list[str]) -> list[str]:
             begin = None
         kept.append(line)
     return kept
+
+
+def start_error(lines: Sequence[str]) -> str | None:
+    """The exception that ended a deployment while it started, in a line; ``None`` if a log of Gym has none.
+
+    Gym's own exception, which comes last, only names the server that ended. The reason is that server's exception.
+    """
+    errors = _exceptions(without_interrupts([*lines]))
+    ended = next((found for error in errors if (found := _SERVER_ENDED.fullmatch(error))), None)
+    if ended is None:
+        return errors[-1] if errors else None
+    own = [error for error in errors if not _SERVER_ENDED.fullmatch(error) and not error.startswith("SystemExit")]
+    return f"{ended[1]}: {own[0]}" if own else None
+
+
+def _exceptions(lines: Sequence[str]) -> list[str]:
+    """What the tracebacks of a log end with; of those that one exception made, the last one."""
+    found: list[str] = []
+    rest, chained = iter(enumerate(lines)), False
+    for _, line in rest:
+        chained = chained or line.endswith(_CHAIN)
+        if not line.endswith("Traceback (most recent call last):"):
+            continue
+        speaker = line.removesuffix("Traceback (most recent call last):")
+        number, error = next(((n, text) for n, text in rest if not text.startswith(f"{speaker} ")), (0, ""))
+        error = error.removeprefix(speaker)
+        if fields := re.match(r"[\w.]+: (\d+) validation errors? for ", error):
+            error = _invalid_fields(lines[number + 1 :], int(fields[1]))
+        else:
+            error = re.sub(r"^(?:nemo_gym_prorl\.failures\.\w+: |(?:\w+\.)+)", "", error)
+        found[len(found) - chained :] = [error]
+        chained = False
+    return found
+
+
+def _invalid_fields(lines: Sequence[str], count: int) -> str:
+    """The fields that pydantic names behind an exception, and why: each is a line, and indented ones behind it."""
+    names = [number for number, line in enumerate(lines[:-1]) if not line.startswith(" ")][:count]
+    pairs = [(lines[number], lines[number + 1].strip().split(" [type=")[0]) for number in names]
+    return "; ".join(why if why.startswith(f"{name}: ") else f"{name}: {why}" for name, why in pairs)

@@ -86,7 +86,9 @@ class NodeActor:
         await self.end()
         host = ray.util.get_node_ip_address()
         if order.token is None and not is_loopback(host):
-            raise CallerError(f"the node's agent would listen on {host} for everybody: give it a key", field="--token")
+            raise CallerError(
+                f"the node's agent would listen on {host} for everybody: set PRORL_TOKEN", field="--token"
+            )
         agent = {} if order.token is None else {"control_token": order.token}
         # Not in the private file: files that an environment's own names are read after that, and say "loopback".
         listens = f"++{order.agent}.responses_api_agents.prorl_agent.host={host}"
@@ -238,8 +240,17 @@ class RayNodes:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
+def exposed_host() -> str | None:
+    """The address of a node at which an agent without a key would be open to others; ``None`` if all are loopback."""
+    return next((host for node in _nodes() if not is_loopback(host := node["NodeManagerAddress"])), None)
+
+
 def _alive() -> list[str]:
-    return [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(RESOURCE, 0) >= 1]
+    return [node["NodeID"] for node in _nodes()]
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(RESOURCE, 0) >= 1]
 
 
 async def _quietly(call: Any) -> None:

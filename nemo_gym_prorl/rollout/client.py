@@ -227,13 +227,13 @@ class RolloutClient:
         with self._told():
             async with self._open.get(f"{self.url}/v1/events", params=query, timeout=_STREAM_TIMEOUT) as response:
                 if response.status >= 400:
-                    raise ApiError(_problem(response.status, await response.read()))
+                    raise ApiError(_problem(self.url, response.status, await response.read()))
                 kind = b""
                 async for line in response.content:
                     if line.startswith(b"event: "):
                         kind = line[7:].strip()
                     elif line.startswith(b"data: ") and kind == b"problem":
-                        raise ApiError(_problem(response.status, line[6:]))
+                        raise ApiError(_problem(self.url, response.status, line[6:]))
                     elif line.startswith(b"data: "):
                         yield transition.validate_json(line[6:])
 
@@ -268,7 +268,9 @@ class RolloutClient:
             async with self._open.request(method, url, data=data, headers=headers, timeout=_TIMEOUT) as response:
                 content = await response.read()
             if response.status >= 400:
-                raise ApiError(_problem(response.status, content), _retry_after(response.headers.get("Retry-After")))
+                raise ApiError(
+                    _problem(self.url, response.status, content), _retry_after(response.headers.get("Retry-After"))
+                )
             return model.model_validate(orjson.loads(content))
 
     @contextmanager
@@ -328,11 +330,13 @@ def _retry_after(header: str | None) -> float | None:
     return None if math.isnan(delay) else min(max(delay, _SOONEST_S), _LATEST_S)
 
 
-def _problem(status: int, content: bytes) -> Problem:
+def _problem(url: str, status: int, content: bytes) -> Problem:
     """The problem document of an answer, also if something in front of the service wrote it."""
     try:
         return Problem.model_validate_json(content)
     except ValueError:
         text = content.decode(errors="replace").strip()[:500]
         told = f"HTTP {status}" if text.startswith("<") or not text else text  # a page for people says no more
+        if status in (404, 405):  # a service answers with a problem document
+            told = f"what answers at {url} is no rollout service; prorl serve prints the URL of its prorl_agent"
         return Problem(type="about:blank", title="HTTP error", status=status, detail=told)

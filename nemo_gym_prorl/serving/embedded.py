@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -55,6 +56,7 @@ async def served(
         timeout_graceful_shutdown=1,
     )
     listener = socket.create_server((host, port), backlog=2048)
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -63,3 +65,9 @@ async def served(
         server.should_exit = True
         await task
         listener.close()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for what uvicorn says of a request that waits while the server ends: it is cancelled after a second."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError) and "timeout graceful shutdown" not in record.getMessage()

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,12 @@ TYPE_PREFIX = "urn:nemo-gym-prorl:problem:"
 
 _MOST_ERRORS = 20
 """Fields that one document names; whoever sends ten thousand wrong ones learns enough from the first."""
+
+_ALTERNATIVE = re.compile(r"[A-Z]\w*[a-z]\w*|str|int|float|bool|[\w-]+\[.*\]", re.DOTALL)
+"""What pydantic calls one of several things that a value may be: a class or a type. Few fields look so."""
+
+_OF_FIELDS = frozenset({"missing", "extra_forbidden"})
+"""What is wrong with a field, and never with a thing that a value may be."""
 
 _NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
 """What pydantic tells with the name of a class of ours."""
@@ -55,8 +62,41 @@ def field_errors(errors: Sequence[Mapping[str, Any]], *, outer: int = 0) -> list
             "field": ".".join(str(part) for part in error["loc"][outer:]) or "body",
             "message": "must be an object" if error["type"] in _NO_OBJECT else error["msg"],
         }
-        for error in errors[:_MOST_ERRORS]
+        for error in _of_one_alternative(errors, outer)[:_MOST_ERRORS]
     ]
+
+
+def _of_one_alternative(errors: Sequence[Mapping[str, Any]], depth: int) -> list[Mapping[str, Any]]:
+    """What is wrong with each value; with one that may be several things, as the thing that it is most like.
+
+    Pydantic tells what is wrong with it as each of them, and names them in its place: ``tools.0.FunctionTool.name``.
+
+    Args:
+        errors: as pydantic tells them.
+        depth: of their places; before it they agree.
+    """
+    branches: dict[Any, list[Mapping[str, Any]]] = {}
+    for error in errors:
+        branches.setdefault(error["loc"][depth] if len(error["loc"]) > depth else None, []).append(error)
+    fields = any(len(error["loc"]) == depth + 1 and error["type"] in _OF_FIELDS for error in errors)
+    named = all(isinstance(name, str) and _ALTERNATIVE.fullmatch(name) for name in branches)
+    if len(branches) < 2 or fields or not named:
+        parts = (part if name is None else _of_one_alternative(part, depth + 1) for name, part in branches.items())
+        return [error for part in parts for error in part]
+    shorter = [
+        [{**error, "loc": (*error["loc"][:depth], *error["loc"][depth + 1 :])} for error in part]
+        for part in branches.values()
+    ]
+    like = [part for part in shorter if not any(_is_of_another_kind(error, depth) for error in part)]
+    if like:
+        return _of_one_alternative(min(like, key=len), depth)
+    direct = {error["msg"]: error for part in shorter for error in part if len(error["loc"]) == depth}
+    return [*direct.values()] or _of_one_alternative(shorter[0], depth)
+
+
+def _is_of_another_kind(error: Mapping[str, Any], depth: int) -> bool:
+    rest: tuple[Any, ...] = error["loc"][depth:]
+    return not rest or (rest == ("type",) and bool(error["type"] == "literal_error"))
 
 
 def in_words(errors: Sequence[Mapping[str, Any]]) -> str:

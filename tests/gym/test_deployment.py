@@ -20,7 +20,7 @@ from yarl import URL
 from nemo_gym_prorl.gym import deployment as deployment_module
 from nemo_gym_prorl.gym import leftovers
 from nemo_gym_prorl.gym.command_line import MARK_NAME, DeploymentError, GymCli
-from nemo_gym_prorl.gym.deployment import GymDeployment, without_interrupts
+from nemo_gym_prorl.gym.deployment import GymDeployment, start_error, without_interrupts
 from nemo_gym_prorl.processes import ProcessMark, reaper_command, somebody_else_listens
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 
@@ -131,6 +131,66 @@ def test_the_end_of_a_log_is_told_or_that_there_is_none(log: str | None, told: s
         gym.log_path.write_text(log)
     assert told in gym._log_tail()
     assert re.search(r"load [\d.]+ on \d+ cores", gym._log_tail())
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "app.py", line 1, in <module>\n    go()\n'
+ENDED = f"{TRACEBACK}RuntimeError: Process `policy_model` finished unexpectedly!\nShutting down Ray\n"
+CHAIN = "\nThe above exception was the direct cause of the following exception:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        ("INFO: up\n", None),
+        (ENDED, None),
+        (
+            f"{TRACEBACK}nemo_gym_prorl.failures.CallerError: base_url: no\nINFO: up\n{ENDED}",
+            "policy_model: base_url: no",
+        ),
+        (f"{TRACEBACK}KeyError: 'a'\n{CHAIN}{TRACEBACK}x.y.BadError: b\n{ENDED}", "policy_model: BadError: b"),
+        (f"{TRACEBACK}KeyboardInterrupt\n{TRACEBACK}ValueError: no\n{ENDED}", "policy_model: ValueError: no"),
+        (
+            f"{TRACEBACK}pydantic_core._pydantic_core.ValidationError: 2 validation errors for Config\nstages.run\n"
+            "  Input should be a number [type=int_parsing, input_value='x']\n    For further information visit it\n"
+            f"stage\n  there is no such setting [type=unknown_key]\nINFO: up\n{ENDED}",
+            "policy_model: stages.run: Input should be a number; stage: there is no such setting",
+        ),
+        (
+            f"{TRACEBACK}ValueError: no\n(math) Traceback (most recent call last):\n(math)   File\n"
+            f"(math) SystemExit: 15\n{ENDED}",
+            "policy_model: ValueError: no",
+        ),
+        (f"{TRACEBACK}hydra.errors.OverrideParseException: mismatched\n", "OverrideParseException: mismatched"),
+    ],
+)
+def test_why_a_deployment_did_not_start_is_a_line(log: str, error: str | None) -> None:
+    assert start_error(log.splitlines()) == error
+
+
+async def test_a_second_signal_leaves_no_folder(monkeypatch: pytest.MonkeyPatch):
+    gym = GymDeployment(environment="prorl_code")
+    command = (
+        ["sh", "-c", "trap 'sleep 2; exit' INT; echo up; while :; do sleep 0.1; done", "gym"],
+        dict(os.environ),
+        Path("/tmp"),
+    )
+    monkeypatch.setattr(gym.cli, "command", lambda *_words: _now(command))
+    starting = asyncio.create_task(gym.__aenter__())
+    while "up" not in gym._log_lines():
+        await asyncio.sleep(0.1)
+    starting.cancel()
+    await asyncio.sleep(0.3)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert gym.cli.mark.processes() == {}
+    assert not gym.work_dir.exists()
+
+
+async def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DeploymentError, match=r"file/gym cannot be made: Not a directory; choose another folder"):
+        await GymDeployment(environment="prorl_code", work_dir=tmp_path / "file" / "gym").__aenter__()
 
 
 async def test_killing_the_owner_ends_the_deployment_and_its_ray(tmp_path):

@@ -79,6 +79,34 @@ async def served(
     assert not [command for command in everything.values() if str(folder) in command]
 
 
+@pytest.mark.gym
+async def test_nodes_without_a_key_are_refused_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    async with raylets(0) as cluster:
+        host = cluster.address.partition(":")[0]
+        if host.startswith("127."):
+            pytest.skip("this machine has the loopback device alone")
+        await cluster.add(ADDRESS=host)
+        front = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", "serve", "prorl_code"),
+            *("--policy-model=m", f"--head-port={port}", f"--ray={cluster.address}"),
+            cwd=tmp_path,
+            env={name: value for name, value in (os.environ | ENVIRONMENT).items() if name != "PRORL_TOKEN"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            said = (await asyncio.wait_for(front.communicate(), 60))[0].decode()
+        finally:
+            if front.returncode is None:
+                front.kill()
+    assert front.returncode == 1, said
+    assert re.search(
+        rf"^prorl: --token: the nodes' agents listen on {host} for everybody: set PRORL_TOKEN$", said, re.M
+    )
+
+
 def on_one_machine(policy_url: str, ray_port: int, head_port: int) -> str:
     """The page's commands for Ray as a script: two nodes, by two addresses of this machine, and what comes after."""
     page = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text()

@@ -267,6 +267,9 @@ def test_what_it_cannot_do_it_says_in_a_line(tmp_path: Path, monkeypatch: pytest
     assert "'--head-port'" in said("prorl_code", "--head-port", "118812")
     assert "--journal: is a front's, so it needs --ray" in said("prorl_code", "--journal", str(tmp_path))
     assert "--keys-file: is a front's" in said("prorl_code", "--keys-file", str(tmp_path / "keys"))
+    assert "--policy-url: '127.0.0.1:8000/v1' must be http(s)://" in said(
+        "prorl_code", "--policy-url", "127.0.0.1:8000/v1"
+    )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"port {port} is taken" in said("prorl_code", "--head-port", port)

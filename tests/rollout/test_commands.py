@@ -215,6 +215,21 @@ async def test_an_odd_head_server_is_named_in_a_line(status: int, body: str) -> 
     assert len(output.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(404, '{"detail": "Not Found"}'), (404, "<html>nothing here</html>"), (404, ""), (405, "no"), (200, "{}")],
+)
+@pytest.mark.parametrize("command", ["submit", "status", "show r"])
+async def test_an_address_of_something_else_is_named(tmp_path: Path, command: str, status: int, body: str) -> None:
+    app = FastAPI()
+    app.get("/{path:path}")(lambda path: Response(body, status))
+    rows = [str(write(tmp_path / "rows.jsonl", GOOD))] if command == "submit" else []
+    async with serve(app) as url:
+        code, output = await prorl(*command.split(), *rows, url=url)
+    assert (code, f"what answers at {url} is no rollout service" in output) == (1, True), output
+    assert "Traceback" not in output
+
+
 WEIGHTY = {"aiohttp", "fastapi", "nemo_gym", "numpy", "omegaconf", "pydantic", "ray", "starlette", "tokenizers"}
 """Packages that take a tenth of a second or more to import."""
 

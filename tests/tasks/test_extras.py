@@ -52,7 +52,7 @@ def test_software_engineering_without_log_parsers_says_how_to_get_them(monkeypat
 
 
 HIDDEN = (
-    "import importlib.util, runpy, sys; found = importlib.util.find_spec\n"
+    "import importlib.util, runpy, sys; found = importlib.util.find_spec; sys.modules['math_verify'] = None\n"
     "importlib.util.find_spec = lambda name, *of: None if name == 'math_verify' else found(name, *of)\n"
 )
 
@@ -64,9 +64,10 @@ HIDDEN = (
             "sys.argv = ['prorl', 'serve', 'prorl_math', '--policy-model=m']; from nemo_gym_prorl.cli import main",
             "prorl",
         ),
+        ("sys.argv = ['prorl', 'data', 'math', 'set.jsonl']; from nemo_gym_prorl.cli import main", "prorl"),
         (f"main = lambda: runpy.run_path({str(APP)!r}, run_name='__main__')", "prorl_math"),
     ],
-    ids=["prorl serve", "the server itself"],
+    ids=["prorl serve", "prorl data math", "the server itself"],
 )
 def test_what_is_started_without_it_says_so_in_a_line(started: str, says: str, tmp_path: Path) -> None:
     told = "sys.stdout.write(' '.join({'aiohttp', 'fastapi', 'nemo_gym'} & set(sys.modules)))"
