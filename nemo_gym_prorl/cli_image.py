@@ -112,11 +112,7 @@ def pull_images(
 
     wanted = commands.wanted_images(names or [], rows, field)
     puller = Puller(ImageStore(), require_runtime(), _layout(layout), credentials, tries)
-    try:
-        failed = commands.pull(puller, wanted, jobs, Console(highlight=False))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    if failed:
+    if commands.pull(puller, wanted, jobs, Console(highlight=False)):
         raise typer.Exit(1)
 
 

@@ -23,7 +23,8 @@ from typing import IO, Any
 import orjson
 from rich.console import Console
 
-from nemo_gym_prorl.commands.rows import Refusal, json_lines
+from nemo_gym_prorl.commands.files import json_lines
+from nemo_gym_prorl.commands.rows import Refusal
 from nemo_gym_prorl.commands.show import visible
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_unsupported

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym_prorl.commands.show import read_rollouts
+from nemo_gym_prorl.commands.files import read_rollouts
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.masks import is_masked
 from nemo_gym_prorl.rollout.rows import WISHES

@@ -43,6 +43,16 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
 
+def problem_of_answer(status: int, content: bytes) -> Problem:
+    """Return the problem document of an answer, also if something in front of the service wrote the answer."""
+    try:
+        return Problem.model_validate_json(content)
+    except ValueError:
+        text = content.decode(errors="replace").strip()[:500]
+        told = f"HTTP {status}" if text.startswith("<") or not text else text  # a page for people says no more
+        return Problem(type="about:blank", title="HTTP error", status=status, detail=told)
+
+
 def field_errors(errors: Sequence[Mapping[str, Any]], *, outer: int = 0) -> list[dict[str, Any]]:
     """The first fields that are wrong, and why.
 

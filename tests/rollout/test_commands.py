@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI, Response
 
-from nemo_gym_prorl.commands import jobs
+from nemo_gym_prorl.commands import submit
 from nemo_gym_prorl.commands.jobs import find_service
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from tests.rollout.command_line import DEFECT, GOOD, LONG, TOKEN, begin, prorl, service, write
@@ -140,19 +140,19 @@ async def test_no_service_says_where_it_looked(tmp_path: Path) -> None:
 
 
 async def test_a_service_that_is_started_anew_is_found_at_its_new_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_LOOK_S", 0.05)
+    monkeypatch.setattr(submit, "FIND_S", 0.05)
     head_of_gym, at = FastAPI(), {"process_name": "a", "name": "prorl_agent", "url": "http://127.0.0.1:9"}
     head_of_gym.get("/server_instances")(lambda: [at])
     async with serve(head_of_gym) as head, service() as (url, _):
         monkeypatch.setenv("PRORL_HEAD", head)
-        async with asyncio.timeout(20), jobs.connect(None, TOKEN) as client:
+        async with asyncio.timeout(20), submit.services(None, TOKEN) as [client], client:
             with pytest.raises(InfrastructureError):
                 await client.status()
             at["url"] = url
             while client.url != url:
                 await asyncio.sleep(0.02)
             assert (await client.status()).stages
-        async with jobs.connect(url, TOKEN) as client:
+        async with submit.services(url, TOKEN) as [client]:
             at["url"] = "http://127.0.0.1:9"
             await asyncio.sleep(0.2)
             assert client.url == url, "it was named"
@@ -167,10 +167,22 @@ async def test_the_service_is_found_through_gyms_head_server() -> None:
         return instances
 
     async with serve(app) as head:
-        assert await find_service(head) == "http://127.0.0.1:1"
+        assert await asyncio.to_thread(find_service, head) == "http://127.0.0.1:1"
         instances.append({"process_name": "b", "name": "prorl_agent", "url": "http://127.0.0.1:2"})
         with pytest.raises(CallerError, match=r"must have one prorl_agent, has a .*b "):
-            await find_service(head)
+            await asyncio.to_thread(find_service, head)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [(b"<html>", "html"), (b"{", "json"), (b"[]", "json"), (b"7", "json"), (b'{"stages": {}}', "json")],
+)
+async def test_what_is_no_service_is_told_in_a_line(body: bytes, kind: str) -> None:
+    app = FastAPI()
+    app.get("/status")(lambda: Response(body, media_type=f"text/{kind}"))
+    async with serve(app) as url:
+        code, output = await prorl("status", url=url)
+    assert (code, output) == (1, f"prorl: what answers at {url} is no rollout service of this version\n")
 
 
 @pytest.mark.parametrize(
@@ -216,19 +228,20 @@ async def test_an_odd_head_server_is_named_in_a_line(status: int, body: str) -> 
 
 
 WEIGHTY = {"aiohttp", "fastapi", "nemo_gym", "numpy", "omegaconf", "pydantic", "ray", "starlette", "tokenizers"}
-"""Packages that take a tenth of a second or more to import."""
+"""Packages that take a tenth of a second or more to import; pydantic is typer's own."""
 
 
 @pytest.mark.parametrize(
     ("arguments", "needed"),
     [
-        (["--help"], set()),
+        (["--help"], {"pydantic"}),
         (["show", "{file}:1"], {"pydantic"}),
-        (["show", "{file}:1", "--json"], {"pydantic"}),
-        (["show", "r-1-0"], {"pydantic", "aiohttp"}),
-        (["status"], {"pydantic", "aiohttp"}),
-        (["status", "--group", "g"], {"pydantic", "aiohttp"}),
-        (["cancel", "r"], {"pydantic", "aiohttp"}),
+        (["show", "r-1-0"], {"pydantic"}),
+        (["status"], {"pydantic"}),
+        (["status", "--group", "g"], {"pydantic"}),
+        (["cancel", "r"], {"pydantic"}),
+        (["tail"], {"pydantic"}),
+        (["backends"], {"pydantic"}),
         (["submit", "{file}", "--run", "r"], {"pydantic", "aiohttp", "omegaconf"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
