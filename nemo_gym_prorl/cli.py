@@ -132,7 +132,7 @@ def demo(
     The policy is scripted unless PRORL_MODEL_URL names an endpoint (PRORL_MODEL_NAME, PRORL_API_KEY). Exit code 1 if
     a rollout was not scored, or earned another reward than its script deserves.
     """
-    from nemo_gym_prorl.demo import Demo
+    from nemo_gym_prorl.commands.demo import Demo
 
     if not _run(Demo(rollouts, output, overrides or ()).run()):
         raise typer.Exit(1)

@@ -66,7 +66,7 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
             # In full: Inspect would publish a folder "hf/…" elsewhere.
             bundle_log_dir(folder, str(bundle.absolute()))
             return
-        from inspect_ai._view.view import view as serve
+        from inspect_ai import view as serve
 
         serve(folder, port=port)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from nemo_gym_prorl.demo import DESERVED, SCRIPTS
+from nemo_gym_prorl.commands.demo import DESERVED, SCRIPTS
 from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 
@@ -73,15 +73,14 @@ async def test_it_ends_in_a_table_and_a_file_and_says_that_it_was_scripted(share
     assert "no language model" in printed
     assert "8 of 8 rollouts scored" in printed
     records = [orjson.loads(line) for line in demo.output.read_bytes().splitlines()]
-    assert [record["script"] for record in records] == list(SCRIPTS)
+    assert sorted(record["rollout"]["source"]["line"] for record in records) == [*range(1, len(SCRIPTS) + 1)]
     for record in records:
         rollout = record["rollout"]
-        assert record["scripted"] is True
-        assert record["policy"] == MODEL_NAME
-        assert rollout["reward"] == DESERVED[record["script"]], printed
+        assert record["response"]["model"] == MODEL_NAME
+        assert rollout["reward"] == DESERVED[SCRIPTS[rollout["source"]["line"] - 1]], printed
         assert rollout["turns"] >= 1
         assert all(rollout["timings"][stage]["attempts"] == 1 for stage in ("init", "run", "eval"))
-        assert rollout["result"]["response"]["output"]
+        assert record["response"]["output"]
         assert record["task_id"] in printed
 
 

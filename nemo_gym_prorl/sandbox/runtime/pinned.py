@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packages that the private Apptainer is made of, each by its SHA-256.
 
-They are Debian's, listed in ``pinned.json`` by ``scripts/pin_apptainer.py``: one version of each, from wherever it is
+They are Debian's, listed in ``pinned.json``: one version of each, from wherever it is
 to be had. A mirror of the archive has them while they are current, and Debian's own snapshot of the day has them for
 ever. What has another sum is not taken, so neither a mirror nor the way to it needs to be trusted, and neither apt nor
 its keys are needed: this works on any machine that can unpack a package.
