@@ -69,7 +69,7 @@ def setup() -> None:
     """
     from rich.console import Console
 
-    from nemo_gym_prorl.commands.steps import shown_step
+    from nemo_gym_prorl.commands.images import shown_step
     from nemo_gym_prorl.sandbox.images.building.default import (
         DEFAULT,
         default_image_path,
@@ -245,11 +245,11 @@ def scripted(
     seed: Annotated[int, typer.Option(help="Seed of the log-probabilities.")] = 0,
 ) -> None:
     """Run a model server that plays back the answers that a row brings with it. No language model."""
-    from nemo_gym_prorl.commands import scripted as command
     from nemo_gym_prorl.scripted.policy import ScriptedConfig
+    from nemo_gym_prorl.scripted.server import run
 
     with contextlib.suppress(typer.Exit):  # an interrupt is its good end
-        _run(command.run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port))
+        _run(run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port))
 
 
 @app.command()
@@ -332,23 +332,18 @@ def status(
     group: Annotated[str | None, typer.Option(help="The rollouts of this group.")] = None,
     state: Annotated[str | None, typer.Option(help="The rollouts in this state, e.g. running.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="The rollouts that failed, and why.")] = False,
-    follow: Annotated[bool, typer.Option("--watch", help="The pools, kept up to date until Ctrl-C.")] = False,
     url: Url = None,
     token: Token = None,
 ) -> None:
     """Show the pools of a running service, one rollout, or those that fit."""
     from nemo_gym_prorl.commands import watch
-    from nemo_gym_prorl.failures import CallerError
-
-    if follow and (rollout is not None or group is not None or state is not None or failed):
-        raise CallerError("watches the pools; to follow rollouts: prorl tail", field="--watch")
 
     if rollout is not None:
         watch.show_rollout(url, token, rollout)
     elif group is not None or state is not None or failed:
         watch.show_rollouts(url, token, group=group, state=state, failed=failed)
     else:
-        watch.show_status(url, token, watch=follow)
+        watch.show_status(url, token)
 
 
 @app.command()

@@ -49,7 +49,7 @@ def build_image(
     """Build an image from a template. One that is there already is used."""
     from rich.console import Console
 
-    from nemo_gym_prorl.commands.steps import shown_step
+    from nemo_gym_prorl.commands.images import shown_step
     from nemo_gym_prorl.failures import CallerError
     from nemo_gym_prorl.sandbox.images.building import builder as build
     from nemo_gym_prorl.sandbox.images.building import recipe

@@ -4,25 +4,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from nemo_gym_prorl.commands.jobs import Service, connect
+from nemo_gym_prorl.commands.jobs import connect
 from nemo_gym_prorl.commands.show import failure_line, told_once, visible
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Stage
 
 
 _RECONNECT_S = 2.0
-_WATCH_S = 1.0
 _FAILED = ("failed", "timed_out")
 
 
@@ -44,37 +41,17 @@ def pools_line(status: Mapping[str, Any]) -> str:
     )
 
 
-def show_status(url: str | None, token: str | None, *, watch: bool = False) -> None:
-    """Print the service's state; where it is watched, again and again until interrupted. A service that goes away is
-    waited for."""
-    console = Console(highlight=False, emoji=False)
-    service = connect(url, token)
-    shown = _state(service)
-    if not watch:
-        console.print(shown)
-        return
-    # In a file or a pipe one stands below the other.
-    with Live(shown, console=console) if console.is_terminal else contextlib.nullcontext() as live:
-        say = live.update if live is not None else console.print
-        while True:
-            say(shown)
-            time.sleep(_WATCH_S)
-            try:
-                shown = _state(service)
-            except InfrastructureError as error:
-                say(Group(shown, Text(visible(f"{error}; trying again"), style="yellow")))
-                time.sleep(_WATCH_S)
-
-
-def _state(service: Service) -> Group:
-    status = service.get("/status", "stages", "held", "states", "sessions", "draining")
+def show_status(url: str | None, token: str | None) -> None:
+    """Print the service's state."""
+    status = connect(url, token).get("/status", "stages", "held", "states", "sessions", "draining")
     held = [
         Text(visible(f"{name} cannot be reached, so no rollout begins: {held['reason']}"), style="red")
         for name, held in status["held"].items()
     ]
     states = ", ".join(f"{count} {state}" for state, count in status["states"].items() if count) or "no rollouts"
     more = "; draining" if status["draining"] else ""
-    return Group(pools(status), *held, f"{states}; {status['sessions']} sandboxes held{more}")
+    console = Console(highlight=False, emoji=False)
+    console.print(Group(pools(status), *held, f"{states}; {status['sessions']} sandboxes held{more}"))
 
 
 def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:

@@ -5,7 +5,6 @@
 import asyncio
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from tests.rollout.command_line import DEFECT, GOOD, LONG, TOKEN, begin, prorl, service, write
 from tests.rollout.fleet.fleets import fleet
 from tests.rollout.serving import serve
-from tests.rollout.standalone import standalone
 
 
 async def test_submit_follows_to_the_end_and_writes_results(tmp_path: Path) -> None:
@@ -63,30 +61,6 @@ async def test_detached_rollouts_can_be_seen_and_cancelled(tmp_path: Path) -> No
         code, output = await prorl("cancel", "--group", group, url=url)
         assert code == 0
         assert f"{second} cancelled" in output
-
-
-async def test_a_watched_status_follows_a_service_that_goes_and_comes(tmp_path: Path) -> None:
-    async with standalone(TOKEN) as at:
-        process = await begin(at.url, "status", "--watch")
-        assert process.stdout is not None
-
-        async def until(text: bytes) -> None:
-            assert process.stdout is not None
-            async with asyncio.timeout(30):
-                while text not in await process.stdout.readline():
-                    pass
-
-        await until(b"no rollouts; 0 sandboxes held")
-        await prorl("submit", str(write(tmp_path / "rows.jsonl", LONG)), "--detach", url=at.url)
-        await until(b"1 running; 1 sandboxes held")
-        await at.end()
-        await until(b"trying again")
-        await at.start()
-        await until(b"no rollouts")
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 20) == 130
-    code, output = await prorl("status", "any", "--watch", url=at.url)
-    assert (code, output) == (1, "prorl: --watch: watches the pools; to follow rollouts: prorl tail\n")
 
 
 async def test_tail_prints_transitions(tmp_path: Path) -> None:

@@ -108,18 +108,6 @@ def test_errors_of_ours_are_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in failed.stderr
 
 
-def test_help_waits_for_no_framework() -> None:
-    code = (
-        "import sys\nfrom nemo_gym_prorl.cli import app\n"
-        "try: app(['--help'])\nexcept SystemExit: pass\n"
-        "print([name for name in ('nemo_gym', 'fastapi', 'aiohttp', 'ray', 'pydantic') if name in sys.modules])"
-    )
-    said = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert "setup" in said
-    assert "doctor" in said
-    assert said.splitlines()[-1] == "[]"
-
-
 @given(
     st.frozensets(st.sampled_from(["cpu", "memory", "pids"])),
     st.sampled_from([(4, 18), (5, 14), (6, 1)]),
