@@ -49,8 +49,7 @@ IN_FLIGHT = 64
 STALENESS = 2
 LEARNING_RATE, LAST_SHARE = 5e-4, 0.1
 """It falls to that share of itself, in equal steps: the last few per cent want small ones."""
-HELD_OUT, TRAINING = 150, 2000
-"""Riddles of each seed."""
+HELD_OUT, TRAINING = 150, 2000  # riddles of each seed
 
 
 def warm_start(tokenizer: Tokenizer, seed: int, file: Path, steps: int = IMITATION_STEPS) -> None:

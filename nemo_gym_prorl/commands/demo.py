@@ -13,20 +13,19 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import orjson
 from rich.console import Console
-from rich.table import Table
 
 from nemo_gym_prorl.commands.files import read_rollouts
+from nemo_gym_prorl.commands.show import file_table
 from nemo_gym_prorl.commands.submit import Order, submit
 from nemo_gym_prorl.demo_scripts import script_for
-from nemo_gym_prorl.failures import CallerError, InfrastructureError, Stage
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
@@ -146,16 +145,16 @@ class Demo:
         return rows
 
     def _report(self, scripts: Sequence[str], seconds: float) -> bool:
-        found = sorted(read_rollouts(self.output).values(), key=lambda row: row["rollout"]["source"]["line"])
-        self.console.print(_table(found, scripts))
-        scored = sum(row["rollout"]["reward"] is not None for row in found)
+        found = read_rollouts(self.output)
+        self.console.print(file_table(found))
+        scored = sum(row["rollout"]["reward"] is not None for row in found.values())
         self.console.print(
             f"{scored} of {len(scripts)} rollouts scored, {seconds:.1f} s in total. Trajectories: {self.output}, for "
             "prorl show",
             soft_wrap=True,
         )
         wrong = 0
-        for row in found:
+        for row in found.values():
             script = scripts[row["rollout"]["source"]["line"] - 1]
             if script and row["rollout"]["reward"] != DESERVED[script]:
                 self.console.print(f"{row['rollout']['id']}: the script {script!r} earned another reward", style="red")
@@ -198,21 +197,3 @@ async def _only_model(url: str, api_key: str) -> str:
     if len(names) != 1:
         raise CallerError(f"{url} serves {', '.join(names) or 'no model'}: name one", field="PRORL_MODEL_NAME")
     return names[0]
-
-
-def _table(found: Sequence[Mapping[str, Any]], scripts: Sequence[str]) -> Table:
-    """Return the rollouts as a table, with the seconds that each stage worked."""
-    table = Table(box=None, pad_edge=False, caption="INIT, RUN, EVAL, Queue: seconds", caption_justify="right")
-    for title in ("Task", "Script", "State"):
-        table.add_column(title, no_wrap=True)
-    for title in ("Turns", "Tools", "Reward", *(stage.upper() for stage in Stage), "Queue"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in found:
-        job = row["rollout"]
-        times = [job["timings"].get(stage) for stage in Stage]
-        worked = [f"{spent['worked_s']:.1f}" if spent else "" for spent in times]
-        queued = sum(spent["waited_s"] for spent in times if spent)
-        reward = "" if job["reward"] is None else f"{job['reward']:g}"
-        names = str(row.get("task_id", job["id"])), scripts[job["source"]["line"] - 1], job["state"]
-        table.add_row(*names, str(job["turns"]), str(job["tool_calls"]), reward, *worked, f"{queued:.1f}")
-    return table

@@ -49,7 +49,6 @@ def create_app(config: ScriptedConfig | None = None) -> FastAPI:
     app.add_route("/v1/chat/completions", _endpoint(policy.chat_completions), methods=["POST"])
     app.add_route("/v1/completions", _endpoint(policy.completions), methods=["POST"])
     app.add_route("/tokenize", _endpoint(policy.tokenize), methods=["POST"])
-    app.add_route("/detokenize", _endpoint(policy.detokenize), methods=["POST"])
     return app
 
 

@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 import yaml
 from aiohttp import web
-from yarl import URL
 
 from nemo_gym_prorl.gym import deployment as deployment_module
 from nemo_gym_prorl.gym import leftovers
 from nemo_gym_prorl.gym.command_line import MARK_NAME, DeploymentError, GymCli
 from nemo_gym_prorl.gym.deployment import GymDeployment, without_interrupts
 from nemo_gym_prorl.processes import ProcessMark, reaper_command, somebody_else_listens
-from nemo_gym_prorl.scripted.text import MODEL_NAME
 
 
 pytestmark = pytest.mark.gym
@@ -167,36 +165,6 @@ asyncio.run(main())
             owner.kill()
         if mark:
             await mark.kill(settle_s=0, kill_s=10)
-
-
-@pytest.mark.long("Gym's whole start; tests/gym/test_starter.py has what follows")
-async def test_servers_end_with_a_gym_that_could_not_have_its_port(scripted_policy, shared_ray, tmp_path):
-    """As where `prorl serve` runs and `gym env start` is called beside it: Gym starts its servers first, and is gone
-    then without a word to them."""
-    cli = GymCli(tmp_path, head_port=URL(scripted_policy).port)
-    selection = ("--environment", "prorl_code", "--model-type", "prorl_model")
-    words, env, cwd = await cli.command("env", "start", *selection)
-    policy = (f"++policy_base_url={scripted_policy}", "++policy_api_key=none", f"++policy_model_name={MODEL_NAME}")
-    output = tmp_path / "gym.log"
-    with output.open("wb") as log:
-        gym = await asyncio.create_subprocess_exec(
-            *(*words, *policy, shared_ray),
-            cwd=cwd,
-            env=env | {cli.mark.name: cli.mark.value},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            assert await asyncio.wait_for(gym.wait(), 120) != 0
-            assert "Head server finished unexpectedly" in output.read_text()
-            # What they import takes them seconds before they can look.
-            assert await cli.mark.wait_gone(60) == {}
-        finally:
-            if gym.returncode is None:
-                gym.kill()
-            await cli.mark.kill(settle_s=0)
 
 
 async def test_a_ray_that_is_late_twice_is_said_in_a_line(tmp_path, monkeypatch: pytest.MonkeyPatch):
