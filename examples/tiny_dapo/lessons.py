@@ -23,12 +23,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from examples.tiny_dapo.riddles import GAVE_UP, Riddle, draw_code, draw_name
 
 
-USER, ASSISTANT, TOOL, END = SPECIAL = ("<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+SPECIAL = ("<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+TOOLS, USER, ASSISTANT, TOOL, END = SPECIAL
 VOCABULARY = 384
-TEXTS = 2000
-"""Demonstrations from which the tokenizer learns its merges."""
-
+TEXTS = 2000  # demonstrations from which the tokenizer learns its merges
 TEMPLATE = """
+{%- for tool in tools or [] %}{{ '<|tools|>' + tool.function.name + '<|end|>' }}{% endfor %}
 {%- for message in messages %}
     {{- '<|' + message.role + '|>' }}{{ message.content or '' }}
     {%- for call in message.tool_calls or [] %}
@@ -61,7 +61,7 @@ class Demonstration:
     def text(self) -> str:
         """Return the conversation as the chat template writes it."""
         turns = (ASSISTANT + said + END + (TOOL + seen + END if seen else "") for said, seen in self.turns)
-        return USER + self.question + END + "".join(turns)
+        return TOOLS + "bash" + END + USER + self.question + END + "".join(turns)
 
 
 def demonstrate(riddle: Riddle, rng: random.Random, careless: Carelessness) -> Demonstration:

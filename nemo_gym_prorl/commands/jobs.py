@@ -109,8 +109,8 @@ class Service:
     ) -> Iterator[HTTPResponse]:
         told = {name: value for name, value in query.items() if value is not None}
         data = None if body is None else orjson.dumps(body)
-        headers = self._headers | ({"Content-Type": "application/json"} if data else {})
-        headers = {name: value.encode() for name, value in headers.items()}
+        headers = {name: value.encode() for name, value in self._headers.items()}  # in any alphabet
+        headers |= {"Content-Type": b"application/json"} if data else {}
         with closing(self._connection(timeout_s or self._timeout_s)) as connection:
             try:
                 connection.connect()

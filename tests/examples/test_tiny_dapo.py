@@ -139,7 +139,8 @@ def test_a_lesson_is_the_conversation_as_the_template_writes_it(made: tuple[Toke
         if seen:
             messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": seen})
     ids, mask = lesson(shown, tokenizer)
-    text = renderer.template.render(messages, prompt=False)
+    tools = [{"type": "function", "function": {"name": "bash", "parameters": {}}}]
+    text = renderer.template.render(messages, tools, prompt=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == shown.text() == text
     wrote = [token for token, is_policys in zip(ids, mask, strict=True) if is_policys]
     assert tokenizer.decode(wrote, skip_special_tokens=False) == "".join(said + END for said, _ in shown.turns)
