@@ -9,13 +9,13 @@ exit code 1, without a traceback; anything else is a defect and shows one.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import FrameType
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -69,7 +69,7 @@ def setup() -> None:
     """
     from rich.console import Console
 
-    from nemo_gym_prorl.commands.steps import shown_step
+    from nemo_gym_prorl.commands.images import shown_step
     from nemo_gym_prorl.sandbox.images.building.default import (
         DEFAULT,
         default_image_path,
@@ -132,7 +132,7 @@ def demo(
     The policy is scripted unless PRORL_MODEL_URL names an endpoint (PRORL_MODEL_NAME, PRORL_API_KEY). Exit code 1 if
     a rollout was not scored, or earned another reward than its script deserves.
     """
-    from nemo_gym_prorl.demo import Demo
+    from nemo_gym_prorl.commands.demo import Demo
 
     if not _run(Demo(rollouts, output, overrides or ()).run()):
         raise typer.Exit(1)
@@ -245,11 +245,11 @@ def scripted(
     seed: Annotated[int, typer.Option(help="Seed of the log-probabilities.")] = 0,
 ) -> None:
     """Run a model server that plays back the answers that a row brings with it. No language model."""
-    from nemo_gym_prorl.commands import scripted as command
     from nemo_gym_prorl.scripted.policy import ScriptedConfig
+    from nemo_gym_prorl.scripted.server import run
 
     with contextlib.suppress(typer.Exit):  # an interrupt is its good end
-        _run(command.run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port))
+        _run(run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port))
 
 
 @app.command()
@@ -305,19 +305,13 @@ def show(
     ],
     full: Annotated[bool, typer.Option("--full", help="Leave nothing out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="Token by token: id, text, mask, log-prob, weight version.")
-    ] = False,
-    tokenizer: Annotated[
-        Path | None, typer.Option(exists=True, help="The model's tokenizer.json or its folder, for the tokens' text.")
-    ] = None,
     url: Url = None,
     token: Token = None,
 ) -> None:
-    """Show a rollout as a table: input, turns, reward, failures; or its tokens."""
+    """Show a rollout as a table: input, turns, reward, failures."""
     from nemo_gym_prorl.commands import show as command
 
-    _run(command.show(url, token, rollout, full=full, as_json=as_json, tokens=tokens, tokenizer=tokenizer))
+    command.show(url, token, rollout, full=full, as_json=as_json)
 
 
 @app.command()
@@ -338,23 +332,18 @@ def status(
     group: Annotated[str | None, typer.Option(help="The rollouts of this group.")] = None,
     state: Annotated[str | None, typer.Option(help="The rollouts in this state, e.g. running.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="The rollouts that failed, and why.")] = False,
-    follow: Annotated[bool, typer.Option("--watch", help="The pools, kept up to date until Ctrl-C.")] = False,
     url: Url = None,
     token: Token = None,
 ) -> None:
     """Show the pools of a running service, one rollout, or those that fit."""
     from nemo_gym_prorl.commands import watch
-    from nemo_gym_prorl.failures import CallerError
-
-    if follow and (rollout is not None or group is not None or state is not None or failed):
-        raise CallerError("watches the pools; to follow rollouts: prorl tail", field="--watch")
 
     if rollout is not None:
-        _run(watch.show_rollout(url, token, rollout))
+        watch.show_rollout(url, token, rollout)
     elif group is not None or state is not None or failed:
-        _run(watch.show_rollouts(url, token, group=group, state=state, failed=failed))
+        watch.show_rollouts(url, token, group=group, state=state, failed=failed)
     else:
-        _run(watch.show_status(url, token, watch=follow))
+        watch.show_status(url, token)
 
 
 @app.command()
@@ -367,7 +356,7 @@ def cancel(
     """Cancel rollouts; returns when their sandboxes are gone. Exit code 1 if an id or the group is unknown."""
     from nemo_gym_prorl.commands import jobs
 
-    if _run(jobs.cancel(url, token, ids or [], group)):
+    if jobs.cancel(url, token, ids or [], group):
         raise typer.Exit(1)
 
 
@@ -381,7 +370,7 @@ def tail(
     """Print every transition of every rollout as it happens."""
     from nemo_gym_prorl.commands import watch
 
-    _run(watch.tail(url, token, after, group))
+    watch.tail(url, token, after, group)
 
 
 backends_app = typer.Typer(name="backends", help="List, add and drain the inference engines of model servers.")
@@ -399,7 +388,7 @@ def backends(context: typer.Context, url: ModelUrl = None, token: Token = None) 
     if context.invoked_subcommand is None:
         from nemo_gym_prorl.commands import backends as command
 
-        _run(command.show(url, token))
+        command.show(url, token)
 
 
 @backends_app.command("add")
@@ -414,7 +403,7 @@ def add_backend(
     """Place rollouts on one more engine."""
     from nemo_gym_prorl.commands import backends as command
 
-    _run(command.add(url, token, engine, run, weight_version, key))
+    command.add(url, token, engine, run, weight_version, key)
 
 
 @backends_app.command("drain")
@@ -426,7 +415,7 @@ def drain_backend(
     """Place no new rollouts on an engine; those that it has go on."""
     from nemo_gym_prorl.commands import backends as command
 
-    _run(command.drain(url, token, engine))
+    command.drain(url, token, engine)
 
 
 app.add_typer(backends_app)
@@ -439,16 +428,29 @@ def main() -> None:
     """Entry point of the ``prorl`` script."""
     from nemo_gym_prorl.failures import RolloutError
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupted)
     try:
         app()
     except RolloutError as error:
         sys.exit(f"prorl: {error.reason}")
+    except Exception as error:
+        from nemo_gym_prorl.serving.problem_document import ApiError  # by pydantic, which takes long to import
+
+        if not isinstance(error, ApiError):
+            raise
+        sys.exit(f"prorl: {error}" + ("; set PRORL_TOKEN" if error.problem.status == 401 else ""))
+
+
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    """End the command in its main thread, as an exception, so that it cleans up."""
+    sys.exit(128 + number)
 
 
 def _run[T](work: Coroutine[Any, Any, T]) -> T:
-    """Run a command to its end. SIGINT and SIGTERM cancel it, so that it can clean up; a second one ends that too. A
-    refusal of the service is one line."""
-    from nemo_gym_prorl.serving.problem_document import ApiError
+    """Run an asynchronous command to its end. SIGINT and SIGTERM cancel it, so that it can clean up; a second one ends
+    that too."""
+    import asyncio
 
     caught: signal.Signals | None = None
 
@@ -469,5 +471,3 @@ def _run[T](work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(interruptible())
     except asyncio.CancelledError:
         raise typer.Exit(128 + (caught or signal.SIGTERM)) from None
-    except ApiError as error:
-        sys.exit(f"prorl: {error}" + ("; set PRORL_TOKEN" if error.problem.status == 401 else ""))

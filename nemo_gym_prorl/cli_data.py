@@ -75,7 +75,7 @@ def index(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the index.")],
 ) -> None:
     """Make an offline search index, for the `search` of prorl_stem."""
-    from nemo_gym_prorl.commands.data_index import make_index
+    from nemo_gym_prorl.commands.data import make_index
 
     make_index(files, output)
 

@@ -47,7 +47,7 @@ def build_image(
     """Build an image from a template. One that is there already is used."""
     from rich.console import Console
 
-    from nemo_gym_prorl.commands.steps import shown_step
+    from nemo_gym_prorl.commands.images import shown_step
     from nemo_gym_prorl.failures import CallerError
     from nemo_gym_prorl.sandbox.images.building import builder as build
     from nemo_gym_prorl.sandbox.images.building import recipe
@@ -108,11 +108,7 @@ def pull_images(
 
     wanted = commands.wanted_images(names or [], rows, field)
     puller = Puller(ImageStore(), require_runtime(), _layout(layout), credentials, tries)
-    try:
-        failed = commands.pull(puller, wanted, jobs, Console(highlight=False))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    if failed:
+    if commands.pull(puller, wanted, jobs, Console(highlight=False)):
         raise typer.Exit(1)
 
 

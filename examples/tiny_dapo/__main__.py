@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Everything from nothing: warm starts, a rollout service, a training for each seed and arm, the curves.
+"""Everything from nothing: warm starts, a rollout service, a training for each seed.
 
     python -m examples.tiny_dapo
 
-The service is a Gym deployment like any other, and each training a process that knows its URLs. A training that is
-logged in the output folder already is not done again.
+The service is a Gym deployment like any other. A training knows it by its URLs: it serves its policy at a port, where
+the model server finds it, takes batches from the service by way of ``nemo_gym_prorl.dapo``, trains, and announces each
+new version of the weights. A training that is logged in the output folder already is not done again.
 """
 
 from __future__ import annotations
@@ -13,19 +14,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
-import signal
+import json
+import random
 import socket
-import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+import aiohttp
+import torch
+from tokenizers import Tokenizer
 
-from examples.tiny_dapo.curves import draw, logs, table
-from examples.tiny_dapo.learning import Arm
-from examples.tiny_dapo.warm_start import tokenizer_in
+from examples.tiny_dapo.engine import Engine
+from examples.tiny_dapo.lessons import Carelessness, demonstrate, lesson, make_tokenizer
+from examples.tiny_dapo.policy import TinyModel, imitate, learn, samples_of
+from examples.tiny_dapo.riddles import Riddle, draw_riddles
+from nemo_gym_prorl.dapo.contract import SamplerConfig
+from nemo_gym_prorl.dapo.prompts import Epochs
+from nemo_gym_prorl.dapo.runner import Runner
+from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.gym.deployment import GymDeployment
+from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 
@@ -33,29 +43,95 @@ from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
 
+IMITATION_STEPS = 3000
+GROUPS, GROUP_SIZE = 8, 8
+IN_FLIGHT = 64
+STALENESS = 2
+LEARNING_RATE, LAST_SHARE = 5e-4, 0.1
+"""It falls to that share of itself, in equal steps: the last few per cent want small ones."""
+HELD_OUT, TRAINING = 150, 2000  # riddles of each seed
 
-async def train(options: argparse.Namespace, console: Console) -> None:
-    """The trainings that are not done yet, one after the other. Told to end, it ends them and the service."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    model = options.out / "model"
-    await asyncio.to_thread(tokenizer_in, model)
-    todo = [
-        (seed, arm)
-        for seed in range(options.seeds)
-        for arm in options.arms
-        if not (options.out / f"seed{seed}-{arm}.json").exists()
-    ]
-    for seed in sorted({seed for seed, _ in todo}):
-        if not (file := options.out / f"warm-{seed}.pt").exists():
-            await _run("warm_start", f"the warm start of seed {seed}", {"model": model, "seed": seed, "file": file})
-    if not todo:
+
+def warm_start(tokenizer: Tokenizer, seed: int, file: Path, steps: int = IMITATION_STEPS) -> None:
+    """Write weights that imitate the demonstrator, unless they are there."""
+    if file.exists():
         return
+    torch.manual_seed(seed)
+    rng = random.Random(f"demonstrations {seed}")
+    model = TinyModel(tokenizer.get_vocab_size())
+
+    def lessons() -> Iterator[tuple[list[int], list[bool]]]:
+        while True:
+            yield lesson(demonstrate(Riddle.draw(rng), rng, Carelessness()), tokenizer)
+
+    imitate(model, lessons(), steps, f"seed {seed}, imitation")
+    part = file.with_suffix(".part")
+    torch.save(model.state_dict(), part)
+    part.replace(file)
+
+
+async def train(
+    service_url: str, model_server: str, port: int, tokenizer: Tokenizer, start: Path, seed: int, steps: int
+) -> dict[str, Any]:
+    """Train from the weights in ``start``, in so many batches; return the log."""
+    torch.manual_seed(seed)
+    rng, began = random.Random(seed), time.monotonic()
+    vocabulary = tokenizer.get_vocab_size()
+    model, engine = TinyModel(vocabulary), Engine(TinyModel(vocabulary), tokenizer, seed)
+    model.load_state_dict(torch.load(start))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, LAST_SHARE, steps)
+    riddles = draw_riddles(HELD_OUT + TRAINING, f"riddles {seed}")
+    prompts = Epochs([riddle.row() for riddle in riddles[HELD_OUT:]], seed=seed)
+    sampler = DynamicSampler(SamplerConfig(GROUPS, GROUP_SIZE, IN_FLIGHT, STALENESS), prompts)
+    done: list[dict[str, Any]] = []
+    async with (
+        engine.serve(port),
+        RolloutClient(service_url) as service,
+        aiohttp.ClientSession(model_server) as models,
+    ):
+
+        async def announce(version: int) -> None:
+            engine.load(model.state_dict())
+            async with models.post("/v1/backends/weight_version", json={"weight_version": str(version)}) as answer:
+                answer.raise_for_status()
+
+        await announce(0)
+        before = await success(service, riddles[:HELD_OUT])
+        print(f"seed {seed}: {before:.0%} of held-out riddles after the warm start", flush=True)
+        async with Runner(sampler, prompts, [RolloutClient(service_url)]) as runner:
+            while len(done) < steps and (batch := await runner.batch()) is not None:
+                loss = await asyncio.to_thread(learn, model, optimiser, samples_of(batch, rng))
+                schedule.step()
+                await announce(batch.version + 1)
+                runner.weights(batch.version + 1)
+                rewards = [rollout.reward for group in batch.groups for rollout in group]
+                done.append({"step": len(done) + 1, "reward": sum(rewards) / len(rewards), "loss": loss})
+                at = f"{time.monotonic() - began:.0f} s, batch {len(done)} of {steps}"
+                print(f"seed {seed}: {at}, reward {done[-1]['reward']:.2f}, loss {loss:+.3f}", flush=True)
+        after = await success(service, riddles[:HELD_OUT])
+    return {"seed": seed, "seconds": time.monotonic() - began, "before": before, "after": after, "steps": done}
+
+
+async def success(service: RolloutClient, riddles: Sequence[Riddle]) -> float:
+    """Measure success on riddles that nothing was trained on: one rollout each, sampled as in training."""
+    run = f"tiny-{time.time_ns():x}"  # ids that no other training has had
+    for number, riddle in enumerate(riddles):
+        await service.submit(riddle.row(), id=f"{run}-{number}", client="evaluation", priority=1)
+    ended = [await service.wait(f"{run}-{number}") for number in range(len(riddles))]
+    scored = [job.reward for job in ended if job.reward is not None]
+    if not scored:
+        why = ended[0].failure.reason if ended[0].failure else ended[0].state.value
+        raise RuntimeError(f"none of {len(riddles)} held-out riddles could be tried: {why}")
+    return sum(scored) / len(scored)
+
+
+async def train_all(logs: dict[int, Path], steps: int, out: Path, tokenizer: Tokenizer) -> None:
+    """Train one seed after the other before one rollout service, and write their logs."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = probe.getsockname()[1]
-    console.print("Starting the rollout service")
+    model = str((out / "model").resolve()).replace("'", "\\'")
+    print("Starting the rollout service", flush=True)
     async with GymDeployment(
         config_paths=[
             FOLDER / "resources_servers/riddles/configs/riddles.yaml",
@@ -68,89 +144,45 @@ async def train(options: argparse.Namespace, console: Console) -> None:
         env={"PYTHONPATH": str(ROOT)},
         overrides=[
             f"++policy_model.responses_api_models.prorl_model.policy.{setting}"
-            for setting in (f"tokenizer={_quoted(model.resolve())}", "engine=vllm", "tool_call_parser=hermes")
+            for setting in (f"tokenizer='{model}'", "engine=vllm", "tool_call_parser=hermes")
         ],
     ) as gym:
-        for seed, arm in todo:
-            await gym.guard(_train_one(gym, port, seed, arm, options))
-
-
-async def _train_one(gym: GymDeployment, port: int, seed: int, arm: Arm, options: argparse.Namespace) -> None:
-    arguments = {
-        "service": gym.url("riddles_agent"),
-        "model-server": gym.url("policy_model"),
-        "port": port,
-        "model": options.out / "model",
-        "warm-start": options.out / f"warm-{seed}.pt",
-        "out": options.out,
-        "arm": arm,
-        "seed": seed,
-        "steps": options.steps,
-    }
-    await _run("train", f"the training of seed {seed}, {arm},", arguments)
-
-
-async def _run(module: str, what: str, arguments: Mapping[str, object]) -> None:
-    """A module of ours in a process of its own, which ends with this one."""
-    words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", f"examples.tiny_dapo.{module}", *words, "--parent", str(os.getpid()), env=environment
-    )
-    try:
-        if await process.wait():
-            raise ChildProcessError(f"{what} ended with status {process.returncode}")
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
-
-
-def _quoted(path: Path) -> str:
-    """As Hydra takes any text for what it is."""
-    return "'" + str(path).replace("'", "\\'") + "'"
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
-    return int(text)
+        for seed, file in logs.items():
+            urls, start = (gym.url("riddles_agent"), gym.url("policy_model")), out / f"warm-{seed}.pt"
+            log = await gym.guard(train(*urls, port, tokenizer, start, seed, steps))
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(log, indent=1))
+            part.replace(file)
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m examples.tiny_dapo", description="DAPO on a laptop")
-    parser.add_argument("--seeds", type=_count, default=3, help="how many (default: 3)")
-    parser.add_argument("--arms", nargs="+", type=Arm, choices=list(Arm), default=list(Arm), help="default: all")
-    parser.add_argument("--steps", type=_count, default=40, help="batches of a training (default: 40)")
+    parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
+    parser.add_argument("--steps", type=int, default=40, help="batches of a training (default: 40)")
     parser.add_argument("--out", type=Path, default=ROOT / "out/tiny_dapo", help="folder of logs and weights")
-    parser.add_argument("--plot", type=Path, help="file of the curves (default: curves.png in that folder)")
     options = parser.parse_args()
-    console = Console()
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out: {error}")
-    try:
-        others = {len(log["steps"]) for of_arm in logs(options.out).values() for log in of_arm} - {options.steps}
-    except ValueError as error:
-        parser.error(f"--out: {error}")
-    if others:
-        parser.error(f"--steps: {options.out} has trainings of {min(others)} batches; name another folder with --out")
-    plot = options.plot or options.out / "curves.png"
-    if plot.suffix != ".png" or not plot.parent.is_dir():
-        parser.error(f"--plot: {plot} is no PNG file in a folder that is there")
-    ensure_runtime(print).activate()
-    ensure_image(DEFAULT, print)
-    try:
-        asyncio.run(train(options, console))
-    except ChildProcessError as error:
-        raise SystemExit(str(error)) from None
-    except asyncio.CancelledError:
-        raise SystemExit("ended before all trainings were done; what is logged is not done again") from None
-    console.print(table(options.out))
-    draw(options.out, plot)
-    console.print(f"Curves: {plot}")
+    if min(options.seeds, options.steps) < 1:
+        parser.error("--seeds and --steps: must be at least 1")
+    out: Path = options.out
+    torch.set_num_threads(1)  # the other core is the sandboxes'
+    logs = {seed: out / f"seed{seed}-steps{options.steps}.json" for seed in range(options.seeds)}
+    todo = {seed: file for seed, file in logs.items() if not file.exists()}
+    tokenizer = make_tokenizer(out / "model")
+    for seed in todo:
+        warm_start(tokenizer, seed, out / f"warm-{seed}.pt")
+    if todo:
+        ensure_runtime(print).activate()
+        ensure_image(DEFAULT, print)
+        try:
+            asyncio.run(train_all(todo, options.steps, out, tokenizer))
+        except KeyboardInterrupt:
+            raise SystemExit("ended before all trainings were done; what is logged is not done again") from None
+    for seed, file in logs.items():
+        log = json.loads(file.read_text())
+        minutes, batches = log["seconds"] / 60, len(log["steps"])
+        told = f"{log['before']:.0%} after the warm start, {log['after']:.0%} after {batches} batches"
+        print(f"seed {seed}: held-out riddles solved: {told} in {minutes:.1f} min")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks: find out, with a shell, a code of four characters that is somewhere in a folder. Pure.
+"""The tasks: find out, with a shell, a code of four characters that is somewhere in a folder.
 
 Three kinds, each with a trap for a policy that does not look at what the shell says:
 
@@ -17,13 +17,18 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
-from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.images.building.default import DEFAULT
+from nemo_gym_prorl.task_server import TaskServer
+from nemo_gym_prorl.tasks.final_message import final_message
+from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
+from nemo_gym_prorl.tasks.workbench.workbench import Workbench, workbench_schemas
+from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 
-KINDS = ("read", "follow", "repair")
 QUESTIONS = {"read": "What does %s say?", "follow": "Where does %s lead?", "repair": "What does running %s print?"}
 GAVE_UP = "none"
 MAX_TURN_TOKENS = 64
@@ -31,12 +36,12 @@ MAX_TURN_TOKENS = 64
 
 
 def draw_name(rng: random.Random) -> str:
-    """A file's name: a letter and a digit, between which no tokenizer of ours has a merge."""
+    """Draw a file's name: a letter and a digit, between which no tokenizer of ours has a merge."""
     return rng.choice(string.ascii_lowercase) + rng.choice(string.digits)
 
 
 def draw_code(rng: random.Random) -> str:
-    """A code, of two such pairs."""
+    """Draw a code, of two such pairs."""
     return draw_name(rng) + draw_name(rng)
 
 
@@ -45,7 +50,7 @@ class Riddle:
     """One task.
 
     Attributes:
-        kind: one of :data:`KINDS`.
+        kind: a key of :data:`QUESTIONS`.
         name: the file that the question names.
         other: the file that it leads to; not there if it is to be repaired.
         code: the answer.
@@ -58,11 +63,11 @@ class Riddle:
 
     @classmethod
     def draw(cls, rng: random.Random) -> Riddle:
-        """Any riddle."""
+        """Draw any riddle."""
         name = other = draw_name(rng)
         while other == name:
             other = draw_name(rng)
-        return cls(rng.choice(KINDS), name, other, draw_code(rng))
+        return cls(rng.choice([*QUESTIONS]), name, other, draw_code(rng))
 
     @property
     def question(self) -> str:
@@ -80,35 +85,61 @@ class Riddle:
         }[self.kind]
 
     def row(self) -> dict[str, Any]:
-        """As a Gym dataset row."""
+        """Return a Gym dataset row."""
         params = {
             "input": [{"role": "user", "content": self.question}],
             "max_output_tokens": MAX_TURN_TOKENS,
             "tools": workbench_schemas(("bash",)),
         }
-        riddle = {"kind": self.kind, "name": self.name, "other": self.other, "code": self.code}
-        return {"responses_create_params": params, "riddle": riddle}
-
-    @classmethod
-    def of_row(cls, row: Mapping[str, Any]) -> Riddle:
-        """The riddle of a row.
-
-        Raises:
-            KeyError, TypeError: it has none.
-        """
-        riddle = cls(**row["riddle"])
-        if riddle.kind not in KINDS:
-            raise KeyError(riddle.kind)
-        return riddle
+        return {"responses_create_params": params, "riddle": asdict(self)}
 
 
-def draw_riddles(count: int, seed: str, apart_from: frozenset[Riddle] = frozenset()) -> list[Riddle]:
-    """So many different riddles, none of which, nor its code, is among others."""
-    rng = random.Random(seed)
-    codes = {riddle.code for riddle in apart_from}
-    riddles: dict[str, Riddle] = {}
+def draw_riddles(count: int, seed: str) -> list[Riddle]:
+    """Draw so many riddles, each with a code of its own."""
+    rng, riddles = random.Random(seed), dict[str, Riddle]()
     while len(riddles) < count:
         riddle = Riddle.draw(rng)
-        if riddle.code not in codes:
-            riddles.setdefault(riddle.code, riddle)
+        riddles.setdefault(riddle.code, riddle)
     return [*riddles.values()]
+
+
+class Riddles:
+    """The task."""
+
+    def __init__(self, limits: ToolLimits) -> None:
+        self.tools = Workbench(("bash",), "/sandbox", limits)
+
+    def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
+        _riddle(row)
+        return SandboxNeeds()
+
+    async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
+        await tools.write(_riddle(row).files)
+
+    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> None:
+        """None: the answer is in what the policy says."""
+
+    async def grade(
+        self, row: Mapping[str, Any], artefacts: None, response: Mapping[str, Any], open_sandbox: OpenSandbox
+    ) -> Grade:
+        said, code = final_message(response).strip(), _riddle(row).code
+        verdict = "right" if said == code else "wrong" if said else "no_answer"
+        return Grade(float(said == code), verdict, f"it said {said[:40]!r}, the code is {code}")
+
+
+class RiddleServer(TaskServer):
+    """The server."""
+
+    own_image: ClassVar[str] = DEFAULT
+
+    def make_task(self) -> Riddles:
+        return Riddles(self.config.tool_limits)
+
+
+def _riddle(row: Mapping[str, Any]) -> Riddle:
+    try:
+        riddle = Riddle(**row["riddle"])
+        _ = riddle.question
+        return riddle
+    except (KeyError, TypeError) as error:
+        raise CallerError(f"it must have kind, name, other and code: {error}", field="riddle") from error

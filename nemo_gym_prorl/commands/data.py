@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl data``: rows of published datasets, as their own files hold them, into rows for an environment of ours.
+"""``prorl data``: rows of published datasets, as their own files hold them, into rows for an environment of ours; a
+corpus into an offline search index.
 
 A family of tasks brings one function, from a record to a row, and a command in ``cli_data.py``. Reading, writing and
 what happens to a record that makes no row are the same for all.
@@ -14,19 +15,24 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 from rich.console import Console
 
-from nemo_gym_prorl.commands.rows import Refusal, json_lines
+from nemo_gym_prorl.commands.files import json_lines
+from nemo_gym_prorl.commands.rows import Refusal
 from nemo_gym_prorl.commands.show import visible
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_unsupported
+
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.tasks.stem.search.engine import Passage
 
 
 SHOWN = 20
@@ -38,6 +44,10 @@ SAMPLE_CHARS = 300
 
 CSV_FIELD_BYTES = 64 << 20
 """Longest field of a CSV file. Python's default of 128 KiB is less than some problems have of tests."""
+
+_TEXT = ("text", "contents", "passage")
+_SOURCE = ("source", "url", "id")
+"""Fields of a corpus' record that may hold its text and where that is from; the first one that is there counts."""
 
 RowOf = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -212,6 +222,46 @@ def _parquet(file: Path) -> Iterator[Any]:
                 yield from batch.to_pylist()
     except ArrowInvalid as error:
         raise CallerError(f"is no Parquet file: {error}", field=str(file)) from error
+
+
+def make_index(files: Sequence[Path], folder: Path) -> None:
+    """Make an index of the passages of some files.
+
+    Raises:
+        CallerError: a file can't be read, a record has no text (names the line), or the folder can't be written.
+    """
+    from nemo_gym_prorl.tasks.stem.search.index import build
+
+    count = build((passage for file in files for passage in passages(file)), folder)
+    Console(stderr=True, highlight=False).print(f"{count} passages in {folder}", markup=False, soft_wrap=True)
+
+
+def passages(file: Path) -> Iterator[Passage]:
+    """The passages of a file: of a text its paragraphs, else of each record its text.
+
+    Raises:
+        CallerError: it can't be read, or a record has no text; names the line.
+    """
+    from nemo_gym_prorl.tasks.stem.search.engine import Passage
+
+    if file.suffix in (".txt", ".md"):
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CallerError(f"cannot be read: {error}", field=str(file)) from error
+        yield from (Passage(part, source=file.name) for part in text.split("\n\n") if part.strip())
+        return
+    for number, record in records(file):
+        where = f"{file}:{number}"
+        if isinstance(record, CallerError):
+            raise CallerError(record.reason, field=where) from record
+        if not isinstance(record, dict):
+            raise CallerError("is no object", field=where)
+        content = next((record[name] for name in _TEXT if record.get(name) is not None), None)
+        if not isinstance(content, str):
+            raise CallerError(f"has no text ({', '.join(_TEXT)})", field=where)
+        source = next((record[name] for name in _SOURCE if record.get(name) is not None), "")
+        yield Passage(content, str(record.get("title") or ""), str(source))
 
 
 @contextmanager

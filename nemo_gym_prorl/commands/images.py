@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl image``: build, pull, list and remove the images that sandboxes start from."""
+"""``prorl image`` and ``setup``: build, pull, list and remove the images that sandboxes start from."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -24,6 +24,27 @@ from nemo_gym_prorl.sandbox.images.store import ImageStore
 
 GIB = 1 << 30
 DAY_S = 86400.0
+
+
+@contextmanager
+def shown_step(console: Console, title: str) -> Iterator[Callable[[str], None]]:
+    """Show a step while it runs, and its last word and duration when it is done."""
+    started = time.monotonic()
+    last = ""
+
+    def say(message: str) -> None:
+        nonlocal last
+        last = message
+        spinner.update(f"{title}: {message}")
+        if not console.is_terminal:
+            console.print(f"  {title}: {message}", markup=False, soft_wrap=True)
+
+    with console.status(title) as spinner:
+        yield say
+    if console.is_terminal:
+        console.print(f"{title}: {last} ({time.monotonic() - started:.1f} s)", markup=False, soft_wrap=True)
+    else:
+        console.print(f"{title}: done in {time.monotonic() - started:.1f} s", markup=False, soft_wrap=True)
 
 
 def wanted_images(names: Sequence[str], rows: Path | None, field: str) -> list[Registry]:

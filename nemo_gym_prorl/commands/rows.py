@@ -11,9 +11,6 @@ for these.
 from __future__ import annotations
 
 import fcntl
-import gzip
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +20,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from nemo_gym_prorl.commands.files import json_lines
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.rollout.request import row_digest
 from nemo_gym_prorl.rollout.rows import WISHES
@@ -81,32 +79,6 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[Refusal]]:
     if not rows and not refused:
         raise CallerError("has no rows", field=str(path))
     return rows, refused
-
-
-def json_lines(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]]:
-    """The values of a JSONL file with their lines, counted from 1, without the empty ones. In place of a line that is
-    no JSON stands the error that says so.
-
-    Args:
-        path: the file.
-        growing: leave a last line out that is not written to its end.
-
-    Raises:
-        CallerError: it cannot be read.
-    """
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    try:
-                        yield number, orjson.loads(line)
-                    except orjson.JSONDecodeError as error:
-                        if growing and not line.endswith(b"\n"):
-                            return
-                        yield number, CallerError(f"is not JSON: {error}")
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CallerError(f"cannot be read: {reason}", field=str(path)) from error
 
 
 def _in_the_row(error: ErrorDetails) -> dict[str, Any]:

@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_gym_prorl.commands.rows import json_lines
-from nemo_gym_prorl.commands.tokens import print_tokens
+from nemo_gym_prorl.commands.files import read_rollouts
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.schemas import FailureView, JobView
 from nemo_gym_prorl.rollout.steps import items, part, text_of, turns
 
 
@@ -32,17 +29,16 @@ SHORT_CHARACTERS = 1600
 _NO_VERDICT = {"reward", "response", "responses_create_params", "rollout", "mask_sample"}
 _TEXTS = ("summary", "content", "arguments", "output", "action")
 """Fields of an item that may hold its text; the first one with a text is shown."""
+_TERMINAL = {"succeeded", "failed", "cancelled", "timed_out"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that a terminal obeys, including those that turn the direction of text."""
 
 
-async def show(
-    url: str | None, token: str | None, what: str, *, full: bool, as_json: bool, tokens: bool, tokenizer: Path | None
-) -> None:
+def show(url: str | None, token: str | None, what: str, *, full: bool, as_json: bool) -> None:
     """Print a rollout of a service, by id, or of a file of results, ``FILE`` or ``FILE:LINE``.
 
     Raises:
-        CallerError: the file has no such line, or it is no rollout; its tokens are wanted, and it has none.
+        CallerError: the file has no such line, or it is no rollout.
     """
     console = Console(highlight=False, emoji=False)
     path, line = _file(what)
@@ -55,20 +51,15 @@ async def show(
             raise CallerError(f"there is no rollout in this line; the file has {len(found)}", field=what)
         rows = [*found.values()] if line is None else [found[line]]
     else:
-        from nemo_gym_prorl.commands.jobs import (
-            connect,
-        )  # a file is shown without an HTTP client, whose import is slow
+        from nemo_gym_prorl.commands.jobs import connect  # a file is shown without an HTTP client
 
-        async with connect(url, token) as client:
-            job = await client.get(what)
-        rows = [{**(job.result or {}), "rollout": job.model_dump(mode="json", exclude={"result"})}]
+        job = connect(url, token).rollout(what)
+        rows = [{**(job.pop("result", None) or {}), "rollout": job}]
     for row in rows:
         if as_json:
             text = orjson.dumps(row, option=orjson.OPT_INDENT_2).decode()
             text = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
             console.print(Text(text), soft_wrap=True)
-        elif tokens:
-            print_tokens(console, row, tokenizer, full=full)
         else:
             console.print(rollout_table(row, full=full))
 
@@ -87,10 +78,10 @@ def file_table(found: Mapping[int, Mapping[str, Any]]) -> Table:
     """Return the rollouts of a file as a table, one a line."""
     cells = []
     for number, row in found.items():
-        job = _view(row)
-        about, state = (str(row.get("task_id", "")), "") if job is None else (job.id, job.state.value)
+        job = _job(row)
+        about, state = (row.get("task_id", ""), "") if job is None else (job["id"], job["state"])
         count = sum(1 for _ in turns(items(part(row, "response", "output"))))
-        cells.append((str(number), about, state, str(row.get("reward", "")), str(count)))
+        cells.append((str(number), str(about), str(state), str(row.get("reward", "")), str(count)))
     return _table(("line", "rollout", "state", "reward", "turns"), cells)
 
 
@@ -105,14 +96,15 @@ def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
 
 def _ending(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield state, reward and failures, and the verdict's other fields."""
-    if (job := _view(row)) is None:
+    if (job := _job(row)) is None:
         yield "", "reward", str(row.get("reward"))
     else:
-        reward = "" if job.reward is None else f", reward {job.reward:g}"
-        yield "", "rollout", f"{job.id}: {job.state}{reward}" + ("" if job.state.terminal else "; it has not ended")
+        reward = "" if job.get("reward") is None else f", reward {job['reward']:g}"
+        ended = "" if job["state"] in _TERMINAL else "; it has not ended"
+        yield "", "rollout", f"{job['id']}: {job['state']}{reward}{ended}"
         for failure, times in told_once(job):
-            what = job.state.value if failure == job.failure else "failed attempt"
-            yield "", what, f"{failure_line(failure, times)}\n{failure.traceback or ''}"
+            what = job["state"] if failure == job.get("failure") else "failed attempt"
+            yield "", what, f"{failure_line(failure, times)}\n{failure.get('traceback') or ''}"
     for key, value in row.items():
         if key not in _NO_VERDICT and not key.startswith("_") and isinstance(value, str | int | float | bool):
             yield "", key, str(value)
@@ -125,18 +117,20 @@ def _item(item: Mapping[str, Any]) -> tuple[str, str]:
     return " ".join(str(word) for word in kind if word), text
 
 
-def failure_line(failure: FailureView, times: int) -> str:
+def failure_line(failure: Mapping[str, Any], times: int) -> str:
     """Return what failed, where, how often and why, as one line."""
-    where = (f" in {failure.stage}" if failure.stage else "") + (f", {times} attempts" if times > 1 else "")
-    return f"{failure.kind}{where} ({failure.origin}): {failure.reason}"
+    where = f" in {failure['stage']}" if failure.get("stage") else ""
+    where += f", {times} attempts" if times > 1 else ""
+    return f"{failure.get('kind')}{where} ({failure.get('origin')}): {failure.get('reason')}"
 
 
-def told_once(job: JobView) -> list[tuple[FailureView, int]]:
+def told_once(job: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], int]]:
     """Return each different failure with its number of attempts; the failure that ended the rollout comes last."""
-    failures = [*job.failed_attempts, *([] if job.failure is None else [job.failure])]
-    times = Counter(failure.model_dump_json() for failure in job.failed_attempts)
-    told = {failure.model_dump_json(): failure for failure in failures}
-    return sorted(((failure, times[key] or 1) for key, failure in told.items()), key=lambda one: one[0] == job.failure)
+    last = job.get("failure")
+    attempts = [orjson.dumps(failure) for failure in items(job.get("failed_attempts"))]
+    times = Counter(attempts)
+    told = {text: orjson.loads(text) for text in (*attempts, *([orjson.dumps(last)] if last else []))}
+    return sorted(((failure, times[text] or 1) for text, failure in told.items()), key=lambda one: one[0] == last)
 
 
 def shorten(text: str) -> str:
@@ -151,12 +145,13 @@ def visible(text: str) -> str:
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
-def _view(row: Mapping[str, Any]) -> JobView | None:
+def _job(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the job of a row; ``None`` for Gym's own results, which have none."""
-    try:
-        return JobView.model_validate(row.get("rollout"))
-    except ValidationError:
+    job = row.get("rollout")
+    if not isinstance(job, dict) or not isinstance(job.get("id"), str) or not isinstance(job.get("state"), str):
         return None
+    sound = isinstance(job.get("reward"), int | float | None) and isinstance(job.get("failure"), dict | None)
+    return job if sound else None
 
 
 def _file(what: str) -> tuple[Path | None, int | None]:
@@ -168,19 +163,3 @@ def _file(what: str) -> tuple[Path | None, int | None]:
     if what.endswith(".jsonl") or name.endswith(".jsonl"):
         raise CallerError("there is no such file", field=what)
     return None, None
-
-
-def read_rollouts(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the rollouts of a file of results by line, also while the file is being written.
-
-    Raises:
-        CallerError: a line is no rollout.
-    """
-    found: dict[int, dict[str, Any]] = {}
-    for number, row in json_lines(path, growing=True):
-        if isinstance(row, CallerError):
-            raise CallerError(row.reason, field=f"{path}:{number}")
-        if not isinstance(row, dict) or not row.keys() & {"response", "rollout"}:
-            raise CallerError("is no rollout", field=f"{path}:{number}")
-        found[number] = row
-    return found

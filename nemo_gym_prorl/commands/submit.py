@@ -26,12 +26,12 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nemo_gym_prorl.commands.jobs import services
+from nemo_gym_prorl.commands.jobs import find_service, head_url, split_urls
 from nemo_gym_prorl.commands.report import Tally, print_refused, print_report
 from nemo_gym_prorl.commands.rows import Place, Refusal, Results, read_rows
 from nemo_gym_prorl.commands.watch import pools, pools_line
-from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.fleet.carrier import MAX_LOSSES, Loss
 from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
 from nemo_gym_prorl.rollout.fleet.nodes import NodeList
@@ -48,6 +48,9 @@ PATIENCE_S = 600.0
 
 PROGRESS_S = 30.0
 """Seconds between two lines of progress where there is no terminal: a log file stays readable."""
+FIND_S = 5.0
+"""Pause between two looks where the service is, of those that a head server knows: a deployment that is started anew
+has its servers at other ports."""
 _LOOK_S = 0.5
 _CANCEL_S = 30.0
 _AT_ONCE = 10_000
@@ -150,11 +153,11 @@ def _shown(run: Run, console: Console, what: str) -> Iterator[Callable[[StatusVi
         done = run.tally.ended + len(run.left)
         if console.is_terminal:
             bar.update(task, completed=done)
-            live.update(Group(bar, run.tally.line(), *([pools(status)] if status else [])))
+            live.update(Group(bar, run.tally.line(), *([pools(status.model_dump())] if status else [])))
         elif (now := time.monotonic()) - said >= PROGRESS_S:
             said = now
             told = f"{done} of {run.tally.total} {what}; {run.tally.line()}"
-            where = f"; {pools_line(status)}" if status else "; the service has said nothing yet"
+            where = f"; {pools_line(status.model_dump())}" if status else "; the service has said nothing yet"
             console.print(f"{now - began:.0f} s: {told}{where}", markup=False, highlight=False, soft_wrap=True)
 
     with Live(bar, console=console, transient=True) as live:
@@ -191,6 +194,32 @@ def _wishes(order: Order, row: Mapping[str, Any]) -> dict[str, Any]:
     usual = {} if isinstance(own, Mapping) and "client" in own else {"client": order.usual_client}
     said = {"environment": order.environment, "client": order.client, "priority": order.priority}
     return {**usual, **{name: value for name, value in said.items() if value is not None}}
+
+
+@contextlib.asynccontextmanager
+async def services(url: str | None, token: str | None) -> AsyncIterator[list[RolloutClient]]:
+    """Clients, not open yet, of the services at ``url``, with commas between, or of the one that Gym's head server
+    knows, wherever that is by then.
+
+    Raises:
+        InfrastructureError, CallerError: see :func:`~nemo_gym_prorl.commands.jobs.find_service`.
+    """
+    if urls := split_urls(url):
+        yield [RolloutClient(one, token) for one in urls]
+        return
+    client = RolloutClient(await asyncio.to_thread(find_service, head_url(), token), token)
+    following = asyncio.create_task(_follow_service(client, token))
+    try:
+        yield [client]
+    finally:
+        following.cancel()
+
+
+async def _follow_service(client: RolloutClient, token: str | None) -> None:
+    while True:
+        await asyncio.sleep(FIND_S)
+        with contextlib.suppress(RolloutError, ApiError):
+            client.url = await asyncio.to_thread(find_service, head_url(), token)
 
 
 async def _usable(client: RolloutClient) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym_prorl.commands.show import read_rollouts
+from nemo_gym_prorl.commands.files import read_rollouts
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.masks import is_masked
 from nemo_gym_prorl.rollout.rows import WISHES
@@ -66,7 +66,7 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
             # In full: Inspect would publish a folder "hf/…" elsewhere.
             bundle_log_dir(folder, str(bundle.absolute()))
             return
-        from inspect_ai._view.view import view as serve
+        from inspect_ai import view as serve
 
         serve(folder, port=port)
 

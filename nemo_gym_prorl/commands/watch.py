@@ -4,13 +4,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
@@ -19,78 +17,50 @@ from rich.text import Text
 from nemo_gym_prorl.commands.jobs import connect
 from nemo_gym_prorl.commands.show import failure_line, told_once, visible
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Stage
-from nemo_gym_prorl.rollout.client import ApiError
-from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.schemas import JobView, StatusView
 
-
-if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.store import Transition
 
 _RECONNECT_S = 2.0
-_WATCH_S = 1.0
-_FAILED = (JobState.FAILED, JobState.TIMED_OUT)
+_FAILED = ("failed", "timed_out")
 
 
-def pools(status: StatusView) -> Table:
-    """The stages of a service as a table."""
+def pools(status: Mapping[str, Any]) -> Table:
+    """Return the stages of a service's ``/status`` as a table."""
     table = Table("stage", "waiting", "working", "slots", box=None, pad_edge=False)
     for stage in Stage:
-        pool = status.stages[stage]
-        table.add_row(stage.value, str(pool.waiting), str(pool.working), str(pool.slots))
+        pool = status["stages"][stage]
+        table.add_row(stage.value, str(pool["waiting"]), str(pool["working"]), str(pool["slots"]))
     return table
 
 
-def pools_line(status: StatusView) -> str:
-    """The same in a line."""
-    told = ((stage, status.stages[stage]) for stage in Stage)
+def pools_line(status: Mapping[str, Any]) -> str:
+    """Return the stages in a line."""
+    told = ((stage, status["stages"][stage]) for stage in Stage)
     return ", ".join(
-        f"{stage.upper()} {pool.working} of {pool.slots} working, {pool.waiting} waiting" for stage, pool in told
+        f"{stage.upper()} {pool['working']} of {pool['slots']} working, {pool['waiting']} waiting"
+        for stage, pool in told
     )
 
 
-async def show_status(url: str | None, token: str | None, *, watch: bool = False) -> None:
-    """Print the service's state; where it is watched, again and again until interrupted. A service that goes away is
-    waited for."""
-    console = Console(highlight=False, emoji=False)
-    async with connect(url, token) as client:
-        shown = _state(await client.status())
-        if not watch:
-            console.print(shown)
-            return
-        # In a file or a pipe one stands below the other.
-        with Live(shown, console=console) if console.is_terminal else contextlib.nullcontext() as live:
-            say = live.update if live is not None else console.print
-            while True:
-                say(shown)
-                await asyncio.sleep(_WATCH_S)
-                try:
-                    shown = _state(await client.status())
-                except InfrastructureError as error:
-                    say(Group(shown, Text(visible(f"{error}; trying again"), style="yellow")))
-                    await asyncio.sleep(_WATCH_S)
-
-
-def _state(status: StatusView) -> Group:
+def show_status(url: str | None, token: str | None) -> None:
+    """Print the service's state."""
+    status = connect(url, token).get("/status", "stages", "held", "states", "sessions", "draining")
     held = [
-        Text(visible(f"{name} cannot be reached, so no rollout begins: {held.reason}"), style="red")
-        for name, held in status.held.items()
+        Text(visible(f"{name} cannot be reached, so no rollout begins: {held['reason']}"), style="red")
+        for name, held in status["held"].items()
     ]
-    states = ", ".join(f"{count} {state}" for state, count in status.states.items() if count) or "no rollouts"
-    more = "; draining" if status.draining else ""
-    return Group(pools(status), *held, f"{states}; {status.sessions} sandboxes held{more}")
+    states = ", ".join(f"{count} {state}" for state, count in status["states"].items() if count) or "no rollouts"
+    more = "; draining" if status["draining"] else ""
+    console = Console(highlight=False, emoji=False)
+    console.print(Group(pools(status), *held, f"{states}; {status['sessions']} sandboxes held{more}"))
 
 
-async def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:
+def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:
     """Print one rollout's state, as JSON."""
-    async with connect(url, token) as client:
-        job = await client.get(rollout_id)
-    Console().print_json(job.model_dump_json(exclude={"result"}))
+    job = connect(url, token).rollout(rollout_id)
+    Console().print_json(data={name: value for name, value in job.items() if name != "result"})
 
 
-async def show_rollouts(
-    url: str | None, token: str | None, group: str | None, state: str | None, failed: bool
-) -> None:
+def show_rollouts(url: str | None, token: str | None, group: str | None, state: str | None, failed: bool) -> None:
     """Print the rollouts that fit, oldest first; failed ones with what happened.
 
     Raises:
@@ -104,59 +74,62 @@ async def show_rollouts(
         table.add_column(column, justify="right")
     table.add_column("failure", overflow="fold")
     count = 0
-    async with connect(url, token) as client:
-        for wanted in _FAILED if failed else (state,):
-            async for job in client.every(state=wanted, group=group):
-                count += 1
-                if failed:
-                    _print_failed(console, job)
-                else:
-                    table.add_row(*_cells(job))
+    service = connect(url, token)
+    for wanted in _FAILED if failed else (state,):
+        for job in service.rollouts(state=wanted, group=group):
+            count += 1
+            if failed:
+                _print_failed(console, job)
+            else:
+                table.add_row(*_cells(job))
     if table.row_count:
         console.print(table)
     console.print(f"{count} rollouts", style="dim")
 
 
-def _cells(job: JobView) -> tuple[str, ...]:
-    seconds = (job.finished_at or time.time()) - job.submitted_at
-    reward = "" if job.reward is None else f"{job.reward:g}"
-    return escape(job.id), job.state, reward, str(job.turns), f"{seconds:.1f}", job.failure.kind if job.failure else ""
+def _cells(job: Mapping[str, Any]) -> tuple[str, ...]:
+    seconds = (job["finished_at"] or time.time()) - job["submitted_at"]
+    reward = "" if job["reward"] is None else f"{job['reward']:g}"
+    kind = job["failure"]["kind"] if job["failure"] else ""
+    return escape(job["id"]), job["state"], reward, str(job["turns"]), f"{seconds:.1f}", kind
 
 
-def _print_failed(console: Console, job: JobView) -> None:
+def _print_failed(console: Console, job: Mapping[str, Any]) -> None:
     """An entry for each thing that went wrong: the last one is why the rollout has failed."""
-    console.print(f"[bold]{escape(job.id)}[/] [red]{job.state}[/]", soft_wrap=True)
+    console.print(f"[bold]{escape(job['id'])}[/] [red]{job['state']}[/]", soft_wrap=True)
     for failure, times in told_once(job):
         console.print(Padding(Text(visible(failure_line(failure, times))), (0, 0, 0, 2)))
-        if failure.traceback:
-            console.print(Padding(Text(visible(failure.traceback), style="dim"), (0, 0, 0, 4)))
+        if failure.get("traceback"):
+            console.print(Padding(Text(visible(failure["traceback"]), style="dim"), (0, 0, 0, 4)))
 
 
-async def tail(url: str | None, token: str | None, after: str | None, group: str | None) -> None:
+def tail(url: str | None, token: str | None, after: str | None, group: str | None) -> None:
     """Print transitions as they happen, until interrupted. A service that goes away is waited for."""
+    from nemo_gym_prorl.serving.problem_document import ApiError
+
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     seen = after
-    async with connect(url, token) as client:
-        await client.status()  # a service that is not there is told at once
-        while True:
-            try:
-                async for event in client.events(seen):
-                    seen = event.cursor
-                    if group in (None, event.group):
-                        console.print(_transition(event), markup=False)
-                why = "the service closed the connection"
-            except ApiError as error:
-                if error.problem.status != 410:
-                    raise
-                why, seen = f"{error.problem.detail}; going on with what comes now", None
-            except InfrastructureError as error:
-                why = str(error)
-            console.print(f"{why}; trying again", style="yellow", markup=False)
-            await asyncio.sleep(_RECONNECT_S)
+    service = connect(url, token)
+    service.get("/status", "stages")  # a service that is not there is told at once
+    while True:
+        try:
+            for event in service.events(seen):
+                seen = event["cursor"]
+                if group in (None, event["group"]):
+                    console.print(_transition(event), markup=False)
+            why = "the service closed the connection"
+        except ApiError as error:
+            if error.problem.status != 410:
+                raise
+            why, seen = f"{error.problem.detail}; going on with what comes now", None
+        except InfrastructureError as error:
+            why = str(error)
+        console.print(f"{why}; trying again", style="yellow", markup=False)
+        time.sleep(_RECONNECT_S)
 
 
-def _transition(event: Transition) -> str:
-    moment = time.strftime("%H:%M:%S", time.localtime(event.at))
-    end = "" if event.reward is None else f" reward {event.reward:g}"
-    end += "" if event.failure_kind is None else f" {event.failure_kind}"
-    return f"{event.cursor} {moment} {event.id} {event.state}{end}"
+def _transition(event: Mapping[str, Any]) -> str:
+    moment = time.strftime("%H:%M:%S", time.localtime(event["at"]))
+    end = "" if event.get("reward") is None else f" reward {event['reward']:g}"
+    end += "" if event.get("failure_kind") is None else f" {event['failure_kind']}"
+    return f"{event['cursor']} {moment} {event['id']} {event['state']}{end}"

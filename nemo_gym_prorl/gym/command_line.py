@@ -15,10 +15,8 @@ import os
 import random
 import socket
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
@@ -32,9 +30,6 @@ from nemo_gym_prorl.processes import ProcessMark
 
 MARK_NAME = "PRORL_GYM_DEPLOYMENT"
 """Environment variable that marks the processes of a deployment."""
-
-LOG_TAIL_LINES = 80
-"""Of what Gym printed, this much goes into an error."""
 
 RAY_START_S = 90
 """How long Ray's own processes may take to start. Its default, 30 s, is short on a machine that has work."""
@@ -51,7 +46,7 @@ def parent(name):
     return os.path.dirname(list(spec.submodule_search_locations)[0]) if spec else None
 print(json.dumps({"prefix": sys.prefix, "bin": os.path.dirname(sys.executable), "gym_root": parent("nemo_gym"),
     "our_root": parent("nemo_gym_prorl"),
-    "packages": {re.sub("[-_.]+", "-", found.name).lower(): [found.version, found.requires or []]
+    "versions": {re.sub("[-_.]+", "-", found.name).lower(): found.version
         for found in importlib.metadata.distributions() if found.name}}))
 """
 
@@ -66,16 +61,6 @@ def running_rays_auth_mode() -> str:
 
 class DeploymentError(InfrastructureError):
     """Gym could not be started, died, or left something behind."""
-
-
-@dataclass(frozen=True, slots=True)
-class GymResult:
-    """What a finished Gym command said."""
-
-    arguments: tuple[str, ...]
-    returncode: int
-    output: str
-    seconds: float
 
 
 class GymCli:
@@ -137,9 +122,7 @@ class GymCli:
             DeploymentError: the interpreter has no nemo-gym.
         """
         if self._installation is None:
-            installation, packages = await self._probe()
-            versions = {name: version for name, (version, _) in packages.items()}
-            requirements = {name: wanted for name, (_, wanted) in packages.items()}
+            installation, versions = await self._probe()
             self.work_dir.mkdir(parents=True, exist_ok=True)
             if self._cwd is None and config_files.has_servers(self._folder):
                 roots = [self._folder, *filter(None, [installation.checkout])]
@@ -150,51 +133,11 @@ class GymCli:
                 self._venvs,
                 installation,
                 versions.get,
-                requirements.__getitem__,
                 python=program,
                 cwd=self._cwd,
             )
             self._installation = installation
         return self._installation
-
-    async def run(self, *arguments: str, timeout_s: float = 600.0, check: bool = True) -> GymResult:
-        """Run one Gym command to its end, e.g. ``run("eval", "run", "--no-serve", …)``.
-
-        Args:
-            arguments: words of the command line after ``gym``; :attr:`overrides` are added where they apply.
-            timeout_s: after that long the command and whatever it started is killed.
-            check: raise if it fails.
-
-        Raises:
-            DeploymentError: it took too long, or failed and ``check`` is set.
-        """
-        command, env, cwd = await self.command(*arguments)
-        start = time.monotonic()
-        mark = ProcessMark(MARK_NAME, uuid.uuid4().hex)
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=cwd,
-            env=env | {mark.name: mark.value},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
-        except TimeoutError as error:
-            raise DeploymentError(f"gym {' '.join(arguments)} took longer than {timeout_s:g} s") from error
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await asyncio.shield(mark.kill(settle_s=1.0))
-        result = GymResult(
-            arguments, process.returncode or 0, output.decode(errors="replace"), time.monotonic() - start
-        )
-        if check and result.returncode:
-            tail = "\n".join(result.output.splitlines()[-LOG_TAIL_LINES:])
-            raise DeploymentError(f"gym {' '.join(arguments)} ended with status {result.returncode}:\n{tail}")
-        return result
 
     async def command(self, *arguments: str) -> tuple[list[str], dict[str, str], Path]:
         """Command line, environment and working directory of a Gym command."""
@@ -231,7 +174,7 @@ class GymCli:
             env["PYTHONPATH"] = _join_paths(checkout, env.get("PYTHONPATH"))
         return env | self._given_env
 
-    async def _probe(self) -> tuple[Installation, dict[str, tuple[str, list[str]]]]:
+    async def _probe(self) -> tuple[Installation, dict[str, str]]:
         # A checkout that is on our path only because we were started in it has to be on the child's path as well. For
         # another interpreter it does not count: "python -c" must not find it in the working directory.
         env = dict(os.environ) | self._given_env
@@ -258,7 +201,7 @@ class GymCli:
             gym_root=Path(found["gym_root"]),
             our_root=Path(our_root) if our_root else None,
         )
-        return installation, found["packages"]
+        return installation, found["versions"]
 
 
 def _free_port() -> int:

@@ -32,14 +32,7 @@ from omegaconf import OmegaConf
 from yarl import URL
 
 from nemo_gym_prorl.gym import leftovers
-from nemo_gym_prorl.gym.command_line import (
-    LOG_TAIL_LINES,
-    RAY_START_S,
-    DeploymentError,
-    GymCli,
-    GymResult,
-    running_rays_auth_mode,
-)
+from nemo_gym_prorl.gym.command_line import RAY_START_S, DeploymentError, GymCli, running_rays_auth_mode
 from nemo_gym_prorl.gym.restarter import restarter_program
 from nemo_gym_prorl.gym.venvs import cut_at_a_space
 from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, reaper_command, somebody_else_listens
@@ -49,6 +42,9 @@ _KEEPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
 _WATCH_S = 0.5
 START_TIMEOUT_S = 900.0
 """Until every server answers: a minute on an idle machine, many on one that is busy or builds a sandbox image."""
+
+LOG_TAIL_LINES = 80
+"""Of what Gym printed, this much goes into an error."""
 
 WAITING_S = 15.0
 """Seconds between two lines that say what a start waits for."""
@@ -179,10 +175,6 @@ class GymDeployment:
         if name not in self.instances:
             raise DeploymentError(f"no instance {name!r} in this deployment; there are {', '.join(self.instances)}")
         return self.instances[name].url
-
-    async def run_gym(self, *arguments: str, timeout_s: float = 600.0, check: bool = True) -> GymResult:
-        """Run another Gym command against this deployment; see :meth:`GymCli.run`."""
-        return await self.cli.run(*arguments, timeout_s=timeout_s, check=check)
 
     async def watch(self, on_death: Callable[[Death], None] = lambda death: None) -> NoReturn:
         """Look after the deployment, until it dies or the caller is cancelled.

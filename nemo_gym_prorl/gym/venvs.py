@@ -20,8 +20,8 @@ import importlib.util
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -99,7 +99,7 @@ def shared_folder() -> Path:
     installation = running_installation()
     name = hashlib.sha256(str(installation.prefix).encode()).hexdigest()[:12]
     venvs = cache_dir() / "gym" / name
-    link_environments(venvs, installation, _version_here, _requirements_here)
+    link_environments(venvs, installation, _version_here)
     return venvs
 
 
@@ -107,7 +107,6 @@ def link_environments(
     venvs: Path,
     installation: Installation,
     version_of: Callable[[str], str | None],
-    requirements_of: Callable[[str], Iterable[str]] = lambda package: (),
     *,
     python: str | None = None,
     cwd: Path | None = None,
@@ -118,7 +117,6 @@ def link_environments(
         venvs: the folder that Gym is told as ``uv_venv_dir``.
         installation: the environment to share.
         version_of: the version of a package in it by its normalised name; ``None`` if it is not there.
-        requirements_of: what a package in it asks for, extras included, as its metadata says.
         python: text of a program that stands for the interpreter; default: the interpreter itself.
         cwd: where Gym is run, which looks for servers there, too; default: where this is.
     """
@@ -127,7 +125,7 @@ def link_environments(
         target = _stand_in(venvs / "environment", installation, python)
     for server in installation.server_folders(cwd):
         link = venvs / server.parent.name / server.name / ".venv"
-        if not meets(server, version_of, requirements_of):
+        if not meets(server, version_of):
             if link.is_symlink():  # it did, before an upgrade
                 link.unlink(missing_ok=True)
         elif not (link.is_symlink() and link.readlink() == target):
@@ -141,57 +139,26 @@ def link_environments(
             fresh.unlink(missing_ok=True)
 
 
-def meets(
-    server: Path,
-    version_of: Callable[[str], str | None],
-    requirements_of: Callable[[str], Iterable[str]] = lambda package: (),
-) -> bool:
+def meets(server: Path, version_of: Callable[[str], str | None]) -> bool:
     """Whether an environment has all that a server asks for in its ``pyproject.toml`` or ``requirements.txt``.
 
-    An extra is met if all is there that it asks for. What can't be read for certain counts as not met: Gym then builds
-    an environment.
+    An extra of another package counts as not met, as does what can't be read for certain: Gym then builds an
+    environment.
     """
     try:
         wanted = list(_requirements(server))
     except (OSError, ValueError):
         return False
-    environment = _Environment(version_of, requirements_of)
-    return bool(wanted) and all(environment.has(requirement) for requirement in wanted)
+    return bool(wanted) and all(_has(requirement, version_of) for requirement in wanted)
 
 
-@dataclass(slots=True)
-class _Environment:
-    """What is installed in one, looked at once for each extra."""
-
-    version_of: Callable[[str], str | None]
-    requirements_of: Callable[[str], Iterable[str]]
-    extras: dict[tuple[str, str], bool] = field(default_factory=dict)
-
-    def has(self, wanted: Requirement) -> bool:
-        """It is there, in a version that will do, with its extras."""
-        if wanted.marker is not None and not wanted.marker.evaluate():
-            return True
-        return self._has(wanted)
-
-    def _has(self, wanted: Requirement) -> bool:
-        name = canonicalize_name(wanted.name)
-        version = self.version_of(name)
-        if version is None or not wanted.specifier.contains(version, prereleases=True):
-            return False
-        return name in _WITHOUT_EXTRAS or all(self._has_extra(name, extra) for extra in wanted.extras)
-
-    def _has_extra(self, package: str, extra: str) -> bool:
-        if (package, extra) not in self.extras:
-            self.extras[package, extra] = True  # extras may name each other in a circle
-            entries = [Requirement(entry) for entry in self.requirements_of(package)]
-            # What goes with no extra goes with every installation, and is none of this one's.
-            asked = [entry for entry in entries if _goes_with(entry, extra) and not _goes_with(entry, "")]
-            self.extras[package, extra] = bool(asked) and all(self._has(entry) for entry in asked)
-        return self.extras[package, extra]
-
-
-def _goes_with(wanted: Requirement, extra: str) -> bool:
-    return wanted.marker is None or wanted.marker.evaluate({"extra": extra})
+def _has(wanted: Requirement, version_of: Callable[[str], str | None]) -> bool:
+    if wanted.marker is not None and not wanted.marker.evaluate():
+        return True
+    name = canonicalize_name(wanted.name)
+    version = version_of(name)
+    fits = version is not None and wanted.specifier.contains(version, prereleases=True)
+    return fits and (name in _WITHOUT_EXTRAS or not wanted.extras)
 
 
 def _requirements(server: Path) -> Iterator[Requirement]:
@@ -223,10 +190,6 @@ def _version_here(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _requirements_here(package: str) -> list[str]:
-    return importlib.metadata.requires(package) or []
 
 
 def _stand_in(folder: Path, installation: Installation, python: str | None) -> Path:

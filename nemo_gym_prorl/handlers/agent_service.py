@@ -52,9 +52,9 @@ from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
 from nemo_gym_prorl.rollout.trajectory import TRAJECTORY, gym_reads_trajectories, ng_trajectory
 from nemo_gym_prorl.rollout.wire import wire_router
 from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes, caller_in
+from nemo_gym_prorl.serving.embedded import also_by_tls, check_certificate
 from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 from nemo_gym_prorl.serving.problems import ProblemError
-from nemo_gym_prorl.serving.tls import also_by_tls, check_certificate
 
 
 SCOPES = RouteScopes(ROUTES)

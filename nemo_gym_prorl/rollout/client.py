@@ -16,10 +16,7 @@ repeat.
 from __future__ import annotations
 
 import asyncio
-import builtins
 import math
-import os
-import ssl
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +27,7 @@ from urllib.parse import quote, urlencode
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, RootModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from yarl import URL
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
@@ -45,9 +42,9 @@ from nemo_gym_prorl.rollout.schemas import (
     StatusView,
     TokenForm,
 )
-from nemo_gym_prorl.serving.keys import authorization
+from nemo_gym_prorl.serving.keys import authorization, trusted_authorities
 from nemo_gym_prorl.serving.problem_document import ApiError as ApiError
-from nemo_gym_prorl.serving.problem_document import Problem
+from nemo_gym_prorl.serving.problem_document import problem_of_answer
 
 
 if TYPE_CHECKING:
@@ -68,17 +65,6 @@ _PAGE = 1000
 """As many rollouts as a service lists at once."""
 
 
-class ServerInstance(BaseModel):
-    """A server as Gym's head server lists it: instance, implementation, URL."""
-
-    process_name: str
-    name: str
-    url: str
-
-
-_Servers = RootModel[list[ServerInstance]]
-
-
 class RolloutClient:
     """A client of one service; use it as an async context manager.
 
@@ -97,9 +83,10 @@ class RolloutClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
+        trusted = trusted_authorities() or True
         self._session = aiohttp.ClientSession(
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=_trusted()),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=trusted),
             timeout=aiohttp.ClientTimeout(total=None),
         )
         return self
@@ -208,10 +195,6 @@ class RolloutClient:
         """Counts per stage, pool and state."""
         return await self._call(StatusView, "GET", "/status")
 
-    async def servers(self) -> builtins.list[ServerInstance]:
-        """The servers of a deployment, if this is the address of its head server, or of a front."""
-        return (await self._call(_Servers, "GET", "/server_instances")).root
-
     async def events(self, after: str | None = None) -> AsyncIterator[Transition]:
         """Transitions as they happen, until the caller stops or the service goes away.
 
@@ -227,13 +210,13 @@ class RolloutClient:
         with self._told():
             async with self._open.get(f"{self.url}/v1/events", params=query, timeout=_STREAM_TIMEOUT) as response:
                 if response.status >= 400:
-                    raise ApiError(_problem(self.url, response.status, await response.read()))
+                    raise ApiError(problem_of_answer(self.url, response.status, await response.read()))
                 kind = b""
                 async for line in response.content:
                     if line.startswith(b"event: "):
                         kind = line[7:].strip()
                     elif line.startswith(b"data: ") and kind == b"problem":
-                        raise ApiError(_problem(self.url, response.status, line[6:]))
+                        raise ApiError(problem_of_answer(self.url, response.status, line[6:]))
                     elif line.startswith(b"data: "):
                         yield transition.validate_json(line[6:])
 
@@ -269,7 +252,8 @@ class RolloutClient:
                 content = await response.read()
             if response.status >= 400:
                 raise ApiError(
-                    _problem(self.url, response.status, content), _retry_after(response.headers.get("Retry-After"))
+                    problem_of_answer(self.url, response.status, content),
+                    _retry_after(response.headers.get("Retry-After")),
                 )
             return model.model_validate(orjson.loads(content))
 
@@ -298,19 +282,6 @@ class RolloutClient:
             ) from error
 
 
-def _trusted() -> ssl.SSLContext | bool:
-    """Whose certificates are believed: the authorities in the file that PRORL_CA names, else the system's."""
-    file = os.environ.get("PRORL_CA")
-    if not file:
-        return True
-    try:
-        return ssl.create_default_context(cafile=file)
-    except OSError as error:  # ssl.SSLError is one
-        raise CallerError(
-            f"{file}: {error}; it must have certificates of authorities as PEM", field="PRORL_CA"
-        ) from error
-
-
 def _path(rollout_id: str) -> str:
     """An id is any printable text, so it travels percent-encoded."""
     return f"/v1/rollouts/{quote(rollout_id, safe='')}"
@@ -328,15 +299,3 @@ def _retry_after(header: str | None) -> float | None:
         except ValueError:
             return None
     return None if math.isnan(delay) else min(max(delay, _SOONEST_S), _LATEST_S)
-
-
-def _problem(url: str, status: int, content: bytes) -> Problem:
-    """The problem document of an answer, also if something in front of the service wrote it."""
-    try:
-        return Problem.model_validate_json(content)
-    except ValueError:
-        text = content.decode(errors="replace").strip()[:500]
-        told = f"HTTP {status}" if text.startswith("<") or not text else text  # a page for people says no more
-        if status in (404, 405):  # a service answers with a problem document
-            told = f"what answers at {url} is no rollout service; prorl serve prints the URL of its prorl_agent"
-        return Problem(type="about:blank", title="HTTP error", status=status, detail=told)

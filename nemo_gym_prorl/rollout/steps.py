@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from functools import cache
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import orjson
-from pydantic import TypeAdapter, ValidationError
 
-from nemo_gym_prorl.rollout.rows import WISHES
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 NO_STEPS = b"[]"
@@ -40,9 +42,6 @@ class Step(TypedDict):
     output_tokens: int | None
     tools: list[ToolTime]
     weights: NotRequired[tuple[str | None, str | None]]
-
-
-_STEPS = TypeAdapter(list[Step])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,20 @@ class TurnRead:
 def read_turns(row: Mapping[str, Any]) -> list[TurnRead]:
     """The turns of a row, whatever an environment has made of it."""
     try:
-        steps = _STEPS.validate_python(part(row, WISHES, "steps"))
-    except ValidationError:
+        steps = _steps().validate_python(part(row, "rollout", "steps"))
+    except ValueError:
         steps = []
     grouped = [*turns(items(part(row, "response", "output")), [step["items"] for step in steps])]
     return [
         _turn(group, steps[number] if len(steps) == len(grouped) else None) for number, group in enumerate(grouped)
     ]
+
+
+@cache
+def _steps() -> TypeAdapter[list[Step]]:
+    from pydantic import TypeAdapter  # takes longer than all that `prorl show` does, which reads no steps
+
+    return TypeAdapter(list[Step])
 
 
 def turns(output: Sequence[Mapping[str, Any]], sizes: Sequence[int] = ()) -> Iterator[list[Mapping[str, Any]]]:

@@ -142,13 +142,6 @@ class ScriptedPolicy:
         tokens = text.encode_ids(rendered)
         return ScriptedAnswer({"count": len(tokens), "max_model_len": self.config.max_model_len, "tokens": tokens})
 
-    def detokenize(self, body: dict[str, Any]) -> ScriptedAnswer:
-        """``POST /detokenize``: text of token ids, special tokens left out."""
-        tokens = body.get("tokens")
-        if not isinstance(tokens, list):
-            raise BadRequest("tokens: must be a list of token ids")
-        return ScriptedAnswer({"prompt": text.decode_ids(tokens).decode(errors="ignore")})
-
     def models(self) -> dict[str, Any]:
         """``GET /v1/models``."""
         card = {

@@ -26,6 +26,7 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request, Response
 
+from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.scripted.policy import BadRequest, ScriptedAnswer, ScriptedConfig, ScriptedPolicy
 from nemo_gym_prorl.scripted.text import MODEL_NAME, ScriptError
 from nemo_gym_prorl.serving.embedded import served
@@ -48,7 +49,6 @@ def create_app(config: ScriptedConfig | None = None) -> FastAPI:
     app.add_route("/v1/chat/completions", _endpoint(policy.chat_completions), methods=["POST"])
     app.add_route("/v1/completions", _endpoint(policy.completions), methods=["POST"])
     app.add_route("/tokenize", _endpoint(policy.tokenize), methods=["POST"])
-    app.add_route("/detokenize", _endpoint(policy.detokenize), methods=["POST"])
     return app
 
 
@@ -109,3 +109,17 @@ async def serve(config: ScriptedConfig | None = None, *, host: str = "127.0.0.1"
     """
     async with served(create_app(config), host, port) as url:
         yield f"{url}/v1"
+
+
+async def run(config: ScriptedConfig, host: str, port: int) -> None:
+    """Serve until it is cancelled, for ``prorl scripted``.
+
+    Raises:
+        InfrastructureError: the address can't be listened on.
+    """
+    try:
+        async with serve(config, host=host, port=port) as url:
+            print(f"Scripted policy {config.model} (no language model) at {url}", flush=True)
+            await asyncio.Event().wait()
+    except OSError as error:
+        raise InfrastructureError(f"can't listen on {host}:{port}: {error.strerror}; try another --port") from error

@@ -4,13 +4,34 @@
 
 from __future__ import annotations
 
+import os
+import ssl
 from dataclasses import dataclass
 from enum import StrEnum
+
+from nemo_gym_prorl.failures import CallerError
 
 
 def authorization(key: str | None) -> dict[str, str]:
     """The header by which a caller shows a key; none without one, or for an empty one."""
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def trusted_authorities() -> ssl.SSLContext | None:
+    """Return the authorities whose certificates a caller believes: those in the file that ``PRORL_CA`` names; ``None``
+    without that variable, for the system's.
+
+    Raises:
+        CallerError: the file cannot be read, or has no certificates.
+    """
+    file = os.environ.get("PRORL_CA")
+    if not file:
+        return None
+    try:
+        return ssl.create_default_context(cafile=file)
+    except OSError as error:  # ssl.SSLError is one
+        complaint = f"{file}: {error}; it must have certificates of authorities as PEM"
+        raise CallerError(complaint, field="PRORL_CA") from error
 
 
 CLIENT_KEY = "prorl_"

@@ -50,6 +50,18 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
 
+def problem_of_answer(url: str, status: int, content: bytes) -> Problem:
+    """Return the problem document of an answer of ``url``, also if something in front of the service wrote the answer."""
+    try:
+        return Problem.model_validate_json(content)
+    except ValueError:
+        text = content.decode(errors="replace").strip()[:500]
+        told = f"HTTP {status}" if text.startswith("<") or not text else text  # a page for people says no more
+        if status in (404, 405):  # a service answers with a problem document
+            told = f"what answers at {url} is no rollout service; prorl serve prints the URL of its prorl_agent"
+        return Problem(type="about:blank", title="HTTP error", status=status, detail=told)
+
+
 def field_errors(errors: Sequence[Mapping[str, Any]], *, outer: int = 0) -> list[dict[str, Any]]:
     """The first fields that are wrong, and why.
 

@@ -30,6 +30,7 @@ from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
+from tests.gym.gym_command import gym as gym_command
 from tests.rollout.serving import serve
 from tests.tasks.stem.judges import asked_in, honest
 
@@ -99,7 +100,7 @@ class Families:
         """What Gym's own collector has to say of these rows."""
         sent, results = folder / "rows.jsonl", folder / "results.jsonl"
         sent.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-        await self.gym.run_gym("eval", "run", "--no-serve", *arguments, "-i", str(sent), "-o", str(results))
+        await gym_command(self.gym.cli, "eval", "run", "--no-serve", *arguments, "-i", str(sent), "-o", str(results))
         return [orjson.loads(line) for line in results.read_bytes().splitlines()]
 
 

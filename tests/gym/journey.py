@@ -20,6 +20,7 @@ from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.scripted.server import serve
 from nemo_gym_prorl.scripted.text import MODEL_NAME
+from tests.gym.gym_command import gym as gym_command
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -74,18 +75,18 @@ async def take(python: str, folder: Path) -> dict[str, float]:
     installation = await cli.prepare()
     assert installation.checkout is None, f"not the wheel: {installation}"
 
-    listed = await cli.run("list", "environments", "--json")
+    listed = await gym_command(cli, "list", "environments", "--json")
     assert "prorl_code" in _names(listed.output)
     seconds["gym list environments"] = listed.seconds
-    listed = await cli.run("list", "agents", "--json")
+    listed = await gym_command(cli, "list", "agents", "--json")
     assert "prorl_agent" in _names(listed.output)
     seconds["gym list agents"] = listed.seconds
 
     selection = ("--environment", "prorl_code", "--model-type", "prorl_model")
     policy = ("--model", MODEL_NAME, "--model-url", "http://127.0.0.1:1/v1", "--model-api-key", "none")
-    seconds["gym env validate"] = (await cli.run("env", "validate", *selection, *policy)).seconds
+    seconds["gym env validate"] = (await gym_command(cli, "env", "validate", *selection, *policy)).seconds
     for server in ("resources_servers/prorl_code", "responses_api_agents/prorl_agent"):
-        tested = await cli.run("env", "test", f"+entrypoint={server}", "+should_validate_data=true")
+        tested = await gym_command(cli, "env", "test", f"+entrypoint={server}", "+should_validate_data=true")
         assert " passed" in tested.output, tested.output
         assert " failed" not in tested.output, tested.output
         if server.startswith("resources"):
@@ -126,8 +127,8 @@ async def take(python: str, folder: Path) -> dict[str, float]:
         assert {"ng_trajectory" in row for row in rows} == {reads.strip() == "True"}
         if reads.strip() == "True":
             given = ("--rollouts", str(folder / "results" / "rollouts.jsonl"), "--output-dir", str(folder / "atif"))
-            exported = await cli.run(
-                "eval", "export", "--format", "atif", *given, "--session-id", "s", "--agent-version", "1"
+            exported = await gym_command(
+                cli, "eval", "export", "--format", "atif", *given, "--session-id", "s", "--agent-version", "1"
             )
             assert "Exported 5 " in exported.output, exported.output
             seconds["gym eval export, 5 rollouts"] = exported.seconds
@@ -146,7 +147,7 @@ async def _evaluate(gym: GymDeployment, folder: Path) -> list[dict[str, Any]]:
     output = folder / "results" / "rollouts.jsonl"
     output.parent.mkdir()
     example = "resources_servers/prorl_code/data/example.jsonl"
-    await gym.run_gym("eval", "run", "--no-serve", "--agent", AGENT, "-i", example, "-o", str(output))
+    await gym_command(gym.cli, "eval", "run", "--no-serve", "--agent", AGENT, "-i", example, "-o", str(output))
     return [orjson.loads(line) for line in output.read_bytes().splitlines()]
 
 

@@ -5,8 +5,6 @@
 import asyncio
 import contextlib
 import os
-import shutil
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from nemo_gym_prorl.demo import DESERVED, SCRIPTS
+from nemo_gym_prorl.commands.demo import DESERVED, SCRIPTS
 from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 
@@ -73,34 +71,12 @@ async def test_it_ends_in_a_table_and_a_file_and_says_that_it_was_scripted(share
     assert "no language model" in printed
     assert "8 of 8 rollouts scored" in printed
     records = [orjson.loads(line) for line in demo.output.read_bytes().splitlines()]
-    assert [record["script"] for record in records] == list(SCRIPTS)
+    assert sorted(record["rollout"]["source"]["line"] for record in records) == [*range(1, len(SCRIPTS) + 1)]
     for record in records:
         rollout = record["rollout"]
-        assert record["scripted"] is True
-        assert record["policy"] == MODEL_NAME
-        assert rollout["reward"] == DESERVED[record["script"]], printed
+        assert record["response"]["model"] == MODEL_NAME
+        assert rollout["reward"] == DESERVED[SCRIPTS[rollout["source"]["line"] - 1]], printed
         assert rollout["turns"] >= 1
         assert all(rollout["timings"][stage]["attempts"] == 1 for stage in ("init", "run", "eval"))
-        assert rollout["result"]["response"]["output"]
-        assert record["task_id"] in printed
-
-
-@pytest.mark.long("what an interrupt leaves behind, test_serve.py asks of the same deployment")
-async def test_an_interrupt_leaves_nothing_behind(tmp_path):
-    demo = Demo(tmp_path)
-    process = await demo.start("--rollouts", "60")
-
-    while not demo.sandboxes():
-        assert process.returncode is None, demo.log.read_text()
-        await asyncio.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert await asyncio.wait_for(process.wait(), 90) == 130, demo.log.read_text()
-    assert await demo.mark.wait_gone(30) == {}
-    for _ in range(50):
-        if not demo.sandboxes():
-            break
-        await asyncio.sleep(0.1)
-    assert demo.sandboxes() == []
-    assert list(demo.state.glob("s-*")) == [], "no folder of a supervisor is left"
-    shutil.rmtree(demo.state)
-    assert "Traceback" not in demo.log.read_text()
+        assert record["response"]["output"]
+        assert rollout["id"] in printed

@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 import yaml
 from aiohttp import web
-from yarl import URL
 
 from nemo_gym_prorl.gym import deployment as deployment_module
 from nemo_gym_prorl.gym import leftovers
 from nemo_gym_prorl.gym.command_line import MARK_NAME, DeploymentError, GymCli
 from nemo_gym_prorl.gym.deployment import GymDeployment, start_error, without_interrupts
 from nemo_gym_prorl.processes import ProcessMark, reaper_command, somebody_else_listens
-from nemo_gym_prorl.scripted.text import MODEL_NAME
 
 
 pytestmark = pytest.mark.gym
@@ -229,36 +227,6 @@ asyncio.run(main())
             await mark.kill(settle_s=0, kill_s=10)
 
 
-@pytest.mark.long("Gym's whole start; tests/gym/test_starter.py has what follows")
-async def test_servers_end_with_a_gym_that_could_not_have_its_port(scripted_policy, shared_ray, tmp_path):
-    """As where `prorl serve` runs and `gym env start` is called beside it: Gym starts its servers first, and is gone
-    then without a word to them."""
-    cli = GymCli(tmp_path, head_port=URL(scripted_policy).port)
-    selection = ("--environment", "prorl_code", "--model-type", "prorl_model")
-    words, env, cwd = await cli.command("env", "start", *selection)
-    policy = (f"++policy_base_url={scripted_policy}", "++policy_api_key=none", f"++policy_model_name={MODEL_NAME}")
-    output = tmp_path / "gym.log"
-    with output.open("wb") as log:
-        gym = await asyncio.create_subprocess_exec(
-            *(*words, *policy, shared_ray),
-            cwd=cwd,
-            env=env | {cli.mark.name: cli.mark.value},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            assert await asyncio.wait_for(gym.wait(), 120) != 0
-            assert "Head server finished unexpectedly" in output.read_text()
-            # What they import takes them seconds before they can look.
-            assert await cli.mark.wait_gone(60) == {}
-        finally:
-            if gym.returncode is None:
-                gym.kill()
-            await cli.mark.kill(settle_s=0)
-
-
 async def test_a_ray_that_is_late_twice_is_said_in_a_line(tmp_path, monkeypatch: pytest.MonkeyPatch):
     gym = GymDeployment(environment="prorl_code", work_dir=tmp_path)
     said = f"echo once >> {tmp_path}/tries; echo 'Traceback\nException: {deployment_module._RAY_LATE}. Or so'; exit 1"
@@ -270,20 +238,13 @@ async def test_a_ray_that_is_late_twice_is_said_in_a_line(tmp_path, monkeypatch:
     assert (tmp_path / "tries").read_text().split() == ["once"] * 2
 
 
-async def test_gym_commands_fail_with_their_output_and_end_in_time(cli: GymCli):
-    with pytest.raises(DeploymentError, match=r"(?s)gym list nonsense ended with status 2.*invalid choice"):
-        await cli.run("list", "nonsense")
-    with pytest.raises(DeploymentError, match=r"took longer than 0\.1 s"):
-        await cli.run("list", "environments", timeout_s=0.1)
-
-
 async def test_an_interpreter_without_gym_is_refused(tmp_path):
     bare = tmp_path / "python"
     # A shell that only says what Python would say.
     bare.write_text("#!/bin/sh\necho \"No module named 'nemo_gym'\" >&2; exit 1\n")
     bare.chmod(0o755)
     with pytest.raises(DeploymentError, match="No module named 'nemo_gym'; install nemo-gym into it"):
-        await GymCli(tmp_path, python=str(bare)).run("list", "agents")
+        await GymCli(tmp_path, python=str(bare)).prepare()
 
 
 async def test_marked_processes_are_found_in_their_own_sessions_and_killed():

@@ -5,7 +5,6 @@
 import asyncio
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -69,11 +68,6 @@ def test_a_name_that_is_none_or_taken_is_refused(name: str, tmp_path: Path, monk
     with pytest.raises(CallerError, match="NAME"):
         new_environment.create(name, tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_the_page_shows_what_is_written() -> None:
-    [example] = re.findall(r"```python\n(.*?)```", Path("docs/tasks.md").read_text(), re.DOTALL)
-    assert (Path(new_environment.__file__).parent / "app.py").read_text().endswith(example)
 
 
 def test_folders_are_joined_and_the_first_wins(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ VERSIONS = {"nemo-gym": "0.4.0", "nemo-gym-prorl": "0.1.0", "aiohttp": "3.14.1"}
         ("pyproject.toml", '[project]\ndependencies = ["Nemo_Gym[dev]", "aiohttp>=3.14"]', True),
         ("pyproject.toml", '[project]\ndependencies = ["nemo-gym", "aiohttp>=4"]', False),
         ("pyproject.toml", '[project]\ndependencies = ["aiohttp[speedups]"]', False),
+        ("pyproject.toml", '[project]\ndependencies = ["nemo-gym", "nemo-gym-prorl[math]"]', True),
         ("pyproject.toml", "[project", False),
         ("requirements.txt", "-e nemo-gym[dev] @ ../../\n# a comment\naiohttp  # and another\n", True),
         ("requirements.txt", "-e nemo-gym[dev] @ ../../\nscipy\n", False),
@@ -29,48 +30,9 @@ VERSIONS = {"nemo-gym": "0.4.0", "nemo-gym-prorl": "0.1.0", "aiohttp": "3.14.1"}
     ],
 )
 def test_a_server_shares_what_has_all_that_it_asks_for(tmp_path: Path, file: str, text: str, met: bool):
+    """A server of ours without its extra starts, and says so itself."""
     (tmp_path / file).write_text(text)
     assert meets(tmp_path, VERSIONS.get) is met
-
-
-EXTRAS = {
-    "theirs": [
-        "aiohttp>=3",
-        'scipy>=1; extra == "there"',
-        'numpy<1; extra == "old"',
-        'sympy; extra == "missing"',
-        'theirs[there]; extra == "nested"',
-        'theirs[round]; extra == "round"',
-        'theirs[there,missing]; extra == "both"',
-        "sympy; extra == 'elsewhere' and sys_platform == 'nowhere'",
-        "scipy; extra == 'elsewhere'",
-    ]
-}
-
-
-@pytest.mark.parametrize(
-    ("extra", "met"),
-    [
-        ("there", True),
-        ("nested", True),
-        ("round", True),
-        ("elsewhere", True),
-        ("old", False),
-        ("missing", False),
-        ("both", False),
-        ("there,missing", False),
-        ("unheard-of", False),
-    ],
-)
-def test_an_extra_is_met_if_all_is_there_that_it_asks_for(tmp_path: Path, extra: str, met: bool):
-    (tmp_path / "pyproject.toml").write_text(f'[project]\ndependencies = ["theirs[{extra}]"]\n')
-    versions = VERSIONS | {"theirs": "2", "scipy": "1.14", "numpy": "2.1"}
-    assert meets(tmp_path, versions.get, lambda package: EXTRAS.get(package, ())) is met
-
-
-def test_a_server_of_ours_without_its_extra_starts_here_and_says_so_itself(tmp_path: Path):
-    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["nemo-gym", "nemo-gym-prorl[math]"]\n')
-    assert meets(tmp_path, VERSIONS.get, lambda package: ['math-verify; extra == "math"'])
 
 
 def test_links_follow_what_the_environment_has(tmp_path: Path):

@@ -100,7 +100,7 @@ async def test_tokenize_gives_the_prompt_of_the_same_chat_request(client):
     tokenized = await client.post("/tokenize", {"messages": [QUESTION], "tools": tools})
     assert tokenized["tokens"] == answer["prompt_token_ids"]
     assert tokenized["count"] == len(tokenized["tokens"])
-    assert "What is there?" in (await client.post("/detokenize", {"tokens": tokenized["tokens"]}))["prompt"]
+    assert b"What is there?" in decode_ids(tokenized["tokens"])
 
 
 async def test_completions_take_and_give_the_same_token_ids_as_chat(client):

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout
@@ -69,7 +70,9 @@ def _prorl(arguments: tuple[str, ...], env: dict[str, str]) -> tuple[int, str]:
     said, code = io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(said), redirect_stderr(said):
         patched.setattr(sys, "argv", ["prorl", *arguments])
-        patched.setattr(asyncio.SelectorEventLoop, "add_signal_handler", lambda *_: None)  # the main thread's right
+        # Signals are the main thread's right.
+        patched.setattr(asyncio.SelectorEventLoop, "add_signal_handler", lambda *_: None)
+        patched.setattr(signal, "signal", lambda *_: None)
         for name, value in env.items():
             patched.setenv(name, value)
         try:

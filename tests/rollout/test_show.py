@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from nemo_gym_prorl.commands.jobs import Service
 from nemo_gym_prorl.commands.show import SHORT_CHARACTERS, file_table, rollout_table, shorten, turns
 from nemo_gym_prorl.rollout.client import RolloutClient
 from tests.rollout.command_line import TOKEN, begin, prorl, service
@@ -164,9 +165,12 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
 
 async def test_a_listing_goes_on_behind_its_first_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_gym_prorl.rollout.client._PAGE", 2)
+    monkeypatch.setattr("nemo_gym_prorl.commands.jobs._PAGE", 2)
     async with service() as (url, _), RolloutClient(url, TOKEN) as client:
         ids = [(await client.submit({"responses_create_params": {"input": "hi"}}, id=f"r{n}")).id for n in range(5)]
         assert [job.id async for job in client.every()] == ids
+        there = Service(url, TOKEN)
+        assert await asyncio.to_thread(lambda: [job["id"] for job in there.rollouts()]) == ids
 
 
 @given(st.text(max_size=5000), st.integers(0, 40))
@@ -211,106 +215,20 @@ async def test_tail_of_a_group_goes_on_when_the_service_was_restarted() -> None:
         assert process.returncode == 130
 
 
-def sampled(text: str, prompt: list[int], ids: list[int]) -> dict[str, Any]:
-    log_probs = [-0.5 - number for number in range(len(ids))]
-    return said(text, prompt_token_ids=prompt, generation_token_ids=ids, generation_log_probs=log_probs)
-
-
-FIRST = list(range(65, 65 + 40))
-TOKEN_ROW: dict[str, Any] = {
-    "response": {
-        "model": "prorl-scripted-policy",
-        "output": [
-            sampled("1", FIRST, [10, 27, 195]),
-            observation("x"),
-            sampled("2", [*FIRST, 10, 27, 195, 97], [98, 254]),
-        ],
-    },
-    "rollout": {
-        "steps": [
-            {"started_at": 1, "seconds": 1, "items": 1, "input_tokens": 1, "output_tokens": 1, "tools": [], **more}
-            for more in ({"weights": ["step-1", "step-1"]}, {"weights": ["step-1", None]})
-        ]
-    },
-}
-
-
-async def test_tokens_stand_beside_their_text_mask_log_probs_and_weights(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text(json.dumps(TOKEN_ROW) + "\n" + json.dumps(TOKEN_ROW | {"mask_sample": True}) + "\n")
-    code, output = await prorl("show", f"{path}:1", "--tokens", COLUMNS="100")
-    lines = [line.split() for line in output.splitlines()]
-    assert code == 0
-    for line in (
-        ["0", "65", "A", "0"],
-        ["…", "16,", "see", "--full"],
-        ["39", "104", "h", "0"],
-        ["40", "10", "\\n", "1", "-0.5000", "step-1"],
-        ["41", "27", "\\x1b", "1", "-1.5000", "step-1"],
-        ["42", "195", "\\xc3", "1", "-2.5000", "step-1"],
-        ["43", "97", "a", "0"],
-        ["45", "254", "\\xfe", "1", "-1.5000", "step-1", "…", "?"],
-    ):
-        assert line in lines, line
-    assert ["20", "85", "U", "0"] not in lines
-    assert "turn 1: 40 observed, 3 sampled" in output
-    assert "turn 2: 1 observed, 2 sampled ─" in output
-    code, output = await prorl("show", f"{path}:1", "--tokens", "--full")
-    assert ["20", "85", "U", "0"] in [line.split() for line in output.splitlines()]
-    code, output = await prorl("show", f"{path}:2", "--tokens")
-    assert "masked" in output
-    assert ["40", "10", "\\n", "0", "-0.5000", "step-1"] in [line.split() for line in output.splitlines()]
-
-
-async def test_the_text_of_tokens_is_a_models_own(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models
-
-    fast = Tokenizer(models.BPE({"Ġhello": 0, "Ã": 1, "Ġ": 2}, []))
-    fast.decoder = decoders.ByteLevel()
-    fast.save(str(tmp_path / "tokenizer.json"))
-    row = {"response": {"output": [sampled("", [0], [1, 2])]}}
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    code, output = await prorl("show", str(path), "--tokens", "--tokenizer", str(tmp_path))
-    table = [line.split() for line in output.splitlines()]
-    assert code == 0
-    assert ["0", "0", "·hello", "0"] in table
-    assert ["1", "1", "Ã", "1", "-0.5000"] in table
-    assert ["2", "2", "·", "1", "-1.5000"] in table
-    code, output = await prorl("show", str(path), "--tokens")
-    assert "no text: give the model's tokenizer.json" in output
-    assert ["1", "1", "1", "-0.5000"] in [line.split() for line in output.splitlines()]
-    code, output = await prorl("show", str(path), "--tokens", "--tokenizer", str(path))
-    assert (code, "is no tokenizer" in output) == (1, True)
-
-
 async def test_a_file_that_is_being_written_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
-    path.write_text(json.dumps(TOKEN_ROW) + "\n" + json.dumps(TOKEN_ROW)[:100])
-    code, output = await prorl("show", str(path), "--tokens")
-    assert (code, "turn 2: 1 observed" in output) == (0, True)
-    path.write_text(json.dumps(TOKEN_ROW)[:100] + "\n" + json.dumps(TOKEN_ROW) + "\n")
+    path.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW)[:100])
+    code, output = await prorl("show", str(path))
+    assert (code, "3 message assistant Done" in " ".join(output.split())) == (0, True)
+    path.write_text(json.dumps(ROW)[:100] + "\n" + json.dumps(ROW) + "\n")
     code, output = await prorl("show", str(path))
     assert (code, f"{path}:1: is not JSON" in output) == (1, True)
 
 
-async def test_what_a_terminal_would_obey_is_shown_as_text_in_json_and_in_labels_too(tmp_path: Path) -> None:
+async def test_what_a_terminal_would_obey_is_shown_as_text_in_json_too(tmp_path: Path) -> None:
     path, obeyed = tmp_path / "rollouts.jsonl", "\x1b[31m\x9b\x7f\u202e\u200f\u061c"
-    steps = [
-        {**TOKEN_ROW["rollout"]["steps"][0], "weights": [f"[/nope]{obeyed}", None]},
-        *TOKEN_ROW["rollout"]["steps"][1:],
-    ]
-    path.write_text(json.dumps(TOKEN_ROW | {"said": obeyed, "rollout": {"steps": steps}}) + "\n")
-    for how in ("--json", "--tokens"):
-        code, output = await prorl("show", f"{path}:1", how)
+    path.write_text(json.dumps(ROW | {"said": f"[/nope]{obeyed}"}) + "\n")
+    for how in (["--json"], []):
+        code, output = await prorl("show", f"{path}:1", *how)
         assert (code, {*obeyed} - {*"[31m"} & {*output}) == (0, set())
     assert "[/nope]\\x1b[31m" in output
-
-
-async def test_a_rollout_without_tokens_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    path.write_text(json.dumps({"response": {"output": [said("x")]}}) + "\n")
-    code, output = await prorl("show", str(path), "--tokens")
-    assert (code, output) == (
-        1, "prorl: --tokens: has no tokens: nothing was sampled, or its model server tells none\n"
-    )  # fmt: skip

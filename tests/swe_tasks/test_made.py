@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import json
@@ -11,22 +12,28 @@ import os
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
+from nemo_gym_prorl.task_server import TaskVerifyRequest
 from nemo_gym_prorl.tasks.swe.instance import row_of
+from nemo_gym_prorl.verifier_fixture import as_shipped, play
+from resources_servers.prorl_swe.app import ProRLSweServer
+from scripts.scripted_turns.swe import patching
 from scripts.swe_tasks import packages, repositories
 from scripts.swe_tasks.making import MAKING, PARTIAL, ROWS, make
 from scripts.swe_tasks.mutations import Mutation
 from scripts.swe_tasks.outcomes import Effect
 from scripts.swe_tasks.packages import Package
 from scripts.swe_tasks.trials import Bug, bench
-from scripts.verify_swe_tasks import attempts, verify
+from tests.prorl_code.conftest import RESPONSE
 
 
+SERVER = Path(__file__).parents[2] / "resources_servers/prorl_swe"
 CODE = """\
 def smaller(a, b):
     if a < b:
@@ -77,6 +84,17 @@ def distribution(folder: Path) -> Package:
     return Package("sums", "1.0", digest, "nobody/sums", ("sums.py",), "test_sums.py")
 
 
+async def grade(row: dict[str, Any], patch: str) -> dict[str, Any]:
+    """What the shipped server answers after a policy has applied a patch by its tools; none for an empty one."""
+    calls = [call for turn in patching(patch) for call in turn["tool_calls"]] if patch else []
+    output = [
+        {"type": "function_call", "call_id": f"c{n}", "name": call["name"], "arguments": json.dumps(call["arguments"])}
+        for n, call in enumerate(calls)
+    ]
+    asked = TaskVerifyRequest.model_validate(row | {"response": RESPONSE | {"output": output}})
+    return await play(as_shipped(SERVER, ProRLSweServer), asked, SERVER / "none")
+
+
 @pytest.mark.sandbox
 async def test_a_package_becomes_tasks_that_are_graded_as_they_should(tmp_path: Path) -> None:
     package = distribution(tmp_path / "sources")
@@ -95,9 +113,14 @@ async def test_a_package_becomes_tasks_that_are_graded_as_they_should(tmp_path: 
         assert all(test.split("::")[1] in told for test in swe.FAIL_TO_PASS)
         assert "sums.py" not in told.replace("test_sums.py", "")
         assert not any("test_nothing" in test for test in swe.FAIL_TO_PASS)
-    outcomes = await verify(attempts(tmp_path, []), 4, unpack=False)
-    assert [outcome for outcome in outcomes if not outcome.as_expected] == []
-    assert sorted(outcome.attempt.kind for outcome in outcomes) == ["fix"] * 3 + ["half"] * 2 + ["nothing"] * 3
+    halves = [json.loads(line) for line in (tmp_path / PARTIAL).read_text().splitlines()]
+    assert [half["instance_id"] for half in halves] == ["made__sums-3"] * 2
+    tried = [(rows[2], half["patch"], 0.0) for half in halves]
+    tried += [(row, patch, reward) for row in rows for patch, reward in ((row["swe"]["patch"], 1.0), ("", 0.0))]
+    graded = await asyncio.gather(*(grade(row, patch) for row, patch, _ in tried))
+    assert [(answer["reward"], answer.get("mask_sample", False)) for answer in graded] == [
+        (reward, False) for _, _, reward in tried
+    ], graded
     # Made once: what was interrupted goes on where it was.
     assert await make([package], 2, tmp_path, require_runtime(), silent) == [made]
 

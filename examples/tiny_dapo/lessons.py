@@ -1,0 +1,132 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the policy imitates before it learns by itself, and the tokenizer that its words are made of.
+
+Demonstrations are written down, with what the sandbox would say (``tests/examples`` holds them against a real one). At
+each decision the demonstrator may fall into the trap of the riddle's kind or mistake a name, so that about two of
+five demonstrations end well. The policy learns all of that: what is right is among what it does, and which of it is
+right it has to find out.
+
+The tokenizer is a byte-level BPE over the demonstrations. It may merge across words, so that the constant part of a
+tool call is a few tokens; codes and names, being random, stay in pieces. Tool calls are written as Qwen's models do.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from examples.tiny_dapo.riddles import GAVE_UP, Riddle, draw_code, draw_name
+
+
+SPECIAL = ("<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+TOOLS, USER, ASSISTANT, TOOL, END = SPECIAL
+VOCABULARY = 384
+TEXTS = 2000  # demonstrations from which the tokenizer learns its merges
+TEMPLATE = """
+{%- for tool in tools or [] %}{{ '<|tools|>' + tool.function.name + '<|end|>' }}{% endfor %}
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>' }}{{ message.content or '' }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson }}{{ '}</tool_call>' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Carelessness:
+    """Probabilities of the demonstrator's mistakes."""
+
+    no_look: float = 0.35
+    takes_name_for_code: float = 0.45
+    gives_up: float = 0.5
+    wrong_name: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A conversation: question, and turns with what each observed (nothing behind the last)."""
+
+    question: str
+    turns: list[tuple[str, str]]
+
+    def text(self) -> str:
+        """Return the conversation as the chat template writes it."""
+        turns = (ASSISTANT + said + END + (TOOL + seen + END if seen else "") for said, seen in self.turns)
+        return TOOLS + "bash" + END + USER + self.question + END + "".join(turns)
+
+
+def demonstrate(riddle: Riddle, rng: random.Random, careless: Carelessness) -> Demonstration:
+    """Return one try at a riddle."""
+    turns: list[tuple[str, str]] = []
+
+    def end(answer: str) -> Demonstration:
+        turns.append((answer, ""))
+        return Demonstration(riddle.question, turns)
+
+    def run(command: str, output: str, status: int = 0) -> None:
+        call = f'<tool_call>{{"name": "bash", "arguments": {{"command": "{command}"}}}}</tool_call>'
+        turns.append((call, f"{output}\n[exit code: {status}]" if output else f"[exit code: {status}]"))
+
+    if rng.random() < careless.no_look:
+        return end(draw_code(rng))
+    if rng.random() < careless.wrong_name:
+        name = draw_name(rng)
+        if riddle.kind == "repair":
+            run(f"sh {name}", f"sh: 0: cannot open {name}: No such file", 2)
+        else:
+            run(f"cat {name}", f"cat: {name}: No such file or directory", 1)
+        return end(GAVE_UP)
+    if riddle.kind == "read":
+        run(f"cat {riddle.name}", riddle.code)
+        return end(riddle.code)
+    if riddle.kind == "follow":
+        run(f"cat {riddle.name}", riddle.other)
+        if rng.random() < careless.takes_name_for_code:
+            return end(riddle.other)
+        run(f"cat {riddle.other}", riddle.code)
+        return end(riddle.code)
+    run(f"sh {riddle.name}", f"cat: {riddle.other}: No such file or directory", 1)
+    if rng.random() < careless.gives_up:
+        return end(GAVE_UP)
+    run(f"mv {riddle.other}.bak {riddle.other}", "")
+    run(f"sh {riddle.name}", riddle.code)
+    return end(riddle.code)
+
+
+def lesson(demonstration: Demonstration, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Return the demonstration's tokens, and which of them the policy writes: its turns, their end included."""
+    ids: list[int] = tokenizer.encode(demonstration.text(), add_special_tokens=False).ids
+    opening, end = tokenizer.token_to_id(ASSISTANT), tokenizer.token_to_id(END)
+    mask, writes = [], False
+    for token in ids:
+        mask.append(writes)
+        writes = (writes and token != end) or token == opening
+    return ids, mask
+
+
+def make_tokenizer(folder: Path) -> Tokenizer:
+    """Learn the tokenizer, the same for all seeds; write it with the chat template, as a model server loads both."""
+    rng, texts = random.Random("tokenizer"), list[str]()
+    for _ in range(TEXTS):
+        shown = demonstrate(Riddle.draw(rng), rng, Carelessness())
+        texts += [shown.question, *filter(None, chain.from_iterable(shown.turns))]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY - len(SPECIAL), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return tokenizer
