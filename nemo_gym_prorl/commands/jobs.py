@@ -83,7 +83,7 @@ class Service:
                 if line.startswith(b"event: "):
                     kind = line[7:].strip()
                 elif line.startswith(b"data: ") and kind == b"problem":
-                    raise _refusal(answer.status, line[6:])
+                    raise _refusal(self.url, answer.status, line[6:])
                 elif line.startswith(b"data: "):
                     yield orjson.loads(line[6:])
 

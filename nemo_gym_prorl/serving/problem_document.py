@@ -51,7 +51,7 @@ class ApiError(Exception):
 
 
 def problem_of_answer(url: str, status: int, content: bytes) -> Problem:
-    """Return the problem document of an answer of ``url``, also if something in front of the service wrote the answer."""
+    """Return the problem document of an answer of ``url``, also if a gateway wrote the answer."""
     try:
         return Problem.model_validate_json(content)
     except ValueError:
