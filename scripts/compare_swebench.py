@@ -25,10 +25,9 @@ from rich.table import Table
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from nemo_gym_prorl.tasks.swe import parser_process  # noqa: E402
 from nemo_gym_prorl.tasks.swe.grading import Verdict, judged  # noqa: E402
 from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance  # noqa: E402
-from nemo_gym_prorl.tasks.swe.log_parsing import job_of  # noqa: E402
+from nemo_gym_prorl.tasks.swe.log_parsing import answer, job_of  # noqa: E402
 from nemo_gym_prorl.tasks.swe.report import compare  # noqa: E402
 from nemo_gym_prorl.tasks.swe.testing import Run  # noqa: E402
 from tests.tasks.swe.runner_logs import KINDS, draw_run  # noqa: E402
@@ -47,7 +46,7 @@ class Compared:
 
 def compared(kind: str, way: str, instance: SweInstance, run: Run) -> Compared:
     row = Row(instance_id="a__b-1", image="none", swe=instance)
-    said = parser_process.answer(job_of(instance, run.logs, run.exit_code, row.instance_id))
+    said = answer(job_of(instance, run.logs, run.exit_code, row.instance_id))
     assert said is not None
     report = compare(instance, said["maps"])
     ours = judged(run, report, said["resolved"])[0] is Verdict.RESOLVED

@@ -310,12 +310,6 @@ def test_an_unsupported_record_among_others_costs_only_itself(tmp_path: Path) ->
     assert (done.exit_code, done.stderr.splitlines()[-1]) == (0, "2 lines: 1 kept, 1 dropped, 0 refused")
 
 
-def test_a_known_repository_of_swe_bench_is_not_taken_for_another_set() -> None:
-    patch = "diff --git a/tests/roots/test-x/index.rst b/tests/roots/test-x/index.rst\n"
-    row = CONVERTERS["swe-bench"](swe.swe_bench(repo="sphinx-doc/sphinx", test_patch=patch), None)
-    assert row["swe"]["test_command"].endswith("tests/roots/test-x/index.rst")
-
-
 def test_two_runs_that_write_one_output_do_not_mix(tmp_path: Path) -> None:
     """The second run is refused while the first writes, and what a killed run left is no hindrance."""
     file, output = tmp_path / "set.jsonl", tmp_path / "rows.jsonl"

@@ -18,11 +18,11 @@ from typing import Any
 import sympy
 
 from nemo_gym_prorl.tasks.math.answers import canonical
+from nemo_gym_prorl.tasks.math.checker import Judged, Verdict
 from nemo_gym_prorl.tasks.math.measures import Measure
 from nemo_gym_prorl.tasks.math.shapes import split
 from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, unfinished
 from nemo_gym_prorl.tasks.math.values import near_numbers
-from nemo_gym_prorl.tasks.math.verdicts import Judged, Verdict
 
 
 _AROUND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf)|mbox)\s*\{|[{}\s~]|\\[,;:! ]")

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nemo_gym_prorl.tasks.math.answers import tidy
-from nemo_gym_prorl.tasks.math.checker import MathChecker
-from nemo_gym_prorl.tasks.math.verdicts import ANOTHER_VALUE, Verdict
+from nemo_gym_prorl.tasks.math.checker import ANOTHER_VALUE, MathChecker, Verdict
 from nemo_gym_prorl.tasks.stem import quantities
 from nemo_gym_prorl.tasks.stem.answers import plain, words
 from nemo_gym_prorl.tasks.stem.choices import chosen, letter_of

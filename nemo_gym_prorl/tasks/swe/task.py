@@ -87,3 +87,7 @@ class SoftwareEngineering:
         asked = row_of(row)
         needs = replace(self.needs(row), network=True) if asked.swe.tests_network else None
         return await self._grader.grade(asked, artefacts, partial(open_sandbox, needs))
+
+    async def aclose(self) -> None:
+        """End what grading has started."""
+        await self._grader.aclose()

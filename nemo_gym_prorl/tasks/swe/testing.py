@@ -12,8 +12,7 @@ import asyncio
 import posixpath
 import secrets
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files as package_files
 
@@ -119,7 +118,6 @@ class Run:
         log: what it printed.
         told: what the plugin told; ``None`` if the runner has none.
         rewritten: files of tests that are not as they were laid.
-        installed: path to what it is, of what takes part in a run and was written by what came before the tests.
         problem: why there is no log.
         ended_early: why there are no tests.
     """
@@ -129,7 +127,6 @@ class Run:
     log: str = ""
     told: Told | None = None
     rewritten: tuple[str, ...] = ()
-    installed: Mapping[str, str] = field(default_factory=dict)
     problem: str | None = None
     ended_early: str | None = None
 

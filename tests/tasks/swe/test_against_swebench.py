@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts as the datasets' own harnesses give them, and where ours are stricter."""
 
-import asyncio
 import random
 import subprocess
 import sys
@@ -10,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.tasks.swe import log_parsing
 from nemo_gym_prorl.tasks.swe.grading import Verdict, judged, strictly
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
+from nemo_gym_prorl.tasks.swe.log_parsing import Parsed, answer, job_of
 from nemo_gym_prorl.tasks.swe.report import compare
 from nemo_gym_prorl.tasks.swe.testing import Run
 from tests.tasks.swe.runner_logs import KINDS, draw_run
@@ -28,10 +27,10 @@ def test_each_difference_from_swebench_has_a_reason() -> None:
     assert "nobody knows why" not in done.stdout
 
 
-async def verdicts(instance: SweInstance, log: str, exit_code: int) -> tuple[Verdict, Verdict, bool]:
+def verdicts(instance: SweInstance, log: str, exit_code: int) -> tuple[Verdict, Verdict, bool]:
     """Of a run without a witness: ours, our stricter one, and the dataset's own."""
     run = Run(exit_code=exit_code, log=log)
-    parsed = await log_parsing.parse(instance, run.logs, 60, exit_code=exit_code)
+    parsed = Parsed(**(answer(job_of(instance, run.logs, exit_code, "a__b-1")) or {}))
     report = compare(instance, parsed.maps)
     verdict, _ = judged(run, report, parsed.resolved)
     return verdict, strictly(verdict, run, report), parsed.resolved
@@ -43,17 +42,17 @@ def instance_of(kind: str) -> SweInstance:
     return instance.model_copy(update={"FAIL_TO_PASS": (first,), "PASS_TO_PASS": (second,)})
 
 
-async def test_a_failure_outside_of_the_lists_is_no_crash() -> None:
+def test_a_failure_outside_of_the_lists_is_no_crash() -> None:
     instance, good = instance_of("sympy"), "test_1 ok\ntest_2 ok\n"
-    one, other = await asyncio.gather(verdicts(instance, f"{good}test_3 F\n", 1), verdicts(instance, good, 1))
+    one, other = (verdicts(instance, f"{good}test_3 F\n", 1), verdicts(instance, good, 1))
     assert one == (Verdict.RESOLVED, Verdict.CRASHED, True)
     assert other == (Verdict.CRASHED, Verdict.CRASHED, False)
 
 
-async def test_where_only_failures_are_printed_the_others_have_passed() -> None:
+def test_where_only_failures_are_printed_the_others_have_passed() -> None:
     instance = instance_of("eslint")
     assert (instance.eval_type, instance.kind_of_runner) == ("fail_only", "log")
-    passed, failed, never_ran = await asyncio.gather(
+    passed, failed, never_ran = (
         verdicts(instance, "  5 passing (1s)\n", 0),
         verdicts(instance, "  4 passing (1s)\n  1) test_1:\n     AssertionError: 1\n", 1),
         verdicts(instance, "npm: command not found\n", 127),
@@ -77,7 +76,7 @@ SUMMARY = "=== short test summary info ===\n"
     ],
     ids=["order of names", "a status in what a skipped test says", "colours", "one summary"],
 )
-async def test_results_are_compared_as_r2e_gym_does(expected: dict[str, str], lines: str) -> None:
+def test_results_are_compared_as_r2e_gym_does(expected: dict[str, str], lines: str) -> None:
     instance = SweInstance(
         dataset="r2e-gym",
         repo="a",
@@ -86,6 +85,6 @@ async def test_results_are_compared_as_r2e_gym_does(expected: dict[str, str], li
         log_parser="r2e_gym",
         expected_output=expected,
     )
-    parsed = await log_parsing.parse(instance, [SUMMARY + lines], 60)
+    parsed = Parsed(**(answer(job_of(instance, [SUMMARY + lines], 0, "a__b-1")) or {}))
     assert parsed.resolved
     assert compare(instance, parsed.maps).resolved

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from nemo_gym_prorl.cli_data import app
 from nemo_gym_prorl.commands.images import wanted_images
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.swe import eval_script
+from nemo_gym_prorl.tasks.swe import test_commands
 from nemo_gym_prorl.tasks.swe.changes import Change, Solution
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
@@ -44,7 +44,7 @@ RECORDS: Mapping[str, Callable[..., dict[str, Any]]] = {
             "swe-bench",
             "sympy__sympy-1",
             "docker://docker.io/swebench/sweb.eval.x86_64.sympy_1776_sympy-1:latest",
-            "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' bin/test -C --verbose lib/tests/test_sums.py",
+            records.SYMPY,
             "parse_log_sympy",
         ),
         (
@@ -93,16 +93,17 @@ def test_images_may_lie_elsewhere(dataset: str, image: str) -> None:
 FAULTS = [
     *[("swe-bench", name, ...) for name in ("instance_id", "repo", "version", "base_commit", "problem_statement")],
     *[("swe-gym", name, ...) for name in ("patch", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS")],
-    ("swe-bench", "repo", "nobody/nothing"),
+    ("swe-bench", "eval_script", ...),
+    ("swe-bench", "eval_script", "pytest"),
     ("swe-bench", "repo", 7),
     ("swe-bench", "base_commit", "master"),
     ("swe-bench", "instance_id", "../../etc/passwd"),
     ("swe-bench", "FAIL_TO_PASS", "test_add"),
     ("swe-bench", "FAIL_TO_PASS", "[]"),
     ("swe-bench", "PASS_TO_PASS", '["test_add"]'),
-    ("swe-bench", "test_patch", records.PATCH.replace("sums.py", "sums.txt")),
+    ("swe-gym", "test_patch", records.PATCH.replace("sums.py", "sums.txt")),
     ("swe-gym", "FAIL_TO_PASS", [7]),
-    ("swe-gym", "repo", "django/django"),
+    ("swe-gym", "repo", "nobody/nothing"),
     *[("r2e-gym", name, ...) for name in ("repo_name", "docker_image", "commit_hash", "problem_statement")],
     ("r2e-gym", "docker_image", "an image; rm -rf /"),
     ("r2e-gym", "parsed_commit_content", "{"),
@@ -212,7 +213,7 @@ pytest
 
 
 def test_only_gits_part_is_left_out_of_an_odd_script() -> None:
-    before, _ = eval_script.read(ODD_SCRIPT)
+    before = test_commands.of_script(ODD_SCRIPT, "parse_log_pytest").before
     git = "git() { echo called; }"
     done = subprocess.run(["bash", "-c", f"{git}\n{before}\nlay"], capture_output=True, text=True, check=True)
     words = ["git diff of words", " EOF", "git status of words", "git show $of words"]
@@ -230,45 +231,22 @@ def test_a_script_without_its_marks_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "repo", "version", "before", "command", "network"),
+    ("repo", "version", "before", "command"),
     [
-        ("swe-bench", "django/django", "1.6", "setup.py install", "./tests/runtests.py", False),
-        ("swe-bench", "django/django", "2.2", "export LC_ALL=en_US.UTF-8", "./tests/runtests.py", False),
-        ("swe-bench", "django/django", "1.9", "setup.py install", "./tests/runtests.py --verbosity 2 lib", False),
-        ("swe-bench", "django/django", "3.1", "locale-gen", "./tests/runtests.py", False),
-        ("swe-bench", "django/django", "4.2", "pip install -e .", "./tests/runtests.py", False),
-        ("swe-bench", "matplotlib/matplotlib", "2.2", "python setup.py install", "pytest -rA", False),
-        ("swe-bench", "matplotlib/matplotlib", "3.5", "pip install -e .", "pytest -rA", True),
-        ("swe-bench", "scikit-learn/scikit-learn", "0.22", "--no-build-isolation -e .", "pytest -rA", False),
-        ("swe-bench", "astropy/astropy", "1.3", "-e .[test] --verbose", "--tb=no -p no:nose lib", True),
-        ("swe-bench", "astropy/astropy", "v5.3", "-e .[test] --verbose", "pytest -rA lib", True),
-        ("swe-bench", "sphinx-doc/sphinx", "3.5", "-e .[test]", "tox --current-env -epy39 -v -- -rA lib", False),
-        ("swe-bench", "psf/requests", "2.31", "pip install .", "pytest -rA", True),
-        ("swe-gym", "pandas-dev/pandas", "1.5", "-ve . --no-build-isolation", "pytest -rA --tb=long", False),
-        ("swe-gym", "conan-io/conan", "2.0", "PIP_CONSTRAINT", "pytest -n0 -rA", False),
-        ("swe-gym", "conan-io/conan", "1.62", "export PYTHONPATH=", "pytest -n0 -rA", False),
+        ("pandas-dev/pandas", "1.5", "-ve . --no-build-isolation", "pytest -rA --tb=long lib"),
+        ("conan-io/conan", "2.0", "PIP_CONSTRAINT", "pytest -n0 -rA lib"),
+        ("conan-io/conan", "1.62", "export PYTHONPATH=", "pytest -n0 -rA lib"),
+        ("python/mypy", "0.9", "pytest-xdist", "pytest -n0 -rA -k 'testA or testB'"),
+        ("python/mypy", "1.7", "hash -r", "pytest -rA -k 'testA or testB'"),
     ],
 )
-def test_what_the_datasets_harnesses_run_before_the_tests_is_in_the_row(
-    dataset: str, repo: str, version: str, before: str, command: str, network: bool
-) -> None:
-    read = row_of(CONVERTERS[dataset](RECORDS[dataset](repo=repo, version=version), None))
+def test_what_swe_gyms_harness_runs_is_in_the_row(repo: str, version: str, before: str, command: str) -> None:
+    cases = {"test_patch": "diff --git a/x.test b/x.test\n+[case testA]\n+[case testB]\n"} if "mypy" in repo else {}
+    read = row_of(CONVERTERS["swe-gym"](records.swe_gym(repo=repo, version=version, **cases), None))
     assert read.swe.before_tests.startswith("set -uxo pipefail\n")
     assert before in read.swe.before_tests
-    assert command in read.swe.test_command
-    assert "LANG" not in read.swe.test_command
-    assert ("LANG" in read.swe.before_tests) is (repo == "django/django" and version in ("1.9", "2.2", "3.1"))
-    assert (read.swe.tests_network, read.network) == (network, None)
-
-
-def test_tests_of_django_are_modules_and_of_mypy_cases() -> None:
-    django = records.swe_bench(repo="django/django", test_patch=records.TEST_PATCH.replace("lib/tests/", "tests/lib/"))
-    assert CONVERTERS["swe-bench"](django, None)["swe"]["test_command"].endswith(" --parallel 1 lib.test_sums")
-    mypy = records.swe_gym(
-        repo="python/mypy", test_patch="diff --git a/x.test b/x.test\n+[case testA]\n+[case testB]\n"
-    )
-    assert CONVERTERS["swe-gym"](mypy, None)["swe"]["test_command"] == "pytest -n0 -rA -k 'testA or testB'"
-    assert CONVERTERS["swe-gym"](mypy | {"version": "1.7"}, None)["swe"]["test_command"].startswith("pytest -rA -k ")
+    assert read.swe.test_command.startswith(command)
+    assert (read.swe.tests_network, read.network) == (False, None)
 
 
 def test_the_fix_of_a_taken_apart_commit_applies(tmp_path: Path) -> None:
@@ -324,8 +302,9 @@ async def test_the_tests_reach_the_network_and_the_policy_does_not() -> None:
         raise InfrastructureError("there is none")
 
     task = SoftwareEngineering(ToolLimits(), PatchLimits(), GradingLimits())
-    for repo in ("psf/requests", "pallets/flask"):
-        row = CONVERTERS["swe-bench"](records.swe_bench(repo=repo), None)
+    for before in ("python -m pip install .", "export LANG=C"):
+        script = records.eval_script("pytest -rA", before)
+        row = CONVERTERS["swe-bench"](records.swe_bench(eval_script=script), None)
         assert task.needs(row).network is None
         with pytest.raises(InfrastructureError):
             await task.grade(row, Solution((Change("a.py", None, False),)), {}, open_sandbox)
