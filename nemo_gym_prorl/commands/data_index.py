@@ -11,8 +11,8 @@ from rich.console import Console
 
 from nemo_gym_prorl.commands.data import records
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.stem.search.engine import Passage
-from nemo_gym_prorl.tasks.stem.search.index import build
+from nemo_gym_prorl.tasks.stem.search import Passage
+from nemo_gym_prorl.tasks.stem.search_engines import build
 
 
 _TEXT = ("text", "contents", "passage")

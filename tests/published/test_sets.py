@@ -29,13 +29,11 @@ from nemo_gym_prorl.tasks.code.rows import MAX_TEST_BYTES, read_metadata, read_p
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.rows import row_of as math_row
 from nemo_gym_prorl.tasks.records import UnusableRecord
-from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 from tests.published.code import CODE
 from tests.published.math import MATH
 from tests.published.sets import NAN, STDIN, Published, Q, verl
 from tests.published.stem import STEM
 from tests.published.swe import SWE
-from tests.tasks.swe import records as swe
 
 
 SETS = [*MATH, *STEM, *CODE, *SWE]

@@ -20,7 +20,7 @@ from nemo_gym_prorl.tasks.records import text_of
 from nemo_gym_prorl.tasks.stem import quantities
 from nemo_gym_prorl.tasks.stem.answers import plain, without_box
 from nemo_gym_prorl.tasks.stem.choices import letter_of, letters_in, options_in
-from nemo_gym_prorl.tasks.stem.search.tool import SCHEMA
+from nemo_gym_prorl.tasks.stem.search import SCHEMA
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 

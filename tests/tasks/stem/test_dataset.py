@@ -13,7 +13,7 @@ from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.stem.dataset import row_of
 from nemo_gym_prorl.tasks.stem.problems import Kind, problem_of
-from nemo_gym_prorl.tasks.stem.search.index import Index
+from nemo_gym_prorl.tasks.stem.search_engines import Index
 
 
 SCP = {
