@@ -38,7 +38,7 @@ from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.task_sandboxes import PROGRESS
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.prompts import humaneval_row, problems
 
 
 AGENT = "prorl_code_agent"
@@ -251,7 +251,7 @@ def _entries(count: int, with_scripts: bool) -> list[Entry]:
     for i in range(count):
         problem = every[i % len(every)]
         script = SCRIPTS[i % len(SCRIPTS)] if with_scripts else None
-        row = row_for(problem, script_for(problem, script) if script else None)
+        row = humaneval_row(problem, script_for(problem, script) if script else None)
         entries.append(Entry(f"{GROUP}-{i}", problem.task_id, script, row))
     return entries
 

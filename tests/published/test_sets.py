@@ -69,8 +69,7 @@ def told(row: dict[str, Any], wanted: Any) -> Any:
     if "instance_id" in row:
         return row["instance_id"]
     if "expected_answer" not in row:
-        metadata = row["verifier_metadata"]
-        return len(read_problem(read_metadata(row), None).tests) if "unit_tests" in metadata else row["task_id"]
+        return len(read_problem(read_metadata(row), None).tests)
     if "options" in row and len(wanted) > 1:
         [text] = [option[row["expected_answer"]] for option in row["options"] if row["expected_answer"] in option]
         return text

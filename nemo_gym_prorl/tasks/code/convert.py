@@ -20,10 +20,9 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.code import humaneval
-from nemo_gym_prorl.tasks.code.prompts import row_for
+from nemo_gym_prorl.tasks.code.prompts import humaneval_row, problems, row_for
 from nemo_gym_prorl.tasks.code.published_tests import as_json_text, of_asserts, of_cases, unpacked
-from nemo_gym_prorl.tasks.code.rows import METADATA, has_tests, read_metadata, read_problem
+from nemo_gym_prorl.tasks.code.rows import METADATA, read_metadata, read_problem
 from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, parsed, question_of
 
 
@@ -65,8 +64,6 @@ def row_of(record: Record, tests_folder: Path | None = None, time_factor: float 
     for field, convert in _KINDS.items():
         if field in record:
             row = convert(record, time_factor)
-            if not has_tests(row) and "task_id" in row:
-                return row  # HumanEval's tests are installed with the package
             read_problem(read_metadata(row), None)
             return row if tests_folder is None else _with_file(row, tests_folder)
     known = ", ".join(_KINDS)
@@ -145,11 +142,11 @@ def _codeforces(record: Record, time_factor: float) -> dict[str, Any]:
 
 def _asserted(record: Record, _time_factor: float) -> dict[str, Any]:
     """HumanEval and HumanEval+, LeetCodeDataset, KodCode."""
-    problem = humaneval.problems().get(str(record.get("task_id")))
+    problem = problems().get(str(record.get("task_id")))
     if problem is not None:
-        if record["test"] != problem.test:
+        if "assertion(" in _text(record, "test"):
             raise UnsupportedSet("HumanEval+ cannot be used: its tests are loops, not asserts; use HumanEval")
-        return {**humaneval.row_for(problem), "data_source": "humaneval"}
+        return {**humaneval_row(problem), "data_source": "humaneval"}
     candidates = ("candidate", str(record.get("entry_point", "candidate")).rpartition(".")[2])
     tests = of_asserts(_text(record, "test"), "test", candidates)
     asked = next((name for name in ("problem_description", "question") if record.get(name)), "prompt")

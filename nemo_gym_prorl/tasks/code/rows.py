@@ -139,12 +139,6 @@ class Problem:
     memory_limit_mib: int | None = None
 
 
-def has_tests(row: Mapping[str, Any]) -> bool:
-    """Whether a row is one of ours."""
-    metadata = row.get(METADATA)
-    return isinstance(metadata, Mapping) and ("unit_tests" in metadata or "tests_file" in metadata)
-
-
 def read_metadata(row: Mapping[str, Any]) -> Metadata:
     """A row's metadata, without looking at the tests one by one.
 

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Programming problems as a :class:`~nemo_gym_prorl.tasks.task.Task`: HumanEval's, and those that bring their tests.
+"""Programming problems as a :class:`~nemo_gym_prorl.tasks.task.Task`: rows bring their tests.
 
-A row with tools has its solution in a file, which the policy finds with a stub of HumanEval's function, or empty. A
-row without is answered in text, as NeMo Gym's ``code_gen`` rows are: the last block in Python counts.
+A row with tools has its solution in a file, which the policy finds empty. A row without is answered in text, as NeMo
+Gym's ``code_gen`` rows are: the last block in Python counts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.tasks.code.fences import program_in
-from nemo_gym_prorl.tasks.code.grading import CodeLimits, Problem, RewardRule, Verdict, failed, grade
-from nemo_gym_prorl.tasks.code.humaneval import HANDING_IN, SOLUTION_FILE, TOOLS, problem_for
-from nemo_gym_prorl.tasks.code.rows import find_tests_file, has_tests, read_metadata, read_problem
+from nemo_gym_prorl.tasks.code.grading import CodeLimits, RewardRule, Verdict, failed, grade
+from nemo_gym_prorl.tasks.code.prompts import HANDING_IN, SOLUTION_FILE, TOOLS
+from nemo_gym_prorl.tasks.code.rows import find_tests_file, read_metadata, read_problem
 from nemo_gym_prorl.tasks.final_message import final_message
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
@@ -64,11 +64,9 @@ class ProgrammingProblems:
         """One like any other.
 
         Raises:
-            CallerError: the row is no problem of either kind.
+            CallerError: the row's tests can't be used; names the field.
         """
-        if not has_tests(row):
-            problem_for(row)
-        elif (metadata := read_metadata(row)).tests_file is None:
+        if (metadata := read_metadata(row)).tests_file is None:
             read_problem(metadata, None)
         else:
             find_tests_file(metadata, self._tests_folder)
@@ -76,7 +74,7 @@ class ProgrammingProblems:
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
         """Put the file there."""
-        await tools.write({SOLUTION_FILE: "" if has_tests(row) else problem_for(row).stub})
+        await tools.write({SOLUTION_FILE: ""})
 
     async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Taken:
         """The solution's file."""
@@ -90,16 +88,13 @@ class ProgrammingProblems:
             source = (artefacts.content or b"").decode()
         except UnicodeDecodeError:
             return failed(Verdict.NO_SOLUTION, f"{SOLUTION_FILE} is not UTF-8 text")
-        if has_tests(row) and not _has_tools(row):
+        if not _has_tools(row):
             source = program_in(final_message(response))
         if not source.strip():
             return failed(Verdict.NO_SOLUTION, artefacts.problem or f"{SOLUTION_FILE} holds no Python")
-        problem = await asyncio.to_thread(self._problem, row)
+        problem = await asyncio.to_thread(read_problem, read_metadata(row), self._tests_folder)
         graded = await grade(open_sandbox, problem, source, self._limits, self._root, self._rule)
         return replace(graded, fields={**graded.fields, "solution": source[:MAX_SOLUTION_FIELD]})
-
-    def _problem(self, row: Mapping[str, Any]) -> Problem:
-        return read_problem(read_metadata(row), self._tests_folder) if has_tests(row) else problem_for(row)
 
 
 def _has_tools(row: Mapping[str, Any]) -> bool:

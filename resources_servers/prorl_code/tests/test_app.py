@@ -37,12 +37,12 @@ def test_routes() -> None:
     assert {"/bash", "/python", "/str_replace_editor", "/submit"} <= paths
 
 
-@pytest.mark.parametrize("row", [{}, {"task_id": "HumanEval/164"}])
+@pytest.mark.parametrize("row", [{}, {"task_id": "HumanEval/2"}])
 def test_a_bad_row_is_refused_and_the_field_named(row: dict[str, str]) -> None:
     answer = make_client().post("/seed_session", json=row)
     assert answer.status_code == 422
     assert answer.headers["Content-Type"] == "application/problem+json"
-    assert answer.json()["errors"][0]["field"] == "task_id"
+    assert answer.json()["errors"][0]["field"] == "verifier_metadata"
 
 
 def test_a_tool_without_a_session_is_a_lost_session() -> None:

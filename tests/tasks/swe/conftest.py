@@ -3,6 +3,7 @@
 """Tests of a module share an event loop and a grader, whose log parser takes seconds to start."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -11,9 +12,12 @@ from pytest_asyncio import is_async_test
 from tests.tasks.swe import tally
 
 
+HERE = Path(__file__).parent
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if is_async_test(item) and "/tasks/swe/" in str(item.path):
+        if is_async_test(item) and item.path.parent == HERE and "base_url" not in item.fixturenames:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
 
 
