@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.real_engines import SCRIPTS, engines
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.gym.deployment import GymDeployment
-from nemo_gym_prorl.tasks.math.rows import row_of
+from nemo_gym_prorl.tasks.math.task import row_of
 
 
 ROOT = Path(__file__).parents[1]

@@ -40,8 +40,7 @@ def math(file: Source, output: Output = None, data_source: DataSource = None, dr
 
     Exit code 1 if a record is malformed. docs/data.md lists the sets.
     """
-    from nemo_gym_prorl.tasks.math.golds import requiring_readable
-    from nemo_gym_prorl.tasks.math.rows import row_of
+    from nemo_gym_prorl.tasks.math.task import requiring_readable, row_of
 
     with requiring_readable(row_of) as readable_row_of:
         _convert(file, output, readable_row_of, data_source, dry_run)

@@ -27,7 +27,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code.published_tests import of_asserts, unpacked
 from nemo_gym_prorl.tasks.code.rows import MAX_TEST_BYTES, read_metadata, read_problem
 from nemo_gym_prorl.tasks.math.checker import MathChecker
-from nemo_gym_prorl.tasks.math.rows import row_of as math_row
+from nemo_gym_prorl.tasks.math.task import row_of as math_row
 from nemo_gym_prorl.tasks.records import UnusableRecord
 from tests.published.code import CODE
 from tests.published.math import MATH

@@ -9,7 +9,7 @@ It may run for ever or eat all memory: answers are other people's programs for s
 
 - what is of another kind, in another order, or has other members (:mod:`.shapes`);
 - other units, words and bases (:mod:`.measures`), and words of the same letters;
-- what is left to be worked out (:mod:`.unfinished`), or is as it stands in the question;
+- what is left to be worked out (:mod:`.values`), or is as it stands in the question;
 - what contradicts itself: ``6 = 5`` or ``6 \approx 5`` for 5;
 - what is only near, and relations without solutions (:mod:`.values`).
 
@@ -32,22 +32,42 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify.parser import get_last_eq, should_treat_as_complex
 
 from nemo_gym_prorl.tasks.math import real_sets, shapes
-from nemo_gym_prorl.tasks.math.answers import canonical, combinations, restates, side_by_side, tidy
+from nemo_gym_prorl.tasks.math.answers import (
+    another_order,
+    canonical,
+    combinations,
+    restates,
+    side_by_side,
+    symbols,
+    tidy,
+)
 from nemo_gym_prorl.tasks.math.checker import ANOTHER_VALUE, Judged, Verdict
-from nemo_gym_prorl.tasks.math.colons import another_time, ratio_verdict
 from nemo_gym_prorl.tasks.math.measures import (
     Measure,
     another_unit,
     in_cents,
     measure_of,
+    nouns_of,
     stray_text,
 )
-from nemo_gym_prorl.tasks.math.notation import another_order, symbols
 from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, VECTOR, Shape
-from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, leaves, unfinished
-from nemo_gym_prorl.tasks.math.unit_words import nouns_of
-from nemo_gym_prorl.tasks.math.values import near_numbers, other_sides, same
-from nemo_gym_prorl.tasks.math.words import another_base, another_text, congruence, label_and_rest
+from nemo_gym_prorl.tasks.math.values import (
+    computing,
+    in_final_form,
+    leaves,
+    near_numbers,
+    other_sides,
+    same,
+    unfinished,
+)
+from nemo_gym_prorl.tasks.math.words import (
+    another_base,
+    another_text,
+    another_time,
+    congruence,
+    label_and_rest,
+    ratio_verdict,
+)
 
 
 # Its warnings repeat what policies say.

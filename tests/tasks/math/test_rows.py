@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.final_answer import final_answer
-from nemo_gym_prorl.tasks.math.rows import SYSTEM_PROMPT, expected_answer, row_of
+from nemo_gym_prorl.tasks.math.task import SYSTEM_PROMPT, expected_answer, row_of
 from nemo_gym_prorl.tasks.stem.problems import problem_of
 
 
