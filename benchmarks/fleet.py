@@ -40,7 +40,7 @@ from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.scripted.policy import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.tasks.code.prompts import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 
 
 SIZES, QUICK_SIZES = (1, 2, 4, 8), (1, 2)

@@ -59,7 +59,7 @@ from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from nemo_gym_prorl.scripted.server import create_app
 from nemo_gym_prorl.scripted.turns import call, turn
 from nemo_gym_prorl.serving.embedded import served
-from nemo_gym_prorl.tasks.code.prompts import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 
 
 NODES, ROLLOUTS, EVERY_S = 8, 10_000, 8.0

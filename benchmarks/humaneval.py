@@ -33,7 +33,7 @@ from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.tasks.code.prompts import HumanEvalProblem, humaneval_row, problems
+from nemo_gym_prorl.tasks.code.rows import HumanEvalProblem, humaneval_row, problems
 from scripts.scripted_turns.humaneval import script_for
 
 

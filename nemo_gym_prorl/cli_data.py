@@ -52,7 +52,7 @@ def stem(file: Source, output: Output = None, data_source: DataSource = None, dr
 
     Exit code 1 if a record is malformed. docs/data.md lists the sets.
     """
-    from nemo_gym_prorl.tasks.stem.dataset import row_of
+    from nemo_gym_prorl.tasks.stem.problems import row_of
 
     _convert(file, output, row_of, data_source, dry_run)
 

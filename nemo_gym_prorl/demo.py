@@ -38,7 +38,7 @@ from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.task_sandboxes import PROGRESS
-from nemo_gym_prorl.tasks.code.prompts import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 
 
 AGENT = "prorl_code_agent"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from nemo_gym_prorl import demo_scripts
 from nemo_gym_prorl.demo_scripts import create
 from nemo_gym_prorl.scripted.turns import Script, Turn, call, script_of, turn
-from nemo_gym_prorl.tasks.code.prompts import HumanEvalProblem
+from nemo_gym_prorl.tasks.code.rows import HumanEvalProblem
 
 
 def script_for(problem: HumanEvalProblem, variant: str) -> Script:

@@ -27,7 +27,7 @@ from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.keys import authorization
-from nemo_gym_prorl.tasks.code.prompts import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from tests.handlers.test_resume import counting
 from tests.handlers.test_resume_over_nodes import sampled
 

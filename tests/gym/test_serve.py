@@ -33,7 +33,7 @@ from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.task_sandboxes import PROGRESS
-from nemo_gym_prorl.tasks.code.prompts import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 
 
 pytestmark = [pytest.mark.gym, pytest.mark.sandbox]

@@ -13,7 +13,7 @@ import pytest
 
 from nemo_gym_prorl.rollout.client import ApiError
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.tasks.code.prompts import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from tests.handlers.gym_host import instance
 from tests.handlers.test_resume import Stage
 from tests.policy.engines import MODEL, tiny_model, vllm

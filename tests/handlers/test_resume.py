@@ -26,7 +26,7 @@ from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.problems import add_problem_handlers
-from nemo_gym_prorl.tasks.code.prompts import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from tests.handlers.gym_host import hosting, instance
 from tests.rollout.serving import serve
 from tests.tasks import containers

@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.tasks.code.prompts import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from tests.nemo_rl.conftest import KEY, NODE_ADDRESS, documented
 from tests.tasks import containers
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from nemo_gym_prorl.tasks.code.prompts import problems
+from nemo_gym_prorl.tasks.code.rows import problems
 from scripts.scripted_turns.humaneval import script_for
 from tests.prorl_code.conftest import RESPONSE, Client, build, row, serving
 from tests.tasks import containers
@@ -23,7 +23,7 @@ async def test_a_whole_session(client: Client) -> None:
     before = containers.instances()
     await client.seed()
     assert len(containers.instances() - before) == 1
-    assert "raise NotImplementedError" in await client.tool("str_replace_editor", command="view", path="solution.py")
+    assert "[empty file]" in await client.tool("str_replace_editor", command="view", path="solution.py")
     assert await client.tool("bash", command="pwd") == "/sandbox/workspace\n[exit code: 0]"
     await client.tool("str_replace_editor", command="create", path="solution.py", file_text=SOLVED)
     check = "import solution\nprint(solution.truncate_number(3.5))"

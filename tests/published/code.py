@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 
-from nemo_gym_prorl.tasks.code.prompts import problems
+from nemo_gym_prorl.tasks.code.rows import problems
 from tests.published.sets import CALL, CHAT, STDIN, SUM, Published, packed, verl
 
 

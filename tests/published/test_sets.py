@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.commands.data import convert
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.code.published_tests import of_asserts, unpacked
+from nemo_gym_prorl.tasks.code.convert import of_asserts, unpacked
 from nemo_gym_prorl.tasks.code.rows import MAX_TEST_BYTES, read_metadata, read_problem
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.task import row_of as math_row

@@ -18,8 +18,14 @@ from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.started import SandboxWithSessions
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, Lost, Verdict, grade, grade_in
-from nemo_gym_prorl.tasks.code.prompts import HumanEvalProblem, humaneval_row, problems
-from nemo_gym_prorl.tasks.code.rows import Problem, read_metadata, read_problem
+from nemo_gym_prorl.tasks.code.rows import (
+    HumanEvalProblem,
+    Problem,
+    humaneval_row,
+    problems,
+    read_metadata,
+    read_problem,
+)
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade
 from scripts.scripted_turns.humaneval import CHEATS

@@ -14,8 +14,7 @@ from nemo_gym_prorl.demo_scripts import seeded_mistake
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.arguments import MAX_ARGUMENT_BYTES, BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.code.grading import CodeLimits
-from nemo_gym_prorl.tasks.code.prompts import humaneval_row, problems
-from nemo_gym_prorl.tasks.code.rows import read_metadata, read_problem
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade, SandboxNeeds

@@ -17,10 +17,9 @@ from typing import Any, Literal
 from nemo_gym_prorl.failures import AgentError, TaskError
 from nemo_gym_prorl.tasks.code.filters import filters
 from nemo_gym_prorl.tasks.code.rows import Problem
-from nemo_gym_prorl.tasks.program import BYTE_ORDER_MARK, program
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
-from nemo_gym_prorl.tasks.trials import Lost, TakenDown, attempt, settle
+from nemo_gym_prorl.tasks.trials import BYTE_ORDER_MARK, Lost, TakenDown, attempt, program, settle
 
 
 _INSIDE = "nemo_gym_prorl.tasks.code.inside"

@@ -3,25 +3,102 @@
 """Programming problems as a :class:`~nemo_gym_prorl.tasks.task.Task`: rows bring their tests.
 
 A row with tools has its solution in a file, which the policy finds empty. A row without is answered in text, as NeMo
-Gym's ``code_gen`` rows are: the last block in Python counts.
+Gym's ``code_gen`` rows are: of all blocks in Python in the last message the last counts. A block is in Python if its
+fence says so, or says nothing and the block looks like code: an example of output after the program is no program.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.tasks.code.fences import program_in
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, RewardRule, Verdict, failed, grade
-from nemo_gym_prorl.tasks.code.prompts import HANDING_IN, SOLUTION_FILE, TOOLS
-from nemo_gym_prorl.tasks.code.rows import find_tests_file, read_metadata, read_problem
-from nemo_gym_prorl.tasks.final_message import final_message
+from nemo_gym_prorl.tasks.code.rows import (
+    HANDING_IN,
+    SOLUTION_FILE,
+    TOOLS,
+    find_tests_file,
+    read_metadata,
+    read_problem,
+)
+from nemo_gym_prorl.tasks.final_answer import final_message
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
+
+
+_OPENING = re.compile(r"(?P<before>(?:(?!`{3}|~{3}).)*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<label>[^`]*)")
+_LABEL = re.compile(r"[{\s.]*([\w+#-]*)")
+_PYTHON = re.compile(r"(?:python|py|pypy|cpython|sage)[\d.]*|ipython\d?", re.IGNORECASE)
+_CODE = re.compile(
+    r"^[ \t]*(?:import|from|def|class|async|for|while|if|with|try|return|print|lambda|@)\b"
+    r"|^[\w.,\[\] \t]+[-+*/]?=[^=]|\b(?:print|input|int|map|sys\.std\w+|open)\s*[.(]",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        label: what stands behind the opening fence, up to the first character of no word; may be empty.
+        content: its lines, without the indentation of the fence.
+    """
+
+    label: str
+    content: str
+
+
+def program_in(message: str) -> str:
+    """The program of a message: the last block in Python, else the last block, else all of the message."""
+    blocks = list(blocks_in(message))
+    if not blocks:
+        return message
+    return next((block.content for block in reversed(blocks) if _is_python(block)), blocks[-1].content)
+
+
+def blocks_in(message: str) -> list[Block]:
+    """The fenced blocks of a message, of backquotes or tildes; one that is not closed ends with the message."""
+    blocks, lines = list[Block](), list[str]()
+    fence, label, indent = "", "", 0
+    for line in message.split("\n"):
+        line = line.removesuffix("\r")
+        if not fence:
+            if found := _OPENING.fullmatch(line):
+                fence, label, indent = found["fence"], _LABEL.match(found["label"])[1], _indent(found["before"])  # type: ignore[index]
+            continue
+        ended = line.rstrip()
+        body = ended.rstrip(fence[0])
+        if len(ended) - len(body) >= len(fence):
+            if body.strip():  # the fence stands behind the last line
+                lines.append(_dedented(body, indent))
+            blocks.append(Block(label, "\n".join([*lines, ""])))
+            fence, lines = "", []
+        else:
+            lines.append(_dedented(line, indent))
+    if fence:
+        blocks.append(Block(label, "\n".join(lines)))
+    return blocks
+
+
+def _indent(before: str) -> int:
+    """How far a fence is indented; text before a fence on its line, but for the mark of a list, is no indentation."""
+    marked = re.match(r"\s*(?:[-*+]|\d+[.)])?\s*", before)
+    return len(before) if marked and marked.end() == len(before) else 0
+
+
+def _dedented(line: str, indent: int) -> str:
+    blank = len(line) - len(line.lstrip())
+    return line[min(indent, blank) :]
+
+
+def _is_python(block: Block) -> bool:
+    return bool(_PYTHON.fullmatch(block.label) if block.label else _CODE.search(block.content))
 
 
 MAX_SOLUTION_BYTES = 256 * 1024

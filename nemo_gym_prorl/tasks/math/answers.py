@@ -12,7 +12,7 @@ import re
 import unicodedata
 from fractions import Fraction
 
-from nemo_gym_prorl.tasks.tex import OPENED_BOX, closed_from, with_braces
+from nemo_gym_prorl.tasks.final_answer import OPENED_BOX, closed_from, with_braces
 
 
 _GREEK = r"\\(?:alpha|beta|gamma|delta|epsilon|varepsilon|theta|lambda|mu|nu|xi|rho|sigma|tau|phi|psi|omega|Omega|ell)"

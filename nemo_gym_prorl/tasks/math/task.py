@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, TaskError
-from nemo_gym_prorl.tasks.final_answer import final_answer
-from nemo_gym_prorl.tasks.final_message import final_message
+from nemo_gym_prorl.tasks.final_answer import final_answer, final_message
 from nemo_gym_prorl.tasks.math.answers import unwrapped
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.records import (

@@ -18,7 +18,7 @@ from pydantic import Field
 from nemo_gym_prorl.tasks.arguments import Arguments, BadArguments, parse_arguments, tool_schema
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.tally import Tally
+from nemo_gym_prorl.tasks.workbench.tools import Tally
 
 
 MAX_QUERY_CHARS = 400

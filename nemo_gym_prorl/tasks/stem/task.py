@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, TaskError
-from nemo_gym_prorl.tasks.final_answer import MAX_ANSWER_CHARS, final_answer
-from nemo_gym_prorl.tasks.final_message import final_message
+from nemo_gym_prorl.tasks.final_answer import MAX_ANSWER_CHARS, final_answer, final_message
 from nemo_gym_prorl.tasks.stem.judge import Judge, Verdict
 from nemo_gym_prorl.tasks.stem.problems import WORKBENCH_TOOLS, Kind, problem_of
 from nemo_gym_prorl.tasks.stem.rules import Ruled, Rules, Ruling
 from nemo_gym_prorl.tasks.stem.search import OpenSearch, SearchTool
-from nemo_gym_prorl.tasks.task import Grade, HasEnd, OpenSandbox, SandboxNeeds
-from nemo_gym_prorl.tasks.together import OpenTogether, Together
+from nemo_gym_prorl.tasks.task import Grade, HasEnd, OpenSandbox, OpenTogether, SandboxNeeds, Together
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 

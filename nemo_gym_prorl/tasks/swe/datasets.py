@@ -30,7 +30,7 @@ from nemo_gym_prorl.tasks.records import UnusableRecord, parsed
 from nemo_gym_prorl.tasks.swe import test_commands
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus, refusal
 from nemo_gym_prorl.tasks.swe.log_parsing import R2E_PARSER, r2e_names
-from nemo_gym_prorl.tasks.swe.rows import make_row
+from nemo_gym_prorl.tasks.swe.task import make_row
 from nemo_gym_prorl.tasks.swe.test_commands import TestSpec
 
 

@@ -22,15 +22,13 @@ from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
 from nemo_gym_prorl.tasks.swe.canaries import Canaries, canaries_of
-from nemo_gym_prorl.tasks.swe.changes import Solution, shown
+from nemo_gym_prorl.tasks.swe.changes import Patch, Solution, shown
 from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance, TestStatus
 from nemo_gym_prorl.tasks.swe.log_parsing import LogParser, ParserTimeout
-from nemo_gym_prorl.tasks.swe.patches import Patch
 from nemo_gym_prorl.tasks.swe.paths import Protection
 from nemo_gym_prorl.tasks.swe.report import Report, compare
-from nemo_gym_prorl.tasks.swe.repository import Laid, Repositories
+from nemo_gym_prorl.tasks.swe.repository import Laid, NotTaken, Repositories, end_of
 from nemo_gym_prorl.tasks.swe.testing import Run, TestLimits, lay_canaries, run_before, run_tests
-from nemo_gym_prorl.tasks.swe.work_folder import NotTaken, end_of
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 
 

@@ -22,8 +22,7 @@ from nemo_gym_prorl.tasks.swe.canaries import LARGEST_FILE, Canaries
 from nemo_gym_prorl.tasks.swe.changes import hash_of
 from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
 from nemo_gym_prorl.tasks.swe.report import Told, read_records
-from nemo_gym_prorl.tasks.swe.repository import Laid
-from nemo_gym_prorl.tasks.swe.work_folder import BASH, WorkFolder
+from nemo_gym_prorl.tasks.swe.repository import BASH, Laid, WorkFolder
 
 
 ANSWER_MARGIN_S = 30.0

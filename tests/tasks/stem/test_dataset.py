@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.stem.dataset import row_of
-from nemo_gym_prorl.tasks.stem.problems import Kind, problem_of
+from nemo_gym_prorl.tasks.stem.problems import Kind, problem_of, row_of
 from nemo_gym_prorl.tasks.stem.search_engines import Index
 
 

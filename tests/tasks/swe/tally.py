@@ -19,8 +19,7 @@ from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.log_parsing import answer, job_of
 from nemo_gym_prorl.tasks.swe.repository import PatchLimits
-from nemo_gym_prorl.tasks.swe.rows import tool_schemas
-from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
+from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering, tool_schemas
 from nemo_gym_prorl.tasks.swe.testing import TestLimits
 from nemo_gym_prorl.tasks.task import Grade
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
