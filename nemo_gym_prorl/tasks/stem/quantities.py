@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.tasks.stem.rules import plain
+from nemo_gym_prorl.tasks.stem.answers import plain
 
 
 MAX_CHARS = 120
