@@ -84,12 +84,6 @@ def code(
         Path | None,
         typer.Option(help="Write each problem's tests to a file here, which its row names. Default: into the row."),
     ] = None,
-    time_factor: Annotated[
-        float,
-        typer.Option(
-            min=0.001, help="Multiplies the time limits of CodeContests and Codeforces, set for compiled programs."
-        ),
-    ] = 5.0,
     data_source: DataSource = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -102,7 +96,7 @@ def code(
     _convert(
         file,
         output,
-        partial(row_of, tests_folder=None if dry_run else tests_folder, time_factor=time_factor),
+        partial(row_of, tests_folder=None if dry_run else tests_folder),
         data_source,
         dry_run,
     )

@@ -9,8 +9,8 @@ Published tests are untrusted: nothing of a data set is executed or unpickled. L
 base64 of zlib of a pickle of JSON text. The pickle is read opcode by opcode, and only the opcodes that write one text
 are accepted. Asserts are read from the syntax tree, and only calls with literal arguments are accepted.
 
-Time limits of CodeContests and Codeforces were set for compiled programs: a row has :data:`TIME_FACTOR` times as much,
-or as often as is asked for. A server's own limit is never exceeded.
+Time limits of CodeContests and Codeforces were set for compiled programs: a row has :data:`TIME_FACTOR` times as much.
+A server's own limit is never exceeded.
 """
 
 from __future__ import annotations
@@ -238,27 +238,26 @@ _ASKS_FOR_BLOCK = re.compile(
 """What Eurus-2 and PrimeIntellect say of where the program goes; here the system prompt does."""
 
 
-def row_of(record: Record, tests_folder: Path | None = None, time_factor: float = TIME_FACTOR) -> dict[str, Any]:
+def row_of(record: Record, tests_folder: Path | None = None) -> dict[str, Any]:
     """A row of a record.
 
     Args:
         record: of one of the sets above.
         tests_folder: write the tests there, by the name of their SHA-256, and have the row name them.
-        time_factor: what CodeContests' limits of time are multiplied by.
 
     Raises:
         CallerError: it makes no row; names the field.
     """
     for field, convert in _KINDS.items():
         if field in record:
-            row = convert(record, time_factor)
+            row = convert(record)
             read_problem(read_metadata(row), None)
             return row if tests_folder is None else _with_file(row, tests_folder)
     known = ", ".join(_KINDS)
     raise CallerError(f"a record of no known set: it has none of {known}, but {', '.join(list(record)[:20])}")
 
 
-def _eurus(record: Record, _time_factor: float) -> dict[str, Any]:
+def _eurus(record: Record) -> dict[str, Any]:
     """Eurus-2, Skywork-OR1, Code-R1: records of verl."""
     ability = record.get("ability")
     if not isinstance(ability, str) or not ability.casefold().startswith("cod"):
@@ -272,7 +271,7 @@ def _eurus(record: Record, _time_factor: float) -> dict[str, Any]:
     )
 
 
-def _prime(record: Record, _time_factor: float) -> dict[str, Any]:
+def _prime(record: Record) -> dict[str, Any]:
     """SYNTHETIC-1 and -2, INTELLECT-2, verifiable-coding-problems."""
     info = parsed(record["verification_info"])
     if not isinstance(info, Mapping) or "test_cases" not in info:
@@ -284,7 +283,7 @@ def _prime(record: Record, _time_factor: float) -> dict[str, Any]:
     return _row(statement, tests, DATA_SOURCE, dataset=str(record.get("source", "primeintellect")))
 
 
-def _live_code_bench(record: Record, _time_factor: float) -> dict[str, Any]:
+def _live_code_bench(record: Record) -> dict[str, Any]:
     metadata = parsed(record.get("metadata"))
     function = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     cases = [
@@ -296,14 +295,14 @@ def _live_code_bench(record: Record, _time_factor: float) -> dict[str, Any]:
     return _row(statement, tests, DATA_SOURCE, wrapped=False, dataset="livecodebench", difficulty=difficulty)
 
 
-def _deep_coder(record: Record, _time_factor: float) -> dict[str, Any]:
+def _deep_coder(record: Record) -> dict[str, Any]:
     metadata = parsed(record.get("metadata"))
     function = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     statement = _with_starter(question_of(record, record)[1], record)
     return _row(statement, _tests(record["tests"], "tests", function), DATA_SOURCE, dataset="deepcoder")
 
 
-def _codeforces(record: Record, time_factor: float) -> dict[str, Any]:
+def _codeforces(record: Record) -> dict[str, Any]:
     """open-r1/codeforces."""
     if record.get("interaction_format"):
         raise UnusableRecord("the problem is interactive", field="interaction_format")
@@ -323,12 +322,12 @@ def _codeforces(record: Record, time_factor: float) -> dict[str, Any]:
         parts.append(f"Example input\n{example['input']}\nExample output\n{example['output']}")
     limits: dict[str, Any] = {}
     if record.get("time_limit") is not None:
-        limits["time_limit_s"] = time_factor * _seconds(record["time_limit"])
+        limits["time_limit_s"] = TIME_FACTOR * _seconds(record["time_limit"])
     tests = of_cases(record["official_tests"], "official_tests")
     return _row("\n\n".join(parts), tests, "codeforces", dataset="codeforces", **limits)
 
 
-def _asserted(record: Record, _time_factor: float) -> dict[str, Any]:
+def _asserted(record: Record) -> dict[str, Any]:
     """HumanEval and HumanEval+, LeetCodeDataset, KodCode."""
     problem = problems().get(str(record.get("task_id")))
     if problem is not None:
@@ -343,7 +342,7 @@ def _asserted(record: Record, _time_factor: float) -> dict[str, Any]:
     )
 
 
-def _listed_asserts(record: Record, _time_factor: float) -> dict[str, Any]:
+def _listed_asserts(record: Record) -> dict[str, Any]:
     """MBPP and its sanitized edition, AceCode."""
     field = next(name for name in ("test_list", "test_cases") if name in record)
     asserts = record[field]
@@ -354,7 +353,7 @@ def _listed_asserts(record: Record, _time_factor: float) -> dict[str, Any]:
     return _row(_text(record, asked), tests, DATA_SOURCE, wrapped=False, dataset=record.get("source"))
 
 
-def _apps(record: Record, _time_factor: float) -> dict[str, Any]:
+def _apps(record: Record) -> dict[str, Any]:
     if not record["input_output"]:
         raise UnusableRecord("the set has no tests for this problem", field="input_output")
     tests = _tests(record["input_output"], "input_output")
@@ -365,7 +364,7 @@ def _apps(record: Record, _time_factor: float) -> dict[str, Any]:
     )
 
 
-def _code_contests(record: Record, time_factor: float) -> dict[str, Any]:
+def _code_contests(record: Record) -> dict[str, Any]:
     for field in ("input_file", "output_file"):
         if record.get(field):
             raise UnusableRecord("the program is to read and write files", field=field)
@@ -378,7 +377,7 @@ def _code_contests(record: Record, time_factor: float) -> dict[str, Any]:
         tests["outputs"] += list(part.get("output") or [])
     limits: dict[str, Any] = {}
     if limit := record.get("time_limit"):
-        limits["time_limit_s"] = time_factor * _seconds(limit)
+        limits["time_limit_s"] = TIME_FACTOR * _seconds(limit)
     if memory := record.get("memory_limit_bytes"):
         limits["memory_limit_mib"] = max(256, memory >> 20)
     return _row(_text(record, "description"), tests, "codecontests", dataset="code_contests", **limits)
@@ -392,13 +391,13 @@ def _seconds(limit: Any) -> float:
     return float(parts[0] + parts[1] / 1e9)
 
 
-def _code_gen(record: Record, _time_factor: float) -> dict[str, Any]:
+def _code_gen(record: Record) -> dict[str, Any]:
     if not isinstance(record.get("responses_create_params"), Mapping):
         raise CallerError("missing; a row of NeMo Gym has it", field="responses_create_params")
     return {"data_source": DATA_SOURCE, **record}
 
 
-_KINDS: Mapping[str, Callable[[Record, float], dict[str, Any]]] = {
+_KINDS: Mapping[str, Callable[[Record], dict[str, Any]]] = {
     METADATA: _code_gen,
     "reward_model": _eurus,
     "verification_info": _prime,

@@ -23,7 +23,7 @@ from typing import Any
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
 from nemo_gym_prorl.tasks.swe.canaries import Canaries, canaries_of
 from nemo_gym_prorl.tasks.swe.changes import Patch, Solution, shown
-from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance, TestStatus
+from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance
 from nemo_gym_prorl.tasks.swe.log_parsing import LogParser, ParserTimeout
 from nemo_gym_prorl.tasks.swe.paths import Protection
 from nemo_gym_prorl.tasks.swe.report import Report, compare
@@ -148,7 +148,7 @@ class Grader:
                 verdict = Verdict.ANY_ANSWER
                 why = f"passes whatever a test asks for: {', '.join(sorted(passed)[:5])}"[:1000]
             fields["canaries_failed"] = failed
-        fields |= {"resolved_by_dataset": trial.by_dataset, "strict_verdict": strictly(verdict, run, report).value}
+        fields["resolved_by_dataset"] = trial.by_dataset
         return Grade(float(verdict is Verdict.RESOLVED), verdict, why, fields)
 
     async def aclose(self) -> None:
@@ -294,19 +294,8 @@ def judged(run: Run, report: Report | None, by_dataset: bool) -> tuple[Verdict, 
     return verdict, "; ".join(tests[:5])[:1000]
 
 
-def strictly(verdict: Verdict, run: Run, report: Report | None) -> Verdict:
-    """As a verdict without a witness would be if a runner that ends with a failure had to have one in the lists."""
-    alone = report is not None and run.told is None and run.exit_code and not _failure_is_in(report)
-    return Verdict.CRASHED if alone else verdict
-
-
 def _first_wrong(report: Report) -> bool:
     return any(wrong for name, wrong in report.wrong.items() if name != "PASS_TO_PASS")
-
-
-def _failure_is_in(report: Report) -> bool:
-    bad = (TestStatus.FAILED, TestStatus.ERROR)
-    return any(was.startswith(bad) for wrong in report.wrong.values() for was in wrong.values())
 
 
 def _tampering(run: Run) -> str | None:

@@ -163,7 +163,7 @@ class Protection:
             for path in instance.hidden
             if path.startswith(instance.repo_folder + "/")
         ]
-        self._folders = (*instance.protected_paths, *inside)
+        self._folders = tuple(inside)
         self._commanded = {word.removeprefix("./") for word in re.findall(r"[\w./+-]+", instance.test_command)}
 
     def why(self, path: str, base: Places | None = None) -> str | None:

@@ -110,13 +110,16 @@ def end_of(done: ExecResult) -> str:
 _ROW_FIELDS = {41: "image", 42: "swe.base_commit", 43: "swe.test_patch"}
 """Exit codes by which a script blames the row."""
 
-DEFAULT_SETUP = """\
+_SETUP = """\
+prorl_setup() {
 if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate && conda activate testbed
-elif [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi"""
-"""Activates what the datasets' images have; does nothing elsewhere."""
-
-_SETUP = "prorl_setup() {{\n:\n{}\n}}\nprorl_setup\nunset -f prorl_setup\n"
-"""What a row activates, in a function: conda's script passes on the arguments of whoever reads it in."""
+elif [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
+}
+prorl_setup
+unset -f prorl_setup
+"""
+"""Activates what the datasets' images have, and does nothing elsewhere; in a function, since conda's script passes on
+the arguments of whoever reads it in."""
 
 _KEPT_VARIABLES = frozenset({"PWD", "OLDPWD", "SHLVL", "_", "HOME", "TERM"})
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -212,7 +215,7 @@ class Repositories:
                 "attributes": scripts.RAW,
                 "junk": "\n".join(JUNK) + "\n",
                 "test.patch": instance.test_patch,
-                "setup": _setup(instance),
+                "setup": _SETUP,
             }
         )
         arguments = (instance.repo_folder, instance.base_commit, *instance.hidden)
@@ -295,7 +298,7 @@ class Repositories:
             AgentError: the policy used up its sandbox.
             InfrastructureError: the sandbox is gone.
         """
-        await laid.work.write({"kept.tar": laid.kept, "tests": _names(laid.tests), "setup": _setup(instance)})
+        await laid.work.write({"kept.tar": laid.kept, "tests": _names(laid.tests), "setup": _SETUP})
         arguments = (instance.repo_folder, *instance.hidden)
         await laid.work.step(scripts.RESTORE, *arguments, timeout_s=self._limits.timeout_s)
 
@@ -336,10 +339,6 @@ async def _environment(work: WorkFolder, name: str) -> dict[str, str]:
 def _names(paths: Iterable[str]) -> str:
     """For ``xargs -0``, in the repository."""
     return "".join(f"./{path}\0" for path in sorted(paths))
-
-
-def _setup(instance: SweInstance) -> str:
-    return _SETUP.format(DEFAULT_SETUP if instance.environment_setup is None else instance.environment_setup)
 
 
 def _is_missing(change: changes.Change, contents: Mapping[str, bytes]) -> bool:

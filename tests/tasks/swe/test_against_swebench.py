@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.tasks.swe.grading import Verdict, judged, strictly
+from nemo_gym_prorl.tasks.swe.grading import Verdict, judged
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.log_parsing import Parsed, answer, job_of
 from nemo_gym_prorl.tasks.swe.report import compare
@@ -27,13 +27,13 @@ def test_each_difference_from_swebench_has_a_reason() -> None:
     assert "nobody knows why" not in done.stdout
 
 
-def verdicts(instance: SweInstance, log: str, exit_code: int) -> tuple[Verdict, Verdict, bool]:
-    """Of a run without a witness: ours, our stricter one, and the dataset's own."""
+def verdicts(instance: SweInstance, log: str, exit_code: int) -> tuple[Verdict, bool]:
+    """Of a run without a witness: ours, and the dataset's own."""
     run = Run(exit_code=exit_code, log=log)
     parsed = Parsed(**(answer(job_of(instance, run.logs, exit_code, "a__b-1")) or {}))
     report = compare(instance, parsed.maps)
     verdict, _ = judged(run, report, parsed.resolved)
-    return verdict, strictly(verdict, run, report), parsed.resolved
+    return verdict, parsed.resolved
 
 
 def instance_of(kind: str) -> SweInstance:
@@ -45,8 +45,8 @@ def instance_of(kind: str) -> SweInstance:
 def test_a_failure_outside_of_the_lists_is_no_crash() -> None:
     instance, good = instance_of("sympy"), "test_1 ok\ntest_2 ok\n"
     one, other = (verdicts(instance, f"{good}test_3 F\n", 1), verdicts(instance, good, 1))
-    assert one == (Verdict.RESOLVED, Verdict.CRASHED, True)
-    assert other == (Verdict.CRASHED, Verdict.CRASHED, False)
+    assert one == (Verdict.RESOLVED, True)
+    assert other == (Verdict.CRASHED, False)
 
 
 def test_where_only_failures_are_printed_the_others_have_passed() -> None:
@@ -57,8 +57,8 @@ def test_where_only_failures_are_printed_the_others_have_passed() -> None:
         verdicts(instance, "  4 passing (1s)\n  1) test_1:\n     AssertionError: 1\n", 1),
         verdicts(instance, "npm: command not found\n", 127),
     )
-    assert passed == (Verdict.RESOLVED, Verdict.RESOLVED, True)
-    assert failed == (Verdict.FAILED, Verdict.FAILED, False)
+    assert passed == (Verdict.RESOLVED, True)
+    assert failed == (Verdict.FAILED, False)
     assert never_ran[0] is Verdict.CRASHED
 
 
