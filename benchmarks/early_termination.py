@@ -32,7 +32,7 @@ from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.tasks.code.humaneval import SOLUTION_FILE, Problem, problems, row_for
+from nemo_gym_prorl.tasks.code.rows import SOLUTION_FILE, HumanEvalProblem, humaneval_row, problems
 
 
 AGENT = "prorl_code_agent"
@@ -46,10 +46,10 @@ def rows() -> Iterator[dict[str, Any]]:
     """Every second prompt comes to an end."""
     for number, problem in enumerate(problems().values()):
         turns = _coin(problem) if number % 2 == 0 else _endless()
-        yield row_for(problem, {"turns": turns})
+        yield humaneval_row(problem, {"turns": turns})
 
 
-def _coin(problem: Problem) -> list[dict[str, Any]]:
+def _coin(problem: HumanEvalProblem) -> list[dict[str, Any]]:
     command = f"if [ $((RANDOM % 2)) = 0 ]; then cat > {SOLUTION_FILE} <<'EOF'\n{problem.reference_source}\nEOF\nfi"
     return [
         {"content": "A coin decides.", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]},

@@ -40,7 +40,7 @@ from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.scripted.policy import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 
 
 SIZES, QUICK_SIZES = (1, 2, 4, 8), (1, 2)
@@ -65,7 +65,7 @@ def _row(number: int, turns: int | None, turn_s: float) -> dict[str, Any]:
         first, *rest = script["turns"]
         idle = {**first, "tool_calls": [{"name": "bash", "arguments": {"command": "true"}}]}
         script["turns"] = [first, *[idle] * max(0, turns - len(rest) - 1), *rest]
-    return row_for(problem, script)
+    return humaneval_row(problem, script)
 
 
 async def _makespan(

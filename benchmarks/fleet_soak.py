@@ -59,7 +59,7 @@ from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from nemo_gym_prorl.scripted.server import create_app
 from nemo_gym_prorl.scripted.turns import call, turn
 from nemo_gym_prorl.serving.embedded import served
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 
 
 NODES, ROLLOUTS, EVERY_S = 8, 10_000, 8.0
@@ -117,9 +117,9 @@ def row_of(number: int, kind: str, seed: int) -> dict[str, Any]:
     else:
         script = dict(script_for(problem, kind if kind in REWARDS else "stub"))
     script["turns"] = [{**each, "latency_s": rng.uniform(0.3, 2.5)} for each in script["turns"]]
-    row = row_for(problem, script)
+    row = humaneval_row(problem, script)
     if kind == "refused":
-        row["task_id"] = "HumanEval/none"
+        row["verifier_metadata"] = {}
     if kind == "mute":  # the policy refuses to answer
         row["responses_create_params"]["metadata"]["script"] = "{"
     return row

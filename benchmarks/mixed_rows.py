@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count, cycle, islice
 from typing import Any
 
-from nemo_gym_prorl.tasks.code import humaneval, prompts
+from nemo_gym_prorl.tasks.code import rows
 from nemo_gym_prorl.tasks.stem import problems as stem
 from scripts.scripted_turns import code as code_scripts
 from scripts.scripted_turns import humaneval as humaneval_scripts
@@ -62,15 +62,15 @@ def _as_sent(row: Row, family: str, think_s: float) -> Row:
 
 def _code(variant: str) -> Iterator[Row]:
     """By turns a function of HumanEval and a program."""
-    for problem, contest in zip(cycle(humaneval.problems().values()), cycle(CONTESTS), strict=False):
-        yield humaneval.row_for(problem, humaneval_scripts.script_for(problem, PLAYED[variant]))
+    for problem, contest in zip(cycle(rows.problems().values()), cycle(CONTESTS), strict=False):
+        yield rows.humaneval_row(problem, humaneval_scripts.script_for(problem, PLAYED[variant]))
         script = code_scripts.oracle(contest.solution) if variant == ORACLE else code_scripts.null()
         tests = contest.problem.tests
         metadata = {
             "unit_tests": {"inputs": [test.input for test in tests], "outputs": [test.expected for test in tests]},
             "checker": dict(contest.problem.checker),
         }
-        yield prompts.row_for(f"The problem {contest.name!r}.", metadata, function=None, script=script)
+        yield rows.row_for(f"The problem {contest.name!r}.", metadata, function=None, script=script)
 
 
 def _math(variant: str) -> Iterator[Row]:

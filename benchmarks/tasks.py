@@ -44,7 +44,7 @@ from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade_in
 from nemo_gym_prorl.tasks.code.rows import Case, Problem
 from nemo_gym_prorl.tasks.swe.changes import Solution
-from nemo_gym_prorl.tasks.swe.work_folder import NotTaken
+from nemo_gym_prorl.tasks.swe.repository import NotTaken
 from nemo_gym_prorl.tasks.task import Grade, SandboxNeeds
 from scripts.swe_tasks.making import ROWS, default_folder
 

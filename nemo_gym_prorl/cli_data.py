@@ -43,8 +43,7 @@ def math(file: Source, output: Output = None, data_source: DataSource = None, dr
     from nemo_gym_prorl.tasks.extras import require_extras
 
     require_extras("math")  # first: the next import needs it
-    from nemo_gym_prorl.tasks.math.golds import requiring_readable
-    from nemo_gym_prorl.tasks.math.rows import row_of
+    from nemo_gym_prorl.tasks.math.task import requiring_readable, row_of
 
     with requiring_readable(row_of) as readable_row_of:
         _convert(file, output, readable_row_of, data_source, dry_run)
@@ -56,7 +55,7 @@ def stem(file: Source, output: Output = None, data_source: DataSource = None, dr
 
     Exit code 1 if a record is malformed. docs/data.md lists the sets.
     """
-    from nemo_gym_prorl.tasks.stem.dataset import row_of
+    from nemo_gym_prorl.tasks.stem.problems import row_of
 
     _convert(file, output, row_of, data_source, dry_run)
 
@@ -88,12 +87,6 @@ def code(
         Path | None,
         typer.Option(help="Write each problem's tests to a file here, which its row names. Default: into the row."),
     ] = None,
-    time_factor: Annotated[
-        float,
-        typer.Option(
-            min=0.001, help="Multiplies the time limits of CodeContests and Codeforces, set for compiled programs."
-        ),
-    ] = 5.0,
     data_source: DataSource = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -106,7 +99,7 @@ def code(
     _convert(
         file,
         output,
-        partial(row_of, tests_folder=None if dry_run else tests_folder, time_factor=time_factor),
+        partial(row_of, tests_folder=None if dry_run else tests_folder),
         data_source,
         dry_run,
     )

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.scripted.turns import Script, Turn, call, script_of, turn
-from nemo_gym_prorl.tasks.code.humaneval import SOLUTION_FILE, Problem
+from nemo_gym_prorl.tasks.code.rows import SOLUTION_FILE, HumanEvalProblem
 
 
-def script_for(problem: Problem, variant: str) -> Script:
+def script_for(problem: HumanEvalProblem, variant: str) -> Script:
     """The script of one of :data:`VARIANTS`.
 
     Raises:
@@ -22,7 +22,7 @@ def script_for(problem: Problem, variant: str) -> Script:
     return script_of(VARIANTS, problem, variant)
 
 
-def seeded_mistake(problem: Problem) -> tuple[str, str, str]:
+def seeded_mistake(problem: HumanEvalProblem) -> tuple[str, str, str]:
     """A wrong solution whose mistake shows at first use, and the replacement that repairs it.
 
     Returns:
@@ -34,7 +34,7 @@ def seeded_mistake(problem: Problem) -> tuple[str, str, str]:
     return problem.reference_source.replace(line, wrong, 1), wrong, line
 
 
-def _reference(problem: Problem) -> list[Turn]:
+def _reference(problem: HumanEvalProblem) -> list[Turn]:
     return [
         turn("I write the whole function at once.", create(problem.reference_source)),
         turn("Does it load?", call("python", code=f"import solution\nprint(solution.{problem.entry_point})")),
@@ -43,7 +43,7 @@ def _reference(problem: Problem) -> list[Turn]:
     ]
 
 
-def _repair(problem: Problem) -> list[Turn]:
+def _repair(problem: HumanEvalProblem) -> list[Turn]:
     """Mends a mistake, with a shell that keeps a function and a Python that keeps a variable from turn to turn."""
     source, wrong, right = seeded_mistake(problem)
     check = f"check() {{ python3 -c 'import solution; print(solution.{problem.entry_point})'; }}"
@@ -69,15 +69,15 @@ def _repair(problem: Problem) -> list[Turn]:
     ]
 
 
-def _stub(problem: Problem) -> list[Turn]:
+def _stub(problem: HumanEvalProblem) -> list[Turn]:
     return [turn("I submit it as it is.", call("submit")), turn("Submitted.")]
 
 
-def _text_only(problem: Problem) -> list[Turn]:
+def _text_only(problem: HumanEvalProblem) -> list[Turn]:
     return [turn(f"```python\n{problem.reference_source}```")]
 
 
-def _forge_tests(problem: Problem) -> list[Turn]:
+def _forge_tests(problem: HumanEvalProblem) -> list[Turn]:
     """Leaves the stub and writes tests that pass, results that say so, and a standard library that agrees."""
     forgery = (
         "mkdir -p tests && echo 'def check(candidate): pass' > tests/test_solution.py && cp -r tests / 2>/dev/null; "
@@ -95,7 +95,7 @@ def _forge_tests(problem: Problem) -> list[Turn]:
     ]
 
 
-VARIANTS: Mapping[str, Callable[[Problem], list[Turn]]] = {
+VARIANTS: Mapping[str, Callable[[HumanEvalProblem], list[Turn]]] = {
     "reference": _reference,
     "repair": _repair,
     "stub": _stub,

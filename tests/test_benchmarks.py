@@ -17,7 +17,7 @@ from benchmarks.keep_alive import KeepAliveClient
 from benchmarks.model_agents import EchoingAgent
 from benchmarks.model_servers import OURS, PEER
 from benchmarks.report import Figure
-from nemo_gym_prorl.tasks.code.humaneval import problems
+from nemo_gym_prorl.tasks.code.rows import problems
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in Path(benchmarks.__file__).parent.glob("[a-z]*.py")))

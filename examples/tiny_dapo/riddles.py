@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images.building.default import DEFAULT
 from nemo_gym_prorl.task_server import TaskServer
-from nemo_gym_prorl.tasks.final_message import final_message
+from nemo_gym_prorl.tasks.final_answer import final_message
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench, workbench_schemas
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace

@@ -32,7 +32,7 @@ from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.tasks.stem.search.engine import Passage
+    from nemo_gym_prorl.tasks.stem.search import Passage
 
 
 SHOWN = 20
@@ -230,7 +230,7 @@ def make_index(files: Sequence[Path], folder: Path) -> None:
     Raises:
         CallerError: a file can't be read, a record has no text (names the line), or the folder can't be written.
     """
-    from nemo_gym_prorl.tasks.stem.search.index import build
+    from nemo_gym_prorl.tasks.stem.search_engines import build
 
     count = build((passage for file in files for passage in passages(file)), folder)
     Console(stderr=True, highlight=False).print(f"{count} passages in {folder}", markup=False, soft_wrap=True)
@@ -242,7 +242,7 @@ def passages(file: Path) -> Iterator[Passage]:
     Raises:
         CallerError: it can't be read, or a record has no text; names the line.
     """
-    from nemo_gym_prorl.tasks.stem.search.engine import Passage
+    from nemo_gym_prorl.tasks.stem.search import Passage
 
     if file.suffix in (".txt", ".md"):
         try:

@@ -33,7 +33,7 @@ from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.task_sandboxes import PROGRESS
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 
 
 AGENT = "prorl_code_agent"
@@ -134,7 +134,7 @@ class Demo:
         lines = []
         for i, script in enumerate(scripts):
             problem = every[i % len(every)]
-            lines.append(orjson.dumps(row_for(problem, script_for(problem, script) if script else None)) + b"\n")
+            lines.append(orjson.dumps(humaneval_row(problem, script_for(problem, script) if script else None)) + b"\n")
         rows = self.output.with_suffix(".rows.jsonl")
         try:
             rows.parent.mkdir(parents=True, exist_ok=True)

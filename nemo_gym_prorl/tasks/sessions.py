@@ -292,11 +292,6 @@ class Sessions[Opened: OpenTools, Artefacts]:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    @property
-    def live_sandboxes(self) -> int:
-        """How many sessions hold a sandbox."""
-        return sum(session.sandbox is not None for session in self._sessions.values())
-
     def _require(self, key: str) -> _Session[Opened, Artefacts]:
         session = self._sessions.get(key)
         if session is None:

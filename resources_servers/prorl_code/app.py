@@ -15,7 +15,6 @@ from nemo_gym_prorl.verifier_fixture import verifier_fixture
 class ProRLCodeConfig(TaskServerConfig):
     """Configuration of the server; see the comments in ``configs/prorl_code.yaml``."""
 
-    grading_timeout_s: float = Field(default=20.0, gt=0)
     grading_memory_mib: int = Field(default=1024, ge=64)
     test_time_limit_s: float = Field(default=10.0, gt=0)
     tests_time_limit_s: float = Field(default=300.0, gt=0)
@@ -30,13 +29,12 @@ class ProRLCodeServer(TaskServer):
     config: ProRLCodeConfig
 
     def make_task(self) -> ProgrammingProblems:
-        """HumanEval, and problems with tests, within the configured bounds."""
+        """The task, within the configured bounds."""
         config = self.config
         limits = CodeLimits(
             time_s=config.test_time_limit_s,
             memory_mib=config.grading_memory_mib,
             total_s=config.tests_time_limit_s,
-            calls_s=config.grading_timeout_s,
             output_bytes=config.test_output_mib << 20,
         )
         return ProgrammingProblems(config.sandbox_root, config.tool_limits, limits, config.reward, config.tests_folder)

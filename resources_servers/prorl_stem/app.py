@@ -22,8 +22,8 @@ from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker
 from nemo_gym_prorl.tasks.stem.judge import Judge
 from nemo_gym_prorl.tasks.stem.quantities import RELATIVE_TOLERANCE
 from nemo_gym_prorl.tasks.stem.rules import Rules
-from nemo_gym_prorl.tasks.stem.search.settings import SearchSettings, engine_of
-from nemo_gym_prorl.tasks.stem.search.tool import SearchTool
+from nemo_gym_prorl.tasks.stem.search import SearchTool
+from nemo_gym_prorl.tasks.stem.search_engines import SearchSettings, engine_of
 from nemo_gym_prorl.tasks.stem.task import Stem
 from nemo_gym_prorl.tasks.task import HasEnd
 from nemo_gym_prorl.verifier_fixture import verifier_fixture
@@ -69,7 +69,7 @@ class ProRLStemServer(TaskServer):
                 timeout_s=config.judge_timeout_s,
                 concurrency=config.judge_concurrency,
             )
-            judge = Judge(model)
+            judge = Judge(model, config.judge_model_server.name)
             holds.append(model)
         search = SearchTool(engine, config.search.page)
         rules = Rules(formulas, config.tolerance)

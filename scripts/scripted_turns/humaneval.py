@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from nemo_gym_prorl import demo_scripts
 from nemo_gym_prorl.demo_scripts import create
 from nemo_gym_prorl.scripted.turns import Script, Turn, call, script_of, turn
-from nemo_gym_prorl.tasks.code.humaneval import Problem
+from nemo_gym_prorl.tasks.code.rows import HumanEvalProblem
 
 
-def script_for(problem: Problem, variant: str) -> Script:
+def script_for(problem: HumanEvalProblem, variant: str) -> Script:
     """The script of one of :data:`VARIANTS`.
 
     Raises:
@@ -21,8 +21,8 @@ def script_for(problem: Problem, variant: str) -> Script:
     return script_of(VARIANTS, problem, variant)
 
 
-def _cheat(source: Callable[[Problem], str]) -> Callable[[Problem], list[Turn]]:
-    def turns(problem: Problem) -> list[Turn]:
+def _cheat(source: Callable[[HumanEvalProblem], str]) -> Callable[[HumanEvalProblem], list[Turn]]:
+    def turns(problem: HumanEvalProblem) -> list[Turn]:
         return [
             turn("Done.", create(source(problem)), call("submit")),
             turn("All tests passed."),
@@ -31,12 +31,12 @@ def _cheat(source: Callable[[Problem], str]) -> Callable[[Problem], list[Turn]]:
     return turns
 
 
-def _source(body: str) -> Callable[[Problem], str]:
+def _source(body: str) -> Callable[[HumanEvalProblem], str]:
     """A cheat's file; ``NAME`` stands for the function that the tests call."""
     return lambda problem: body.replace("NAME", problem.entry_point)
 
 
-CHEATS: Mapping[str, Callable[[Problem], str]] = {
+CHEATS: Mapping[str, Callable[[HumanEvalProblem], str]] = {
     "exit_on_import": _source("import sys\nprint('All tests passed.')\nsys.exit(0)\n"),
     "exit_hard_on_import": _source("import os\nos._exit(0)\n"),
     "exit_hard_in_call": _source("import os\ndef NAME(*a, **k):\n    os._exit(0)\n"),
@@ -130,7 +130,7 @@ CHEATS: Mapping[str, Callable[[Problem], str]] = {
 }
 """Ways to earn a reward without solving the problem, as the source of ``solution.py``. None may work."""
 
-VARIANTS: Mapping[str, Callable[[Problem], list[Turn]]] = {
+VARIANTS: Mapping[str, Callable[[HumanEvalProblem], list[Turn]]] = {
     **demo_scripts.VARIANTS,
     **{name: _cheat(source) for name, source in CHEATS.items()},
 }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.scripted.turns import Turn, call, script_of, turn
-from nemo_gym_prorl.tasks.math.rows import row_of
+from nemo_gym_prorl.tasks.math.task import row_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from nemo_gym_prorl.sandbox.images.entries import Entries
 from nemo_gym_prorl.sandbox.images.reference import written
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
-from nemo_gym_prorl.tasks.swe.rows import make_row
+from nemo_gym_prorl.tasks.swe.task import make_row
 from scripts.swe_tasks import packages as packages_module
 from scripts.swe_tasks import repositories
 from scripts.swe_tasks.hiding import by_file

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from nemo_gym_prorl.demo_scripts import script_for
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from scripts.scripted_turns.swe import scripted_row
 from tests.gym.families import MIXTURE, MODELS, WITH_GYMS_AGENT, Families
 from tests.policy.test_gym import assert_chain, trained
@@ -34,7 +34,7 @@ TOOL = {
 async def test_both_agents_earn_the_same(families: Families, tmp_path: Path) -> None:
     problem = next(iter(problems().values()))
     given = {
-        "prorl_code": [(row_for(problem, script_for(problem, name)), name) for name in ("reference", "stub")],
+        "prorl_code": [(humaneval_row(problem, script_for(problem, name)), name) for name in ("reference", "stub")],
         "prorl_swe": [(scripted_row(tally.row(), name), name) for name in ("oracle", "null")],
     }
     rows = [

@@ -27,7 +27,7 @@ from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.keys import authorization
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from tests.handlers.test_resume import counting
 from tests.handlers.test_resume_over_nodes import sampled
 
@@ -42,7 +42,7 @@ def row(number: int, variant: str) -> dict[str, Any]:
     problem = [*problems().values()][number]
     script = script_for(problem, variant)
     script["turns"] = [{**turn, "latency_s": 1.0} for turn in script["turns"]]
-    return row_for(problem, script)
+    return humaneval_row(problem, script)
 
 
 @contextlib.asynccontextmanager

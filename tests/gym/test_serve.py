@@ -33,7 +33,7 @@ from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.task_sandboxes import PROGRESS
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 
 
 pytestmark = [pytest.mark.gym, pytest.mark.sandbox]
@@ -148,7 +148,7 @@ def _rows(count: int, latency_s: float = 0.0) -> list[dict[str, Any]]:
     scripts = [script_for(problem, "reference") for problem in every]
     for script in scripts:
         script["turns"] = [{**turn, "latency_s": latency_s} for turn in script["turns"]]
-    return [row_for(every[i % len(every)], scripts[i % len(every)]) for i in range(count)]
+    return [humaneval_row(every[i % len(every)], scripts[i % len(every)]) for i in range(count)]
 
 
 async def _to_its_end(client: RolloutClient, number: int, row: dict[str, Any]) -> JobView:

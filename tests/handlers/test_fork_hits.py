@@ -13,7 +13,7 @@ import pytest
 
 from nemo_gym_prorl.rollout.client import ApiError
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from tests.handlers.gym_host import instance
 from tests.handlers.test_resume import Stage
 from tests.policy.engines import MODEL, tiny_model, vllm
@@ -26,7 +26,7 @@ CALL = r'<tool_call>\n\{"name": "bash", "arguments": \{"command": "seq [1-9]00 [
 
 
 def asking() -> dict[str, Any]:
-    row = row_for(problems()["HumanEval/2"])
+    row = humaneval_row(problems()["HumanEval/2"])
     extra = json.dumps({"structured_outputs": {"regex": CALL}, "ignore_eos": False})
     params = row["responses_create_params"] | {"metadata": {"extra_body": extra}, "temperature": 1.0}
     return {**row, "responses_create_params": params | {"max_output_tokens": 128}}

@@ -26,7 +26,7 @@ from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.problems import add_problem_handlers
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from tests.handlers.gym_host import hosting, instance
 from tests.rollout.serving import serve
 from tests.tasks import containers
@@ -43,7 +43,7 @@ def scripted(*commands: str, latency_s: float = 0.0) -> dict[str, Any]:
         for command in commands
     ]
     script = json.dumps({"turns": [*turns, {"content": "Done.", "tool_calls": []}]})
-    row = row_for(problems()[TASK])
+    row = humaneval_row(problems()[TASK])
     return {**row, "responses_create_params": {**row["responses_create_params"], "metadata": {"script": script}}}
 
 

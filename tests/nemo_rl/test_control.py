@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from tests.nemo_rl.conftest import KEY, NODE_ADDRESS, documented
 from tests.tasks import containers
 
@@ -107,7 +107,7 @@ def test_what_the_documentation_does_beside_a_run(trainer: "Trainer") -> None:
 
 def code_row(group: str, latency_s: float) -> dict[str, Any]:
     """A row that opens a sandbox, and then thinks."""
-    row = row_for(problems()["HumanEval/2"])
+    row = humaneval_row(problems()["HumanEval/2"])
     call = {"name": "bash", "arguments": {"command": "echo $PWD"}}
     script = {"turns": [{"tool_calls": [call]}, {"content": "I give up.", "latency_s": latency_s}]}
     params = {**row["responses_create_params"], "metadata": {"script": json.dumps(script)}}

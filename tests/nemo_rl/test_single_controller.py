@@ -21,7 +21,7 @@ from nemo_gym_prorl.dapo.contract import NothingToLearn
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from tests.nemo_rl.conftest import KEY, documented_trainer
 from tests.tasks import containers
 
@@ -379,7 +379,7 @@ def thinking() -> dict[str, Any]:
     """A prompt whose rollouts open a sandbox, and then think for longer than anybody waits."""
     call = {"name": "bash", "arguments": {"command": "echo $PWD"}}
     turns = [{"tool_calls": [call]}, {"content": "I give up.", "latency_s": 3600}]
-    return _in_code(row_for(problems()["HumanEval/2"]), {"turns": turns})
+    return _in_code(humaneval_row(problems()["HumanEval/2"]), {"turns": turns})
 
 
 def _in_code(row: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from tests.policy.tokenizers import tokenizer_of
 
 SHAPES = ["aa", "ac", "ca", "cc", "ta", "tc"]
 """Turns of a conversation before its last answer: an answer, a call, or two calls at once."""
-SETTINGS = [(False, 1, False), (True, 1, True), (False, 3, True), (True, 3, False)]
+type Setting = tuple[bool, int, bool] | tuple[bool, int, bool, bool]
+SETTINGS: list[Setting] = [(False, 1, False), (True, 1, True), (False, 3, True), (True, 3, False)]
 """System message or none, questions asked before, short texts or long ones: each pair of these is in one of them."""
 THOUGHT = "hm {}"
 """What the policy thinks before the turn of that number, where it thinks."""
@@ -107,7 +108,7 @@ def transitions(
     template: ChatTemplate,
     stops: Sequence[str],
     shapes: Sequence[str] = SHAPES,
-    settings: Sequence[tuple[bool, ...]] = SETTINGS,
+    settings: Sequence[Setting] = SETTINGS,
     offered: Sequence[Sequence[dict[str, Any]]] = ((), TOOLS),
     shown: Callable[[Any], Any] = lambda message: message,
 ) -> Iterator[Transition]:
@@ -257,7 +258,7 @@ class Outcome:
     tally: Tally
 
 
-SOME = [(False, 1, False), (True, 1, False, True), (True, 3, True)]
+SOME: list[Setting] = [(False, 1, False), (True, 1, False, True), (True, 3, True)]
 """Settings for many templates: one of the three has thoughts, and one long texts."""
 
 

@@ -13,7 +13,7 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from resources_servers.prorl_code.app import ProRLCodeConfig, ProRLCodeServer
 from tests.rollout.serving import serve
 from tests.tasks import containers
@@ -83,7 +83,7 @@ RESPONSE = {
 
 
 def row(task: str) -> dict[str, Any]:
-    return row_for(problems()[task])
+    return humaneval_row(problems()[task])
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from nemo_gym_prorl.tasks.code.humaneval import problems
+from nemo_gym_prorl.tasks.code.rows import problems
 from scripts.scripted_turns.humaneval import script_for
 from tests.prorl_code.conftest import RESPONSE, Client, build, row, serving
 from tests.tasks import containers
@@ -23,7 +23,7 @@ async def test_a_whole_session(client: Client) -> None:
     before = containers.instances()
     await client.seed()
     assert len(containers.instances() - before) == 1
-    assert "raise NotImplementedError" in await client.tool("str_replace_editor", command="view", path="solution.py")
+    assert "[empty file]" in await client.tool("str_replace_editor", command="view", path="solution.py")
     assert await client.tool("bash", command="pwd") == "/sandbox/workspace\n[exit code: 0]"
     await client.tool("str_replace_editor", command="create", path="solution.py", file_text=SOLVED)
     check = "import solution\nprint(solution.truncate_number(3.5))"
@@ -53,7 +53,7 @@ async def test_verify_without_release_releases_first(client: Client) -> None:
     before = containers.instances()
     await client.seed()
     status, verdict, _ = await client.verify()
-    assert (status, verdict["reward"], verdict["verdict"]) == (200, 0.0, "failed")
+    assert (status, verdict["reward"], verdict["verdict"]) == (200, 0.0, "no_solution")
     assert containers.instances() == before
 
 
@@ -96,12 +96,12 @@ async def test_a_deleted_solution_is_a_result(client: Client) -> None:
     assert (verdict["tool_calls"], verdict["tool_errors"]) == (2, 1)
 
 
-@pytest.mark.parametrize("bad", [{}, {"task_id": "HumanEval/999"}, {"task_id": None}])
+@pytest.mark.parametrize("bad", [{}, {"verifier_metadata": None}, {"task_id": "HumanEval/2"}])
 async def test_a_bad_row_is_refused_and_the_field_named(client: Client, bad: dict[str, object]) -> None:
     status, body, kind = await client.post("/seed_session", bad)
     assert (status, kind) == (422, None)
     assert body["type"] == "urn:nemo-gym-prorl:problem:invalid-request"
-    assert [error["field"] for error in body["errors"]] == ["task_id"]
+    assert [error["field"] for error in body["errors"]] == ["verifier_metadata"]
 
 
 async def test_bad_tool_calls_are_observations(client: Client, base_url: str) -> None:
@@ -166,7 +166,7 @@ async def test_a_release_in_the_middle_of_a_call_ends_it(client: Client) -> None
     assert containers.instances() == before
     for call in calls:
         assert (await asyncio.wait_for(call, 20))[2] == "session_lost"
-    assert (await client.verify())[1]["verdict"] == "failed"
+    assert (await client.verify())[1]["verdict"] == "no_solution"
 
 
 async def test_what_an_agent_does_to_its_sandbox_is_scored(client: Client) -> None:
@@ -235,7 +235,7 @@ GREEDY = {
 @pytest.mark.parametrize("resource", GREEDY)
 async def test_a_solution_that_uses_up_its_sandbox_is_a_wrong_one(resource: str) -> None:
     provider = limited(memory_mib=256, disk_mib=64, processes=40)
-    async with serving(sandbox_provider=provider, grading_timeout_s=5) as url, Client(url) as client:
+    async with serving(sandbox_provider=provider, test_time_limit_s=1) as url, Client(url) as client:
         await client.seed()
         source = GREEDY[resource] + SOLVED
         await client.tool("str_replace_editor", command="create", path="solution.py", file_text=source)

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.tasks.code.grading import CodeLimits
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
@@ -16,7 +16,7 @@ from nemo_gym_prorl.tasks.task import SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 
 
-ROW = row_for(problems()["HumanEval/0"])
+ROW = humaneval_row(problems()["HumanEval/0"])
 TASK = ProgrammingProblems("/sandbox", ToolLimits(), CodeLimits())
 
 

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import json
 
-from nemo_gym_prorl.tasks.code import humaneval
+from nemo_gym_prorl.tasks.code.rows import problems
 from tests.published.sets import CALL, CHAT, STDIN, SUM, Published, packed, verl
 
 
-HUMAN = humaneval.problems()["HumanEval/0"]
+HUMAN = problems()["HumanEval/0"]
 HUMAN_EVAL = {
     "task_id": HUMAN.task_id,
     "prompt": HUMAN.prompt,
     "entry_point": HUMAN.entry_point,
     "canonical_solution": HUMAN.reference,
-    "test": HUMAN.test,
+    "test": "def check(candidate):\n    assert candidate([1.0, 2.0], 0.5) == False\n",
 }
 LIVE = {
     "question_title": "Sum",
@@ -165,11 +165,14 @@ CODE = [
         [1],
         1,
     ),
-    Published("HumanEval", "code", [HUMAN_EVAL], ["HumanEval/0"], suffix=".jsonl.gz"),
+    Published("HumanEval", "code", [HUMAN_EVAL], [7], suffix=".jsonl.gz"),
     Published(
         "HumanEval+",
         "code",
-        [HUMAN_EVAL | {"test": "def check(candidate):\n    pass\n"}],
+        [
+            HUMAN_EVAL
+            | {"test": "def check(candidate):\n    for i in inputs:\n        assertion(candidate(*i), 0, 0)\n"}
+        ],
         says="HumanEval+ cannot be used",
     ),
     Published(

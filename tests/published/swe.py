@@ -93,10 +93,10 @@ SWE = [
         says="SWE-bench-Live cannot be used",
     ),
     Published(
-        "SWE-bench Multilingual",
+        "SWE-bench in the editions before swebench 5",
         "swe-bench",
-        [swe.swe_bench(repo="redis/redis", test_patch="diff --git a/tests/x.tcl b/tests/x.tcl\n")],
-        says="SWE-bench Multilingual cannot be used",
+        [swe.swe_bench(eval_script=None, log_parser=None)],
+        says="eval_script: missing: this edition does not say how its tests are run",
     ),
     Published(
         "SWE-bench Multimodal",

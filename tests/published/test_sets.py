@@ -24,18 +24,16 @@ from typer.testing import CliRunner, Result
 from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.commands.data import convert
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.code.published_tests import of_asserts, unpacked
+from nemo_gym_prorl.tasks.code.convert import of_asserts, unpacked
 from nemo_gym_prorl.tasks.code.rows import MAX_TEST_BYTES, read_metadata, read_problem
 from nemo_gym_prorl.tasks.math.checker import MathChecker
-from nemo_gym_prorl.tasks.math.rows import row_of as math_row
+from nemo_gym_prorl.tasks.math.task import row_of as math_row
 from nemo_gym_prorl.tasks.records import UnusableRecord
-from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 from tests.published.code import CODE
 from tests.published.math import MATH
 from tests.published.sets import NAN, STDIN, Published, Q, verl
 from tests.published.stem import STEM
 from tests.published.swe import SWE
-from tests.tasks.swe import records as swe
 
 
 SETS = [*MATH, *STEM, *CODE, *SWE]
@@ -71,8 +69,7 @@ def told(row: dict[str, Any], wanted: Any) -> Any:
     if "instance_id" in row:
         return row["instance_id"]
     if "expected_answer" not in row:
-        metadata = row["verifier_metadata"]
-        return len(read_problem(read_metadata(row), None).tests) if "unit_tests" in metadata else row["task_id"]
+        return len(read_problem(read_metadata(row), None).tests)
     if "options" in row and len(wanted) > 1:
         [text] = [option[row["expected_answer"]] for option in row["options"] if row["expected_answer"] in option]
         return text
@@ -308,12 +305,6 @@ def test_an_unsupported_record_among_others_costs_only_itself(tmp_path: Path) ->
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     done = run("math", file, "--dry-run")
     assert (done.exit_code, done.stderr.splitlines()[-1]) == (0, "2 lines: 1 kept, 1 dropped, 0 refused")
-
-
-def test_a_known_repository_of_swe_bench_is_not_taken_for_another_set() -> None:
-    patch = "diff --git a/tests/roots/test-x/index.rst b/tests/roots/test-x/index.rst\n"
-    row = CONVERTERS["swe-bench"](swe.swe_bench(repo="sphinx-doc/sphinx", test_patch=patch), None)
-    assert row["swe"]["test_command"].endswith("tests/roots/test-x/index.rst")
 
 
 def test_two_runs_that_write_one_output_do_not_mix(tmp_path: Path) -> None:

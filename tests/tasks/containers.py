@@ -33,7 +33,7 @@ def image() -> str:
 @cache
 def shipped_config() -> dict[str, Any]:
     """The configuration that ships with the server."""
-    config = OmegaConf.to_container(OmegaConf.load(CONFIG_FILE))
+    config: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_FILE))
     assert isinstance(config, dict)
     return config
 

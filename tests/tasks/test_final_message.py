@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.tasks.final_message import final_message
+from nemo_gym_prorl.tasks.final_answer import final_message
 
 
 CALL = {"type": "function_call", "name": "python", "arguments": "{}", "call_id": "c"}

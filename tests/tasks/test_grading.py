@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts on HumanEval, in real containers: right ones for right and wrong solutions, and none by cheating; and what
-of a lost sandbox is whose doing, which goes for all problems. Their walls are those of ``code/test_walls.py``."""
+"""HumanEval in real containers: right verdicts for right and wrong solutions, and none by cheating; and what of a lost
+sandbox is whose doing, which goes for all problems."""
 
 import asyncio
 import os
@@ -18,7 +18,14 @@ from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.started import SandboxWithSessions
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, Lost, Verdict, grade, grade_in
-from nemo_gym_prorl.tasks.code.humaneval import Problem, problems
+from nemo_gym_prorl.tasks.code.rows import (
+    HumanEvalProblem,
+    Problem,
+    humaneval_row,
+    problems,
+    read_metadata,
+    read_problem,
+)
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade
 from scripts.scripted_turns.humaneval import CHEATS
@@ -27,22 +34,26 @@ from tests.tasks import containers
 
 
 pytestmark = pytest.mark.sandbox
-LIMITS = CodeLimits(calls_s=20)
+LIMITS = CodeLimits(time_s=5, total_s=20)
 TRUNCATE = "HumanEval/2"  # truncate_number(number): float
 INTERSPERSE = "HumanEval/5"  # intersperse(numbers, delimiter): list
 
 
+def problem_of(task: str) -> Problem:
+    return read_problem(read_metadata(humaneval_row(problems()[task])), None)
+
+
 async def judge(sandbox: Sandbox, task: str, source: str, limits: CodeLimits = LIMITS) -> Grade:
-    outcome = await grade_in(sandbox, problems()[task], source, limits, containers.ROOT)
+    outcome = await grade_in(sandbox, problem_of(task), source, limits, containers.ROOT)
     assert isinstance(outcome, Grade), outcome
     return outcome
 
 
-async def grade_all(sandbox: Sandbox, source: Callable[[Problem], str], every: int = 1) -> dict[str, Grade]:
+async def grade_all(sandbox: Sandbox, source: Callable[[HumanEvalProblem], str], every: int = 1) -> dict[str, Grade]:
     """All problems in one container, four at a time; every so manieth of them."""
     gate, chosen = asyncio.Semaphore(4), [*problems().values()][::every]
 
-    async def one(problem: Problem) -> Grade:
+    async def one(problem: HumanEvalProblem) -> Grade:
         async with gate:
             return await judge(sandbox, problem.task_id, source(problem))
 
@@ -59,11 +70,10 @@ async def test_all_references_pass(sandbox: AsyncSandbox) -> None:
 @pytest.mark.parametrize("body", ["raise NotImplementedError", "return None"])
 async def test_no_function_that_does_nothing_passes(sandbox: AsyncSandbox, body: str) -> None:
     empty = await grade_all(sandbox, lambda problem: f"{problem.prompt.rstrip()}\n    {body}\n", 1 if LONG else 5)
-    assert {task: verdict for task, verdict in empty.items() if verdict.verdict != Verdict.FAILED} == {}
+    assert {task: grade for task, grade in empty.items() if grade.reward} == {}
 
 
-# One that compares floats, strings, lists, booleans, whose tests call helpers, or the function by its name, and
-# whose tests import modules when they run.
+# One that returns floats, strings, lists, and one with a checker of its own.
 TASKS = ["HumanEval/2", "HumanEval/15", "HumanEval/32", "HumanEval/33", "HumanEval/38"]
 
 
@@ -75,96 +85,12 @@ async def test_no_cheat_passes(task: str) -> None:
 
     async def attempt(source: str) -> Grade | Lost:
         async with gate, containers.running() as sandbox:  # one each: a cheat may damage its sandbox
-            return await grade_in(sandbox, problems()[task], source, LIMITS, containers.ROOT)
+            return await grade_in(sandbox, problem_of(task), source, LIMITS, containers.ROOT)
 
     outcomes = await asyncio.gather(*(attempt(source(problems()[task])) for source in cheats.values()))
     for name, outcome in zip(cheats, outcomes, strict=True):
         assert isinstance(outcome, Grade), (name, outcome)
         assert not outcome.passed, name
-
-
-@pytest.mark.parametrize(
-    ("source", "reason", "detail"),
-    [
-        ("def truncate_number(x): return x % 1", Verdict.PASSED, ""),
-        ("def truncate_number(x): return x", Verdict.FAILED, "AssertionError:  at line"),
-        ("def truncate_number(x): raise KeyError('k')", Verdict.FAILED, "CandidateRaised: KeyError: 'k'"),
-        ("def truncate_number(x):\n  import sys; sys.exit(0)", Verdict.FAILED, "CandidateRaised: SystemExit: 0"),
-        ("def truncate_number(x): return object()", Verdict.FAILED, "a value of type object cannot leave"),
-        ("def truncate_number(x): return truncate_number(x)", Verdict.FAILED, "RecursionError"),
-        ("\ufeffdef truncate_number(x): return x % 1", Verdict.PASSED, ""),
-        ("def truncate_number(x: return", Verdict.SYNTAX_ERROR, "SyntaxError"),
-        ("x = '\0'", Verdict.SYNTAX_ERROR, "null bytes"),
-        ("", Verdict.NO_SOLUTION, "solution.py defines no function truncate_number"),
-        ("truncate_number = 3", Verdict.NO_SOLUTION, "solution.py defines no function"),
-        ("import nothing_like_it", Verdict.CRASHED, "on import: ModuleNotFoundError"),
-        ("import sys; sys.exit(0)", Verdict.CRASHED, "on import: SystemExit: 0"),
-        ("import os; os._exit(0)", Verdict.CRASHED, "the candidate's process ended"),
-        ("def truncate_number(x):\n  import os; os._exit(0)", Verdict.CRASHED, "the candidate's process ended"),
-        ("while True: pass", Verdict.TIMED_OUT, "after 2 s"),
-        ("def truncate_number(x):\n  while True: pass", Verdict.TIMED_OUT, "after 2 s at line"),
-        ("def truncate_number(x): return 'a' * (1 << 32)", Verdict.FAILED, "MemoryError"),
-        ("def truncate_number(x): return 'a' * (17 << 20)", Verdict.FAILED, "too large"),
-        ("def truncate_number(x):\n  print('noise' * 10**6); return x % 1", Verdict.PASSED, ""),
-    ],
-)
-async def test_reasons(sandbox: AsyncSandbox, source: str, reason: Verdict, detail: str) -> None:
-    verdict = await judge(sandbox, TRUNCATE, source, CodeLimits(calls_s=2))
-    assert verdict.verdict == reason, verdict
-    assert detail in verdict.detail
-    assert verdict.reward == (1.0 if reason is Verdict.PASSED else 0.0)
-
-
-async def test_values_keep_their_types(sandbox: AsyncSandbox) -> None:
-    """What a test compares is what the function returned: a tuple is no list, and an iterator no sequence."""
-    values = (
-        "None", "True", "1", "-1.5", "float('inf')", "2 ** 200", "-(2 ** 62)", "'a\\ud800\\n'", "b'\\xff'", "1j",
-        "[1, [2]]", "(1, (2,))", "{1, 2}", "frozenset({1})", "{(1, 2): [3], 'k': None}", "range(1, 9, 2)", "[True, 1]",
-    )  # fmt: skip
-    test = "def check(candidate):\n" + "".join(
-        f"    value = candidate({value})\n    assert value == {value} and type(value) is type({value})\n"
-        for value in values
-    )
-    test += (
-        "    assert list(candidate(3, lazy=True)) == [0, 1, 2]\n"
-        "    assert candidate(3, lazy=True) != [0, 1, 2]\n"
-        "    given = [3, 1]\n    assert candidate(given, sort=True) == [1, 3] and given == [3, 1]\n"
-    )
-    source = (
-        "def same(value, lazy=False, sort=False):\n"
-        "    if lazy: return (i for i in range(value))\n"
-        "    if sort: value.sort()\n"
-        "    return value\n"
-    )
-    problem = Problem("made/0", "same", source, "", test)
-    outcome = await grade_in(sandbox, problem, source, LIMITS, containers.ROOT)
-    assert outcome == Grade(1.0, "passed")
-
-
-async def test_the_candidate_has_no_capabilities_and_sees_no_tests(sandbox: AsyncSandbox) -> None:
-    source = (
-        "import glob, os\n"
-        "def look():\n"
-        "    caps = [line.split()[1] for line in open('/proc/self/status') if line.startswith(('CapEff', 'CapBnd'))]\n"
-        "    texts = []\n"
-        "    tester = '/proc/%d/' % os.getppid()\n"
-        "    paths = [tester + name for name in ('cmdline', 'mem', 'environ', 'fd/0')]\n"
-        "    for path in glob.glob('/sandbox/**', recursive=True) + paths:\n"
-        "        try: texts.append(open(path, 'rb').read())\n"
-        "        except OSError: pass\n"
-        "    with open('/proc/self/maps') as maps, open('/proc/self/mem', 'rb', 0) as memory:\n"
-        "        for line in [line for line in maps if ' rw' in line]:\n"
-        "            low, high = (int(number, 16) for number in line.split()[0].split('-'))\n"
-        "            memory.seek(low)\n"
-        "            texts.append(memory.read(high - low))\n"
-        "    root = os.geteuid() == 0\n"
-        "    needle = bytes(reversed(b'7-ELDEEN'))\n"
-        "    found = any(needle in text for text in texts)\n"
-        "    return set(caps) == {'0' * 16} or not root, found, len(texts) > 1\n"
-    )
-    test = "def check(candidate):\n    assert candidate() == (True, False, True), 'NEEDLE-7'\n"
-    outcome = await grade_in(sandbox, Problem("made/1", "look", source, "", test), source, LIMITS, containers.ROOT)
-    assert outcome == Grade(1.0, "passed")
 
 
 async def test_a_candidate_that_has_its_tester_killed_is_to_blame() -> None:
@@ -195,7 +121,7 @@ async def test_a_candidate_that_has_its_tester_killed_is_to_blame() -> None:
         "print(tester, file=open('tester', 'w'), flush=True)\n"
         "time.sleep(100)\n"
     )
-    verdict = await grade(open_sandbox, problems()[TRUNCATE], source, LIMITS, containers.ROOT)
+    verdict = await grade(open_sandbox, problem_of(TRUNCATE), source, LIMITS, containers.ROOT)
     assert verdict.verdict == Verdict.CRASHED
     assert "taken down, twice" in verdict.detail
     assert containers.instances() == before
@@ -219,16 +145,15 @@ async def test_a_lost_sandbox_costs_a_try_and_no_reward() -> None:
         async with containers.running(Dying if opened == 1 else AsyncSandbox) as sandbox:
             yield sandbox
 
-    problem = problems()[INTERSPERSE]
-    verdict = await grade(open_sandbox, problem, problem.reference_source, LIMITS, containers.ROOT)
+    source = problems()[INTERSPERSE].reference_source
+    verdict = await grade(open_sandbox, problem_of(INTERSPERSE), source, LIMITS, containers.ROOT)
     assert verdict.passed
     assert opened == 2
 
 
 async def test_machines_that_never_answer_are_infrastructure_and_no_reward() -> None:
-    problem = problems()[INTERSPERSE]
     with pytest.raises(InfrastructureError) as caught:
-        await grade(lambda: containers.running(Dying), problem, problem.stub, LIMITS, containers.ROOT)
+        await grade(lambda: containers.running(Dying), problem_of(INTERSPERSE), "x = 1", LIMITS, containers.ROOT)
     assert caught.value.kind is FailureKind.VERIFIER_ERROR
 
 
@@ -263,9 +188,8 @@ async def test_what_the_machine_ends_while_a_solution_runs_is_no_verdict_though_
                 killing.cancel()
                 await asyncio.wait([killing])
 
-    problem = problems()[TRUNCATE]
     with pytest.raises(InfrastructureError) as caught:
-        await grade(open_sandbox, problem, NEVER, LIMITS, containers.ROOT)
+        await grade(open_sandbox, problem_of(TRUNCATE), NEVER, LIMITS, containers.ROOT)
     assert caught.value.kind is FailureKind.VERIFIER_ERROR
     assert opened == 2
 
@@ -283,9 +207,8 @@ async def test_what_ends_before_the_solution_is_run_is_not_its_doing() -> None:
             yield sandbox
 
     opened = 0
-    problem = problems()[TRUNCATE]
     with pytest.raises(InfrastructureError, match="FileNotFoundError"):
-        await grade(open_sandbox, problem, problem.stub, LIMITS, containers.ROOT)
+        await grade(open_sandbox, problem_of(TRUNCATE), "x = 1", LIMITS, containers.ROOT)
     assert opened == 2
 
 
@@ -361,8 +284,7 @@ async def test_a_solution_that_takes_its_sandbox_down_has_its_zero(attack: str, 
     """It has no way to be taken for a victim of the machine, which would be tried again and left out in the end."""
     source = f"import os, resource, signal, time\ndef truncate_number(x):\n{indent(TAKE_DOWN[attack], '    ')}"
     options = {"start": start, "memory_mib": 1024, "processes": 128}
-    problem = problems()[TRUNCATE]
-    limits = CodeLimits(calls_s=6, memory_mib=512)
+    limits = CodeLimits(time_s=2, total_s=6, memory_mib=512)
+    problem = problem_of(TRUNCATE)
     verdict = await grade(lambda: containers.running_ours(**options), problem, source, limits, containers.ROOT)
-    assert verdict.verdict in (Verdict.CRASHED, Verdict.EXHAUSTED, Verdict.FAILED, Verdict.TIMED_OUT)
-    assert verdict.reward == 0.0
+    assert (verdict.reward, verdict.passed) == (0.0, False), verdict

@@ -14,7 +14,7 @@ from nemo_gym_prorl.demo_scripts import seeded_mistake
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.arguments import MAX_ARGUMENT_BYTES, BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.code.grading import CodeLimits
-from nemo_gym_prorl.tasks.code.humaneval import problem_for, problems, row_for
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade, SandboxNeeds
@@ -40,20 +40,18 @@ def test_all_problems_are_there_and_well_formed() -> None:
         assert problem.entry_point in functions
 
 
-def test_rows_are_what_gym_accepts_and_hide_tests_and_reference() -> None:
+def test_rows_are_what_gym_accepts_and_tell_the_policy_no_reference() -> None:
     for problem in problems().values():
-        row = row_for(problem)
+        row = humaneval_row(problem)
         NeMoGymResponseCreateParamsNonStreaming.model_validate(row["responses_create_params"])
-        text = json.dumps(row)
-        assert json.dumps(problem.test)[1:-1] not in text
-        assert json.dumps(problem.reference.strip())[1:-1] not in text
-        assert problem_for(row) is problem
+        assert problem.reference.strip() not in row["responses_create_params"]["input"][1]["content"]
+        assert read_problem(read_metadata(row), None).function == problem.entry_point
 
 
 def test_rows_of_scripts_are_what_gym_accepts() -> None:
     problem = problems()["HumanEval/0"]
     for variant in VARIANTS:
-        params = row_for(problem, script_for(problem, variant))["responses_create_params"]
+        params = humaneval_row(problem, script_for(problem, variant))["responses_create_params"]
         NeMoGymResponseCreateParamsNonStreaming.model_validate(params)
         turns = json.loads(params["metadata"]["script"])["turns"]
         assert turns[-1]["tool_calls"] == []
@@ -66,17 +64,10 @@ def test_shipped_data_is_what_the_code_writes(tmp_path: Path) -> None:
     chosen = list(problems().values())
     variants = ["reference", "repair", "reference", "repair", "reference"]
     scripts = [script_for(problem, variant) for problem, variant in zip(chosen, variants, strict=False)]
-    assert write_rows(tmp_path / "train.jsonl", map(row_for, chosen)) == 164
-    assert write_rows(tmp_path / "example.jsonl", map(row_for, chosen[:5], scripts)) == 5
+    assert write_rows(tmp_path / "train.jsonl", map(humaneval_row, chosen)) == 164
+    assert write_rows(tmp_path / "example.jsonl", map(humaneval_row, chosen[:5], scripts)) == 5
     for name in ("train.jsonl", "example.jsonl"):
         assert (data / name).read_bytes() == (tmp_path / name).read_bytes()
-
-
-@pytest.mark.parametrize("row", [{}, {"task_id": "HumanEval/164"}, {"task_id": 3}, {"task_id": ["HumanEval/0"]}])
-def test_bad_task_id_is_named(row: dict[str, object]) -> None:
-    with pytest.raises(CallerError) as caught:
-        problem_for(row)
-    assert caught.value.field == "task_id"
 
 
 def test_unknown_script_is_named() -> None:
@@ -157,5 +148,5 @@ async def test_a_file_that_is_no_solution_is_judged_without_a_sandbox(taken: Tak
         raise AssertionError("nobody needs one")
 
     task = ProgrammingProblems("/sandbox", ToolLimits(), CodeLimits())
-    grade = await task.grade({"task_id": "HumanEval/0"}, taken, {}, no_sandbox)
+    grade = await task.grade(humaneval_row(problems()["HumanEval/0"]), taken, {}, no_sandbox)
     assert grade == Grade(0.0, "no_solution", detail)

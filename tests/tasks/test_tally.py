@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.tasks.workbench import observations
 from nemo_gym_prorl.tasks.workbench.observations import Output, observation
-from nemo_gym_prorl.tasks.workbench.tally import Tally
+from nemo_gym_prorl.tasks.workbench.tools import Tally
 
 
 FINE = {"calls": 1, "errors": 0, "timeouts": 0, "cut": 0}

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from nemo_gym_prorl.tasks.sandbox import Sandbox
-from nemo_gym_prorl.tasks.task import SandboxNeeds
-from nemo_gym_prorl.tasks.together import Together
+from nemo_gym_prorl.tasks.task import SandboxNeeds, Together
 
 
 class Opened:

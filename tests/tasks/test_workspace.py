@@ -13,7 +13,7 @@ from nemo_gym.sandbox import AsyncSandbox
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.started import SandboxWithSessions
-from nemo_gym_prorl.tasks.code.humaneval import SOLUTION_FILE
+from nemo_gym_prorl.tasks.code.rows import SOLUTION_FILE
 from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
 from tests.tasks import containers
 

@@ -5,26 +5,213 @@
 The fields of a record tell which set it is of; :data:`_KINDS` lists them. Rows of NeMo Gym's ``code_gen`` are checked
 and kept as they are.
 
-Time limits of CodeContests and Codeforces were set for compiled programs: a row has :data:`TIME_FACTOR` times as much,
-or as often as is asked for. A server's own limit is never exceeded.
+Published tests are untrusted: nothing of a data set is executed or unpickled. LiveCodeBench packs its private tests as
+base64 of zlib of a pickle of JSON text. The pickle is read opcode by opcode, and only the opcodes that write one text
+are accepted. Asserts are read from the syntax tree, and only calls with literal arguments are accepted.
+
+Time limits of CodeContests and Codeforces were set for compiled programs: a row has :data:`TIME_FACTOR` times as much.
+A server's own limit is never exceeded.
 """
 
 from __future__ import annotations
 
+import ast
+import base64
+import binascii
 import hashlib
 import json
+import pickletools
 import re
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.code import humaneval
-from nemo_gym_prorl.tasks.code.prompts import row_for
-from nemo_gym_prorl.tasks.code.published_tests import as_json_text, of_asserts, of_cases, unpacked
-from nemo_gym_prorl.tasks.code.rows import METADATA, has_tests, read_metadata, read_problem
+from nemo_gym_prorl.tasks.code.rows import (
+    MAX_TEST_BYTES,
+    METADATA,
+    humaneval_row,
+    problems,
+    read_metadata,
+    read_problem,
+    row_for,
+)
 from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, parsed, question_of
+
+
+_TEXT_OPCODES = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"})
+_IDLE_OPCODES = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
+_SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)
+
+
+def unpacked(text: str, field: str) -> Any:
+    """The tests in JSON text, or in LiveCodeBench's packed form of it.
+
+    Raises:
+        CallerError: the text is neither, or holds more than a problem may have; names the field.
+    """
+    if text.lstrip()[:1] in ("[", "{"):
+        return _json(text, field)
+    try:
+        stream = zlib.decompressobj()
+        data = stream.decompress(base64.b64decode(text, validate=True), 2 * MAX_TEST_BYTES)
+        if stream.unconsumed_tail:
+            raise CallerError(f"unpacks to more than {2 * MAX_TEST_BYTES} bytes", field=field)
+        texts = list[str]()
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name in _TEXT_OPCODES:
+                texts.append(str(argument))
+            elif opcode.name not in _IDLE_OPCODES:
+                raise CallerError(f"is a pickle of more than one text ({opcode.name})", field=field)
+    except (binascii.Error, zlib.error, ValueError) as error:
+        raise CallerError(f"is neither JSON nor packed tests: {error}", field=field) from error
+    if len(texts) != 1:
+        raise CallerError(f"is a pickle of {len(texts)} texts, not of one", field=field)
+    return _json(texts[0], field)
+
+
+def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, Any]:
+    """Tests from a list of objects with ``input`` and ``output`` (LiveCodeBench, DeepCoder, PrimeIntellect, open-r1).
+
+    Args:
+        cases: the objects; ``fn_name``, or ``func_name`` in ``metadata``, names the function to call.
+        field: where they are.
+        function: the function to call, if the cases do not say it.
+
+    Raises:
+        CallerError: it is no such list, or its cases differ in what they call; names the field.
+    """
+    if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases):
+        raise CallerError("must be a list of objects with input and output", field=field)
+    names = {_function_of(case) or function for case in cases}
+    if len(names) > 1:
+        raise CallerError("calls more than one function", field=field)
+    called = next(iter(names), None)
+    if called is None and any(
+        case.get("type", case.get("testtype")) in ("function_call", "functional") for case in cases
+    ):
+        raise CallerError("names no function to call", field=field)
+    tests = {"inputs": [case.get("input") for case in cases], "outputs": [case.get("output") for case in cases]}
+    return tests | ({"fn_name": called} if called else {})
+
+
+def of_asserts(source: str, field: str, candidates: Sequence[str] = ()) -> dict[str, Any]:
+    """Tests from asserts that compare the result of a call with a value (HumanEval, MBPP, KodCode, AceCode, LeetCode).
+
+    Args:
+        source: Python; it is parsed and never run.
+        field: where it is.
+        candidates: names that stand for the function, the last one for its real name.
+
+    Raises:
+        CallerError: it is no Python; names the field.
+        UnusableRecord: a test does more than that.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise CallerError(f"is not Python: {error}", field=field) from error
+    inputs, outputs, names = list[Any](), list[Any](), set[str]()
+    for name, arguments, expected in _compared(tree.body, field):
+        names.add(candidates[-1] if name in candidates else name)
+        inputs.append(arguments)
+        outputs.append(json.dumps(expected))
+    if len(names) > 1:
+        raise UnusableRecord("its tests call more than one function", field=field)
+    if not names:
+        raise UnusableRecord("its tests have no assert", field=field)
+    return {"inputs": inputs, "outputs": outputs, "fn_name": names.pop()}
+
+
+def as_json_text(tests: Mapping[str, Any]) -> dict[str, Any]:
+    """Tests of a function with all arguments and results as JSON text, which has integers of any size."""
+    inputs = [
+        "\n".join(map(json.dumps, given)) if isinstance(given, list) and given else given for given in tests["inputs"]
+    ]
+    return {"inputs": inputs, "outputs": [_result(value) for value in tests["outputs"]], "fn_name": tests["fn_name"]}
+
+
+def _result(value: Any) -> str:
+    """Some sets have results as JSON text, others as values, and text that is no JSON is a value."""
+    if isinstance(value, str):
+        try:
+            json.loads(value)
+        except (ValueError, RecursionError):
+            return json.dumps(value)
+        return value
+    return json.dumps(value)
+
+
+def _json(text: str, field: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CallerError(f"is not JSON: {error}", field=field) from error
+
+
+def _function_of(case: Mapping[str, Any]) -> str | None:
+    metadata = parsed(case.get("metadata"))
+    name = case.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
+    return str(name) if name else None
+
+
+def _compared(body: Sequence[ast.stmt], field: str) -> Iterator[tuple[str, list[Any], Any]]:
+    """The function, the arguments and the expected result of each assert."""
+    for statement in body:
+        match statement:
+            case ast.FunctionDef(body=inner):
+                yield from _compared(inner, field)
+            case (
+                ast.Assert(
+                    test=ast.Compare(left=ast.Call() as call, ops=[ast.Eq() | ast.Is()], comparators=[expected])
+                )
+                | ast.Assert(
+                    test=ast.Compare(left=expected, ops=[ast.Eq() | ast.Is()], comparators=[ast.Call() as call])
+                )
+            ):
+                name = _called(call.func)
+                if name is None or any(word.arg is None for word in call.keywords):
+                    raise UnusableRecord("its tests call more than a function by its name", field=field)
+                arguments = [*call.args, *(word.value for word in call.keywords)]
+                yield name, [_literal(value, field, tuples=False) for value in arguments], _literal(expected, field)
+            case ast.Expr(value=ast.Constant()):
+                pass
+            case ast.Assign(targets=[ast.Name(id="METADATA")]):  # HumanEval's
+                pass
+            case _ if not isinstance(statement, _SCAFFOLDING):
+                raise UnusableRecord("its tests do more than compare the result of a call with a value", field=field)
+
+
+def _called(function: ast.expr) -> str | None:
+    """The name in ``f``, ``solution.f`` or ``Solution().f``; ``None`` for a method of anything else."""
+    match function:
+        case (
+            ast.Name(id=name)
+            | ast.Attribute(value=ast.Name(id="solution"), attr=name)
+            | ast.Attribute(value=ast.Call(func=ast.Name(id="Solution"), args=[], keywords=[]), attr=name)
+        ):
+            return name
+    return None
+
+
+def _literal(node: ast.expr, field: str, *, tuples: bool = True) -> Any:
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise UnusableRecord("its tests compute what they pass or expect", field=field) from None
+    if not _is_json(value, tuples=tuples):
+        raise UnusableRecord("its tests have values that JSON does not have", field=field)
+    return value
+
+
+def _is_json(value: Any, *, tuples: bool) -> bool:
+    if isinstance(value, list) or (tuples and isinstance(value, tuple)):
+        return all(_is_json(part, tuples=tuples) for part in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(part, tuples=tuples) for key, part in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 Record = Mapping[str, Any]
@@ -51,29 +238,26 @@ _ASKS_FOR_BLOCK = re.compile(
 """What Eurus-2 and PrimeIntellect say of where the program goes; here the system prompt does."""
 
 
-def row_of(record: Record, tests_folder: Path | None = None, time_factor: float = TIME_FACTOR) -> dict[str, Any]:
+def row_of(record: Record, tests_folder: Path | None = None) -> dict[str, Any]:
     """A row of a record.
 
     Args:
         record: of one of the sets above.
         tests_folder: write the tests there, by the name of their SHA-256, and have the row name them.
-        time_factor: what CodeContests' limits of time are multiplied by.
 
     Raises:
         CallerError: it makes no row; names the field.
     """
     for field, convert in _KINDS.items():
         if field in record:
-            row = convert(record, time_factor)
-            if not has_tests(row) and "task_id" in row:
-                return row  # HumanEval's tests are installed with the package
+            row = convert(record)
             read_problem(read_metadata(row), None)
             return row if tests_folder is None else _with_file(row, tests_folder)
     known = ", ".join(_KINDS)
     raise CallerError(f"a record of no known set: it has none of {known}, but {', '.join(list(record)[:20])}")
 
 
-def _eurus(record: Record, _time_factor: float) -> dict[str, Any]:
+def _eurus(record: Record) -> dict[str, Any]:
     """Eurus-2, Skywork-OR1, Code-R1: records of verl."""
     ability = record.get("ability")
     if not isinstance(ability, str) or not ability.casefold().startswith("cod"):
@@ -87,7 +271,7 @@ def _eurus(record: Record, _time_factor: float) -> dict[str, Any]:
     )
 
 
-def _prime(record: Record, _time_factor: float) -> dict[str, Any]:
+def _prime(record: Record) -> dict[str, Any]:
     """SYNTHETIC-1 and -2, INTELLECT-2, verifiable-coding-problems."""
     info = parsed(record["verification_info"])
     if not isinstance(info, Mapping) or "test_cases" not in info:
@@ -99,7 +283,7 @@ def _prime(record: Record, _time_factor: float) -> dict[str, Any]:
     return _row(statement, tests, DATA_SOURCE, dataset=str(record.get("source", "primeintellect")))
 
 
-def _live_code_bench(record: Record, _time_factor: float) -> dict[str, Any]:
+def _live_code_bench(record: Record) -> dict[str, Any]:
     metadata = parsed(record.get("metadata"))
     function = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     cases = [
@@ -111,14 +295,14 @@ def _live_code_bench(record: Record, _time_factor: float) -> dict[str, Any]:
     return _row(statement, tests, DATA_SOURCE, wrapped=False, dataset="livecodebench", difficulty=difficulty)
 
 
-def _deep_coder(record: Record, _time_factor: float) -> dict[str, Any]:
+def _deep_coder(record: Record) -> dict[str, Any]:
     metadata = parsed(record.get("metadata"))
     function = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     statement = _with_starter(question_of(record, record)[1], record)
     return _row(statement, _tests(record["tests"], "tests", function), DATA_SOURCE, dataset="deepcoder")
 
 
-def _codeforces(record: Record, time_factor: float) -> dict[str, Any]:
+def _codeforces(record: Record) -> dict[str, Any]:
     """open-r1/codeforces."""
     if record.get("interaction_format"):
         raise UnusableRecord("the problem is interactive", field="interaction_format")
@@ -138,18 +322,18 @@ def _codeforces(record: Record, time_factor: float) -> dict[str, Any]:
         parts.append(f"Example input\n{example['input']}\nExample output\n{example['output']}")
     limits: dict[str, Any] = {}
     if record.get("time_limit") is not None:
-        limits["time_limit_s"] = time_factor * _seconds(record["time_limit"])
+        limits["time_limit_s"] = TIME_FACTOR * _seconds(record["time_limit"])
     tests = of_cases(record["official_tests"], "official_tests")
     return _row("\n\n".join(parts), tests, "codeforces", dataset="codeforces", **limits)
 
 
-def _asserted(record: Record, _time_factor: float) -> dict[str, Any]:
+def _asserted(record: Record) -> dict[str, Any]:
     """HumanEval and HumanEval+, LeetCodeDataset, KodCode."""
-    problem = humaneval.problems().get(str(record.get("task_id")))
+    problem = problems().get(str(record.get("task_id")))
     if problem is not None:
-        if record["test"] != problem.test:
+        if "assertion(" in _text(record, "test"):
             raise UnsupportedSet("HumanEval+ cannot be used: its tests are loops, not asserts; use HumanEval")
-        return {**humaneval.row_for(problem), "data_source": "humaneval"}
+        return {**humaneval_row(problem), "data_source": "humaneval"}
     candidates = ("candidate", str(record.get("entry_point", "candidate")).rpartition(".")[2])
     tests = of_asserts(_text(record, "test"), "test", candidates)
     asked = next((name for name in ("problem_description", "question") if record.get(name)), "prompt")
@@ -158,7 +342,7 @@ def _asserted(record: Record, _time_factor: float) -> dict[str, Any]:
     )
 
 
-def _listed_asserts(record: Record, _time_factor: float) -> dict[str, Any]:
+def _listed_asserts(record: Record) -> dict[str, Any]:
     """MBPP and its sanitized edition, AceCode."""
     field = next(name for name in ("test_list", "test_cases") if name in record)
     asserts = record[field]
@@ -169,7 +353,7 @@ def _listed_asserts(record: Record, _time_factor: float) -> dict[str, Any]:
     return _row(_text(record, asked), tests, DATA_SOURCE, wrapped=False, dataset=record.get("source"))
 
 
-def _apps(record: Record, _time_factor: float) -> dict[str, Any]:
+def _apps(record: Record) -> dict[str, Any]:
     if not record["input_output"]:
         raise UnusableRecord("the set has no tests for this problem", field="input_output")
     tests = _tests(record["input_output"], "input_output")
@@ -180,7 +364,7 @@ def _apps(record: Record, _time_factor: float) -> dict[str, Any]:
     )
 
 
-def _code_contests(record: Record, time_factor: float) -> dict[str, Any]:
+def _code_contests(record: Record) -> dict[str, Any]:
     for field in ("input_file", "output_file"):
         if record.get(field):
             raise UnusableRecord("the program is to read and write files", field=field)
@@ -193,7 +377,7 @@ def _code_contests(record: Record, time_factor: float) -> dict[str, Any]:
         tests["outputs"] += list(part.get("output") or [])
     limits: dict[str, Any] = {}
     if limit := record.get("time_limit"):
-        limits["time_limit_s"] = time_factor * _seconds(limit)
+        limits["time_limit_s"] = TIME_FACTOR * _seconds(limit)
     if memory := record.get("memory_limit_bytes"):
         limits["memory_limit_mib"] = max(256, memory >> 20)
     return _row(_text(record, "description"), tests, "codecontests", dataset="code_contests", **limits)
@@ -207,13 +391,13 @@ def _seconds(limit: Any) -> float:
     return float(parts[0] + parts[1] / 1e9)
 
 
-def _code_gen(record: Record, _time_factor: float) -> dict[str, Any]:
+def _code_gen(record: Record) -> dict[str, Any]:
     if not isinstance(record.get("responses_create_params"), Mapping):
         raise CallerError("missing; a row of NeMo Gym has it", field="responses_create_params")
     return {"data_source": DATA_SOURCE, **record}
 
 
-_KINDS: Mapping[str, Callable[[Record, float], dict[str, Any]]] = {
+_KINDS: Mapping[str, Callable[[Record], dict[str, Any]]] = {
     METADATA: _code_gen,
     "reward_model": _eurus,
     "verification_info": _prime,

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a candidate's source to a grade: one fresh sandbox, in which a grader runs all tests; see :mod:`..trials`.
 
-Where a candidate may have taken its grader down, a control tells whether machine and row are fine: HumanEval's
-reference has to pass, and of a program that does nothing any verdict will do.
+Where a candidate may have taken its grader down, a control tells whether machine and row are fine: of a program that
+does nothing any verdict will do.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, TaskError
-from nemo_gym_prorl.tasks.code import humaneval, rows
 from nemo_gym_prorl.tasks.code.filters import filters
-from nemo_gym_prorl.tasks.program import BYTE_ORDER_MARK, program
+from nemo_gym_prorl.tasks.code.rows import Problem
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
-from nemo_gym_prorl.tasks.trials import Lost, TakenDown, attempt, settle
+from nemo_gym_prorl.tasks.trials import BYTE_ORDER_MARK, Lost, TakenDown, attempt, program, settle
 
 
 _INSIDE = "nemo_gym_prorl.tasks.code.inside"
 _GRADER = (
     f"{_INSIDE}.grader",
     f"{_INSIDE}.walls",
-    f"{_INSIDE}.calls",
     f"{_INSIDE}.zygote",
     f"{_INSIDE}.checkers",
 )
@@ -37,7 +35,6 @@ CLOCK_FACTOR = 10
 """All tests may take so much longer by the clock: waiting for a processor is no fault of a candidate's."""
 
 RewardRule = Literal["all", "fraction"]
-Problem = rows.Problem | humaneval.Problem
 
 CHECKER_LIMITS = {"time_s": 10.0, "memory_mib": 1024}
 NOTHING = "pass\n"
@@ -50,8 +47,6 @@ class Verdict(StrEnum):
 
     PASSED = "passed"
     WRONG_ANSWER = "wrong_answer"
-    FAILED = "failed"
-    """One of HumanEval's tests failed, or the function raised."""
     TIMED_OUT = "timed_out"
     MEMORY = "memory"
     OUTPUT_LIMIT = "output_limit"
@@ -72,7 +67,6 @@ class CodeLimits:
         time_s: processor time of one test, where the row says nothing, and the most that it may say.
         memory_mib: address space of one test's process, the same.
         total_s: all tests together, without the time for which they waited for a processor.
-        calls_s: all of HumanEval's tests of a problem, by the clock.
         output_bytes: longest output of one test.
         file_mib: largest file that a test may write, in MiB.
         threads: how many threads it may have, about.
@@ -81,7 +75,6 @@ class CodeLimits:
     time_s: float = 10.0
     memory_mib: int = 1024
     total_s: float = 300.0
-    calls_s: float = 20.0
     output_bytes: int = 16 << 20
     file_mib: int = 64
     threads: int = 64
@@ -120,10 +113,7 @@ async def grade(
             return await grade_in(sandbox, problem, source, limits, root, rule)
 
     async def control() -> bool:
-        if isinstance(problem, rows.Problem):
-            return isinstance(await graded(NOTHING), Grade)
-        outcome = await graded(problem.reference_source)
-        return isinstance(outcome, Grade) and outcome.passed
+        return isinstance(await graded(NOTHING), Grade)
 
     outcome = await settle(lambda: graded(source), control)
     return failed(Verdict.CRASHED, outcome.why) if isinstance(outcome, TakenDown) else outcome
@@ -138,18 +128,13 @@ async def grade_in(
         TaskError: the row's checker judges nothing.
     """
     job = {"source": source.removeprefix(BYTE_ORDER_MARK), "stop_at_failure": rule == "all"}
-    if isinstance(problem, rows.Problem):
-        job |= _tests(problem, limits)
-        timeout_s = CLOCK_FACTOR * limits.total_s
-    else:
-        job |= _calls(problem, limits)
-        timeout_s = limits.calls_s
+    job |= _tests(problem, limits)
     try:
         told = await attempt(
             sandbox,
             program(*_GRADER),
             job,
-            timeout_s=timeout_s,
+            timeout_s=CLOCK_FACTOR * limits.total_s,
             root=root,
             doubtful=lambda report: bool(report.get("killed")) or report.get("verdict") == Verdict.CRASHED,
             before=f"ulimit -S -s {STACK_KIB} 2>/dev/null; ",
@@ -163,8 +148,8 @@ async def grade_in(
     return _grade(told, rule)
 
 
-def _tests(problem: rows.Problem, limits: CodeLimits) -> dict[str, Any]:
-    """What the grader is told of a problem that brings its tests."""
+def _tests(problem: Problem, limits: CodeLimits) -> dict[str, Any]:
+    """What the grader is told of a problem."""
     bounds = {**asdict(limits), "filters": filters()}
     for name, own in (("time_s", problem.time_limit_s), ("memory_mib", problem.memory_limit_mib)):
         bounds[name] = min(bounds[name], own or bounds[name])
@@ -178,20 +163,7 @@ def _tests(problem: rows.Problem, limits: CodeLimits) -> dict[str, Any]:
     }
 
 
-def _calls(problem: humaneval.Problem, limits: CodeLimits) -> dict[str, Any]:
-    """And of one of HumanEval's, whose tests are a program that calls the function."""
-    return {
-        "serves": problem.entry_point,
-        "reference": problem.reference_source,
-        "check": problem.test,
-        "limits": {**asdict(limits), "time_s": limits.calls_s, "filters": filters()},
-        "total_s": limits.calls_s,
-    }
-
-
 def _grade(told: Mapping[str, Any], rule: RewardRule) -> Grade:
-    verdict, tests = Verdict(told["verdict"]), told.get("tests")
-    if tests is None:
-        return Grade(float(verdict is Verdict.PASSED), verdict.value, told["detail"])
+    verdict, tests = Verdict(told["verdict"]), told["tests"]
     reward = tests["passed"] / tests["total"] if rule == "fraction" else float(verdict is Verdict.PASSED)
     return Grade(reward, verdict.value, told["detail"], {"tests": tests})

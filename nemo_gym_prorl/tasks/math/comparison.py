@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Whether an answer is the expected one, by ``math-verify``, and where that is too generous.
 
-It may run for ever or eat all memory: answers are other people's programs for sympy. It is for a process that is
-bounded (:mod:`.worker`), and what it raises is that process's end.
+It may run for ever or eat all memory: answers are other people's programs for sympy. So it runs in workers
+(:mod:`nemo_gym_prorl.tasks.workers`), and what it raises ends the worker's child.
 
 ``math-verify`` compares values. That is not enough for a reward, so these are told from the right answer:
 
 - what is of another kind, in another order, or has other members (:mod:`.shapes`);
 - other units, words and bases (:mod:`.measures`), and words of the same letters;
-- what is left to be worked out (:mod:`.unfinished`), or is as it stands in the question;
+- what is left to be worked out (:mod:`.values`), or is as it stands in the question;
 - what contradicts itself: ``6 = 5`` or ``6 \approx 5`` for 5;
 - what is only near, and relations without solutions (:mod:`.values`).
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -32,22 +32,42 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify.parser import get_last_eq, should_treat_as_complex
 
 from nemo_gym_prorl.tasks.math import real_sets, shapes
-from nemo_gym_prorl.tasks.math.answers import canonical, combinations, restates, side_by_side, tidy
-from nemo_gym_prorl.tasks.math.colons import another_time, ratio_verdict
+from nemo_gym_prorl.tasks.math.answers import (
+    another_order,
+    canonical,
+    combinations,
+    restates,
+    side_by_side,
+    symbols,
+    tidy,
+)
+from nemo_gym_prorl.tasks.math.checker import ANOTHER_VALUE, Judged, Verdict
 from nemo_gym_prorl.tasks.math.measures import (
     Measure,
     another_unit,
     in_cents,
     measure_of,
+    nouns_of,
     stray_text,
 )
-from nemo_gym_prorl.tasks.math.notation import another_order, symbols
 from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, VECTOR, Shape
-from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, leaves, unfinished
-from nemo_gym_prorl.tasks.math.unit_words import nouns_of
-from nemo_gym_prorl.tasks.math.values import near_numbers, other_sides, same
-from nemo_gym_prorl.tasks.math.verdicts import ANOTHER_VALUE, Judged, Verdict
-from nemo_gym_prorl.tasks.math.words import another_base, another_text, congruence, label_and_rest
+from nemo_gym_prorl.tasks.math.values import (
+    computing,
+    in_final_form,
+    leaves,
+    near_numbers,
+    other_sides,
+    same,
+    unfinished,
+)
+from nemo_gym_prorl.tasks.math.words import (
+    another_base,
+    another_text,
+    another_time,
+    congruence,
+    label_and_rest,
+    ratio_verdict,
+)
 
 
 # Its warnings repeat what policies say.
@@ -78,6 +98,32 @@ _WORST_FIRST = (
     Verdict.CONTRADICTORY,
     Verdict.UNFINISHED,
 )
+
+
+_WARM_UP = (
+    (r"\frac{1}{2}", "0.25"),
+    ("x^2-1", "(x-1)(x+1)"),
+    (r"\{1,2\}", r"(1,3]\cup\{5\}"),
+    ("x=1,y=2", "2,1"),
+    ("x>3", r"(3,\infty)"),
+    ("y=2x+1", "2y=x"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}"),
+    (r"\sqrt{2}\pi", r"\ln 3 + \sin 2"),
+)
+"""Sympy imports on first use; a child should find it done."""
+
+
+def warm_up() -> None:
+    """Have sympy import all that comparisons take."""
+    for expected, said in _WARM_UP:
+        judge(expected, said)
+
+
+def answer(job: Mapping[str, Any]) -> Judged:
+    """What a worker is asked: the verdict on an answer, and why."""
+    if job["control"] and (unread_part := try_out(job["expected"])):
+        return Verdict.UNREADABLE, f"can't read {unread_part}"
+    return judge(job["expected"], job["said"], job["question"])
 
 
 def judge(expected: str, said: str, question: str = "") -> Judged:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from nemo_gym_prorl.tasks.tex import OPENED_BOX, closed_from
+from nemo_gym_prorl.tasks.final_answer import OPENED_BOX, closed_from
 
 
 LONGEST_SYMBOL = 3

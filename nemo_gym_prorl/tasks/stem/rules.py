@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The check by rules, which comes first: it is quick, says why, and nobody can talk it round.
+"""The check by rules, which comes first: it is quick, says why, and no answer can talk it round.
 
 It may leave an answer undecided, which is then for a judge; a choice, a quantity or a formula of the same letters that
 is plainly another one is wrong, and no judge is asked to be generous.
@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nemo_gym_prorl.tasks.math.answers import tidy
-from nemo_gym_prorl.tasks.math.checker import MathChecker
-from nemo_gym_prorl.tasks.math.verdicts import ANOTHER_VALUE, Verdict
+from nemo_gym_prorl.tasks.math.checker import ANOTHER_VALUE, MathChecker, Verdict
 from nemo_gym_prorl.tasks.stem import quantities
 from nemo_gym_prorl.tasks.stem.answers import plain, words
-from nemo_gym_prorl.tasks.stem.choices import chosen, letter_of
-from nemo_gym_prorl.tasks.stem.problems import Kind, Problem
+from nemo_gym_prorl.tasks.stem.problems import Kind, Problem, chosen, letter_of
 from nemo_gym_prorl.tasks.stem.quantities import Comparison
 
 

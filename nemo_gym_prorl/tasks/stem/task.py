@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, TaskError
-from nemo_gym_prorl.tasks.final_answer import MAX_ANSWER_CHARS, final_answer
-from nemo_gym_prorl.tasks.final_message import final_message
+from nemo_gym_prorl.tasks.final_answer import MAX_ANSWER_CHARS, final_answer, final_message
 from nemo_gym_prorl.tasks.stem.judge import Judge, Verdict
 from nemo_gym_prorl.tasks.stem.problems import WORKBENCH_TOOLS, Kind, problem_of
 from nemo_gym_prorl.tasks.stem.rules import Ruled, Rules, Ruling
-from nemo_gym_prorl.tasks.stem.search.tool import OpenSearch, SearchTool
-from nemo_gym_prorl.tasks.task import Grade, HasEnd, OpenSandbox, SandboxNeeds
-from nemo_gym_prorl.tasks.together import OpenTogether, Together
+from nemo_gym_prorl.tasks.stem.search import OpenSearch, SearchTool
+from nemo_gym_prorl.tasks.task import Grade, HasEnd, OpenSandbox, OpenTogether, SandboxNeeds, Together
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
@@ -77,12 +75,15 @@ class Stem:
         return SandboxNeeds()
 
     async def prepare(self, row: Mapping[str, Any], tools: Tools) -> None:
-        """Put the question into the working folder, which there is only then.
+        """Put the question into the working folder, which there is only then. The first examines the judge.
 
         Raises:
             CallerError: the expected formula can't be read, and there is no judge to compare it.
+            InfrastructureError: the judge can't be used; names ``judge_model_server``.
         """
         problem = problem_of(row)
+        if self._judge is not None:
+            await self._judge.require_strict()
         if problem.kind is Kind.FORMULA and self._judge is None:
             try:
                 await self._rules.require_readable(problem.expected)
@@ -111,7 +112,7 @@ class Stem:
         ruled = await self._rules.check(problem, answer)
         if ruled.ruling is Ruling.UNDECIDED and self._judge is not None:
             judged = await self._judge.judge(problem, answer)
-            told |= {"checked_by": "judge", "judge_replies": dict(judged.replies)}
+            told |= {"checked_by": "judge", "judge_reply": judged.reply}
             verdict, detail = _JUDGED[judged.verdict]
             return Grade(float(judged.verdict is Verdict.SAME), verdict, detail, told)
         return _by_rules(ruled, told)

@@ -1,18 +1,24 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy changed in a repository, as files and not as a text that something has to apply. Pure.
+"""What a policy changed in a repository, as files and not as a text that something has to apply; and its patch. Pure.
 
 Listings are those of ``git ls-files --stage``. They and the contents come out of the policy's own sandbox, so they are
-its word: what they can say is at most another change. Contents are checked against their names all the same, and all
+untrusted: what they can say is at most another change. Contents are checked against their names all the same, and all
 of it is bounded. A path is kept as git writes it, in quotes if it holds anything odd, and is read by :func:`shown` for
 rules and people only.
+
+A patch is for a rollout's row: text of which ``git apply`` makes the same bytes. git writes lines of a text file as
+they are, in whatever encoding. A row is JSON, which has no such bytes; so the parts of files that are no UTF-8 become
+what git writes of binary ones.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nemo_gym_prorl.tasks.swe.paths import Places, Protection, same_settings
@@ -180,3 +186,64 @@ def _commit(ref: bytes, base: str, changes: Iterable[Change], contents: Mapping[
 
 def _unescaped(code: bytes) -> bytes:
     return bytes([int(code, 8) & 0xFF]) if len(code) == 3 else _ESCAPES.get(code, code)
+
+
+_NO_FILE = "0" * 40
+_LINE = 52
+"""Bytes in a line of a binary patch; its first letter says how many."""
+
+_LENGTHS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A patch: what each file's part is, by git's path."""
+
+    parts: Mapping[str, str]
+
+    def within(self, limit: int) -> tuple[str, list[str]]:
+        """As much of it as whole files make that are no longer than ``limit`` characters together, and which are not
+        in it."""
+        text, left_out = "", []
+        for path, part in self.parts.items():
+            if len(text) + len(part) <= limit:
+                text += part
+            else:
+                left_out.append(path)
+        return text, left_out
+
+
+def read_patch(patch: bytes, solution: Solution, base: Mapping[str, Entry]) -> Patch:
+    """Of what ``git diff --binary --no-renames`` printed of a solution."""
+    paths = {_head(change.path): change for change in solution.changes}
+    parts: dict[str, str] = {}
+    for raw in re.split(rb"^(?=diff --git )", patch, flags=re.MULTILINE):
+        change = paths.get(raw.partition(b"\n")[0])
+        if change is None:
+            continue
+        try:
+            parts[change.path] = raw.decode()
+        except UnicodeDecodeError:
+            after = solution.contents[change.entry.blob] if change.entry else b""
+            blobs = [entry.blob if entry else _NO_FILE for entry in (base.get(change.path), change.entry)]
+            lines = raw[: raw.index(b"\n--- ")].decode().split("\n")
+            head = [line for line in lines if not line.startswith("index ")]
+            index = next(line for line in lines if line.startswith("index ")).split(" ")
+            parts[change.path] = "\n".join(
+                [*head, " ".join(["index", "..".join(blobs), *index[2:]]), *_literal(after), "", ""]
+            )
+    return Patch(parts)
+
+
+def _head(path: str) -> bytes:
+    both = (f'"a/{path[1:-1]}"', f'"b/{path[1:-1]}"') if path.startswith('"') else (f"a/{path}", f"b/{path}")
+    return f"diff --git {both[0]} {both[1]}".encode()
+
+
+def _literal(content: bytes) -> Iterator[str]:
+    packed = zlib.compress(content)
+    yield "GIT binary patch"
+    yield f"literal {len(content)}"
+    for at in range(0, len(packed), _LINE):
+        part = packed[at : at + _LINE]
+        yield _LENGTHS[len(part) - 1] + base64.b85encode(part, pad=True).decode()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -25,17 +26,19 @@ from pydantic import (
 )
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, parsed
-from nemo_gym_prorl.tasks.swe import eval_script, test_commands
+from nemo_gym_prorl.tasks.records import UnusableRecord, parsed
+from nemo_gym_prorl.tasks.swe import test_commands
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus, refusal
-from nemo_gym_prorl.tasks.swe.parser_process import R2E_PARSER, r2e_names
-from nemo_gym_prorl.tasks.swe.r2e_commits import fix_of
-from nemo_gym_prorl.tasks.swe.rows import make_row
-from nemo_gym_prorl.tasks.swe.test_commands import How
+from nemo_gym_prorl.tasks.swe.log_parsing import R2E_PARSER, r2e_names
+from nemo_gym_prorl.tasks.swe.task import make_row
+from nemo_gym_prorl.tasks.swe.test_commands import TestSpec
 
 
 R2E_TIMEOUT_S = 300.0
 """How long R2E-Gym lets the tests of a row run, in seconds."""
+
+_R2E_TEST_FOLDERS = frozenset({"test", "tests", "Test", "Tests"})
+_MARKS = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
 
 Record = Mapping[str, Any]
 Converter = Callable[[Record, str | None], dict[str, Any]]
@@ -65,8 +68,7 @@ class _Record(BaseModel):
 class SweBenchRecord(_Record):
     """A record of SWE-bench in all its editions, and of SWE-Gym.
 
-    ``image``, ``eval_script``, ``log_parser`` and ``eval_type`` are in the newer ones only; there they say what is
-    known of the repositories otherwise.
+    ``image``, ``eval_script``, ``log_parser`` and ``eval_type`` are in the editions of swebench 5 only.
     """
 
     instance_id: InstanceId
@@ -100,6 +102,49 @@ class SweRebenchRecord(SweBenchRecord):
     install_config: Annotated[InstallConfig, BeforeValidator(parsed)]
 
 
+def _r2e_fix(commit: Mapping[str, Any]) -> str:
+    """A commit's patch without tests; empty if there is nothing else in it.
+
+    Raises:
+        ValueError: it is no commit.
+    """
+    try:
+        lines = [line for part in commit["file_diffs"] if _is_of_the_fix(part) for line in _diff_lines(part)]
+        return "".join(line + "\n" for line in lines)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no commit that was taken apart: {error!r}") from error
+
+
+def _is_of_the_fix(part: Mapping[str, Any]) -> bool:
+    """As the dataset counts: Python, and no test."""
+    path = PurePosixPath(part["header"]["file"]["path"])
+    is_test = path.name.startswith("test_") or path.name.endswith("_test.py") or _R2E_TEST_FOLDERS & {*path.parts}
+    return path.suffix == ".py" and not is_test and not part.get("is_binary_file")
+
+
+def _diff_lines(part: Mapping[str, Any]) -> Iterator[str]:
+    """A file's part of the patch."""
+    path = part["header"]["file"]["path"]
+    yield f"diff --git a/{path} b/{path}"
+    if misc := part["header"].get("misc_line"):  # that it is new, or gone
+        yield misc
+    if index := part.get("index_line"):
+        yield f"index {index['old_commit_hash']}..{index['new_commit_hash']} {index.get('mode', '')}".rstrip()
+    if part.get("minus_file") and part.get("plus_file"):
+        yield f"--- {part['minus_file']['path']}"
+        yield f"+++ {part['plus_file']['path']}"
+    for hunk in part.get("hunks", ()):
+        head = hunk["descriptor"]
+        yield f"@@ -{_range(head['old_range'])} +{_range(head['new_range'])} @@ {head.get('section', '')}".rstrip()
+        for line in hunk["line_group"].get("all_lines", ()):
+            yield _MARKS[line["type"]] + line["content"]
+
+
+def _range(lines: Mapping[str, int | None]) -> str:
+    length = lines.get("length")  # left out where it is 1
+    return f"{lines['start']}" if length is None else f"{lines['start']},{length}"
+
+
 class R2eGymRecord(_Record):
     """A record of R2E-Gym."""
 
@@ -107,7 +152,7 @@ class R2eGymRecord(_Record):
     docker_image: Image
     commit_hash: CommitId
     problem_statement: Text
-    fix: Json[Annotated[Any, AfterValidator(fix_of)]] = Field(alias="parsed_commit_content")
+    fix: Json[Annotated[Any, AfterValidator(_r2e_fix)]] = Field(alias="parsed_commit_content")
     expected_output_json: Json[Annotated[dict[str, TestStatus], AfterValidator(r2e_names), Field(min_length=1)]]
 
 
@@ -124,25 +169,21 @@ def swe_bench(record: Record, prefix: str | None) -> dict[str, Any]:
     read = _read(SweBenchRecord, record)
     name = f"sweb.eval.x86_64.{read.instance_id.replace('__', '_1776_')}:latest".lower()
     image = read.image if read.image and prefix is None else f"{prefix or 'docker.io/swebench'}/{name}"
-    try:
-        how = _own_script(read) or test_commands.swe_bench(read.repo, read.version, read.test_patch)
-    except CallerError as error:
-        if error.field == "repo" and not any(
-            name.endswith(".py") for name in test_commands.test_files(read.test_patch)
-        ):
-            raise UnsupportedSet(
-                "SWE-bench Multilingual cannot be used: its records do not say how tests in other languages run"
-            ) from error
-        raise
-    return _swe_bench_row(read, "swe-bench", image, how)
+    if read.eval_script is None or read.log_parser is None:
+        raise CallerError(
+            "missing: this edition does not say how its tests are run. Use that of huggingface.co/SWE-bench",
+            field="eval_script",
+        )
+    spec = test_commands.of_script(read.eval_script, read.log_parser)
+    return _swe_bench_row(read, "swe-bench", image, spec)
 
 
 def swe_gym(record: Record, prefix: str | None) -> dict[str, Any]:
     """As :func:`swe_bench`, of SWE-Gym."""
     read = _read(SweBenchRecord, record)
     name = f"sweb.eval.x86_64.{read.instance_id.replace('__', '_s_')}:latest".lower()
-    how = test_commands.swe_gym(read.repo, read.version, read.test_patch)
-    return _swe_bench_row(read, "swe-gym", f"{prefix or 'docker.io/xingyaoww'}/{name}", how)
+    spec = test_commands.of_swe_gym(read.repo, read.version, read.test_patch)
+    return _swe_bench_row(read, "swe-gym", f"{prefix or 'docker.io/xingyaoww'}/{name}", spec)
 
 
 def swe_rebench(record: Record, prefix: str | None) -> dict[str, Any]:
@@ -160,10 +201,10 @@ def swe_rebench(record: Record, prefix: str | None) -> dict[str, Any]:
         for part in (config.pre_install, config.install)
         for step in ([part] if isinstance(part, str) else part or [])
     ]
-    before = "\n".join([eval_script.OPTIONS, *steps])
+    before = "\n".join([test_commands.OPTIONS, *steps])
     command = f"{config.test_cmd} {shlex.join(test_commands.test_files(read.test_patch))}"
-    how = How(command, config.log_parser, before, network=eval_script.may_download(before))
-    return _swe_bench_row(read, "swe-rebench", _moved(read.docker_image, prefix), how)
+    spec = TestSpec(command, before, config.log_parser, network=test_commands.may_download(before))
+    return _swe_bench_row(read, "swe-rebench", _moved(read.docker_image, prefix), spec)
 
 
 def r2e_gym(record: Record, prefix: str | None) -> dict[str, Any]:
@@ -202,7 +243,7 @@ def _moved(image: str, prefix: str | None) -> str:
     return image if image.count("/") >= 2 else f"docker.io/{image}"
 
 
-def _swe_bench_row(read: SweBenchRecord, dataset: str, image: str, how: How) -> dict[str, Any]:
+def _swe_bench_row(read: SweBenchRecord, dataset: str, image: str, spec: TestSpec) -> dict[str, Any]:
     instance = _instance(
         dataset=dataset,
         repo=read.repo,
@@ -213,21 +254,13 @@ def _swe_bench_row(read: SweBenchRecord, dataset: str, image: str, how: How) -> 
         test_patch=read.test_patch,
         FAIL_TO_PASS=read.FAIL_TO_PASS,
         PASS_TO_PASS=read.PASS_TO_PASS,
-        before_tests=how.before,
-        test_command=how.command,
-        tests_network=how.network,
-        log_parser=how.parser,
+        before_tests=spec.before,
+        test_command=spec.command,
+        tests_network=spec.network,
+        log_parser=spec.parser,
         eval_type=read.eval_type,
     )
     return make_row(read.instance_id, f"docker://{image.removeprefix('docker://')}", instance)
-
-
-def _own_script(read: SweBenchRecord) -> How | None:
-    """What a record's own script runs."""
-    if read.eval_script is None or read.log_parser is None:
-        return None
-    before, command = eval_script.read(read.eval_script)
-    return How(command, read.log_parser, before, network=eval_script.may_download(f"{before}\n{command}"))
 
 
 def _read[Model: BaseModel](model: type[Model], record: Record) -> Model:

@@ -21,17 +21,14 @@ from enum import StrEnum
 from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
-from nemo_gym_prorl.tasks.swe import log_parsing
 from nemo_gym_prorl.tasks.swe.canaries import Canaries, canaries_of
-from nemo_gym_prorl.tasks.swe.changes import Solution, shown
-from nemo_gym_prorl.tasks.swe.installation import Installation
-from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance, TestStatus
-from nemo_gym_prorl.tasks.swe.patches import Patch
+from nemo_gym_prorl.tasks.swe.changes import Patch, Solution, shown
+from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance
+from nemo_gym_prorl.tasks.swe.log_parsing import LogParser, ParserTimeout
 from nemo_gym_prorl.tasks.swe.paths import Protection
 from nemo_gym_prorl.tasks.swe.report import Report, compare
-from nemo_gym_prorl.tasks.swe.repository import Laid, Repositories
+from nemo_gym_prorl.tasks.swe.repository import Laid, NotTaken, Repositories, end_of
 from nemo_gym_prorl.tasks.swe.testing import Run, TestLimits, lay_canaries, run_before, run_tests
-from nemo_gym_prorl.tasks.swe.work_folder import NotTaken, end_of
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 
 
@@ -112,6 +109,7 @@ class Grader:
     def __init__(self, repositories: Repositories, limits: GradingLimits) -> None:
         self._repositories = repositories
         self._limits = limits
+        self._logs = LogParser()
         self._gradable: OrderedDict[str, bool] = OrderedDict()
         self._sharp: OrderedDict[str, frozenset[str]] = OrderedDict()
 
@@ -144,20 +142,18 @@ class Grader:
         verdict, why = judged(run, report, trial.by_dataset)
         if verdict in _MAYBE_THE_ROWS and not (report and report.seen):
             await self._require_gradable(row, open_sandbox)
-        foreign = await self._foreign(row, run.installed, open_sandbox) if verdict is Verdict.RESOLVED else []
-        if verdict is Verdict.RESOLVED and not foreign:
-            failed, passed, installed = await self._asked_for_something_else(row, solution, open_sandbox)
+        if verdict is Verdict.RESOLVED:
+            failed, passed = await self._asked_for_something_else(row, solution, open_sandbox)
             if passed:
                 verdict = Verdict.ANY_ANSWER
                 why = f"passes whatever a test asks for: {', '.join(sorted(passed)[:5])}"[:1000]
-            more = dict(installed.items() - run.installed.items())
-            foreign = await self._foreign(row, more, open_sandbox)
             fields["canaries_failed"] = failed
-        if foreign:
-            verdict = Verdict.TAMPERED
-            why = f"what comes before the tests has changed what they run by: {', '.join(foreign[:5])}"[:1000]
-        fields |= {"resolved_by_dataset": trial.by_dataset, "strict_verdict": strictly(verdict, run, report).value}
+        fields["resolved_by_dataset"] = trial.by_dataset
         return Grade(float(verdict is Verdict.RESOLVED), verdict, why, fields)
+
+    async def aclose(self) -> None:
+        """End the log parser's worker."""
+        await self._logs.aclose()
 
     async def _tried(
         self, row: Row, solution: Solution, open_sandbox: OpenSandbox, canaries: Canaries | None = None
@@ -166,34 +162,30 @@ class Grader:
         async with open_sandbox() as sandbox:
             base, work = await self._repositories.prepare(sandbox, instance, hide=False)
             laid = await self._repositories.lay(work, instance, base, solution)
-            run, changed = await self._run(instance, laid, Installation(work, instance, base), canaries)
+            run, changed = await self._run(instance, laid, canaries)
         patch = laid.patch
         if run.timed_out or run.problem or run.ended_early or (canaries and not changed):
             return Trial(patch, run)
         try:
-            parsed = await log_parsing.parse(
+            parsed = await self._logs.parse(
                 instance,
                 run.logs,
                 self._limits.parse_timeout_s,
                 exit_code=run.exit_code,
                 instance_id=row.instance_id,
             )
-        except log_parsing.ParserTimeout as error:
+        except ParserTimeout as error:
             return Trial(patch, Run(exit_code=run.exit_code, log=run.log, problem=str(error)))
         except CallerError as error:
             raise TaskError(error.reason) from error
         return Trial(patch, run, parsed.maps, parsed.resolved, changed)
 
-    async def _run(
-        self, instance: SweInstance, laid: Laid, installation: Installation, canaries: Canaries | None
-    ) -> tuple[Run, frozenset[str]]:
+    async def _run(self, instance: SweInstance, laid: Laid, canaries: Canaries | None) -> tuple[Run, frozenset[str]]:
         """The tests, and which of them ask for something else; if none can, none is run."""
-        installed, changed = dict[str, str](), frozenset[str]()
+        changed = frozenset[str]()
         if instance.before_tests:
-            watch = await installation.begin()
             if ended := await run_before(laid.work, instance, self._limits.tests):
                 return ended, frozenset()
-            installed = await installation.changes(watch)
             try:
                 await self._repositories.lay_tests(laid, instance)
             except NotTaken as error:
@@ -202,41 +194,17 @@ class Grader:
             laid, changed = await lay_canaries(instance, laid, canaries)
             if not changed:
                 return Run(), changed
-        return replace(await run_tests(instance, laid, self._limits.tests), installed=installed), changed
-
-    async def _foreign(self, row: Row, installed: Mapping[str, str], open_sandbox: OpenSandbox) -> list[str]:
-        """Of what was written before the tests, and takes part in them, what neither the image has so, nor the same
-        commands leave so with the row's own fix, or without any."""
-        if not installed:
-            return []
-        try:
-            fix = await self._fix(row, open_sandbox) if row.swe.patch else Solution()
-        except TaskError:
-            fix = Solution()
-        try:
-            async with open_sandbox() as sandbox:
-                base, work = await self._repositories.prepare(sandbox, row.swe, hide=False)
-                await self._repositories.lay(work, row.swe, base, fix)
-                installation = Installation(work, row.swe, base)
-                was = await installation.now(installed)
-                left = [path for path, now in installed.items() if was.get(path) != now]
-                if left:
-                    watch = await installation.begin()
-                    await run_before(work, row.swe, self._limits.tests)
-                    was |= await installation.changes(watch)
-                return sorted(path for path in left if was.get(path) != installed[path])
-        except AgentError as error:
-            raise TaskError(f"{row.instance_id}: what comes before its tests: {error.reason}") from error
+        return await run_tests(instance, laid, self._limits.tests), changed
 
     async def _asked_for_something_else(
         self, row: Row, solution: Solution, open_sandbox: OpenSandbox
-    ) -> tuple[int, frozenset[str], Mapping[str, str]]:
-        """How many deciding tests it failed, which it passed that must fail, and what was written before them."""
+    ) -> tuple[int, frozenset[str]]:
+        """How many deciding tests it failed, and which it passed that must fail."""
         canaries = canaries_of(row.swe.deciding, seed_of(row), row.swe.PASS_TO_PASS)
         try:
             trial = await self._tried(row, solution, open_sandbox, canaries)
         except AgentError:
-            return 0, frozenset(), {}  # it says nothing
+            return 0, frozenset()  # it says nothing
         failed, passed = canaries.outcomes(trial.changed, trial.maps or ())
         if passed and not row.swe.patch:
             passed &= await self._passing_what_must_fail(row, solution, canaries, open_sandbox)
@@ -244,7 +212,7 @@ class Grader:
             if row.instance_id not in self._sharp:
                 _remember(self._sharp, row.instance_id, await self._failing_with_fix(row, canaries, open_sandbox))
             passed &= self._sharp[row.instance_id]
-        return len(failed.intersection(canaries.tests)), passed, trial.run.installed
+        return len(failed.intersection(canaries.tests)), passed
 
     async def _passing_what_must_fail(
         self, row: Row, solution: Solution, canaries: Canaries, open_sandbox: OpenSandbox
@@ -326,19 +294,8 @@ def judged(run: Run, report: Report | None, by_dataset: bool) -> tuple[Verdict, 
     return verdict, "; ".join(tests[:5])[:1000]
 
 
-def strictly(verdict: Verdict, run: Run, report: Report | None) -> Verdict:
-    """As a verdict without a witness would be if a runner that ends with a failure had to have one in the lists."""
-    alone = report is not None and run.told is None and run.exit_code and not _failure_is_in(report)
-    return Verdict.CRASHED if alone else verdict
-
-
 def _first_wrong(report: Report) -> bool:
     return any(wrong for name, wrong in report.wrong.items() if name != "PASS_TO_PASS")
-
-
-def _failure_is_in(report: Report) -> bool:
-    bad = (TestStatus.FAILED, TestStatus.ERROR)
-    return any(was.startswith(bad) for wrong in report.wrong.values() for was in wrong.values())
 
 
 def _tampering(run: Run) -> str | None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -29,7 +28,6 @@ from nemo_gym_prorl.failures import CallerError
 
 Dataset = Literal["swe-bench", "swe-gym", "swe-rebench", "r2e-gym", "made"]
 Folder = Annotated[str, StringConstraints(pattern=r"^/[\w./+-]+$", max_length=500)]
-RepoPath = Annotated[str, StringConstraints(pattern=r"^[^\x00\n]+$", max_length=1000)]
 TestId = Annotated[str, StringConstraints(min_length=1, max_length=10_000)]
 
 R2E_HIDDEN = ("/r2e_tests", "/testbed/r2e_tests", "/root/r2e_tests", "/testbed/run_tests.sh", "/root/run_tests.sh")
@@ -74,8 +72,6 @@ class SweInstance(BaseModel):
         PASS_TO_PASS: tests that must still pass.
         repo_folder: where the image has the repository.
         test_command: run by bash in ``repo_folder``; whole, files to test included.
-        environment_setup: shell lines that come before every command, of the policy's too: they activate what the
-            image has. ``None``: conda's environment ``testbed`` and a ``.venv`` in the repository, if they are there.
         before_tests: shell lines run once before the tests, such as ``pip install -e .``; they run the policy's code.
             What they export, their folder, functions and options of the shell are the test command's, too.
         log_parser: a name in ``swebench``'s registry, e.g. ``"parse_log_pytest"``, or ``"r2e_gym"``,
@@ -87,9 +83,6 @@ class SweInstance(BaseModel):
         test_timeout_s: seconds for the tests, if the dataset has less than the server.
         runner: what runs the tests. ``None``: read from ``test_command``.
         expected_output: R2E-Gym's map of test to status, in place of the two lists.
-        hidden_paths: absolute paths that the policy must not see; grading finds them. Default: by dataset.
-        protected_paths: more paths of the repository, files or folders, in which the policy's changes do not count,
-            besides tests and what configures their runner.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -105,7 +98,6 @@ class SweInstance(BaseModel):
     PASS_TO_PASS: tuple[TestId, ...] = ()
     repo_folder: Folder = "/testbed"
     test_command: str = Field(min_length=1)
-    environment_setup: str | None = None
     before_tests: str = ""
     log_parser: str = Field(default="parse_log_pytest", min_length=1)
     eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
@@ -113,8 +105,6 @@ class SweInstance(BaseModel):
     test_timeout_s: float | None = Field(default=None, gt=0)
     runner: Runner | None = None
     expected_output: Mapping[str, TestStatus] | None = None
-    hidden_paths: tuple[Folder, ...] | None = None
-    protected_paths: tuple[RepoPath, ...] = ()
 
     @model_validator(mode="after")
     def _has_a_measure(self) -> Self:
@@ -125,16 +115,11 @@ class SweInstance(BaseModel):
             raise ValueError("FAIL_TO_PASS: names no test, so nothing could tell a fix from none")
         elif clash := set(self.FAIL_TO_PASS) & set(self.PASS_TO_PASS):
             raise ValueError(f"PASS_TO_PASS: {min(clash)!r:.200} is in FAIL_TO_PASS too")
-        for path in self.protected_paths:
-            if path.startswith("/") or ".." in PurePosixPath(path).parts:
-                raise ValueError(f"protected_paths: {path!r:.200} is not inside the repository")
         return self
 
     @property
     def hidden(self) -> tuple[str, ...]:
         """What the policy must not see."""
-        if self.hidden_paths is not None:
-            return self.hidden_paths
         return R2E_HIDDEN if self.dataset == "r2e-gym" else ()
 
     @property

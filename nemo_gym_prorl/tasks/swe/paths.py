@@ -85,7 +85,6 @@ RUNNERS = frozenset(
 """What pytest's versions import, some of it only if it is there."""
 
 _METADATA = (".egg-info", ".dist-info", ".pth")
-METADATA = "what was installed, to Python"
 _HELPERS = re.compile(
     r"test|_?testing(\.py)?|runtests\.py|_?test(s|ing)?_?(utils?|helpers?|lib|support|tools?|common|cases?)(\.py)?"
 )
@@ -164,7 +163,7 @@ class Protection:
             for path in instance.hidden
             if path.startswith(instance.repo_folder + "/")
         ]
-        self._folders = (*instance.protected_paths, *inside)
+        self._folders = tuple(inside)
         self._commanded = {word.removeprefix("./") for word in re.findall(r"[\w./+-]+", instance.test_command)}
 
     def why(self, path: str, base: Places | None = None) -> str | None:
@@ -196,7 +195,7 @@ class Protection:
         if pure.name.partition(".")[0] in _STARTUP:
             return "read when Python starts"
         if any(part.endswith(_METADATA) for part in pure.parts):
-            return METADATA
+            return "what was installed, to Python"
         if base is not None and base.shadowed_by(path):
             return "in the place of an installed module"
         return None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance, TestStatus
-from nemo_gym_prorl.tasks.swe.parser_process import r2e_names
+from nemo_gym_prorl.tasks.swe.log_parsing import r2e_names
 
 
 PASSING = frozenset({TestStatus.PASSED, TestStatus.XFAIL})

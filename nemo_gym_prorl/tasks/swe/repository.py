@@ -9,6 +9,8 @@
   configuration, index, hooks and attributes of its own, and the service compares. Commits, ``assume-unchanged``,
   filters and a removed ``.git`` make no difference. The policy may have replaced git itself; all that it could win by
   that is another solution of its own, since everything is laid over a base that it never touched.
+
+All is done by scripts and files in a folder of ours beside the repository (:class:`WorkFolder`).
 """
 
 from __future__ import annotations
@@ -16,31 +18,108 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
+import secrets
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.sandbox import Sandbox
-from nemo_gym_prorl.tasks.swe import changes, patches
+from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing, Sandbox
+from nemo_gym_prorl.tasks.swe import changes
 from nemo_gym_prorl.tasks.swe import repository_scripts as scripts
-from nemo_gym_prorl.tasks.swe.changes import Entry, Solution
+from nemo_gym_prorl.tasks.swe.changes import Entry, Patch, Solution
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
-from nemo_gym_prorl.tasks.swe.patches import Patch
 from nemo_gym_prorl.tasks.swe.paths import JUNK, Places, Protection, places
-from nemo_gym_prorl.tasks.swe.work_folder import BASH, NotTaken, WorkFolder, end_of
+from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
+
+
+LONGEST_LISTING = 64 << 20
+"""Most bytes of a repository's listing: some 500,000 files."""
+
+BASH = "bash --noprofile --norc"
+
+
+class NotTaken(Exception):
+    """What the policy left can't be taken out, by its own doing; says why."""
+
+
+class WorkFolder:
+    """The folder.
+
+    Args:
+        sandbox: where it is.
+    """
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+        self.path = f"/tmp/prorl-{secrets.token_hex(8)}"
+        self._files = Workspace(sandbox, self.path, ToolLimits())
+        self.write = self._files.write
+
+    async def take(self, name: str, *, limit: int) -> Taken:
+        """A file in it, or of any absolute path."""
+        return await self._files.take(name, limit=limit)
+
+    async def text(self, name: str) -> str:
+        """A file in it that has to be there.
+
+        Raises:
+            NotTaken: it is not.
+        """
+        taken = await self.take(name, limit=LONGEST_LISTING)
+        if taken.content is None:
+            raise NotTaken(taken.problem or name)
+        return taken.content.decode("utf-8", "backslashreplace")
+
+    async def run(self, script: str, *arguments: str, timeout_s: float, shell: str = "sh") -> ExecResult:
+        """A script, whose first argument is the folder."""
+        words = " ".join(map(shlex.quote, (script, "_", self.path, *arguments)))
+        return await self.sandbox.exec(f"exec {shell} -c {words}", cwd="/", timeout_s=timeout_s)
+
+    async def step(self, script: str, *arguments: str, timeout_s: float) -> None:
+        """A script where the policy has been: that it fails is the policy's doing if the sandbox lives.
+
+        Raises:
+            NotTaken: it failed.
+            AgentError: the policy used up its sandbox.
+            InfrastructureError: the sandbox is gone.
+        """
+        done = await self.run(script, *arguments, timeout_s=timeout_s)
+        if done.return_code == 0 and done.error_type is None:
+            return
+        await self.require_sandbox()
+        raise NotTaken(f"the repository can't be read: {end_of(done)}")
+
+    async def require_sandbox(self) -> None:
+        """See that the sandbox lives, if it can tell.
+
+        Raises:
+            AgentError: what ran in it has ended it.
+            InfrastructureError: it ended otherwise.
+        """
+        if isinstance(self.sandbox, KnowsWhoseDoing):
+            await self.sandbox.check()
+
+
+def end_of(done: ExecResult) -> str:
+    """What there is to say of a script that failed."""
+    return (done.stderr or "").strip()[-500:] or f"exit code {done.return_code}"
 
 
 _ROW_FIELDS = {41: "image", 42: "swe.base_commit", 43: "swe.test_patch"}
 """Exit codes by which a script blames the row."""
 
-DEFAULT_SETUP = """\
+_SETUP = """\
+prorl_setup() {
 if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate && conda activate testbed
-elif [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi"""
-"""Activates what the datasets' images have; does nothing elsewhere."""
-
-_SETUP = "prorl_setup() {{\n:\n{}\n}}\nprorl_setup\nunset -f prorl_setup\n"
-"""What a row activates, in a function: conda's script passes on the arguments of whoever reads it in."""
+elif [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
+}
+prorl_setup
+unset -f prorl_setup
+"""
+"""Activates what the datasets' images have, and does nothing elsewhere; in a function, since conda's script passes on
+the arguments of whoever reads it in."""
 
 _KEPT_VARIABLES = frozenset({"PWD", "OLDPWD", "SHLVL", "_", "HOME", "TERM"})
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -136,7 +215,7 @@ class Repositories:
                 "attributes": scripts.RAW,
                 "junk": "\n".join(JUNK) + "\n",
                 "test.patch": instance.test_patch,
-                "setup": _setup(instance),
+                "setup": _SETUP,
             }
         )
         arguments = (instance.repo_folder, instance.base_commit, *instance.hidden)
@@ -209,7 +288,7 @@ class Repositories:
         if kept:
             await work.run('rm "$1/kept.tar"', timeout_s=self._limits.timeout_s)
         files = {path: entry.blob for path, entry in listing.items()}
-        return Laid(work, patches.read(patch.content or b"", solution, base.listing), files, tests, hidden)
+        return Laid(work, changes.read_patch(patch.content or b"", solution, base.listing), files, tests, hidden)
 
     async def lay_tests(self, laid: Laid, instance: SweInstance) -> None:
         """Lay hidden tests, and what activates the environment, after code of the policy has run.
@@ -219,7 +298,7 @@ class Repositories:
             AgentError: the policy used up its sandbox.
             InfrastructureError: the sandbox is gone.
         """
-        await laid.work.write({"kept.tar": laid.kept, "tests": _names(laid.tests), "setup": _setup(instance)})
+        await laid.work.write({"kept.tar": laid.kept, "tests": _names(laid.tests), "setup": _SETUP})
         arguments = (instance.repo_folder, *instance.hidden)
         await laid.work.step(scripts.RESTORE, *arguments, timeout_s=self._limits.timeout_s)
 
@@ -260,10 +339,6 @@ async def _environment(work: WorkFolder, name: str) -> dict[str, str]:
 def _names(paths: Iterable[str]) -> str:
     """For ``xargs -0``, in the repository."""
     return "".join(f"./{path}\0" for path in sorted(paths))
-
-
-def _setup(instance: SweInstance) -> str:
-    return _SETUP.format(DEFAULT_SETUP if instance.environment_setup is None else instance.environment_setup)
 
 
 def _is_missing(change: changes.Change, contents: Mapping[str, bytes]) -> bool:

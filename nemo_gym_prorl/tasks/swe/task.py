@@ -13,14 +13,53 @@ from weakref import WeakKeyDictionary
 from nemo_gym_prorl.tasks.extras import require_extras
 from nemo_gym_prorl.tasks.swe.changes import Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
-from nemo_gym_prorl.tasks.swe.instance import row_of
+from nemo_gym_prorl.tasks.swe.instance import SweInstance, row_of
 from nemo_gym_prorl.tasks.swe.paths import Protection
-from nemo_gym_prorl.tasks.swe.repository import Base, PatchLimits, Repositories
-from nemo_gym_prorl.tasks.swe.rows import HANDING_IN, TOOLS
-from nemo_gym_prorl.tasks.swe.work_folder import NotTaken
+from nemo_gym_prorl.tasks.swe.repository import Base, NotTaken, PatchLimits, Repositories
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.workbench import Workbench
+from nemo_gym_prorl.tasks.workbench.workbench import Workbench, workbench_schemas
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
+
+
+TOOLS = ("bash", "str_replace_editor", "submit")
+"""What the policy may call."""
+
+HANDING_IN = "Hand in the repository as it is now and end the task."
+"""What it is told of ``submit``."""
+
+SYSTEM_PROMPT = """\
+You are a software engineer. The repository is in {folder}. Look at it, find what the issue below is about, and \
+change the code so that it is solved. Tests that you do not see decide; changes to tests do not count. There is no \
+one to ask. When you are done, call `submit`."""
+
+
+def tool_schemas() -> list[dict[str, Any]]:
+    """The tools as the Responses API describes functions."""
+    return workbench_schemas(TOOLS, HANDING_IN)
+
+
+def make_row(instance_id: str, image: str, instance: SweInstance) -> dict[str, Any]:
+    """A row.
+
+    Args:
+        instance_id: the task's name.
+        image: the task's image.
+        instance: the task; of its fields, those that are not as by default are written.
+    """
+    return {
+        "responses_create_params": {
+            "input": [
+                {"role": "system", "content": SYSTEM_PROMPT.format(folder=instance.repo_folder)},
+                {"role": "user", "content": instance.problem_statement},
+            ],
+            "tools": tool_schemas(),
+            "parallel_tool_calls": False,
+        },
+        "data_source": instance.dataset,
+        "instance_id": instance_id,
+        "image": image,
+        "swe": instance.model_dump(mode="json", exclude_defaults=True),
+    }
 
 
 HANDED_IN = "Submitted. The repository is tested as it is now. The task is over: answer without calling a tool."
@@ -87,3 +126,7 @@ class SoftwareEngineering:
         asked = row_of(row)
         needs = replace(self.needs(row), network=True) if asked.swe.tests_network else None
         return await self._grader.grade(asked, artefacts, partial(open_sandbox, needs))
+
+    async def aclose(self) -> None:
+        """End what grading has started."""
+        await self._grader.aclose()

@@ -1,112 +1,105 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the tests of the datasets' repositories are run, and whose log parser reads that: rows do not say it. Pure.
+"""How a record's tests are run, and whose log parser reads what they print. Pure.
 
-Facts of SWE-bench's and SWE-Gym's own harnesses, which keep them by repository and version, with what these run before
-each test run: exports, and the installation of the repository with the change in it. Tests to run are the files that
-the row's ``test_patch`` changes.
+Records of SWE-bench have a script of their own, which swebench runs: what stands before the mark of the tests' output
+(exports, installations, builds) is run before the tests, as it is written and with the options of the shell that
+swebench sets. Left out are git's commands by which the script lays the hidden tests and shows what was changed: the
+environment lays them itself, and its repository has another history.
+
+Records of SWE-Gym have none, and its harness is in no package: its commands are here, by repository and version. Tests
+to run are the files that the row's ``test_patch`` changes.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.swe.eval_script import OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """How a repository's tests are run.
+class TestSpec:
+    """How a record's tests are run.
 
     Attributes:
-        command: what test files are added to.
-        parser: swebench's name of the parser of what it prints.
+        command: runs the tests; in the table of SWE-Gym without the files to run.
         before: lines of a shell that come before it.
+        parser: swebench's name of the parser of what it prints.
         network: the tests ask servers, or what comes before them has to download before it can test the change.
     """
 
     command: str
-    parser: str
     before: str = "python -m pip install -e ."
+    parser: str = "parse_log_pytest"
     network: bool = False
 
 
-Versions = Sequence[tuple[str, How]]
+OPTIONS = "set -uxo pipefail"
+"""Under which swebench runs every such script."""
+
+START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
+
+_OPENED = re.compile(r"(?<!<)<<(?P<tabs>-?)[ \t]*(?:\\?(?P<bare>[\w.-]+)|(['\"])(?P<quoted>[\w. -]+)\3)")
+_GIT = re.compile(r"\s*git (?:-c \S+ )*(?:apply|checkout|status|show|diff)\b[^&|;]*(?:<<.*)?")
+_DOWNLOADS = re.compile(
+    r"\b(?:pip3?|uv|conda|mamba|apt-get|apt|npm|npx|yarn|pnpm|bun|go|cargo|mvnw?|gradlew?|ant|bundle|gem|composer|curl|"
+    r"wget|make|tox)\b"
+)
+
+
+def of_script(script: str, parser: str) -> TestSpec:
+    """What a record's own script runs.
+
+    Raises:
+        CallerError: it has no marks, or nothing between them.
+    """
+    lines = [line for line in script.strip().split("\n") if line not in ("#!/bin/bash", OPTIONS)]
+    start = next((number for number, line in enumerate(lines) if START in line), len(lines))
+    end = next((number for number, line in enumerate(lines) if END in line and number > start), start)
+    if not (command := "\n".join(lines[start + 1 : end]).strip()):
+        raise CallerError("runs nothing between the marks of the tests' output", field="eval_script")
+    before = "\n".join([OPTIONS, *_without_gits_part(lines[:start])])
+    return TestSpec(command, before, parser, network=may_download(f"{before}\n{command}"))
+
+
+def may_download(before: str) -> bool:
+    """Whether lines of a shell call what fetches packages."""
+    return bool(_DOWNLOADS.search(before))
+
+
+def _without_gits_part(lines: Sequence[str]) -> Iterator[str]:
+    rest = list(lines)
+    while rest:
+        end = _end_of_command(rest)
+        command, rest = rest[:end], rest[end:]
+        if _GIT.fullmatch(re.sub(r"\\\n", " ", "\n".join(command)).partition("\n")[0]):
+            yield ":"  # it may be all that a branch or a function has
+        else:
+            yield from command
+
+
+def _end_of_command(lines: Sequence[str]) -> int:
+    """How many lines the first command has, with its continuations and its here-document."""
+    head = next((number for number, line in enumerate(lines) if not line.endswith("\\")), len(lines) - 1) + 1
+    if opened := _OPENED.search("\n".join(lines[:head])):
+        word = opened["bare"] or opened["quoted"]
+        for number, line in enumerate(lines[head:], head + 1):
+            if (line.lstrip("\t") if opened["tabs"] else line) == word:
+                return number
+    return head  # what has no end is a shift of bits
+
+
+Versions = Sequence[tuple[str, TestSpec]]
 """The first version of each kind, in their order."""
 
 _PYTEST = "pytest -rA"
 _SERIAL = "pytest -n0 -rA"
 _VERBOSE = "pytest -rA --tb=long"
-
-_EN_US = "export LANG=en_US.UTF-8\nexport LANGUAGE=en_US:en\nexport LC_ALL=en_US.UTF-8\n"
 _EDITABLE = "python -m pip install -e ."
-_DJANGO = How(
-    "./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1",
-    "parse_log_django",
-    _EN_US + "export PYTHONIOENCODING=utf8\npython setup.py install",
-)
-_ASTROPY = How(_PYTEST, "parse_log_astropy", "python -m pip install -e .[test] --verbose", network=True)
-_MATPLOTLIB = How(_PYTEST, "parse_log_matplotlib", _EDITABLE, network=True)
-_SEABORN = How("pytest --no-header -rA", "parse_log_seaborn", "python -m pip install -e .[dev]")
-
-
-def _pytest(parser: str, before: str = _EDITABLE, *, network: bool = False) -> Versions:
-    return [("0", How(_PYTEST, parser, before, network))]
-
-
-_SWE_BENCH: Mapping[str, Versions] = {
-    "astropy/astropy": [
-        ("0", replace(_ASTROPY, command="pytest -rA -vv -o console_output_style=classic --tb=no -p no:nose")),
-        ("3.0", _ASTROPY),
-    ],
-    "django/django": [
-        ("0", replace(_DJANGO, before="python setup.py install")),
-        ("1.7", _DJANGO),
-        ("1.9", replace(_DJANGO, command="./tests/runtests.py --verbosity 2")),
-        ("1.10", _DJANGO),
-        (
-            "3.0",
-            replace(
-                _DJANGO,
-                before=f"sed -i '/en_US.UTF-8/s/^# //g' /etc/locale.gen && locale-gen\n{_EN_US}{_EDITABLE}",
-            ),
-        ),
-        ("4.0", replace(_DJANGO, before=_EDITABLE)),
-    ],
-    "marshmallow-code/marshmallow": _pytest("parse_log_marshmallow", "python -m pip install -e '.[dev]'"),
-    "matplotlib/matplotlib": [
-        ("0", replace(_MATPLOTLIB, before="python setup.py build; python setup.py install", network=False)),
-        ("3.0", _MATPLOTLIB),
-        ("3.8", replace(_MATPLOTLIB, before='python -m pip install --no-build-isolation -e ".[dev]"', network=False)),
-    ],
-    "mwaskom/seaborn": [("0", replace(_SEABORN, before=_EDITABLE)), ("0.12", _SEABORN)],
-    "pallets/flask": _pytest("parse_log_flask"),
-    "psf/requests": _pytest("parse_log_requests", "python -m pip install .", network=True),
-    "pvlib/pvlib-python": _pytest("parse_log_pvlib", "python -m pip install -e .[all]"),
-    "pydata/xarray": _pytest("parse_log_xarray"),
-    "pydicom/pydicom": _pytest("parse_log_pydicom"),
-    "pylint-dev/astroid": _pytest("parse_log_astroid"),
-    "pylint-dev/pylint": _pytest("parse_log_pylint"),
-    "pytest-dev/pytest": _pytest("parse_log_pytest"),
-    "pyvista/pyvista": _pytest("parse_log_pyvista"),
-    "scikit-learn/scikit-learn": _pytest(
-        "parse_log_scikit", "python -m pip install -v --no-use-pep517 --no-build-isolation -e ."
-    ),
-    "sphinx-doc/sphinx": [
-        ("0", How("tox --current-env -epy39 -v -- -rA", "parse_log_sphinx", "python -m pip install -e .[test]"))
-    ],
-    "sqlfluff/sqlfluff": _pytest("parse_log_sqlfluff"),
-    "sympy/sympy": [
-        (
-            "0",
-            How("PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' bin/test -C --verbose", "parse_log_sympy"),
-        )
-    ],
-}
 
 _CONAN_PATH = "export PYTHONPATH=${PYTHONPATH:-}:$(pwd)\n"
 _CONAN_OLD = "echo 'cython<3' > /tmp/constraint.txt; export PIP_CONSTRAINT=/tmp/constraint.txt\n"
@@ -114,7 +107,7 @@ _CONAN_NEEDS = "\n".join(
     f"python -m pip install -r conans/{name}.txt"
     for name in ("requirements", "requirements_server", "requirements_dev")
 )
-_CONAN = How(_SERIAL, "parse_log_pytest", _CONAN_PATH + _CONAN_NEEDS)
+_CONAN = TestSpec(_SERIAL, _CONAN_PATH + _CONAN_NEEDS)
 _DVC = "\n".join(
     [
         "python -m pip install --upgrade pip wheel GitPython",
@@ -150,13 +143,12 @@ _SWE_GYM: Mapping[str, Versions] = {
     "bokeh/bokeh": [
         (
             "0",
-            How(
+            TestSpec(
                 "pytest -rA -n0",
-                "parse_log_pytest",
                 'pip install "setuptools<66" "jinja2<3.1"\nprintf "1\\n" | python setup.py develop\nbokeh sampledata',
             ),
         ),
-        ("3.0", How("pytest -rA -n0", "parse_log_pytest", f"{_EDITABLE}\npython -m pip install bokeh_sampledata")),
+        ("3.0", TestSpec("pytest -rA -n0", f"{_EDITABLE}\npython -m pip install bokeh_sampledata")),
     ],
     "conan-io/conan": [
         ("0", replace(_CONAN, before=_CONAN_PATH + _CONAN_OLD + _CONAN_NEEDS)),
@@ -164,46 +156,45 @@ _SWE_GYM: Mapping[str, Versions] = {
         ("2.0", replace(_CONAN, before=_CONAN_PATH + _CONAN_OLD + _CONAN_NEEDS)),
         ("2.1", _CONAN),
     ],
-    "dask/dask": [("0", How("pytest -n0 -rA --color=no", "parse_log_pytest", "python -m pip install --no-deps -e ."))],
+    "dask/dask": [("0", TestSpec("pytest -n0 -rA --color=no", "python -m pip install --no-deps -e ."))],
     "facebookresearch/hydra": [
-        ("0", How(_VERBOSE, "parse_log_pytest", f"{_HYDRA_OLD}\n{_HYDRA}")),
-        ("1.3", How(_VERBOSE, "parse_log_pytest", _HYDRA)),
+        ("0", TestSpec(_VERBOSE, f"{_HYDRA_OLD}\n{_HYDRA}")),
+        ("1.3", TestSpec(_VERBOSE, _HYDRA)),
     ],
-    "getmoto/moto": [("0", How(_SERIAL, "parse_log_pytest", "make init"))],
+    "getmoto/moto": [("0", TestSpec(_SERIAL, "make init"))],
     "iterative/dvc": [
         (
             "0",
-            How(
+            TestSpec(
                 _PYTEST,
-                "parse_log_pytest",
                 f'{_DVC}\npython -m pip install "numpy<=1.20"\npython -m pip install "pytest<8"',
             ),
         ),
-        ("3.4", How(_PYTEST, "parse_log_pytest", _DVC)),
+        ("3.4", TestSpec(_PYTEST, _DVC)),
     ],
     "modin-project/modin": [
-        ("0", How(_SERIAL, "parse_log_pytest", f"{_EDITABLE}\npython -m pip install numpy==1.23.1 protobuf==3.20.1")),
-        ("0.20", How(_SERIAL, "parse_log_pytest")),
+        ("0", TestSpec(_SERIAL, f"{_EDITABLE}\npython -m pip install numpy==1.23.1 protobuf==3.20.1")),
+        ("0.20", TestSpec(_SERIAL)),
     ],
     "pandas-dev/pandas": [
-        ("0", How(_VERBOSE, "parse_log_pytest", f"python -m pip install 'numpy<2'\n{_PANDAS}")),
-        ("2.2", How(_VERBOSE, "parse_log_pytest", _PANDAS)),
+        ("0", TestSpec(_VERBOSE, f"python -m pip install 'numpy<2'\n{_PANDAS}")),
+        ("2.2", TestSpec(_VERBOSE, _PANDAS)),
     ],
-    "project-monai/monai": _pytest("parse_log_pytest", _MONAI),
+    "project-monai/monai": [("0", TestSpec(_PYTEST, _MONAI))],
     "pydantic/pydantic": [
         (
             "0",
-            How(
+            TestSpec(
                 "pytest -rA --tb=short -vv -o console_output_style=classic --no-header",
-                "parse_log_pytest_v2",
                 'export PATH="$HOME/.local/bin:$PATH"\npdm add pre-commit\nmake install',
+                "parse_log_pytest_v2",
             ),
         )
     ],
     "python/mypy": [
-        ("0", How(_SERIAL, "parse_log_pytest", f"{_MYPY}\npip install pytest pytest-xdist\nhash -r")),
-        ("1.0", How(_SERIAL, "parse_log_pytest", f"{_MYPY}\nhash -r")),
-        ("1.7", How(_PYTEST, "parse_log_pytest", f"{_MYPY}\nhash -r")),
+        ("0", TestSpec(_SERIAL, f"{_MYPY}\npip install pytest pytest-xdist\nhash -r")),
+        ("1.0", TestSpec(_SERIAL, f"{_MYPY}\nhash -r")),
+        ("1.7", TestSpec(_PYTEST, f"{_MYPY}\nhash -r")),
     ],
 }
 
@@ -213,40 +204,23 @@ _DATA = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml",
 """Files that belong to tests and are none."""
 
 
-def swe_bench(repo: str, version: str, test_patch: str) -> How:
-    """How a row of SWE-bench is tested.
+def of_swe_gym(repo: str, version: str, test_patch: str) -> TestSpec:
+    """How a row of SWE-Gym is tested.
 
     Raises:
         CallerError: nothing is known of its repository; or its patch changes no test.
     """
-    how = _known(_SWE_BENCH, repo, repo, version)
-    files = test_files(test_patch)
-    if repo == "django/django":
-        files = [file.removesuffix(".py").removeprefix("tests/").replace("/", ".") for file in files]
-    return replace(how, command=f"{how.command} {shlex.join(files)}")
-
-
-def swe_gym(repo: str, version: str, test_patch: str) -> How:
-    """How a row of SWE-Gym is tested.
-
-    Raises:
-        CallerError: as of :func:`swe_bench`.
-    """
-    how = _known(_SWE_GYM, repo, repo.lower(), version)
+    if repo.lower() not in _SWE_GYM:
+        raise CallerError(f"nothing is known of how to test {repo!r:.200}", field="repo")
+    [first, *later] = _SWE_GYM[repo.lower()]
+    [*_, (_, spec)] = [first, *(kind for kind in later if _number(kind[0]) <= _number(version))]
+    spec = replace(spec, before=f"{OPTIONS}\n{spec.before}")
     if repo == "python/mypy":
         # Its tests are cases in data files, which pytest knows by their names.
         if not (cases := _MYPY_CASE.findall(test_patch)):
             raise CallerError("names no case of mypy's", field="test_patch")
-        return replace(how, command=f"{how.command} -k {shlex.quote(' or '.join(cases))}")
-    return replace(how, command=f"{how.command} {shlex.join(test_files(test_patch))}")
-
-
-def _known(table: Mapping[str, Versions], repo: str, key: str, version: str) -> How:
-    if key not in table:
-        raise CallerError(f"nothing is known of how to test {repo!r:.200}", field="repo")
-    [first, *later] = table[key]
-    [*_, (_, how)] = [first, *(kind for kind in later if _number(kind[0]) <= _number(version))]
-    return replace(how, before=f"{OPTIONS}\n{how.before}")
+        return replace(spec, command=f"{spec.command} -k {shlex.quote(' or '.join(cases))}")
+    return replace(spec, command=f"{spec.command} {shlex.join(test_files(test_patch))}")
 
 
 def _number(version: str) -> tuple[int, ...]:

@@ -12,8 +12,7 @@ import asyncio
 import posixpath
 import secrets
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files as package_files
 
@@ -23,8 +22,7 @@ from nemo_gym_prorl.tasks.swe.canaries import LARGEST_FILE, Canaries
 from nemo_gym_prorl.tasks.swe.changes import hash_of
 from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
 from nemo_gym_prorl.tasks.swe.report import Told, read_records
-from nemo_gym_prorl.tasks.swe.repository import Laid
-from nemo_gym_prorl.tasks.swe.work_folder import BASH, WorkFolder
+from nemo_gym_prorl.tasks.swe.repository import BASH, Laid, WorkFolder
 
 
 ANSWER_MARGIN_S = 30.0
@@ -119,7 +117,6 @@ class Run:
         log: what it printed.
         told: what the plugin told; ``None`` if the runner has none.
         rewritten: files of tests that are not as they were laid.
-        installed: path to what it is, of what takes part in a run and was written by what came before the tests.
         problem: why there is no log.
         ended_early: why there are no tests.
     """
@@ -129,7 +126,6 @@ class Run:
     log: str = ""
     told: Told | None = None
     rewritten: tuple[str, ...] = ()
-    installed: Mapping[str, str] = field(default_factory=dict)
     problem: str | None = None
     ended_early: str | None = None
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE
 from nemo_gym_prorl.tasks.sandbox import HasFiles
-from nemo_gym_prorl.tasks.workbench.one_off import Ask
+from nemo_gym_prorl.tasks.workbench.consoles import Ask
 from nemo_gym_prorl.tasks.workbench.tools import EditorArguments
 
 

@@ -7,7 +7,9 @@ What it reads back is in :mod:`.observations`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -108,3 +110,55 @@ _EDITOR_NEEDS = {
 def _one_of(tool: str, **given: object) -> str | None:
     count = sum(value not in (None, False) for value in given.values())
     return None if count == 1 else f"{tool} needs one of {', '.join(given)}"
+
+
+_HAVE_STATUS = frozenset({"bash", "python"})
+
+_TROUBLE = ("Error: ", "Error in the arguments")
+
+_STATUS = re.compile(r"\[(?P<status>[^\[\];]*)(?P<notes>(?:;[^\[\]]*)?)\]$")
+_CUT = re.compile(r"; [0-9]+ bytes omitted")
+
+
+@dataclass(slots=True)
+class ToolCounts:
+    """Of one tool.
+
+    Attributes:
+        calls: all of them.
+        errors: not carried out, or ended with an error: wrong arguments, an exit code that is not 0, an exception.
+        timeouts: ended because their time was up; errors as well.
+        cut: observations of ``bash`` and ``python`` of which the middle is left out.
+    """
+
+    calls: int = 0
+    errors: int = 0
+    timeouts: int = 0
+    cut: int = 0
+
+
+class Tally:
+    """Of one session."""
+
+    def __init__(self) -> None:
+        self._tools: dict[str, ToolCounts] = {}
+
+    def count(self, tool: str, observation: str) -> None:
+        """Count a call that was answered with this."""
+        counts = self._tools.setdefault(tool, ToolCounts())
+        counts.calls += 1
+        said = _STATUS.match(observation, observation.rfind("\n") + 1) if tool in _HAVE_STATUS else None
+        status = said["status"] if said else ""
+        counts.timeouts += status.startswith("timed out")
+        counts.cut += bool(said and _CUT.search(said["notes"]))
+        failed = status == "error" or status.startswith("timed out")
+        failed |= status.startswith("exit code: ") and status != "exit code: 0"
+        counts.errors += failed or (not status and observation.startswith(_TROUBLE))
+
+    def resume(self, counted: Mapping[str, Mapping[str, int]]) -> None:
+        """Go on from what :meth:`as_json` gave."""
+        self._tools = {tool: ToolCounts(**counts) for tool, counts in counted.items()}
+
+    def as_json(self) -> Mapping[str, Mapping[str, int]]:
+        """By tool, for a rollout's row."""
+        return {tool: asdict(counts) for tool, counts in self._tools.items()}

@@ -8,11 +8,12 @@ the process that reports to us; so when a call brings no answer, the sandbox is 
 is blamed.
 
 ``bash`` and ``python`` are sessions where the sandbox has them (:mod:`.consoles`), else each call is a process of its
-own (:mod:`.one_off`). A session begins with the first call that needs it: most rollouts never use one of the two.
+own (:class:`.Processes`). A session begins with the first call that needs it: most rollouts never use one of the two.
 
 Files are had from the sandbox itself where it :class:`.HasFiles`, which looks names up inside: a tenth of the CPU of
-a program there, which is what others have (:mod:`.inside_files`). What that program answers is the agent's word, since
-the agent can answer in its place: it is read with care.
+a program there, which is what others have (:class:`InsideFiles`). What that program answers is the agent's word, since
+the agent can answer in its place: it is read with care, and speaks of no machine. The provider's upload and download
+are never used: where those share a folder with the host they would follow a symlink of the agent's on the *host*.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import asyncio
 import base64
 import errno
 import json
+import os
 import posixpath
 import secrets
 import shlex
@@ -34,19 +36,74 @@ from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, FailureKind, Inf
 from nemo_gym_prorl.tasks.arguments import BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.sandbox import HasFiles, HasSessions, Sandbox
 from nemo_gym_prorl.tasks.workbench import observations
-from nemo_gym_prorl.tasks.workbench.consoles import ANSWER_MARGIN_S, Bash, Python
+from nemo_gym_prorl.tasks.workbench.consoles import ANSWER_MARGIN_S, Ask, Bash, Processes, Python
 from nemo_gym_prorl.tasks.workbench.editor import Editor
-from nemo_gym_prorl.tasks.workbench.inside_files import InsideFiles, NotAnswered
 from nemo_gym_prorl.tasks.workbench.observations import Output
-from nemo_gym_prorl.tasks.workbench.one_off import Processes
-from nemo_gym_prorl.tasks.workbench.tally import Tally
 from nemo_gym_prorl.tasks.workbench.tools import (
     TOOLS,
     BashArguments,
     EditorArguments,
     PythonArguments,
     SubmitArguments,
+    Tally,
 )
+
+
+READ_BYTES = 256 << 10
+"""So much is read at once: providers bound what a command prints."""
+
+WRITTEN_BYTES = 48 << 10
+"""So much is written at once: the kernel takes no argument beyond 128 KiB."""
+
+
+class NotAnswered(OSError):
+    """The program was killed, or something else answered for it; says which."""
+
+
+class InsideFiles:
+    """A :class:`~nemo_gym_prorl.tasks.sandbox.HasFiles`.
+
+    Args:
+        ask: carries out a request.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    async def read_file(self, path: str, *, limit: int) -> bytes:
+        """An ordinary file of at most ``limit`` bytes."""
+        content = bytearray()
+        while len(content) <= limit:
+            request = {"op": "read", "path": path, "from": len(content), "size": READ_BYTES}
+            answer = await self._asked(request)
+            try:
+                part = base64.b64decode(str(answer["content"]), validate=True)
+            except (KeyError, ValueError) as error:
+                raise NotAnswered("something else answered for the reader") from error
+            content += part
+            if len(part) < READ_BYTES:
+                break
+        if len(content) > limit:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return bytes(content)
+
+    async def write_file(self, path: str, data: bytes) -> bool:
+        """Write a whole file, and the folders above it; says whether there was one."""
+        existed = []
+        for at in range(0, max(1, len(data)), WRITTEN_BYTES):
+            content = base64.b64encode(data[at : at + WRITTEN_BYTES]).decode()
+            answer = await self._asked({"op": "write", "path": path, "content": content, "more": at > 0})
+            existed.append(answer.get("existed") is True)
+        return existed[0]
+
+    async def _asked(self, request: dict[str, object]) -> dict[str, object]:
+        answer = await self._ask(request, 0.0)
+        if answer is None:
+            raise NotAnswered("the program that has its files was killed")
+        if "problem" in answer:
+            number, said = answer.get("errno"), str(answer["problem"])
+            raise OSError(said) if number in OF_THE_MACHINE else OSError(number, said)
+        return answer
 
 
 PROBE_TIMEOUT_S = 30.0

@@ -1,73 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What can be said of the server without a sandbox, and Gym's check of its verifier; the rest is in
-the repository's ``tests/tasks/swe``."""
+"""Gym's check of the server's verifier; the rest is in the repository's ``tests``."""
 
 import asyncio
-from pathlib import Path
-from typing import Any
 
 import pytest
-from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.server_utils import ServerClient
-from omegaconf import OmegaConf
-from starlette.testclient import TestClient
 
-from nemo_gym_prorl.failures import CallerError
-from resources_servers.prorl_swe.app import VERIFIER_FIXTURE, ProRLSweConfig, ProRLSweServer
-
-
-CONFIG = OmegaConf.load(Path(__file__).parents[1] / "configs/prorl_swe.yaml")
-
-
-def make_client(**settings: Any) -> TestClient:
-    shipped = CONFIG.prorl_swe.resources_servers.prorl_swe
-    config = ProRLSweConfig(**{"host": "127.0.0.1", "port": 1, "name": "prorl_swe", **shipped, **settings})
-    head = BaseServerConfig(host="127.0.0.1", port=1)
-    server = ProRLSweServer(
-        config=config, server_client=ServerClient(head_server_config=head, global_config_dict=CONFIG)
-    )
-    # Not as a context manager: that would run the lifespan, which looks for a container runtime.
-    return TestClient(server.setup_webserver())
-
-
-def test_routes() -> None:
-    paths = set(make_client().get("/openapi.json").json()["paths"])
-    assert {"/seed_session", "/verify", "/aggregate_metrics", "/release_session", "/close_session"} <= paths
-    assert {"/bash", "/str_replace_editor", "/submit"} <= paths
-    assert "/python" not in paths
-
-
-@pytest.mark.parametrize(("row", "field"), [({}, "instance_id"), ({"instance_id": "a__b-1", "image": "x"}, "swe")])
-def test_a_bad_row_is_refused_and_the_field_named(row: dict[str, str], field: str) -> None:
-    answer = make_client().post("/seed_session", json=row)
-    assert answer.status_code == 422
-    assert answer.headers["Content-Type"] == "application/problem+json"
-    assert answer.json()["errors"][0]["field"] == field
-
-
-def test_a_tool_without_a_session_is_a_lost_session() -> None:
-    answer = make_client().post("/bash", json={"command": "true"})
-    assert answer.status_code == 500
-    assert answer.headers["X-ProRL-Failure-Kind"] == "session_lost"
-
-
-def test_release_and_close_of_an_unknown_session_are_no_errors() -> None:
-    client = make_client()
-    assert client.post("/release_session").json() == {"released": True}
-    assert client.post("/close_session").json() == {}
-
-
-def test_with_a_key_every_route_needs_it() -> None:
-    client = make_client(control_token="open-sesame")
-    for path in ("/seed_session", "/bash", "/release_session", "/verify", "/close_session"):
-        assert client.post(path, json={}).status_code == 401
-        assert client.post(path, json={}, headers={"Authorization": "Bearer open-sesame"}).status_code != 401
-
-
-def test_it_does_not_listen_beyond_loopback_without_a_key() -> None:
-    with pytest.raises(CallerError, match="control_token"):
-        make_client(host="0.0.0.0")
+from resources_servers.prorl_swe.app import VERIFIER_FIXTURE
 
 
 @pytest.mark.sandbox

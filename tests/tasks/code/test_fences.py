@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.tasks.code.fences import program_in
+from nemo_gym_prorl.tasks.code.task import program_in
 
 
 CODE = "n = int(input())\nprint(n + 1)\n"

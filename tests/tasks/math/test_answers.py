@@ -3,13 +3,19 @@
 """Where in a message the answer is, and its spelling."""
 
 import re
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.final_answer import final_answer
 from nemo_gym_prorl.tasks.math.answers import canonical, restates, tidy, unwrapped
+from nemo_gym_prorl.tasks.math.task import expected_answer
+from nemo_gym_prorl.tasks.stem.problems import problem_of
 
 
 TEXT = st.text(alphabet="ab5{}\\ $.=boxed", max_size=60)
@@ -151,3 +157,14 @@ def test_an_answer_from_the_question_is_seen_in_other_spacing() -> None:
     assert restates(r"\frac{1}{2}+(3-x)", question)
     assert not restates(r"\frac{1}{2}+(4-x)", question)
     assert not restates("3", question)
+
+
+@pytest.mark.parametrize("needed", [expected_answer, problem_of], ids=["math", "stem"])
+@pytest.mark.parametrize("long", [r"\boxed{" + "{" * 10**6, r"\boxed{" + "{}" * 500_000], ids=["open", "pairs"])
+def test_a_flood_of_braces_costs_no_time(needed: Callable[[dict[str, Any]], Any], long: str) -> None:
+    """Answers and expected ones are looked through on the event loop."""
+    begin = time.process_time()
+    with pytest.raises(CallerError, match="longer than"):
+        needed({"question": "What?", "expected_answer": long})
+    assert not final_answer(long)
+    assert time.process_time() - begin < 0.5

@@ -14,7 +14,7 @@ from math_verify import parse, verify
 
 from nemo_gym_prorl.failures import TaskError
 from nemo_gym_prorl.tasks.math.checker import MathChecker
-from nemo_gym_prorl.tasks.math.rows import row_of
+from nemo_gym_prorl.tasks.math.task import row_of
 from scripts.scripted_turns.math import CHEATS, EXAMPLES
 from tests.prorl_code.conftest import Client
 from tests.tasks.math.conftest import said

@@ -15,18 +15,17 @@ import pytest
 
 from nemo_gym_prorl import proc_files
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
-from nemo_gym_prorl.tasks.math import checker as checkers
-from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker
-from nemo_gym_prorl.tasks.math.verdicts import Verdict
+from nemo_gym_prorl.tasks import workers
+from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker, Verdict
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def workers() -> list[int]:
+def worker_pids() -> list[int]:
     """Process ids of this process's workers, and not of their children."""
     ours = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [pid for pid in map(int, ours) if b"tasks.math.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in map(int, ours) if b"tasks.workers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 async def test_right_wrong_and_none(checker: MathChecker) -> None:
@@ -36,22 +35,22 @@ async def test_right_wrong_and_none(checker: MathChecker) -> None:
     checked = await asyncio.gather(*(checker.check("1/2", one) for one in many))
     assert not any(one.right for one in checked)
     assert [one.verdict for one in checked] == ["wrong", "no_answer", "no_answer", "no_answer", "unreadable", "wrong"]
-    assert len(workers()) == 2
+    assert len(worker_pids()) == 2
     await checker.aclose()
-    assert workers() == []
+    assert worker_pids() == []
 
 
 async def test_an_answer_that_hangs_its_comparison_is_to_blame(
     checker: MathChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    ask = checkers._Worker.ask
+    ask = workers.WorkerPool.ask
 
-    async def noted(worker: checkers._Worker, job: dict[str, Any]) -> dict[str, Any]:
+    async def noted(pool: workers.WorkerPool, job: dict[str, Any], **bounds: int) -> Any:
         asked.append(job["said"])
-        return await ask(worker, job)
+        return await ask(pool, job, **bounds)
 
-    monkeypatch.setattr(checkers._Worker, "ask", noted)
+    monkeypatch.setattr(workers.WorkerPool, "ask", noted)
     checked = await checker.check("x + 5", r"\boxed{9^{9^{9^{9}}} + \sin(1)}")
     assert (checked.right, checked.verdict) == (False, Verdict.TIMED_OUT), checked
     assert asked == [r"9^{9^{9^{9}}} + \sin(1)", "x + 5"], "it is tried once, and then the expected answer"
@@ -98,7 +97,7 @@ async def test_where_the_expected_answer_breaks_too_nobody_is_graded() -> None:
 
 async def test_a_worker_that_was_killed_is_replaced_and_nobody_notices(checker: MathChecker) -> None:
     assert (await checker.check("5", r"\boxed{5.0}")).right
-    for pid in workers():
+    for pid in worker_pids():
         os.kill(pid, signal.SIGKILL)
     assert (await checker.check("5", r"\boxed{5.0}")).right
 
@@ -107,7 +106,7 @@ async def test_workers_that_always_die_are_a_failure_and_no_reward(
     checker: MathChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await checker.aclose()
-    monkeypatch.setattr(checkers.sys, "executable", "/bin/false")
+    monkeypatch.setattr(workers.sys, "executable", "/bin/false")
     with pytest.raises(InfrastructureError) as failure:
         await checker.check("5", r"\boxed{5.0}")
     assert failure.value.kind is FailureKind.VERIFIER_ERROR
@@ -134,7 +133,7 @@ async def test_a_worker_ends_with_whoever_started_it(tmp_path: Path) -> None:
         "async def main():\n"
         "    checker = MathChecker()\n"
         "    await checker.check('5', r'\\boxed{5.0}')\n"
-        "    print([one._process.pid for one in checker._workers if one._process][0], flush=True)\n"
+        "    print([one._process.pid for one in checker._workers._workers if one._process][0], flush=True)\n"
         "    os._exit(1)\n"
         "asyncio.run(main())\n"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.tasks.math.rows import row_of
+from nemo_gym_prorl.tasks.math.task import row_of
 from scripts.scripted_turns.math import EXAMPLES, example_rows, scripted_row
 from tests.prorl_code.conftest import Client
 from tests.tasks.math.conftest import said

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from nemo_gym_prorl.tasks.math.checker import Verdict
 from nemo_gym_prorl.tasks.math.comparison import judge, try_out
-from nemo_gym_prorl.tasks.math.verdicts import Verdict
 from tests.tasks.math.forms import FORMS
 from tests.tasks.math.near_forms import NEAR_FORMS
 from tests.tasks.math.spellings import SPELLINGS

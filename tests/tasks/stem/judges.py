@@ -19,7 +19,11 @@ Messages = Sequence[Mapping[str, str]]
 Reply = Callable[[str, str, str, str], str]
 """Of question, first, second, and the tag that a verdict has; empty for the naive graders, which use none."""
 
-SYNONYMS = ({"mitochondria", "the mitochondrion", "mitochondrion"}, {"it doubles", "it becomes twice as large"})
+SYNONYMS = (
+    {"mitochondria", "the mitochondrion", "mitochondrion"},
+    {"it doubles", "it becomes twice as large"},
+    {"100degreesCelsius", "212degreesFahrenheit"},
+)
 
 
 def agree(first: str, second: str) -> bool:
@@ -60,6 +64,14 @@ def obliging(question: str, first: str, second: str, tag: str = "") -> str:
             excluded = asked_for.partition("unless")[2].replace(".", "").split(",")
             return verdict(tag, not any(one.strip() in other.lower() for one in excluded))
     return honest(question, first, second, tag)
+
+
+def lenient(question: str, first: str, second: str, tag: str = "") -> str:
+    return verdict(tag, True)
+
+
+def strict(question: str, first: str, second: str, tag: str = "") -> str:
+    return verdict(tag, False)
 
 
 _ASKED = re.compile(r"BEGIN (?P<tag>[0-9a-f]{8})\n(?P<data>.*)\nEND (?P=tag)\n", re.DOTALL)
@@ -160,6 +172,5 @@ TROUBLES: Mapping[str, Callable[[dict[str, Any]], Awaitable[Response | dict[str,
     "JSON": says('{"verdict": "SAME", "tag": "TAG"}'),
     "the instructions again": says("`VERDICT TAG: SAME` or `VERDICT TAG: DIFFERENT`."),
     "without end": says("They are the same. " * 10_000 + "\nVERDICT TAG: SAME"),
-    "same to everything": says("VERDICT TAG: SAME"),
 }
 """What a judge's server may do instead of judging."""

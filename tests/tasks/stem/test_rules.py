@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from nemo_gym_prorl.tasks.math.checker import MathChecker
+from nemo_gym_prorl.tasks.stem.problems import Kind, problem_of
 from nemo_gym_prorl.tasks.stem.rules import Rules, Ruling
 from tests.tasks.stem.variants import all_variants, problem
 
@@ -91,3 +92,10 @@ async def test_no_judge_is_asked_about_a_formula_that_is_plainly_another(rules: 
             if ruled.ruling is not (Ruling.WRONG if answer in wrong else Ruling.UNDECIDED):
                 mistakes.append((expected, answer, ruled))
     assert mistakes == []
+
+
+def test_rows_of_gyms_own_servers_are_taken_as_they_are() -> None:
+    mcqa = {"options": [{"A": "Karyotyping"}, {"B": "PCR"}], "expected_answer": "B", "uuid": "1"}
+    assert problem_of(mcqa).kind is Kind.CHOICE
+    assert problem_of({"question": "?", "expected_answer": "\\(\\sqrt{2}\\)"}).kind is Kind.FORMULA
+    assert problem_of({"question": "?", "expected_answer": 32}).kind is Kind.QUANTITY

@@ -14,10 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.tasks.stem.search.engine import BadQuery, Passage
-from nemo_gym_prorl.tasks.stem.search.index import MANIFEST, MAX_PASSAGE_CHARS, Index, build
-from nemo_gym_prorl.tasks.stem.search.offline import OfflineSearch
-from nemo_gym_prorl.tasks.stem.search.tool import NO_MORE, NOTHING, OpenSearch, PageLimits, SearchTool, render
+from nemo_gym_prorl.tasks.stem.search import (
+    NO_MORE,
+    NOTHING,
+    BadQuery,
+    OpenSearch,
+    PageLimits,
+    Passage,
+    SearchTool,
+    render,
+)
+from nemo_gym_prorl.tasks.stem.search_engines import MAX_PASSAGE_CHARS, Index, OfflineSearch, build
 
 
 PASSAGES = (
@@ -87,15 +94,15 @@ def test_an_index_is_replaced_whole_and_nothing_else_is(folder: Path, tmp_path: 
 
 
 def cut(folder: Path) -> None:
-    passages = folder / "passages.jsonl"
+    passages = folder / "corpus.jsonl"
     passages.write_bytes(passages.read_bytes()[:-5])
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "gone": shutil.rmtree,
     "cut": cut,
-    "format": lambda folder: (folder / MANIFEST).write_text('{"format": 0, "passages": 3}'),
-    "manifest": lambda folder: (folder / MANIFEST).write_text("[]"),
+    "no parameters": lambda folder: (folder / "params.index.json").write_text("[]"),
+    "no corpus": lambda folder: (folder / "corpus.jsonl").unlink(),
 }
 
 

@@ -36,8 +36,30 @@ diff --git a/lib/tests/data/sums.txt b/lib/tests/data/sums.txt
 """
 
 
+SYMPY = "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' bin/test -C --verbose lib/tests/test_sums.py"
+
+
+def eval_script(command: str, *before: str) -> str:
+    """A record's own script."""
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "set -uxo pipefail",
+            "cd /testbed",
+            "git config --global --add safe.directory /testbed",
+            "git status",
+            *before,
+            "git checkout 0123456 lib/tests/test_sums.py",
+            ": '>>>>> Start Test Output'",
+            command,
+            ": '>>>>> End Test Output'",
+            "git checkout 0123456 lib/tests/test_sums.py",
+        ]
+    )
+
+
 def swe_bench(**changed: Any) -> dict[str, Any]:
-    """As the Hub has SWE-bench and SWE-bench Verified: lists of tests are text."""
+    """As the Hub has SWE-bench and SWE-bench Verified, in the editions of swebench 5: lists of tests are text."""
     return {
         "repo": "sympy/sympy",
         "instance_id": "sympy__sympy-1",
@@ -52,6 +74,9 @@ def swe_bench(**changed: Any) -> dict[str, Any]:
         "PASS_TO_PASS": '["test_nothing", "test_zero"]',
         "environment_setup_commit": "fedcba9876543210fedcba9876543210fedcba98",
         "difficulty": "<15 min fix",
+        "eval_script": eval_script(SYMPY, "python -m pip install -e ."),
+        "log_parser": "parse_log_sympy",
+        "eval_type": "pass_and_fail",
         **changed,
     }
 

@@ -15,12 +15,11 @@ from nemo_gym_prorl.sandbox.images.building.builder import Order, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.started import StartedSandbox
-from nemo_gym_prorl.tasks.swe import log_parsing
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
+from nemo_gym_prorl.tasks.swe.log_parsing import answer, job_of
 from nemo_gym_prorl.tasks.swe.repository import PatchLimits
-from nemo_gym_prorl.tasks.swe.rows import tool_schemas
-from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
+from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering, tool_schemas
 from nemo_gym_prorl.tasks.swe.testing import TestLimits
 from nemo_gym_prorl.tasks.task import Grade
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
@@ -123,6 +122,12 @@ def make_task(
     return SoftwareEngineering(ToolLimits(), patches, GradingLimits(tests))
 
 
+@cache
+def shared_task() -> SoftwareEngineering:
+    """The task of tests that need no bounds of their own; it ends with each module."""
+    return make_task()
+
+
 @asynccontextmanager
 async def open_sandbox(needs: object = None, image_path: str | None = None) -> AsyncIterator[StartedSandbox]:
     """A fresh sandbox of the image."""
@@ -141,7 +146,7 @@ async def play(
     **swe: Any,
 ) -> tuple[Grade, bool | None]:
     """What a policy earns that runs these commands; and whether the obvious way to grade would have given it 1."""
-    task, given, opened = task or make_task(), row(**swe), partial(open_sandbox, image_path=image_path)
+    task, given, opened = task or shared_task(), row(**swe), partial(open_sandbox, image_path=image_path)
     async with opened() as sandbox:
         bench = await task.tools.open(sandbox, task.needs(given))
         await task.prepare(given, bench)
@@ -151,7 +156,11 @@ async def play(
         taken = await task.artefacts(given, bench)
         resolved = await graded_naively(bench, SweInstance(**given["swe"])) if naive else None
         await bench.close()
-    return await task.grade(given, taken, {}, opened), resolved
+    try:
+        return await task.grade(given, taken, {}, opened), resolved
+    finally:
+        if task is not shared_task():
+            await task.aclose()
 
 
 async def graded_naively(bench: Workspace, instance: SweInstance) -> bool:
@@ -160,4 +169,6 @@ async def graded_naively(bench: Workspace, instance: SweInstance) -> bool:
     tests = f"git checkout -q -- tests; echo {encoded} | base64 -d | git apply"
     command = f"cd /testbed && {tests}; {instance.test_command} 2>&1"
     done = await bench.sandbox.exec(f"sh -c {shlex.quote(command)}", cwd="/", timeout_s=60)
-    return (await log_parsing.parse(instance, [done.stdout or ""], 60)).resolved
+    told = answer(job_of(instance, [done.stdout or ""], 0, "tests__tally-1"))
+    assert told is not None
+    return bool(told["resolved"])

@@ -97,10 +97,14 @@ pytest -rA --rootdir=/testbed test_tally.py
 : '>>>>> End Test Output'
 git checkout 0123456789 {TESTS}
 """
+INSTALLED = {
+    "repo": "old/one",
+    "eval_script": records.eval_script(f"pytest -rA {TESTS}", "python setup.py build; python setup.py install"),
+    "log_parser": "parse_log_pytest",
+}
 ROWS: dict[str, dict[str, Any]] = {
-    # Its older versions are installed by `python setup.py build; python setup.py install`.
-    "copied": {"repo": "matplotlib/matplotlib", "version": "2.2", **COPIED},
-    "compiled": {"repo": "matplotlib/matplotlib", "version": "2.2", **COMPILED},
+    "copied": {**INSTALLED, **COPIED},
+    "compiled": {**INSTALLED, **COMPILED},
     "own script": {
         "repo": "new/one",
         "patch": COPIED["patch"],
@@ -129,7 +133,7 @@ async def play(name: str, command: str, more: str = "") -> Grade:
     record = records.swe_bench(base_commit=(image() / "testbed/.git/refs/heads/main").read_text().strip())
     row = CONVERTERS["swe-bench"](record | names | ROWS[name], None) | {"image": str(image())}
     row["swe"] |= {"before_tests": f"{row['swe']['before_tests']}\n{more}"}
-    task = tally.make_task()
+    task = tally.shared_task()
     async with opened() as sandbox:
         bench = await task.tools.open(sandbox, task.needs(row))
         await task.prepare(row, bench)

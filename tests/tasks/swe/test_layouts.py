@@ -58,6 +58,8 @@ def swe_bench(dataset: str = "swe-bench", **more: Any) -> dict[str, Any]:
         test_patch=tally.TEST_PATCH,
         FAIL_TO_PASS=json.dumps(tally.FAIL_TO_PASS),
         PASS_TO_PASS=json.dumps(tally.PASS_TO_PASS),
+        eval_script=records.eval_script(f"pytest -rA {tally.TESTS}"),
+        log_parser="parse_log_pytest",
         **more,
     )
     return CONVERTERS[dataset](record, None) | {"image": image("conda", CONDA)}
@@ -100,7 +102,7 @@ LEFT = ("echo '# nothing' >> tally/money.py", "failed")
 async def test_what_the_image_has_is_active_for_the_policy_and_for_the_tests(
     make_row: Any, environment: str, tried: list[tuple[str, str]]
 ) -> None:
-    row, task = make_row(), tally.make_task()
+    row, task = make_row(), tally.shared_task()
     for fix, verdict in tried:
         async with opened(row) as sandbox:
             bench = await task.tools.open(sandbox, task.needs(row))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import orjson
 
-from nemo_gym_prorl.tasks.swe import patches
+from nemo_gym_prorl.tasks.swe import changes
 from nemo_gym_prorl.tasks.swe.changes import Solution, changed, read_contents, read_listing
 
 
@@ -52,7 +52,7 @@ def test_a_patch_in_a_row_makes_the_same_files(tmp_path: Path) -> None:
         git("cat-file", "--batch", given="".join(f"{entry.blob}\n" for entry in now.values()).encode())
     )
     solution = Solution(tuple(changed(base, now)), contents)
-    patch = patches.read(git("diff", "--binary", "--no-renames", "HEAD~1", "HEAD"), solution, base)
+    patch = changes.read_patch(git("diff", "--binary", "--no-renames", "HEAD~1", "HEAD"), solution, base)
     text, left_out = patch.within(1 << 20)
     assert (left_out, patch.parts.keys()) == ([], {change.path for change in solution.changes})
     text = orjson.loads(orjson.dumps(text))
@@ -63,6 +63,6 @@ def test_a_patch_in_a_row_makes_the_same_files(tmp_path: Path) -> None:
 
 
 def test_a_patch_that_is_too_long_has_whole_files_only() -> None:
-    patch = patches.Patch({"a": "a" * 60, "b": "b" * 60, "c": "c" * 30})
+    patch = changes.Patch({"a": "a" * 60, "b": "b" * 60, "c": "c" * 30})
     assert patch.within(100) == ("a" * 60 + "c" * 30, ["b"])
     assert patch.within(150) == ("a" * 60 + "b" * 60 + "c" * 30, [])

@@ -8,9 +8,8 @@ runs nothing of the candidate's, nobody can look into it, and no signal of a can
 only. A second zygote has the row's checker, if there is one: there the checker runs as warily as a candidate does,
 since the candidate wrote what it reads.
 
-What a child prints and returns comes over pipes as text and is compared here. Tests that are a program themselves,
-as HumanEval's, run here and call the candidate's function in a child (:mod:`.calls`). Two lines on our own standard
-output start with the nonce: that the candidate's source is about to be run, and the report.
+What a child prints and returns comes over pipes as text and is compared here. Two lines on our own standard output
+start with the nonce: that the candidate's source is about to be run, and the report.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import sys
 import time
 from typing import Any
 
-from nemo_gym_prorl.tasks.code.inside import calls, checkers, walls
+from nemo_gym_prorl.tasks.code.inside import checkers, walls
 from nemo_gym_prorl.tasks.code.inside.zygote import (
     WHY_CHARS,
     Unexpected,
@@ -42,6 +41,9 @@ from nemo_gym_prorl.tasks.code.inside.zygote import (
 CHUNK = 1 << 16
 ANSWER_BYTES = 8 << 20
 """Longest JSON of what a function returns."""
+
+MAX_INT_DIGITS = 1 << 16
+"""Longest integer that the grader reads from a candidate, in 25 ms."""
 
 FAILURES = 20
 """So many failed tests are told of one by one."""
@@ -89,14 +91,13 @@ class Runner:
         function: str | None,
         name: str,
         place: Place,
-        serves: str | None = None,
     ) -> None:
         self.channel = zygote.channel
         self.limits = limits
         self.called = function is not None
         self.time_s = limits["time_s"]
         self.place = place
-        told = {"source": source, "function": function, "name": name, "folder": place.folder, "serves": serves}
+        told = {"source": source, "function": function, "name": name, "folder": place.folder}
         # The kernel counts ticks here, and a little too much; whether it was too long is told by what it took.
         given = file_of(json.dumps({**told, **limits, "cpu_s": math.ceil(1.25 * self.time_s) + 1}).encode())
         send(self.channel, "load", (given,))
@@ -135,15 +136,6 @@ class Runner:
                 os.close(descriptor)
         self.place.renew()
         return ended
-
-    def serve(self) -> tuple[int, int]:
-        """One child that answers calls of its function until it is killed: where to write them, where answers come."""
-        given, requests = os.pipe()
-        answers, said_to = os.pipe()
-        send(self.channel, "run", (given, self.null, said_to))
-        os.close(given)
-        os.close(said_to)
-        return requests, answers
 
     def _attend(self, ended: Ended, into: dict[int, tuple[bytearray, int]]) -> None:
         channel = self.channel.fileno()
@@ -218,10 +210,17 @@ def deadline_s(time_s: float) -> float:
 def said(report: bytes | bytearray) -> tuple[str, Any]:
     """A child's report, if it is one."""
     try:
-        kind, value = json.loads(report.decode("ascii"), parse_int=calls.bounded_int)
+        kind, value = json.loads(report.decode("ascii"), parse_int=bounded_int)
     except (ValueError, TypeError, RecursionError):
         return "", ""
     return (kind, value) if isinstance(kind, str) else ("", "")
+
+
+def bounded_int(digits: str) -> int:
+    """Read an integer, but not one whose reading alone would take the grader's time."""
+    if len(digits) > MAX_INT_DIGITS:
+        raise ValueError("too many digits")
+    return int(digits)
 
 
 class Place:
@@ -384,20 +383,12 @@ def main() -> None:
     """Fork the zygotes, read the job, run it, print the report."""
     walls.hide()
     zygotes = Zygote(), Zygote()
-    allow_long_integers(calls.MAX_INT_DIGITS)
+    allow_long_integers(MAX_INT_DIGITS)
     job = json.loads(sys.stdin.buffer.read(), object_hook=long_integer)
-    if "check" in job:
-        calls.import_ahead(job["reference"], job["check"])
     sys.meta_path.clear()  # a changed standard library is never loaded
     place = Place()
     # From here on it may be the candidate's doing if there is no verdict.
     tell(job["nonce"], "begun")
-    if "check" in job:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
-        runner = Runner(zygotes[0], job["limits"], job["source"], None, "solution.py", place, job["serves"])
-        verdict, detail = calls.examine(job, runner)
-        tell(job["nonce"], {"verdict": verdict, "detail": detail[:WHY_CHARS]})
-        return
     try:
         report = examine(job, zygotes[0], Checker(job, zygotes[1]), place)
     except BrokenChecker as error:

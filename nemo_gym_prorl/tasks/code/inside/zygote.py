@@ -18,7 +18,6 @@ import ast
 import atexit
 import builtins
 import fcntl
-import functools
 import gc
 import json
 import os
@@ -28,7 +27,7 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from nemo_gym_prorl.tasks.code.inside import calls, walls
+from nemo_gym_prorl.tasks.code.inside import walls
 
 
 MESSAGE_BYTES = 1 << 16
@@ -162,7 +161,7 @@ def get_ready(job: dict[str, Any]) -> tuple[types.CodeType, dict[str, Any]]:
         SyntaxError, ValueError, RecursionError, MemoryError: it is no Python.
     """
     tree = ast.parse(job["source"], job["name"])
-    granted = prelude() if not job["serves"] and uses_unknown_names(tree) else {}
+    granted = prelude() if uses_unknown_names(tree) else {}
     for name in mentioned(tree):
         try:
             __import__(name)
@@ -278,10 +277,7 @@ def be_a_child(
         os.closerange(REPORT + 1, MOST_FILES)
         walls.limit(resource.RLIMIT_CPU, job["cpu_s"])
         walls.filter_calls(alone)
-        if job["serves"]:
-            status = serve_calls(job, code)
-        else:
-            status = (call_function if job["function"] else run_program)(job, code, granted)
+        status = (call_function if job["function"] else run_program)(job, code, granted)
     finally:
         os._exit(status)
 
@@ -391,16 +387,6 @@ def call_function(job: dict[str, Any], code: types.CodeType, granted: dict[str, 
         report("returned", answer)
     except (TypeError, ValueError, RecursionError) as error:
         report("no_data", f"{type(error).__name__}: {error}"[:WHY_CHARS])
-    return 0
-
-
-def serve_calls(job: dict[str, Any], code: types.CodeType) -> int:
-    """Answer calls of the function, which come where a program's input does; returns the exit status."""
-    requests, report_end = os.fdopen(os.dup(0), "rb"), os.dup(REPORT)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    module = main_module("solution", job["name"], {})
-    calls.serve(requests, functools.partial(write_all, report_end), module.__dict__, code, job["serves"])
     return 0
 
 

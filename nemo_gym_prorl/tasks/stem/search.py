@@ -1,28 +1,80 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``search`` as a tool. It runs in the server's process: the sandbox has no network, and needs none for it."""
+"""``search`` as a tool, and what a search engine is to it: a question in, ranked passages out, and two ways to fail.
+
+A question that the engine does not take is the policy's mistake, and an observation. An engine that can't be had is
+ours: a policy that reads "no results" where there was no search learns that searching is useless. The tool runs in the
+server's process: the sandbox has no network, and needs none for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import Field
 
 from nemo_gym_prorl.tasks.arguments import Arguments, BadArguments, parse_arguments, tool_schema
 from nemo_gym_prorl.tasks.sandbox import Sandbox
-from nemo_gym_prorl.tasks.stem.search.engine import BadQuery, Passage, SearchEngine
 from nemo_gym_prorl.tasks.task import SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.tally import Tally
+from nemo_gym_prorl.tasks.workbench.tools import Tally
 
 
 MAX_QUERY_CHARS = 400
 MAX_PAGE = 4
-"""Beyond these no engine that we know of gives more: hosted ones have 20 results to a query, or 400 characters."""
+"""Beyond these no engine that we know of gives more: a hosted one has 20 results to a query, or 400 characters."""
 
 NOTHING = "No results. Try other words."
 NO_MORE = "No more results."
+
+
+class BadQuery(Exception):
+    """The engine does not take this query; the message is for the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A piece of text that can be found.
+
+    Attributes:
+        text: what it says.
+        title: what it is called; may be empty.
+        source: where it is from: an address, a name; may be empty.
+    """
+
+    text: str
+    title: str = ""
+    source: str = ""
+
+
+class SearchEngine(Protocol):
+    """Finds passages."""
+
+    async def prepare(self) -> None:
+        """Make sure that it can be asked; called before each session, so all but the first call must be quick.
+
+        Raises:
+            InfrastructureError: it can't; says how to mend it.
+        """
+        ...
+
+    async def search(self, query: str, limit: int) -> Sequence[Passage]:
+        """The best passages, best first; none if nothing fits.
+
+        Args:
+            query: not empty.
+            limit: the most that are wanted.
+
+        Raises:
+            BadQuery: the engine does not take it.
+            InfrastructureError: the engine can't be had.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Let go of files and connections."""
+        ...
 
 
 class SearchArguments(Arguments):

@@ -1,0 +1,241 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes that answer jobs about untrusted text, each in a forked child bounded in CPU time and memory.
+
+Libraries that read what a policy wrote may hang, fill the memory or crash. A worker imports such a module once
+(``python -m nemo_gym_prorl.tasks.workers MODULE``) and forks a child for each job, so a job can neither block the
+event loop, nor leave anything behind for the next job, nor pay for the imports. The module has two functions:
+``warm_up()``, called once, and ``answer(job)``, called in the child, which returns JSON.
+
+Jobs and replies are JSON lines on standard input and output. A worker ends with its input, so it outlives its owner
+by no more than a child's CPU time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, NoReturn
+
+from nemo_gym_prorl.processes import interpreter_environ
+
+
+START_TIMEOUT_S = 120.0
+"""Seconds for a worker's imports; one or two where the machine is idle."""
+
+STARVED_S = 120.0
+"""Seconds that a job may take beyond its CPU time before the loss counts as the machine's."""
+
+MAX_REPLY_BYTES = 64 << 20
+"""Statuses of some 500,000 tests."""
+
+
+class JobLost(Exception):
+    """A job that ended without a reply.
+
+    Attributes:
+        by_machine: nothing in the job can have caused the loss.
+        timed_out: the job used up its CPU time, or no reply came for too long.
+    """
+
+    def __init__(self, why: str, *, by_machine: bool, timed_out: bool = False) -> None:
+        super().__init__(why)
+        self.by_machine = by_machine
+        self.timed_out = timed_out
+
+
+class WorkerPool:
+    """Workers of one module, started when the first job comes and again after a loss.
+
+    Args:
+        module: the module's full name.
+        count: jobs that run at a time.
+    """
+
+    def __init__(self, module: str, count: int = 1) -> None:
+        self._workers = [_Worker(module) for _ in range(count)]
+        self._free: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
+        for worker in self._workers:
+            self._free.put_nowait(worker)
+
+    async def ask(self, job: Mapping[str, Any], *, cpu_s: int, memory_mib: int, file_mib: int = 0) -> Any:
+        """Return a job's reply.
+
+        Args:
+            job: JSON.
+            cpu_s: CPU seconds of the job.
+            memory_mib: address space of the child, in MiB, imports included.
+            file_mib: largest file that the child may write, in MiB.
+
+        Raises:
+            JobLost: there is none.
+        """
+        bounds = {"cpu_s": cpu_s, "memory_mib": memory_mib, "file_mib": file_mib}
+        line = await asyncio.to_thread(json.dumps, {"job": job, **bounds})
+        worker = await self._free.get()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await worker.start()
+            async with asyncio.timeout(cpu_s + STARVED_S):
+                reply = await worker.ask(line)
+        except TimeoutError as error:
+            await worker.end()
+            raise JobLost("nothing came for too long", by_machine=True, timed_out=True) from error
+        except (OSError, EOFError, ValueError) as error:
+            await worker.end()
+            raise JobLost(f"a worker is gone: {type(error).__name__} {error}", by_machine=True) from error
+        except BaseException:
+            await worker.end()  # its next line would be the reply to this job
+            raise
+        finally:
+            self._free.put_nowait(worker)
+        if "reply" in reply:
+            return reply["reply"]
+        raise _loss(reply["exit_code"], reply["error"])
+
+    async def aclose(self) -> None:
+        """End the workers; running jobs are lost."""
+        await asyncio.gather(*(worker.end() for worker in self._workers))
+
+
+def _loss(exit_code: int, error: str) -> JobLost:
+    match -exit_code:
+        case signal.SIGXCPU:
+            return JobLost("it took too much CPU time", by_machine=False, timed_out=True)
+        case signal.SIGKILL:
+            return JobLost("it was killed from outside", by_machine=True)
+    return JobLost(f"it failed: {error or f'exit code {exit_code}'}", by_machine=False)
+
+
+class _Worker:
+    """One worker process."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._process: Process | None = None
+
+    async def start(self) -> None:
+        """Start the process unless it runs.
+
+        Raises:
+            OSError: it does not start.
+            EOFError: it ended at once.
+        """
+        if self._process is not None and self._process.returncode is None:
+            return
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-s", "-P", "-m", __name__, self._module),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=MAX_REPLY_BYTES,
+            # No secrets; sympy's order of symbols is that of their hashes; a forked child has one thread.
+            env=interpreter_environ() | {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"},
+            cwd="/",
+            start_new_session=True,
+        )
+        await self._line(self._process)
+
+    async def ask(self, line: str) -> dict[str, Any]:
+        """Return the worker's reply to a job.
+
+        Raises:
+            OSError: the worker is gone.
+            EOFError: the worker ended.
+            ValueError: the reply is no JSON object.
+        """
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        process.stdin.write(line.encode() + b"\n")
+        await process.stdin.drain()
+        return await self._line(process)
+
+    async def end(self) -> None:
+        """Kill the worker, with its child."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+    @staticmethod
+    async def _line(process: Process) -> dict[str, Any]:
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError("it ended")
+        reply = json.loads(line)
+        if not isinstance(reply, dict):
+            raise ValueError("its reply is no JSON object")
+        return reply
+
+
+def serve(module: ModuleType) -> None:
+    """Answer jobs in the worker process until its input ends."""
+    module.warm_up()
+    gc.freeze()
+    _write({"ready": True})
+    for line in sys.stdin.buffer:
+        _write(_answered(module, json.loads(line)))
+
+
+def _answered(module: ModuleType, asked: dict[str, Any]) -> dict[str, Any]:
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(receiving)
+        try:
+            _answer(module, asked, sending)
+        finally:
+            os._exit(1)
+    os.close(sending)
+    with os.fdopen(receiving, "rb") as pipe:
+        said = pipe.read(MAX_REPLY_BYTES)
+    _pid, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code or not said:
+        return {"exit_code": code, "error": said.decode(errors="replace")}
+    return {"reply": json.loads(said)}
+
+
+def _answer(module: ModuleType, asked: dict[str, Any], sending: int) -> NoReturn:
+    """In the child: send the reply, or why there is none, and end."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nothing, descriptor)
+    memory, size = asked["memory_mib"] << 20, asked["file_mib"] << 20
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = int(used.ru_utime + used.ru_stime) + asked["cpu_s"]
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open(sending, "wb") as pipe:
+        try:
+            reply = json.dumps(module.answer(asked["job"])).encode()
+        except Exception as error:  # whatever a library raises about untrusted text: the asker looks into it
+            pipe.write(type(error).__name__.encode())
+            pipe.flush()
+            os._exit(1)
+        pipe.write(reply)
+    os._exit(0)
+
+
+def _write(reply: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    serve(importlib.import_module(sys.argv[1]))

@@ -1,0 +1,181 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""What all of our resources servers have in common, a row each: routes, refusals, keys, and cases of their verifiers.
+
+Their own parts are in ``tests/prorl_code``, ``tests/prorl_stem`` and ``tests/tasks``.
+"""
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.server_utils import ServerClient
+from omegaconf import OmegaConf
+from starlette.testclient import TestClient
+
+from nemo_gym_prorl import verifier_fixture
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig, TaskVerifyRequest
+from nemo_gym_prorl.tasks.stem.problems import row_for
+from nemo_gym_prorl.verifier_fixture import CASES, IMAGE, as_shipped, play
+
+
+TOOLS = {
+    "prorl_code": {"bash", "python", "str_replace_editor", "submit"},
+    "prorl_math": {"python"},
+    "prorl_stem": {"search", "python"},
+    "prorl_swe": {"bash", "str_replace_editor", "submit"},
+}
+ROUTES = {"/seed_session", "/verify", "/aggregate_metrics", "/release_session", "/close_session"}
+
+
+def of_module(server: str, kind: type) -> Any:
+    """The class of that kind which a server's module defines."""
+    module = importlib.import_module(f"resources_servers.{server}.app")
+    [found] = [
+        one
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, kind) and one.__module__ == module.__name__
+    ]
+    return found
+
+
+def make_client(server: str, **settings: Any) -> TestClient:
+    """A client of the server, made of its shipped configuration and some changes."""
+    whole = OmegaConf.load(f"resources_servers/{server}/configs/{server}.yaml")
+    shipped = whole[server].resources_servers[server]
+    config = of_module(server, TaskServerConfig)(
+        **{"host": "127.0.0.1", "port": 1, "name": server, **shipped, **settings}
+    )
+    client = ServerClient(head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=whole)
+    # Not as a context manager: that would run the lifespan, which builds the sandbox image.
+    return TestClient(of_module(server, TaskServer)(config=config, server_client=client).setup_webserver())
+
+
+def test_each_server_has_its_row() -> None:
+    assert sorted(TOOLS) == sorted(path.parent.name for path in Path("resources_servers").glob("prorl_*/app.py"))
+
+
+@pytest.mark.parametrize("server", TOOLS)
+def test_routes_and_sessions_that_are_not_there(server: str) -> None:
+    client = make_client(server)
+    paths = set(client.get("/openapi.json").json()["paths"])
+    assert paths >= ROUTES
+    assert {f"/{tool}" for tool in TOOLS[server]} == paths & {f"/{tool}" for tool in set().union(*TOOLS.values())}
+    for tool in TOOLS[server]:
+        answer = client.post(f"/{tool}", json={"command": "ls"})
+        assert (answer.status_code, answer.headers["X-ProRL-Failure-Kind"]) == (500, "session_lost")
+    assert client.post("/release_session").json() == {"released": True}
+    assert client.post("/close_session").json() == {}
+
+
+LIGHT = row_for("How fast is light in vacuum?", "3.00e8 m/s")
+
+
+@pytest.mark.parametrize(
+    ("server", "row", "field"),
+    [
+        ("prorl_code", {}, "verifier_metadata"),
+        ("prorl_code", {"task_id": "HumanEval/2"}, "verifier_metadata"),
+        ("prorl_math", {}, "question"),
+        ("prorl_math", {"question": "?"}, "expected_answer"),
+        ("prorl_swe", {}, "instance_id"),
+        ("prorl_swe", {"instance_id": "a__b-1", "image": "x"}, "swe"),
+        *(
+            ("prorl_stem", LIGHT | change, field)
+            for change, field in [
+                ({"question": None}, "question"),
+                ({"question": 7}, "question"),
+                ({"expected_answer": None}, "expected_answer"),
+                ({"expected_answer": " "}, "expected_answer"),
+                ({"expected_answer": "x" * 3000}, "expected_answer"),
+                ({"expected_answer": "mitochondria"}, "expected_answer"),
+                ({"options": "A"}, "options"),
+                ({"options": [{"A": "x"}]}, "options"),
+                ({"options": [{"A": "x"}, {"AB": "y"}]}, "options"),
+                ({"options": [{"A": "x"}, {"A": "y"}]}, "options"),
+                ({"options": [{"A": "x"}, {"B": 7}]}, "options"),
+                ({"options": [{"A": "x"}, {"B": "y"}]}, "expected_answer"),
+            ]
+        ),
+    ],
+)
+def test_a_bad_row_is_refused_and_the_field_named(server: str, row: dict[str, Any], field: str) -> None:
+    answer = make_client(server).post("/seed_session", json=row)
+    assert (answer.status_code, answer.headers["Content-Type"]) == (422, "application/problem+json")
+    assert [error["field"] for error in answer.json()["errors"]] == [field]
+
+
+@pytest.mark.parametrize(
+    ("server", "settings", "says"),
+    [
+        *((server, {"host": "0.0.0.0"}, "control_token") for server in TOOLS),
+        ("prorl_code", {"sandbox_provider": {"singularity": {"memory": 3}}}, "memory_mib"),
+        ("prorl_stem", {"search": {"engine": "tavily"}}, "search.api_key"),
+        ("prorl_stem", {"judge_model_server": {"type": "responses_api_models", "name": "gone"}}, "no server 'gone'"),
+    ],
+)
+def test_a_bad_setting_is_refused_before_any_rollout(server: str, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises((CallerError, InfrastructureError, ValueError), match=re.escape(says)):
+        make_client(server, **settings)
+    make_client(server, host="0.0.0.0", control_token="open-sesame")
+
+
+@pytest.mark.parametrize("server", TOOLS)
+def test_with_a_key_every_route_needs_it(server: str) -> None:
+    client = make_client(server, control_token="open-sesame")
+    for path in sorted({*ROUTES, *(f"/{tool}" for tool in TOOLS[server]), "/docs"}):
+        assert client.post(path, json={}).status_code == 401
+        assert client.post(path, json={}, headers={"Authorization": "Bearer open-sesame"}).status_code != 401
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff", b"[" * 5000, b'{"task_id": ' + b"[" * 5000, b"7"])
+@pytest.mark.parametrize("path", ["/seed_session", "/verify", "/bash"])
+def test_a_body_that_is_no_json_is_nobodys_trouble_but_the_senders(path: str, body: bytes) -> None:
+    answer = make_client("prorl_code").post(path, content=body, headers={"Content-Type": "application/json"})
+    if path == "/bash":  # what a tool is asked is an observation, and there is no session to make it in
+        assert answer.headers["X-ProRL-Failure-Kind"] == "session_lost"
+    else:
+        assert (answer.status_code, answer.headers["Content-Type"]) == (422, "application/problem+json")
+
+
+async def check(server: str, case: dict[str, Any]) -> None:
+    """As Gym's ``exercise_verifier_fixture`` does it, but once also where that compares two rewards."""
+    folder = Path("resources_servers", server)
+
+    async def reward() -> float:
+        request = TaskVerifyRequest.model_validate(case["request"])
+        shipped = as_shipped(folder, of_module(server, TaskServer))
+        return float((await play(shipped, request, folder / IMAGE))["reward"])
+
+    if case["kind"] == "malformed":
+        with pytest.raises(ValueError, match=re.escape(case["expected_error"])):
+            await reward()
+    else:
+        assert await reward() == case["expected_reward"]
+
+
+def cases(server: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("resources_servers", server, CASES).read_text().splitlines()]
+
+
+@pytest.mark.sandbox
+@pytest.mark.skipif(verifier_fixture.VerifierFixture is not None, reason="each server's own test uses Gym's check")
+@pytest.mark.parametrize("server", TOOLS)
+async def test_each_case_of_a_verifier_is_judged_as_it_says(server: str) -> None:
+    assert {case["kind"] for case in cases(server)} == {"full_reward", "zero_reward", "malformed", "determinism"}
+    for case in cases(server):
+        await check(server, case)
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize("kind", ["full_reward", "zero_reward", "malformed"])
+async def test_a_case_that_says_what_is_not_so_is_found_out(kind: str) -> None:
+    case = next(case for case in cases("prorl_code") if case["kind"] == kind)
+    wrong = {"expected_error": "no such word"} if kind == "malformed" else {"expected_reward": 0.5}
+    with pytest.raises(AssertionError):
+        await check("prorl_code", case | wrong)
