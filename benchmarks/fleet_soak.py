@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,12 +40,11 @@ from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 from tests.gym.raylets import raylets
 
 
-SLOTS = 4
-"""Slots of each stage on a node."""
+SLOTS, DISK_MIB = 4, 256
+"""Slots of each stage on a node, and the size of the node's disk."""
 INSIDE = "PRORL_SOAK"
 """Set in the environment of the process that has a network of its own."""
 OWN = (Path("/tmp"), Path("/dev/shm"))
-DISK_MIB = 256
 KINDS = {"reference": 60, "repair": 6, "stub": 16, "forge_tests": 8, "text_only": 4, "refused": 3, "mute": 3}
 """Kinds of rollouts, by weight."""
 REWARDS = {"reference": 1.0, "repair": 1.0, "stub": 0.0, "forge_tests": 0.0, "text_only": 0.0}
@@ -139,11 +137,10 @@ async def soak(options: argparse.Namespace, folder: Path) -> Book:
     before, reaping = await asyncio.to_thread(leftovers, places), asyncio.create_task(reap())
     words = [f"--journal={folder / 'journal'}"]
     words += [f"{AGENT}.stages.{stage}={SLOTS}" for stage in ("init", "ready", "run", "eval")]
-    log = folder / "front.log"
     async with (
         serve_scripted(ScriptedConfig()) as policy,
         raylets(0) as cluster,
-        front(cluster.address, policy, log, KEY, *words) as process,
+        front(cluster.address, policy, folder / "front.log", KEY, *words) as process,
         RolloutClient(process.url, KEY) as client,
     ):
         storm = Storm(cluster, places, process, options.seed, book.note)
@@ -238,15 +235,15 @@ def main() -> int:
     processes.subreaper()
     for path in OWN:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", path], check=True)
-    for words in (("link", "set", "lo", "up"), ("route", "add", "10.77.0.0/24", "dev", "lo")):
-        subprocess.run(["ip", *words], check=True)
+    for words in ("link set lo up", "route add 10.77.0.0/24 dev lo"):
+        subprocess.run(["ip", *words.split()], check=True)
     folder = Path(tempfile.mkdtemp(prefix="prorl-soak-"))
     folder.chmod(0o711)
     book = asyncio.run(soak(options, folder))
     print(f"{len(book.ended)} of {len(book.kinds)} rollouts have an outcome; failed: {dict(book.failed)}")
     print(f"{len(book.wrong)} things are wrong", *book.wrong, sep="\n")
-    if not book.wrong:
-        shutil.rmtree(folder)
+    if book.wrong:
+        print((folder / "front.log").read_text())
     return int(bool(book.wrong) or len(book.ended) != len(book.kinds))
 
 

@@ -4,8 +4,8 @@
 
 Completions and chat completions carry texts, ids, log-probs, offsets and usage; completions also return the prompt's
 ids, copied as bytes from the request. Sampled turns are built once: tool calls of about :data:`WRITTEN` tokens with
-real code in them. Each answer comes a fixed time after its request. The scripted policy of this package can't take
-its place here: its tokens are bytes, and it would cost as much CPU as the servers that are measured.
+real code in them. Each answer comes a fixed time after its request. The scripted policy of this package cannot take
+this place: its tokens are bytes, and it parses and writes JSON for each request.
 
 Run: ``python -m benchmarks.stand_in_engine PORT,PORT,… DELAY_S MODEL_FOLDER``.
 """
@@ -57,7 +57,7 @@ TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-"""The shape of Qwen 2.5's."""
+"""Of the shape of Qwen 2.5's."""
 _SOURCES = [Path(sysconfig.get_path("stdlib"), f"{name}.py") for name in ("argparse", "ast", "inspect", "typing")]
 
 
@@ -123,15 +123,14 @@ class Engine:
     """Answers by path."""
 
     def __init__(self, tokenizer: Tokenizer, delay_s: float) -> None:
-        self._tokenizer = tokenizer
-        self.delay_s = delay_s
+        self._tokenizer, self.delay_s = tokenizer, delay_s
         self._sampled = [Sampled(tokenizer, code) for code in pieces(tokenizer, WRITTEN - 24, seed=1)]
         self._ids = b",".join(b"%05d" % (10_000 + one % 10_000) for one in range(CONTEXT))
         self._number = count()
         card = {"id": MODEL, "object": "model", "created": 1, "owned_by": "vllm", "root": MODEL, "parent": None}
-        models = {"object": "list", "data": [card | {"max_model_len": CONTEXT, "permission": []}]}
+        data = [card | {"max_model_len": CONTEXT, "permission": []}]
         self._fixed = {
-            "/v1/models": orjson.dumps(models),
+            "/v1/models": orjson.dumps({"object": "list", "data": data}),
             "/version": b'{"version":"0.32.0"}',
             "/metrics": _metrics(),
             "/health": b"",
@@ -145,9 +144,7 @@ class Engine:
             return 200, self._chat(body), self.delay_s
         if path == "/tokenize":
             return 200, self._tokens(body), 0.0
-        if path in self._fixed:
-            return 200, self._fixed[path], 0.0
-        return 404, b'{"detail":"Not Found"}', 0.0
+        return 200 if path in self._fixed else 404, self._fixed.get(path, b'{"detail":"Not Found"}'), 0.0
 
     def _completion(self, body: bytes) -> bytes:
         start = body.index(b'"prompt":[') + 9
@@ -195,8 +192,8 @@ def _usage(prompt: int, sampled: int) -> bytes:
 def _metrics() -> bytes:
     """Return load, cache, and as many histograms as vLLM."""
     label = 'engine="0",model_name="tiny"'
-    lines = [f"vllm:{name}{{{label}}} 0.0" for name in ("num_requests_running", "num_requests_waiting")]
-    lines.append(f"vllm:kv_cache_usage_perc{{{label}}} 0.1")
+    gauges = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "kv_cache_usage_perc": 0.1}
+    lines = [f"vllm:{name}{{{label}}} {value}" for name, value in gauges.items()]
     lines.append('vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="10000000"} 1.0')
     for number in range(20):
         lines += [f'vllm:histogram_{number}_bucket{{{label},le="{2.0**at}"}} 1.0' for at in range(20)]
@@ -207,10 +204,9 @@ class Connection(asyncio.Protocol):
     """HTTP/1.1 connection without pipelining; ``engine.answer`` answers."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self._engine, self._path = engine, ""
         self._parts: list[bytes] = []
         self._missing: int | None = None
-        self._path = ""
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -244,8 +240,8 @@ class Connection(asyncio.Protocol):
 async def serve(ports: list[int], delay_s: float, folder: Path) -> None:
     """Answer on all these ports until the process ends."""
     engine = Engine(Tokenizer.from_file(str(folder / "tokenizer.json")), delay_s)
-    loop = asyncio.get_running_loop()
     for port in ports:
+        loop = asyncio.get_running_loop()
         await loop.create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=4096)
     await asyncio.Event().wait()
 
