@@ -6,8 +6,7 @@
 rollouts have a scripted policy that is right, wrong or cheats, or a broken row, so that each knows its reward. Faults
 strike at random; with ``--faults`` the named ones strike once, one after another. A rollout may fail as
 infrastructure, never with a wrong reward. The exit status is 1 if anything is wrong.
-
-Run it as root, from a folder that is not below ``/tmp``: it has a network, ``/tmp`` and ``/dev/shm`` of its own.
+Run it as root: it has a network, ``/tmp`` and ``/dev/shm`` of its own.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from tests.gym.raylets import raylets
 SLOTS, DISK_MIB = 4, 256
 """Slots of each stage on a node, and the size of the node's disk."""
 INSIDE = "PRORL_SOAK"
-"""Set in the environment of the process that has a network of its own."""
+"""Set in the process that has a network of its own."""
 OWN = (Path("/tmp"), Path("/dev/shm"))
+# Kinds of rollouts, by weight.
 KINDS = {"reference": 60, "repair": 6, "stub": 16, "forge_tests": 8, "text_only": 4, "refused": 3, "mute": 3}
-"""Kinds of rollouts, by weight."""
 REWARDS = {"reference": 1.0, "repair": 1.0, "stub": 0.0, "forge_tests": 0.0, "text_only": 0.0}
 """The other kinds have no reward."""
 
@@ -80,7 +79,7 @@ class Book:
     wrong: list[str] = field(default_factory=list)
 
     def note(self, message: str) -> None:
-        """Record something wrong."""
+        """Record."""
         self.wrong.append(message)
         print(f"WRONG: {message}", flush=True)
 
@@ -229,6 +228,8 @@ def main() -> int:
     parser.add_argument("--faults", help=f"only these, one after another: {', '.join(FAULTS)}")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    if Path(__file__).is_relative_to("/tmp"):
+        parser.error("the check has a /tmp of its own: run it from a clone that is not below /tmp")
     if INSIDE not in os.environ:
         os.environ[INSIDE] = "1"
         os.execvp("unshare", ["unshare", "--net", "--mount", *sys.orig_argv])
