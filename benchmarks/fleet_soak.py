@@ -44,7 +44,6 @@ SLOTS, DISK_MIB = 4, 256
 INSIDE = "PRORL_SOAK"
 """Set in the process that has a network of its own."""
 OWN = (Path("/tmp"), Path("/dev/shm"))
-# Kinds of rollouts, by weight.
 KINDS = {"reference": 60, "repair": 6, "stub": 16, "forge_tests": 8, "text_only": 4, "refused": 3, "mute": 3}
 REWARDS = {"reference": 1.0, "repair": 1.0, "stub": 0.0, "forge_tests": 0.0, "text_only": 0.0}
 """The other kinds have no reward."""
@@ -241,10 +240,9 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="prorl-soak-"))
     folder.chmod(0o711)
     book = asyncio.run(soak(options, folder))
-    print(f"{len(book.ended)} of {len(book.kinds)} rollouts have an outcome; failed: {dict(book.failed)}")
-    print(f"{len(book.wrong)} things are wrong", *book.wrong, sep="\n")
-    if book.wrong:
-        print((folder / "front.log").read_text())
+    told = f"{len(book.ended)} of {len(book.kinds)} rollouts have an outcome; failed: {dict(book.failed)}"
+    print(told, f"{len(book.wrong)} things are wrong", *book.wrong, sep="\n")
+    print((folder / "front.log").read_text() if book.wrong else "")
     return int(bool(book.wrong) or len(book.ended) != len(book.kinds))
 
 
