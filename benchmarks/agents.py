@@ -143,10 +143,10 @@ async def measure(scale: Scale) -> list[Row]:
                         return EchoingAgent(clients[0], observed)
                     return SharingAgent(clients[group % len(clients)], observed, f"r-{number}", f"g-{group}")
 
-                for place in range(count):  # warm up
-                    agent = make(-1 - place * SIBLINGS)
-                    await agent.turn()
-                    await agent.end()
+                # Warm up: the first turn at an address of the engine takes seconds.
+                first = [make(-1 - place * SIBLINGS) for place in range(2 * count * ADDRESSES)]
+                await asyncio.gather(*(agent.turn() for agent in first))
+                await asyncio.gather(*(agent.end() for agent in first))
                 gc.collect()
                 gc.freeze()  # a collection would otherwise walk through the state of thousands of agents
                 crowds[kind] = await play(scale, turns, servers, make)
