@@ -58,7 +58,7 @@ format: ## ruff, with its fixes
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-bench-%: setup-bench ## run benchmarks/%.py (ARGS=--quick for the short form)
+bench-%: setup-bench ## measure against a named peer, see benchmarks/README.md (ARGS=--quick for the short form)
 	@$(BIN)/python -m benchmarks.$* $(ARGS)
 
 swe-tasks: setup-dev ## software-engineering tasks of well-known packages, with an image each (ARGS= for the script)

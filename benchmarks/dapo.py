@@ -1,172 +1,171 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamic sampling: seconds per step, what was generated for nothing, and what bias that buys, on a simulated clock.
+"""Dynamic sampling on a simulated clock: seconds per step, and bias of the trained rollouts.
 
-Engines run 256 rollouts at a time; a batch is 32 prompts with variance. Seconds of a rollout are log-normal by
-prompt and by rollout, 60 in the mean; the light tail has a coefficient of variation of 0.4, the heavy one of 2, before
-the budget, which ends 0.7 % of rollouts (about 600 s) or, where it says so, 15 %, with reward 0. A prompt is
-informative (the shorter half of its rollouts is right with 0.7, the longer one with 0.3) or always solved or never;
-once half of the prompts take ten times as long. Training takes half as long as generating a batch would if all engines
-were always busy with rollouts of use; that, with all prompts that have to be tried to find 32, is the bound.
+Engines run 256 rollouts at a time; a batch is 32 prompts with variance, in groups of 8. Seconds of a rollout are
+log-normal by prompt and by rollout, 60 in the mean, with a coefficient of variation of 2 before the budget, which ends
+0.7 % of rollouts or, where the row says so, 15 %, with reward 0. Half of the prompts are informative: the shorter half
+of their rollouts is right with 0.7, the longer half with 0.3. Training takes half of the bound, which is the time of
+generation if no engine idles and no rollout is wasted.
 
-Ours is ``DynamicSampler``, driven in simulated time: as it is by default, in the order of prompts, and *as they are
-complete* (``in_order: False``). The peers are the schedules of others, written again: rounds as NeMo RL's synchronous
-GRPO makes them, of 1 to 4 batches of prompts, the surplus of the last one discarded; early termination as in ProRL's
-paper and verl's DAPO recipes: prompts are replaced as they end, all else is cancelled when the batch is complete, and
-unfinished prompts come first in the next step; and admission as AReaL's, by what may still be trained on, with batches
-of the first that are complete. The former two train while no engine works. Of use are rollouts of batches and of
-groups which turned out to have no variance.
+Ours is ``DynamicSampler``. Peers: synchronous rounds as in NeMo RL, of 1 to 4 batches of prompts (the best counts),
+early termination as in ProRL's paper, and admission as in AReaL. Bias in length is the mean of the trained rollouts
+over the mean of first tries of the same prompts; a row has its distance from 1, which is no bias.
 
-Bias is the mean of what was trained on over the mean of first tries of the same prompts, with the filter: in seconds,
-which stand for tokens here, and in reward. 1 is unbiased; below 1 in length, long ones are trained on less than they
-are sampled. The goal is held against the distance from 1. The sampler's own estimate of its bias is held against the
-truth in 100 runs of 8 prompts a batch, in either order.
-
-Prefix sampling is held against the same without it, in rollouts of turns: right is one whose prompt's ease and whose
-turns' luck are above 0 in sum, with 12 turns, of which a fork takes some over and samples and costs only the others;
-what is slow has less luck. There are 512 prompts, again and again, and the policy learns nothing. A fifth of the
-groups vary: where each prompt is solved by 3 % or by 97 % of rollouts, somebody who can help comes with time; where
-most are solved always or never, hardly anybody. Nothing is more than twice as fast, since training takes half of the
-time that generating does without. Groups that begin at their prompt are held to the bias of the others. Of all groups,
-told are bias (in what they sampled themselves), the share that began at a prefix, and that of the gradient (by the
-luck of a turn, with advantages as GRPO's) on the first half of the turns, which is 0.5 without.
+Prefix sampling is compared with the same without: a rollout has 12 turns, is right if its prompt's ease and its turns'
+luck exceed 0 in sum, and a fork takes over some turns of another rollout. A prompt is right with 3 % or 97 %.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
+import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from benchmarks import prefixes
-from benchmarks.report import Figure, publish
-from benchmarks.schedules import PROMPTS, RUN, SLOTS, EarlyTermination, FirstComplete, Run, World, drive
-from benchmarks.synchronous import Rounds
-from nemo_gym_prorl.dapo.contract import SamplerConfig
+from benchmarks.report import Row, parser, publish
+from benchmarks.sampling_clock import PROMPTS, RUN, SLOTS, Run, World, drive
+from benchmarks.schedules import EarlyTermination, FirstComplete, Rounds
+from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig
+from nemo_gym_prorl.dapo.fates import Usage
+from nemo_gym_prorl.dapo.prefixes import NOTHING_KEPT, Kept, Prefix
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 
 
 STALENESS = (0, 1, 4, 8)
-UNBIASED = 0.03
+SIZE = 8
+ROUNDS, EARLY, AREAL = "best rounds", "early termination", "AReaL's admission"
+ROUNDS_GOAL, BOUND_GOAL, BIAS_GOAL, PREFIX_GOAL = "<= 0.25", "<= 1.1", "<= 0.2", "<= 0.667"
+TURNS, DATASET, TRIES = 12, 512, 3
+"""Of prefix sampling: turns of a rollout, prompts, and forks' tries."""
+SLOWNESS = 0.4
+"""Luck that slow rollouts lack, in standard deviations of a rollout's luck."""
+EASE = 1.88
+"""Distance of prompts from even, in the same unit: a prompt is right with 3 % or 97 %."""
 
 
-def sampler(world: World, staleness: int, *, in_order: bool, prompts: int = PROMPTS) -> DynamicSampler:
-    """Ours."""
-    config = SamplerConfig(
-        prompts, world.group_size, SLOTS, staleness, in_order=in_order, max_fruitless=10**9, max_restarts=3
-    )
+def sampler(world: World, staleness: int, *, prompts: int = PROMPTS) -> DynamicSampler:
+    """Return ours."""
+    config = SamplerConfig(prompts, world.group_size, SLOTS, staleness, max_fruitless=10**9)
     return DynamicSampler(config, Epochs([{}] * 100_000, seed=None), run=RUN)
 
 
-def compare(name: str, worlds: Sequence[World], steps: int) -> list[Figure]:
-    """All schedules on one workload."""
-    size, bound = worlds[0].group_size, worlds[0].bound_s
-    always = {f"rounds of {m}": [drive(w, steps, Rounds(PROMPTS, size, m, RUN)) for w in worlds] for m in (1, 2, 3, 4)}
-    always["early termination"] = [drive(world, steps, EarlyTermination(size)) for world in worlds]
-    figures = []
-    for staleness in STALENESS:
-        runs = [drive(world, steps, sampler(world, staleness, in_order=True)) for world in worlds]
-        fast = [drive(world, steps, sampler(world, staleness, in_order=False)) for world in worlds]
-        areal = [drive(world, steps, FirstComplete(size, staleness)) for world in worlds]
-        peers = {**always, "AReaL's admission": areal, "ours, as they are complete": fast}
-        label = f"{name}, staleness {staleness}"
+def mean_step_s(runs: Sequence[Run]) -> float:
+    """Return mean seconds per step."""
+    return statistics.fmean(run.step_s for run in runs)
 
-        def figure(
-            text: str,
-            unit: str,
-            of: Callable[[Run, World], float],
-            goal: str | None = None,
-            value: float | None = None,
-            *,
-            label: str = label,
-            runs: list[Run] = runs,
-            peers: dict[str, list[Run]] = peers,
-        ) -> Figure:
-            theirs = {
-                peer: [of(run, w) for run, w in zip(others, worlds, strict=True)] for peer, others in peers.items()
-            }
-            ours = [of(run, world) for run, world in zip(runs, worlds, strict=True)]
-            told = Figure.of(f"{label}: {text}", ours, unit, goal, peers=theirs)
-            told.goal_value = abs(statistics.fmean(ours) - 1) if goal else value
-            return told
 
-        step = statistics.fmean(run.step_s for run in runs)
-        rounds = min(statistics.fmean(run.step_s for run in peers[f"rounds of {m}"]) for m in (1, 2, 3, 4))
-        heavy = worlds[0].variation > 1
-        figures += [
-            figure("seconds per step", "s", lambda run, _: run.step_s),
-            Figure(
-                f"{label}: best rounds over ours", rounds / step, "times", ">= 4" if heavy and staleness >= 4 else None
-            ),
-            Figure(f"{label}: over the bound of {bound:.0f} s", step / bound, "times", "<= 1.1"),
-            figure("engines' time idle or of no use", "", lambda run, _: run.lost),
-            figure("bias, length", "", lambda run, world: run.bias(world)[0], f"<= {UNBIASED}"),
-            figure("bias, reward", "", lambda run, world: run.bias(world)[1], f"<= {UNBIASED}"),
-            figure("versions behind, most", "", lambda run, _: max(run.lags)),
+def distance(runs: Sequence[Run], worlds: Sequence[World]) -> float:
+    """Return the distance of the mean bias in length from 1."""
+    return abs(statistics.fmean(run.bias(world)[0] for run, world in zip(runs, worlds, strict=True)) - 1)
+
+
+def compare(
+    label: str, worlds: Sequence[World], steps: int, staleness: Sequence[int], *, is_main: bool = True
+) -> list[Row]:
+    """Compare all schedules on one workload; goals beyond that against rounds are of the main one."""
+    rounds = [[drive(world, steps, Rounds(SIZE, multiplier)) for world in worlds] for multiplier in (1, 2, 3, 4)]
+    early = [drive(world, steps, EarlyTermination(SIZE)) for world in worlds]
+    best, bound, rows = min(map(mean_step_s, rounds)), worlds[0].bound_s, []
+    for versions in staleness:
+        runs = [drive(world, steps, sampler(world, versions)) for world in worlds]
+        areal = [drive(world, steps, FirstComplete(SIZE, versions)) for world in worlds]
+        biased = BIAS_GOAL if is_main and versions == 4 else None
+        name, step_s = f"{label}, staleness {versions}", mean_step_s(runs)
+        goal, near = (ROUNDS_GOAL, BOUND_GOAL if is_main else None) if versions >= 4 else (None, None)
+        rows += [
+            Row(f"seconds per step, {name}", "s", step_s, best, ROUNDS, goal),
+            Row(f"seconds per step, {name}", "s", step_s, mean_step_s(early), EARLY),
+            Row(f"seconds per step, {name}", "s", step_s, mean_step_s(areal), AREAL),
+            Row(f"seconds per step, {name}", "s", step_s, bound, "bound", near),
+            Row(f"length bias less 1, {name}", "", distance(runs, worlds), distance(early, worlds), EARLY, biased),
         ]
-    return figures
+    return rows
 
 
-def coverage(seeds: int, steps: int) -> list[Figure]:
-    """How often the sampler's own interval of its bias holds the truth, in either order."""
-    figures = []
-    for order, in_order in (("in the order of prompts", True), ("as they are complete", False)):
-        held, widths, told, truths = 0, [], [], []
-        for seed in range(seeds):
-            world = World(seed, 2.0, 0.5, 8)
-            ours = sampler(world, 1, in_order=in_order, prompts=8)
-            run = drive(world, steps, ours)
-            estimate = ours.length_bias
-            if estimate is not None:
-                true = run.bias(world, estimate.end)[0]
-                held += estimate.low <= true <= estimate.high
-                told.append(estimate.value)
-                widths.append(estimate.high - estimate.low)
-                truths.append(true)
-        figures += [
-            Figure(
-                f"estimate of bias, {order}: intervals that hold the truth, of {seeds}", held, "", f">= {0.95 * seeds}"
-            ),
-            Figure(f"estimate of bias, {order}: median width", statistics.median(widths), ""),
-            Figure(
-                f"estimate of bias, {order}: median estimate",
-                statistics.median(told),
-                "",
-                peers={"true": statistics.median(truths)},
-            ),
-        ]
-    return figures
+@dataclass(frozen=True)
+class Walk(World):
+    """Workload of turns.
+
+    Attributes:
+        begun: forks, and where each begins.
+        prompts: places in the stream of prompts, where it is not the group's number.
+    """
+
+    begun: dict[str, Prefix] = field(default_factory=dict, compare=False, repr=False)
+    prompts: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+
+    def _outcome(self, rollout: str) -> tuple[float, float]:
+        prompt = int(rollout.split(":")[1])
+        prompt = self.prompts.get(prompt, prompt) % DATASET
+        seconds, before_s = self._drawn(prompt, _sample(rollout)), 0.0
+        if (prefix := self.begun.get(rollout)) is not None:
+            own = (TURNS - prefix.turn) / TURNS
+            seconds, before_s = seconds * own, self._drawn(prompt, _sample(prefix.rollout)) * (1 - own)
+        if before_s + seconds > self.budget_s:
+            return max(self.budget_s - before_s, 0.0), 0.0
+        ease = random.Random(f"{self.seed}:ease:{prompt}").choice((-EASE, EASE))
+        return seconds, float(ease + sum(self.luck(rollout)) > 0)
+
+    def luck(self, rollout: str) -> list[float]:
+        """Return the luck of each turn."""
+        prefix = self.begun.get(rollout)
+        slowness = random.Random(f"{self.seed}:{_sample(rollout)}").gauss(0, 1)
+        drawn = random.Random(f"{self.seed}:luck:{_sample(rollout)}")
+        spread = math.sqrt((1 - SLOWNESS**2) / TURNS)
+        own = [drawn.gauss(0, spread) - SLOWNESS * slowness / TURNS for _ in range(TURNS)]
+        return own if prefix is None else self.luck(prefix.rollout)[: prefix.turn] + own[prefix.turn :]
+
+
+class WithPrefixes(DynamicSampler):
+    """Ours, over a service that keeps each turn of rollouts that began at a prompt."""
+
+    def __init__(self, world: Walk, staleness: int, tries: int) -> None:
+        config = SamplerConfig(PROMPTS, SIZE, SLOTS, staleness, prefix_tries=tries, max_fruitless=10**9)
+        super().__init__(config, Epochs([{}] * DATASET, seed=None), run=RUN)
+        self._world = world
+
+    def scored(self, rollout: str, reward: float, usage: Usage = Usage(), **more: Any) -> None:
+        kept = NOTHING_KEPT if rollout in self._world.begun else Kept(None, range(1, TURNS))
+        super().scored(rollout, reward, usage, kept=kept)
+
+    def decide(self) -> Decision:
+        decision = super().decide()
+        for one in decision.submit:
+            self._world.prompts[int(one.group.split(":")[1])] = one.prompt
+            if one.prefix is not None:
+                self._world.begun[one.rollout] = one.prefix
+        return decision
+
+
+def compare_prefixes(label: str, variation: float, seeds: range, steps: int, staleness: int = 4) -> Row:
+    """Compare with and without prefix sampling."""
+    with_s, without_s = (
+        statistics.fmean(drive(world, steps, WithPrefixes(world, staleness, tries)).step_s for world in worlds)
+        for tries, worlds in ((n, [Walk(seed, variation, 0.0, SIZE) for seed in seeds]) for n in (TRIES, 0))
+    )
+    name = f"seconds per step, prefix sampling, {label}, staleness {staleness}"
+    return Row(name, "s", with_s, without_s, "without", PREFIX_GOAL)
+
+
+def _sample(rollout: str) -> str:
+    return rollout.partition(":")[2]
 
 
 def main() -> None:
-    """Run it."""
-    parser = argparse.ArgumentParser(description="seconds per step and bias of dynamic sampling, on a simulated clock")
-    parser.add_argument("--quick", action="store_true", help="one workload, one seed, write nothing")
-    quick = parser.parse_args().quick
-    workloads = [("heavy tail, groups of 8, 50% informative", 2.0, 0.5, 8, {})]
+    """Simulate and publish."""
+    quick = parser(__doc__).parse_args().quick
+    seeds, steps = (range(1), 10) if quick else (range(3), 24)
+    rows = compare("heavy tail", [World(seed, 2.0, 0.5, SIZE) for seed in seeds], steps, (4,) if quick else STALENESS)
     if not quick:
-        workloads += [
-            ("heavy tail, groups of 8, 20% informative", 2.0, 0.2, 8, {}),
-            ("heavy tail, groups of 8, 80% informative", 2.0, 0.8, 8, {}),
-            ("heavy tail, groups of 16, 50% informative", 2.0, 0.5, 16, {}),
-            ("heavy tail, groups of 8, 50% informative, 15% time-outs", 2.0, 0.5, 8, {"cut": 0.15}),
-            ("light tail, groups of 8, 50% informative", 0.4, 0.5, 8, {}),
-            (
-                "light tail, groups of 8, 50% informative, half of the prompts ten times as long",
-                0.4,
-                0.5,
-                8,
-                {"long": 0.5},
-            ),
-        ]
-    figures = []
-    for name, variation, informative, size, more in workloads:
-        worlds = [World(seed, variation, informative, size, **more) for seed in range(1 if quick else 3)]
-        figures += compare(name, worlds, 10 if quick else 24)
-    figures += coverage(5 if quick else 100, 60)
-    figures += prefixes.figures(range(1 if quick else 3), 10 if quick else 24)
-    publish("dapo", figures, packages=(), quick=quick)
+        cut = [World(seed, 2.0, 0.5, SIZE, cut=0.15) for seed in seeds]
+        rows += compare("15 % time-outs", cut, steps, (4,), is_main=False)
+    for label, variation in (("light tail", 0.4), *(() if quick else (("heavy tail", 2.0),))):
+        rows.append(compare_prefixes(label, variation, seeds, steps))
+    publish("dapo", rows, packages=(), quick=quick)
 
 
 if __name__ == "__main__":

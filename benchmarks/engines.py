@@ -1,31 +1,25 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated inference engines with prefix caches, behind a router.
+"""Simulated inference engine with a prefix cache, in virtual time.
 
-Time is virtual. An engine works on all its requests at once: prefill at a fixed rate shared by the requests in it,
-decoding at a rate that falls with the batch and is halved while it prefills. Its KV cache holds what requests in
-flight need (a request that does not fit waits at the engine) and, in what is left, prefixes in the order of their last
-use: the system prompt, one prefix per group, one per rollout. A prefix that was evicted is prefilled again. As in
-paged engines each is there once however many requests use it, and stays while one does; and as vLLM names a block when
-it is scheduled, what one request reads the next ones find: they wait at the engine until it has been read.
-
-A router answers two questions: which engine takes a turn now (or none yet), and nothing else.
+An engine works on all its requests at once: prefill at a fixed rate shared by the requests in prefill, decoding at a
+rate that falls with the batch and is halved during prefill. The KV cache holds the tokens of running requests (a
+request that does not fit waits) and, in the rest, prefixes in LRU order: the system prompt, one prefix a group, one a
+rollout. A prefix is stored once however many requests use it, and is not evicted while one does. As vLLM registers a
+block when it is scheduled, a request whose prefix is being read waits until it has been read.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a rollout: new tokens to read, tokens to write, and how long the tool takes after it."""
+    """One turn of a rollout: new tokens to read, tokens to write, and seconds of the tool after it."""
 
     observed: int
     written: int
@@ -44,9 +38,8 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What is replayed: rollouts over a system prompt and a prompt per group, in tokens."""
+    """Rollouts over a system prompt and a prompt per group, in tokens."""
 
-    name: str
     system: int
     prompt: int
     rollouts: tuple[Rollout, ...]
@@ -54,7 +47,7 @@ class Trace:
 
 @dataclass(slots=True)
 class Request:
-    """A turn on its way through the fleet."""
+    """A turn in the fleet."""
 
     rollout: Rollout
     index: int
@@ -72,30 +65,9 @@ class Request:
     def footprint(self) -> int:
         return self.prompt + self.rollout.turns[self.index].written
 
-
-class Router(Protocol):
-    """A routing policy."""
-
-    name: str
-
-    def joined(self, engine: int) -> None: ...
-
-    def died(self, engine: int) -> None: ...
-
-    def left(self, engine: int) -> None: ...
-
-    def route(self, request: Request, fleet: Engines) -> int | None:
-        """An engine, or ``None`` to ask again after the next :meth:`answered` or :meth:`finished`."""
-
-    def answered(self, request: Request) -> None: ...
-
-    def cut(self, request: Request) -> None:
-        """Its engine is gone; it will be routed again."""
-
-    def dropped(self, rollout: Rollout, request: Request | None) -> None:
-        """The rollout was cancelled, in the middle of this request or between two."""
-
-    def finished(self, rollout: Rollout) -> None: ...
+    @property
+    def is_done(self) -> bool:
+        return self.prefill == 0 and self.decode <= 1e-6
 
 
 @dataclass(slots=True)
@@ -111,14 +83,12 @@ class Engine:
     cache: OrderedDict[str, int] = field(default_factory=OrderedDict)
     cached: int = 0
     used: Counter[str] = field(default_factory=Counter)
-    """How many running requests use each prefix that is shared; none of those can be evicted."""
+    """Running requests by shared prefix; a used prefix is not evicted."""
     readers: dict[str, Request] = field(default_factory=dict)
-    """Which request reads a prefix, or was the first to."""
+    """The request that reads a prefix, or read it first."""
     pinned: int = 0
-    """Tokens of running requests, what they share counted once."""
+    """Tokens of running requests, shared ones counted once."""
     updated_s: float = 0.0
-    busy_s: float = 0.0
-    """How long it had any request."""
     version: int = 0
 
     PREFILL = 12_000.0
@@ -129,7 +99,7 @@ class Engine:
     """What each further request adds to a step."""
 
     def rates(self, prefilling: int) -> tuple[float, float]:
-        """Tokens per second of each request in prefill, of which there are so many, and of each in decoding."""
+        """Return tokens per second of each request in prefill and of each in decoding."""
         decoding = len(self.running) - prefilling
         share = 0.5 if prefilling and decoding else 1.0
         prefill = self.PREFILL * share / prefilling if prefilling else 0.0
@@ -137,12 +107,11 @@ class Engine:
         return prefill * self.speed, decode * self.speed
 
     def advance(self, now: float) -> None:
-        """Do the work of the time since the last call."""
+        """Do the work since the last call."""
         passed = now - self.updated_s
         self.updated_s = now
         if not self.running or not passed:
             return
-        self.busy_s += passed
         in_prefill = [request for request in self.running if request.prefill > 0]
         prefill, decode = self.rates(len(in_prefill))
         prefilled, decoded = prefill * passed, decode * passed
@@ -156,7 +125,7 @@ class Engine:
                 request.prefill = 0.0
 
     def next_change(self) -> float:
-        """Seconds until a request ends its prefill or its decoding."""
+        """Return seconds until a request ends its prefill or its decoding."""
         if not self.running:
             return math.inf
         prefills = [request.prefill for request in self.running if request.prefill > 0]
@@ -166,7 +135,7 @@ class Engine:
         return min(first, max(0.0, min(decodes)) / decode) if decodes else first
 
     def admit(self, trace: Trace) -> Iterator[tuple[Request, int]]:
-        """Start waiting requests that fit; yields each with its cached prompt tokens."""
+        """Start waiting requests that fit; yield each with its cached prompt tokens."""
         while self.waiting:
             request = self.waiting[0]
             shared = shared_by(request, trace)
@@ -185,10 +154,7 @@ class Engine:
             yield request, hit
 
     def use(self, request: Request, shared: dict[str, int]) -> int:
-        """Take a request's prefixes out of the cache; how many tokens of its prompt that saves.
-
-        The first prefix that is missing ends the match.
-        """
+        """Take a request's prefixes out of the cache; return the prompt tokens saved, up to the first missing one."""
         hit, whole = 0, True
         for key in (*shared, request.rollout.id):
             cached = self.cache.pop(key, 0)
@@ -203,7 +169,7 @@ class Engine:
         return min(hit, request.prompt - 1)
 
     def release(self, request: Request, trace: Trace) -> None:
-        """A request is over. What it used, and has read, stays as long as there is room."""
+        """End a request; prefixes that it has read stay while there is room."""
         shared = shared_by(request, trace)
         own = request.footprint - sum(shared.values())
         for key, size in (shared | {request.rollout.id: own}).items():
@@ -219,7 +185,7 @@ class Engine:
         self.evict()
 
     def cut_off(self) -> list[Request]:
-        """All its requests, none of which it has any longer."""
+        """Return all requests and drop them."""
         lost = [*self.running, *self.waiting]
         self.running, self.waiting, self.pinned = [], deque(), 0
         self.used.clear()
@@ -227,7 +193,7 @@ class Engine:
         return lost
 
     def evict(self) -> None:
-        """Forget what was used longest ago, from its end, until the cache fits."""
+        """Evict the least recently used prefixes, from their ends, until the cache fits."""
         while self.cached > 0 and self.pinned + self.cached > self.capacity:
             key, size = next(iter(self.cache.items()))
             excess = self.pinned + self.cached - self.capacity
@@ -239,130 +205,16 @@ class Engine:
                 self.cached -= excess
 
     def forget(self) -> None:
-        """No prefix is cached any more; what is in flight goes on."""
+        """Clear the cache; running requests go on."""
         self.cache.clear()
         self.cached = 0
 
     @property
     def kv_use(self) -> float:
-        """Share of the cache that requests in flight hold."""
+        """Share of the cache that running requests hold."""
         return self.pinned / self.capacity
 
 
 def shared_by(request: Request, trace: Trace) -> dict[str, int]:
-    """The prefixes that a request shares with others, in the order of its prompt, and their tokens."""
+    """Return the shared prefixes of a request in the order of its prompt, with their tokens."""
     return {"system": trace.system, request.rollout.group: trace.prompt}
-
-
-class Engines:
-    """Engines, their router, and the queue of events that is the clock; whoever drives them says what an answer leads
-    to.
-
-    Args:
-        trace: what prompts begin with.
-        engines: how many.
-        router: sends turns to them.
-        capacity: tokens of each one's KV cache.
-        absent: those that are not there at first.
-    """
-
-    def __init__(
-        self, trace: Trace, engines: int, router: Router, capacity: int, absent: frozenset[int] = frozenset()
-    ) -> None:
-        self.trace = trace
-        self.router = router
-        self.engines = [Engine(index, capacity, alive=index not in absent) for index in range(engines)]
-        self.now = 0.0
-        self.hits = self.prompts = self.migrations = 0
-        """Prompt tokens that were cached, prompt tokens, turns that another engine took than the one before."""
-        self._events: list[tuple[float, int, object]] = []
-        self._order = itertools.count()
-        self._pending: deque[Request] = deque()
-        self._homes: dict[str, int] = {}
-        for engine in self.alive():
-            router.joined(engine.index)
-
-    def answered(self, request: Request) -> None:
-        """A turn was sampled."""
-        raise NotImplementedError
-
-    def alive(self) -> list[Engine]:
-        return [engine for engine in self.engines if engine.alive]
-
-    def at(self, when: float, event: object) -> None:
-        heapq.heappush(self._events, (when, next(self._order), event))
-
-    def next_event(self) -> object:
-        """Go to the next event; ``None`` if it was one of the engines' own."""
-        self.now, _, event = heapq.heappop(self._events)
-        if not isinstance(event, _Change):
-            return event
-        if event.engine.version == event.version:
-            self.work(event.engine)
-        return None
-
-    def send(self, request: Request) -> None:
-        """A turn wants to be sampled."""
-        chosen = self.router.route(request, self)
-        if chosen is None:
-            self._pending.append(request)
-            return
-        engine = self.engines[chosen]
-        request.engine = chosen
-        if not engine.alive:
-            self.router.cut(request)
-            self.send(request)
-            return
-        self.migrations += self._homes.get(request.rollout.id, chosen) != chosen
-        self._homes[request.rollout.id] = chosen
-        engine.waiting.append(request)
-        self.work(engine)
-
-    def drop(self, rollout: Rollout, request: Request | None) -> None:
-        """A rollout is cancelled, in the middle of this request or between two."""
-        self.router.dropped(rollout, request)
-        if request is not None and request in self._pending:
-            self._pending.remove(request)
-        elif request is not None:
-            engine = self.engines[request.engine]
-            engine.advance(self.now)
-            if request in engine.running:
-                engine.running.remove(request)
-                engine.release(request, self.trace)
-            else:
-                engine.waiting.remove(request)
-            self.work(engine)
-        self.retry()
-
-    def retry(self) -> None:
-        """Ask the router again about the turns that it had no engine for."""
-        for _ in range(len(self._pending)):
-            self.send(self._pending.popleft())
-
-    def work(self, engine: Engine) -> None:
-        """Bring an engine up to date, take what it finished, start what fits, and come back at its next change."""
-        engine.advance(self.now)
-        done = [r for r in engine.running if r.prefill == 0 and r.decode <= 1e-6]
-        if done:
-            engine.running = [r for r in engine.running if not (r.prefill == 0 and r.decode <= 1e-6)]
-        for request in done:
-            engine.release(request, self.trace)
-        for request, hit in engine.admit(self.trace):
-            self.hits += hit
-            self.prompts += request.prompt
-        engine.version += 1
-        change = engine.next_change()
-        if change < math.inf:
-            self.at(self.now + change, _Change(engine, engine.version))
-        for request in done:
-            self.router.answered(request)
-            self.answered(request)
-            self.retry()
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """Something ends at an engine, unless something else came first."""
-
-    engine: Engine
-    version: int

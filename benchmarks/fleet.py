@@ -1,21 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl serve --ray`` over 1 to 8 nodes: rollouts a second, the front's CPU, and who deals rollouts out better.
+"""``prorl serve --ray`` over 1 to 8 nodes: rollouts a second, the front's CPU, and placement of groups.
 
-Each node is a raylet with a deployment of its own on this one machine: HumanEval rollouts in real sandboxes, whose
-scripted policy takes seconds for a turn, so that slots are the bound and not the machine's cores; the share of the
-cores in use is told. A node has two slots of RUN, and every number of nodes the same number of rounds, so that a fleet
-that is as good as its nodes has their number times the rate of one.
-
-The peer deals groups to nodes in turn, as NeMo RL's shards of Gym do, to the same nodes with the same rollouts in the
-same run. The turns of a rollout are drawn: log-normal between groups and within, in the mean about the same for all.
-
-Run with ``python -m benchmarks.fleet [--quick]``; quick takes 1 and 2 nodes.
+Each node is a raylet with a deployment of its own on this machine, with two slots of RUN. HumanEval rollouts run in
+real sandboxes; their scripted policy takes seconds for a turn, so that slots are the bound and not the machine's
+cores. The peer of a fleet is one node, times the number of nodes. The peer of placement deals groups to the same nodes
+in turn, as NeMo RL's shards of Gym do; turns of those rollouts are log-normal between groups and within.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import math
@@ -27,33 +21,44 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from benchmarks import processes
-from benchmarks.raylets import ENVIRONMENT, Raylets, raylets
-from benchmarks.report import Figure, publish
+from benchmarks.report import Row, parser, publish
 from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.scripted.policy import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
+from tests.gym.raylets import ENVIRONMENT, Raylets, raylets
 
 
-SIZES, QUICK_SIZES = (1, 2, 4, 8), (1, 2)
-SLOTS, ROUNDS, TURN_S = 2, 3, 6.0
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Numbers of nodes, rounds of rollouts a slot, and seconds of a turn: of even and of heavy-tailed rollouts."""
+
+    sizes: tuple[int, ...]
+    rounds: int
+    turn_s: float
+    heavy_turn_s: float
+
+
+FULL, QUICK = Scale((1, 2, 4, 8), 3, 6.0, 2.0), Scale((1, 2), 1, 2.0, 0.3)
+SLOTS = 2
 GROUPS_PER_NODE, SIBLINGS = 2, 8
-HEAVY_TURN_S, MEDIAN_TURNS, MOST_TURNS = 2.0, 4, 60
+MEDIAN_TURNS, MOST_TURNS = 4, 60
 BETWEEN, WITHIN = 0.8, 0.6
 """Standard deviations of the logarithm of a rollout's turns."""
 IDLE_S = 10.0
-"""For how long it is looked what the front uses while nothing runs, which is not the rollouts'."""
+"""Seconds of measuring the front's CPU without rollouts, which is subtracted."""
 KEY = "bench-fleet"
 AGENT = "++prorl_code_agent.responses_api_agents.prorl_agent"
-"""What is said of it on the command line begins so."""
+"""Path of the agent in overrides on the command line."""
 UP_S = 900.0
 
 
@@ -71,7 +76,7 @@ def _row(number: int, turns: int | None, turn_s: float) -> dict[str, Any]:
 async def _makespan(
     clients: Sequence[RolloutClient], rows: Sequence[dict[str, Any]], siblings: int, name: str
 ) -> float:
-    """Seconds until all have their reward; group ``g`` goes to client ``g % len(clients)``."""
+    """Return seconds until all have their reward; group ``g`` goes to client ``g % len(clients)``."""
     started = time.monotonic()
 
     async def one(number: int, row: dict[str, Any]) -> None:
@@ -86,13 +91,13 @@ async def _makespan(
 
 
 class _Fleet:
-    """A front in a process of its own."""
+    """A front process over a cluster."""
 
     def __init__(self, cluster: Raylets, url: str, pid: int) -> None:
         self.cluster, self.url, self.pid = cluster, url, pid
 
     async def grow(self, size: int) -> None:
-        """Up to so many nodes, each of which is up."""
+        """Add nodes, and wait until all are up."""
         while len(self.cluster.nodes) < size:
             await self.cluster.add()
         async with asyncio.timeout(UP_S):
@@ -100,7 +105,7 @@ class _Fleet:
                 await asyncio.sleep(1)
 
     async def nodes(self) -> list[str]:
-        """URLs of the nodes that are up."""
+        """Return URLs of the nodes that are up."""
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as http,
             http.get(f"{self.url}/v1/nodes") as answer,
@@ -109,7 +114,7 @@ class _Fleet:
 
 
 class FrontProcess:
-    """``prorl serve prorl_code --ray`` in a process of its own, with further words of its command line."""
+    """``prorl serve prorl_code --ray`` as a process, with further words on its command line."""
 
     def __init__(self, ray: str, policy: str, log: Path, key: str, *words: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -122,12 +127,12 @@ class FrontProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that it is now."""
+        """Id of the current process."""
         assert self._process is not None, "it runs"
         return self._process.pid
 
     async def start(self) -> None:
-        """Start it, for the first time or again; return when it listens."""
+        """Start or restart; return when the front listens."""
         program = [sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()"]
         with self._log.open("ab") as stream:
             begin = stream.tell()
@@ -141,7 +146,7 @@ class FrontProcess:
                 await asyncio.sleep(0.2)
 
     async def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it."""
+        """Signal the process and wait for its end."""
         assert self._process is not None, "it was started"
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
@@ -150,7 +155,7 @@ class FrontProcess:
 
 @contextlib.asynccontextmanager
 async def front(ray: str, policy: str, log: Path, key: str, *words: str) -> AsyncIterator[FrontProcess]:
-    """One that has been started, and is ended."""
+    """Run a front."""
     process = FrontProcess(ray, policy, log, key, *words)
     try:
         await process.start()
@@ -171,26 +176,25 @@ async def _fleet(folder: Path) -> AsyncIterator[_Fleet]:
         yield _Fleet(cluster, process.url, process.pid)
 
 
-def _heavy(nodes: int) -> list[dict[str, Any]]:
+def _heavy(nodes: int, turn_s: float) -> list[dict[str, Any]]:
     rng = random.Random(7)
     rows = []
     for group in range(nodes * GROUPS_PER_NODE):
         scale = MEDIAN_TURNS * math.exp(rng.gauss(0, BETWEEN))
         for _ in range(SIBLINGS):
             turns = min(MOST_TURNS, max(3, round(scale * math.exp(rng.gauss(0, WITHIN)))))
-            rows.append(_row(group, turns, HEAVY_TURN_S))
+            rows.append(_row(group, turns, turn_s))
     return rows
 
 
-async def _measure(sizes: Sequence[int], folder: Path) -> list[Figure]:
+async def _measure(scale: Scale, folder: Path) -> list[Row]:
     rates: dict[int, float] = {}
-    busy: dict[int, float] = {}
     used, jobs = 0.0, 0
     async with _fleet(folder) as fleet, RolloutClient(fleet.url, KEY) as front:
-        for size in sizes:
+        for size in scale.sizes:
             await fleet.grow(size)
             await _makespan([front], [_row(i, None, 0.1) for i in range(size * SLOTS)], 1, f"warm-{size}")
-            rows = [_row(i, None, TURN_S) for i in range(size * SLOTS * ROUNDS)]
+            rows = [_row(i, None, scale.turn_s) for i in range(size * SLOTS * scale.rounds)]
             before = processes.precise_core_seconds(fleet.pid)
             await asyncio.sleep(IDLE_S)
             resting = (processes.precise_core_seconds(fleet.pid) - before) / IDLE_S
@@ -200,53 +204,38 @@ async def _measure(sizes: Sequence[int], folder: Path) -> list[Figure]:
             idle, total = _cpu()[0] - idle, _cpu()[1] - total
             used += processes.precise_core_seconds(fleet.pid) - before - resting * seconds
             jobs += len(rows)
-            rates[size], busy[size] = len(rows) / seconds, 1 - idle / total
-            print(f"{size} nodes: {rates[size]:.3f} rollouts/s, cores {busy[size]:.0%} busy", flush=True)
-        largest = sizes[-1]
-        rows = _heavy(largest)
+            rates[size] = len(rows) / seconds
+            print(f"{size} nodes: {rates[size]:.3f} rollouts/s, cores {1 - idle / total:.0%} busy", flush=True)
+        largest = scale.sizes[-1]
+        rows = _heavy(largest, scale.heavy_turn_s)
         ours = await _makespan([front], rows, SIBLINGS, "ours")
         async with contextlib.AsyncExitStack() as stack:
             nodes = [await stack.enter_async_context(RolloutClient(url, KEY)) for url in await fleet.nodes()]
             theirs = await _makespan(nodes, rows, SIBLINGS, "theirs")
-    figures = [
-        Figure(
-            f"rollouts a second, {size} nodes, over {size} times those of one",
-            rates[size] / size / rates[sizes[0]],
-            "share",
-            goal=">= 0.95",
-        )
-        for size in sizes[1:]
-    ]
-    figures += [Figure(f"the machine's cores in use, {size} nodes", busy[size], "share") for size in sizes]
+    goals = {largest: ">= 0.95"}
     return [
-        *figures,
-        Figure("front's CPU per rollout", used / jobs * 1e3, "ms"),
-        Figure(f"front's CPU for {largest} idle nodes, Ray's driver included", resting, "cores"),
-        Figure(
-            f"seconds for {len(rows)} rollouts of heavy-tailed length, {largest} nodes",
-            ours,
-            "s",
-            goal=">= 1.3",
-            goal_value=theirs / ours,
-            peers={"groups in turn": theirs},
+        *(
+            Row(f"rollouts, {n} nodes", "1/s", rates[n], n * rates[1], f"{n} times one node", goals.get(n))
+            for n in scale.sizes[1:]
         ),
+        Row(f"{len(rows)} heavy-tailed rollouts, {largest} nodes", "s", ours, theirs, "groups in turn", "<= 0.77"),
+        Row("front's CPU per rollout", "ms", used / jobs * 1e3),
+        Row(f"front's CPU for {largest} idle nodes, Ray's driver included", "cores", resting),
     ]
 
 
 def _cpu() -> tuple[float, float]:
-    """Idle and all seconds of all cores."""
+    """Return idle and all seconds of all cores."""
     numbers = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return float(numbers[3] + numbers[4]), float(sum(numbers))
 
 
 def main() -> None:
     """Measure and publish."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    quick = parser(__doc__).parse_args().quick
     with tempfile.TemporaryDirectory(prefix="bench-fleet-") as folder:
-        figures = asyncio.run(_measure(QUICK_SIZES if quick else SIZES, Path(folder)))
-    publish("fleet", figures, packages=("nemo-gym", "ray"), quick=quick)
+        rows = asyncio.run(_measure(QUICK if quick else FULL, Path(folder)))
+    publish("fleet", rows, packages=("nemo-gym", "ray"), quick=quick)
 
 
 if __name__ == "__main__":

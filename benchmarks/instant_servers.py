@@ -1,18 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A model and an environment that answer at once, so that what is left to measure is the agent in front of them.
+"""Model and environment that answer at once, so that the agent in front of them is what is measured.
 
-One bare ASGI application speaks the routes that a Gym agent calls: ``/seed_session``, ``/v1/responses`` (first turn a
-tool call, second a message), ``/lookup``, ``/verify``. Bodies are built once. Run: ``python instant_servers.py PORT``.
+The routes are those that a Gym agent calls: ``/seed_session``, ``/v1/responses`` (a tool call, then a message),
+``/lookup`` and ``/verify``. Run ``python -m benchmarks.instant_servers PORT``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from typing import Any
 
 import orjson
-import uvicorn
+
+from benchmarks.stand_in_engine import Connection
 
 
 TOKENS = {
@@ -29,11 +30,8 @@ ENVELOPE = {
     "parallel_tool_calls": True,
     "tools": [],
     "usage": {
-        "input_tokens": 1000,
-        "output_tokens": 100,
-        "total_tokens": 1100,
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0},
+        **{"input_tokens": 1000, "output_tokens": 100, "total_tokens": 1100},
+        **{"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}},
     },
 }
 CALL = {
@@ -58,7 +56,7 @@ SECOND_TURN = orjson.dumps({**ENVELOPE, "output": [MESSAGE]})
 
 
 def answer(path: str, body: bytes) -> bytes:
-    """The answer of a route."""
+    """Return the answer of a route."""
     if path == "/v1/responses":
         return SECOND_TURN if b"function_call_output" in body else FIRST_TURN
     if path == "/lookup":
@@ -68,25 +66,16 @@ def answer(path: str, body: bytes) -> bytes:
     return b"{}"
 
 
-async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """The application."""
-    if scope["type"] != "http":
-        return
-    body = b""
-    more = True
-    while more:
-        event = await receive()
-        body += event.get("body", b"")
-        more = event.get("more_body", False)
-    content = answer(scope["path"], body)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(content)).encode()),
-        (b"set-cookie", b"session=s; path=/; httponly"),
-    ]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+async def serve(port: int) -> None:
+    """Answer until the process ends."""
+
+    class Instant:
+        def answer(self, path: str, body: bytes) -> tuple[int, bytes, float]:
+            return 200, answer(path, body), 0.0
+
+    await asyncio.get_running_loop().create_server(lambda: Connection(Instant()), "127.0.0.1", port, backlog=4096)
+    await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+    asyncio.run(serve(int(sys.argv[1])))

@@ -1,23 +1,28 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Agents that play rollouts with a model server, in the two ways in which that is done, at hardly any cost.
+"""Agents that play rollouts with a model server at hardly any CPU cost of their own.
 
-A :class:`SharingAgent` does as ``prorl_agent`` does (``handlers/conversation.py``): it names its rollout, sends what
-is new, and reads the tokens once, at the end. An :class:`EchoingAgent` does as Gym's ``simple_agent`` does: the whole
-history goes back each turn, token ids and log-probs included.
+A :class:`SharingAgent` does as ``prorl_agent``: it names its rollout, sends the new items, and reads the tokens once,
+at the end. An :class:`EchoingAgent` does as Gym's ``simple_agent``: the whole history goes back each turn, token ids
+and log-probs included. Both use HTTP/1.1 over kept connections and no HTTP library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from benchmarks.keep_alive import Answer, KeepAliveClient
 from benchmarks.stand_in_engine import TOOL, WRITTEN
 
 
+_IDLE_S = 15.0
+"""An older idle connection is not used again; Gym's servers keep it for 30 s."""
+_MAX_HEAD_BYTES = 2**26
 _TOOLS = [
     {
         "type": "function",
@@ -34,51 +39,130 @@ _TOOLS = [
 _PARAMS: dict[str, Any] = {"tools": _TOOLS, "temperature": 1.0, "max_output_tokens": 2 * WRITTEN}
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status, cookies in the form of a ``Cookie`` header, and the body."""
+
+    status: int
+    cookies: str
+    body: bytes
+
+
+class KeepAliveClient:
+    """Client of one server.
+
+    Args:
+        url: ``http://HOST:PORT``.
+
+    Attributes:
+        carried: bytes of bodies, both ways.
+    """
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self._host, self._port = host, int(port)
+        self._idle: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self.carried = 0
+
+    async def call(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """Send one request.
+
+        Raises:
+            OSError: no connection, or a broken one.
+            ValueError: an answer without a length.
+        """
+        lines = [f"{method} {path} HTTP/1.1", f"host: {self._host}:{self._port}", f"content-length: {len(body)}"]
+        lines += ["content-type: application/json", *(f"{name}: {value}" for name, value in (headers or {}).items())]
+        reader, writer = await self._connection()
+        try:
+            writer.write("\r\n".join([*lines, "\r\n"]).encode() + body)
+            try:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                status, length, cookies = _read_head(head)
+                content = await reader.readexactly(length)
+            except asyncio.IncompleteReadError as error:
+                raise ConnectionResetError(f"{method} {path}: the connection ended") from error
+        except BaseException:
+            writer.close()
+            raise
+        self._idle.append((time.monotonic(), reader, writer))
+        self.carried += len(body) + length
+        return Answer(status, cookies, content)
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for _, _, writer in self._idle:
+            writer.close()
+        self._idle.clear()
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while self._idle:
+            since, reader, writer = self._idle.pop()
+            if time.monotonic() - since < _IDLE_S and not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection(self._host, self._port, limit=_MAX_HEAD_BYTES)
+
+
+def _read_head(head: str) -> tuple[int, int, str]:
+    """Return status, length of the body and cookies."""
+    first, *lines = head.split("\r\n")
+    fields = [(name.lower(), value) for name, _, value in (line.partition(": ") for line in lines)]
+    length = next((int(value) for name, value in fields if name == "content-length"), None)
+    if length is None:
+        raise ValueError(f"an answer without a length: {head[:200]!r}")
+    cookies = [value.partition(";")[0] for name, value in fields if name == "set-cookie"]
+    return int(first.split()[1]), length, "; ".join(cookies)
+
+
 class Agent:
     """One rollout.
 
     Args:
         client: of the model server.
-        observed: texts that its tool gives, one after the other; the first is the task.
+        observed: outputs of its tool, in turn; the first is the task.
+
+    Attributes:
+        context: tokens of the last prompt.
     """
 
     def __init__(self, client: KeepAliveClient, observed: Sequence[str]) -> None:
-        self._client = client
-        self._observed = observed
+        self._client, self._observed = client, observed
         self._turns = 0
-        self._call: str | None = None
+        self._call_id: str | None = None
         self.context = 0
-        """Tokens of the last prompt."""
 
     async def turn(self) -> None:
         """Observe and ask for the policy's turn.
 
         Raises:
-            OSError, ValueError: no answer, or none that an agent can go on with.
+            OSError, ValueError: no answer, or an answer without a tool call.
         """
         text = self._observed[self._turns % len(self._observed)]
         new: dict[str, Any] = {"role": "user", "content": text}
-        if self._call is not None:
-            new = {"type": "function_call_output", "call_id": self._call, "output": text}
+        if self._call_id is not None:
+            new = {"type": "function_call_output", "call_id": self._call_id, "output": text}
         self._turns += 1
         answer = orjson.loads((await self._ask(new)).body)
         item = answer["output"][-1]
         if item["type"] != "function_call":
             raise ValueError(f"no call, but {orjson.dumps(item)[:300]!r}")
-        self._call = item["call_id"]
+        self._call_id = item["call_id"]
         self.context = answer["usage"]["input_tokens"]
-        self._heard(answer, new)
+        self._keep(answer)
 
     async def end(self) -> None:
-        """What is to be done when the rollout is over."""
+        """Finish the rollout."""
 
     async def _ask(self, new: dict[str, Any]) -> Answer:
         raise NotImplementedError
 
-    def _heard(self, answer: dict[str, Any], new: dict[str, Any]) -> None:
+    def _keep(self, answer: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    async def _checked(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+    async def _checked(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         answer = await self._client.call(method, path, body, headers)
         if answer.status != 200:
             raise ValueError(f"{method} {path} answered {answer.status}: {answer.body[:300]!r}")
@@ -86,7 +170,7 @@ class Agent:
 
 
 class SharingAgent(Agent):
-    """Sends what is new, and reads the tokens at the end."""
+    """Sends the new items, and reads the tokens at the end."""
 
     def __init__(self, client: KeepAliveClient, observed: Sequence[str], rollout: str, group: str) -> None:
         super().__init__(client, observed)
@@ -98,7 +182,7 @@ class SharingAgent(Agent):
         body = orjson.dumps({**_PARAMS, "input": [new], **self._previous})
         return await self._checked("POST", "/v1/responses", body, self._headers)
 
-    def _heard(self, answer: dict[str, Any], new: dict[str, Any]) -> None:
+    def _keep(self, answer: dict[str, Any]) -> None:
         self._previous = {"previous_response_id": answer["id"]}
 
     async def end(self) -> None:
@@ -109,21 +193,21 @@ class SharingAgent(Agent):
 
 
 class EchoingAgent(Agent):
-    """Sends everything again each turn."""
+    """Sends the whole history again each turn."""
 
     def __init__(self, client: KeepAliveClient, observed: Sequence[str]) -> None:
         super().__init__(client, observed)
         self._items = b""
-        self._cookies = ""
+        self._cookies: dict[str, str] = {}
 
     async def _ask(self, new: dict[str, Any]) -> Answer:
         self._items += (b"," if self._items else b"") + orjson.dumps(new)
         body = orjson.dumps(_PARAMS)[:-1] + b',"input":[' + self._items + b"]}"
-        answer = await self._checked("POST", "/v1/responses", body, {"cookie": self._cookies} if self._cookies else {})
-        self._cookies = answer.cookies or self._cookies
+        answer = await self._checked("POST", "/v1/responses", body, self._cookies)
+        self._cookies = {"cookie": answer.cookies} if answer.cookies else self._cookies
         return answer
 
-    def _heard(self, answer: dict[str, Any], new: dict[str, Any]) -> None:
+    def _keep(self, answer: dict[str, Any]) -> None:
         if not answer["output"][-1].get("generation_token_ids"):
             raise ValueError("an answer without its tokens")
         self._items += b"," + orjson.dumps(answer["output"])[1:-1]

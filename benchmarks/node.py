@@ -1,96 +1,188 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""One node full of sandboxes: what the next one costs, how it is to live beside 2,000, and how all of them end.
+"""One node full of sandboxes: the cost of the next one, work beside 2,000 of them, and the end of all of them.
 
-Sandboxes are made both ways, directly and by the runtime. Peers do what they can in the same run: NeMo Gym's
-``apptainer`` provider with as many containers as it starts in a minute, SWE-ReX with as many of its local sessions,
-which have no container and so are flattered. Everything ends with this process, however it ends.
+Peers do in the same run what they can: NeMo Gym's ``apptainer`` provider, and SWE-ReX with local sessions, which have
+no container and are flattered. A peer's crowd is as many as it starts in a minute.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
+import random
 import resource
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
-from benchmarks.crowd import (
-    AT_A_TIME,
-    DIRECT,
-    GYM,
-    PEERS,
-    QUICK,
-    RUNTIME,
-    Bench,
-    Peer,
-    Scale,
-    alive,
-    close_all,
-    gym_apptainer,
-)
-from benchmarks.report import Figure, publish
-from benchmarks.shell import ECHO, latencies, quantile
+from benchmarks.report import Row, parser, publish, quantile
+from benchmarks.sandboxes import GYM, SWE_REX, Action, gym_apptainer, latencies, our_exec, swe_rex
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
 
 
+AT_A_TIME = 4
+"""Starts and ends in flight."""
 PART_TIMEOUT_S = 400.0
 GONE_TIMEOUT_S = 60.0
+OURS = "ours"
+UNITS = {
+    **dict.fromkeys(("exec among them, p50", "exec among them, p99"), "ms"),
+    **{"memory of each": "MiB", "idle, 1000 of them": "cores", "closing all": "s"},
+}
 
 
-async def starts(bench: Bench) -> list[Figure]:
-    """Create to first answer, one after the other: milliseconds and core-seconds, and what the end costs."""
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Amounts.
+
+    Attributes:
+        starts: sandboxes started one after another.
+        alive: sandboxes that live at once.
+        peers_s: seconds in which a peer starts as many as it can.
+        idle_s: seconds without work, for the CPU of idle sandboxes.
+        samples: commands among many sandboxes.
+        churn_s: seconds of creating, using and destroying.
+    """
+
+    starts: int = 40
+    alive: int = 2000
+    peers_s: float = 60.0
+    idle_s: float = 20.0
+    samples: int = 500
+    churn_s: float = 15.0
+
+
+QUICK = Scale(12, 60, 2.0, 1.0, 50, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Image, runtime and amounts."""
+
+    image: Path
+    runtime: Runtime
+    scale: Scale
+
+    def opening(self, name: str) -> contextlib.AbstractAsyncContextManager[Action]:
+        """Open one sandbox of ours or of a peer."""
+        return contextlib.asynccontextmanager(SUBJECTS[name])(self.image, self.runtime)
+
+
+SUBJECTS: dict[str, Callable[[Path, Runtime], AsyncIterator[Action]]] = {OURS: our_exec, GYM: gym_apptainer}
+if find_spec("swerex"):
+    SUBJECTS[SWE_REX] = swe_rex
+
+
+async def starts(bench: Bench) -> list[Row]:
+    """Measure create to first answer, one after another, and the end: milliseconds and core-seconds."""
     wall: dict[str, float] = {}
     cores: dict[str, float] = {}
     ends: dict[str, float] = {}
-
-    async def ours(how: str) -> Peer:
-        box = await bench.start(how)
-
-        async def act() -> str:
-            return (await box.run(ECHO)).stdout
-
-        return Peer(act, box.close)
-
-    makers: dict[str, tuple[Callable[[], Awaitable[Peer]], int]] = {
-        how: (lambda how=how: ours(how), bench.scale.starts) for how in (DIRECT, RUNTIME)
-    } | {name: (lambda maker=maker: maker(bench), max(3, bench.scale.starts // 4)) for name, maker in PEERS.items()}
-    for name, (make, count) in makers.items():
-        warm = await make()
-        await warm.act()
-        taken, live = [], [warm]
-        before = processes.core_seconds(os.getpid())
-        for _ in range(count):
+    for name in SUBJECTS:
+        count, taken, live = bench.scale.starts if name == OURS else max(3, bench.scale.starts // 4), [], []
+        before = 0.0
+        for number in range(count + 1):  # the first warms up
             begin = time.perf_counter()
-            live.append(await make())
-            assert "hello" in await live[-1].act()
-            taken.append((time.perf_counter() - begin) * 1e3)
+            opened = bench.opening(name)
+            action = await opened.__aenter__()
+            assert "hello" in await action()
+            live.append(opened)
+            if number:
+                taken.append((time.perf_counter() - begin) * 1e3)
+            else:
+                before = processes.core_seconds(os.getpid())
         after = processes.core_seconds(os.getpid())
-        wall[name], cores[name] = quantile(sorted(taken), 0.5), (after - before) / count
-        # At once: a peer takes 10 s for each.
-        await asyncio.gather(*(box.end() for box in live))
+        wall[name], cores[name] = quantile(taken, 0.5), (after - before) / count
+        await asyncio.gather(*(opened.__aexit__(None, None, None) for opened in live))  # a peer takes 10 s for each
         ends[name] = (processes.core_seconds(os.getpid()) - after) / len(live)
-    others = {name: value for name, value in wall.items() if name != DIRECT}
-    used = {name: value for name, value in cores.items() if name != DIRECT}
     return [
-        Figure("create to first answer, directly, p50", wall[DIRECT], "ms", goal="<= 15", peers=others),
-        Figure("create to first answer, directly", cores[DIRECT], "core-s", goal="<= 0.02", peers=used),
-        Figure("end of a sandbox", ends.pop(DIRECT), "core-s", peers=ends),
+        Row(title, unit, found[OURS], theirs, name, goals.get(name))
+        for title, unit, found, goals in (
+            ("create to first answer, p50", "ms", wall, {GYM: "<= 0.036"}),
+            ("create to first answer", "core-s", cores, {GYM: "<= 0.095"}),
+            ("end of a sandbox", "core-s", ends, {}),
+        )
+        for name, theirs in found.items()
+        if name != OURS
     ]
 
 
-async def owner_dies(bench: Bench) -> list[Figure]:
-    """An owner with many sandboxes is killed: until no process and no file of it is left."""
+async def churn(bench: Bench) -> list[Row]:
+    """Measure create, use, destroy, some at a time."""
+    rates = {}
+    for name in (OURS, GYM):
+        begin = time.perf_counter()
+        until = begin + bench.scale.churn_s
+
+        async def again(name: str = name, until: float = until) -> int:
+            count = 0
+            while time.perf_counter() < until:
+                async with bench.opening(name) as action:
+                    assert "hello" in await action()
+                count += 1
+            return count
+
+        done = sum(await asyncio.gather(*(again() for _ in range(AT_A_TIME))))
+        rates[name] = done / (time.perf_counter() - begin)
+    return [Row(f"create, use, destroy, {AT_A_TIME} at a time", "1/s", rates[OURS], rates[GYM], GYM, ">= 265")]
+
+
+async def crowd(bench: Bench) -> list[Row]:
+    """Measure commands among many live sandboxes, and their idle cost."""
+    ours, theirs = await _crowd(bench, OURS), dict[str, float]()
+    try:
+        async with asyncio.timeout(bench.scale.peers_s + 60):
+            theirs = await _crowd(bench, GYM)
+    except Exception as error:  # on a busy machine the provider gives up, or does not end
+        print(f"{GYM} is left out: {error!r}")
+    goals = {"memory of each": "<= 0.13"}
+    return [Row(name, UNITS.get(name, ""), ours[name], theirs.get(name), GYM, goals.get(name)) for name in ours]
+
+
+async def _crowd(bench: Bench, name: str) -> dict[str, float]:
+    scale, me = bench.scale, os.getpid()
+    until = time.perf_counter() + (PART_TIMEOUT_S if name == OURS else scale.peers_s)
+    known = {me} if name == OURS else processes.below(me)  # the supervisor counts as ours
+    numbers = iter(range(scale.alive))
+    opened: list[tuple[Any, Action]] = []
+
+    async def some() -> None:
+        for _ in numbers:
+            if time.perf_counter() < until:
+                manager = bench.opening(name)
+                opened.append((manager, await manager.__aenter__()))
+
+    def used() -> float:  # without this process, which counts
+        return processes.core_seconds(me) - processes.precise_core_seconds(me)
+
+    try:
+        await asyncio.gather(*(some() for _ in range(AT_A_TIME)))
+        found = {"alive at once": float(len(opened))}
+        taken = await latencies(lambda: random.choice(opened)[1](), scale.samples if name == OURS else 50)
+        found |= {"exec among them, p50": quantile(taken, 0.5), "exec among them, p99": quantile(taken, 0.99)}
+        found["memory of each"] = processes.memory_mib(processes.below(me) - known) / len(opened)
+        before = used()
+        await asyncio.sleep(scale.idle_s)
+        found["idle, 1000 of them"] = max(0.0, used() - before) / scale.idle_s * 1e3 / len(opened)
+    finally:
+        begin = time.perf_counter()
+        await asyncio.gather(*(manager.__aexit__(None, None, None) for manager, _ in opened))
+    return found | {"closing all": time.perf_counter() - begin}
+
+
+async def owner_dies(bench: Bench) -> list[Row]:
+    """Kill an owner of many sandboxes with SIGKILL: until no process and no file of its supervisor is left."""
     count = bench.scale.alive
     command = [sys.executable, "-m", "benchmarks.node", "--own", str(count)]
     owner = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
@@ -108,166 +200,44 @@ async def owner_dies(bench: Bench) -> list[Figure]:
     finally:
         if owner.returncode is None:
             owner.kill()
-    return [Figure(f"killed owner of {count}: all gone", time.perf_counter() - begin, "s", goal="<= 5")]
+    return [Row(f"killed owner of {count}: everything is gone", "s", time.perf_counter() - begin)]
 
 
 def _is_left(folder: Path, members: set[int]) -> bool:
-    return folder.exists() or any(_lives(pid) for pid in members)
+    return folder.exists() or any(map(processes.is_alive, members))
 
 
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+async def own(bench: Bench, count: int) -> None:
+    """Own sandboxes, print the supervisor's folder, and wait to be killed."""
+    gate = asyncio.Semaphore(AT_A_TIME)
 
+    async def one() -> Container:
+        async with gate:
+            return await Container.start(ContainerSpec(image=bench.image), bench.runtime)
 
-async def own(bench: Bench) -> None:
-    """What the owner does: it has sandboxes, says where, and waits to be killed."""
-    boxes = await bench.many(DIRECT, bench.scale.alive)
+    boxes = await asyncio.gather(*(one() for _ in range(count)))
     print(boxes[0].describe()["supervisor"], flush=True)
     await asyncio.sleep(PART_TIMEOUT_S)
-    await close_all(boxes)
-
-
-async def mass_closing(bench: Bench) -> list[Figure]:
-    """Sandboxes with a shell and three processes each close at once, beside idle processes; one beside them works."""
-    seconds, bystander = {}, {}
-    for how in (DIRECT, RUNTIME):
-        seconds[how, 0], _late = await _close_busy(bench, how)
-    with _idle_processes(bench.scale.bystanders):
-        for how in (DIRECT, RUNTIME):
-            seconds[how, 1], bystander[how] = await _close_busy(bench, how)
-    count, beside = bench.scale.closing, bench.scale.bystanders
-    return [
-        Figure(f"closing {count} busy ones", seconds[DIRECT, 0], "s", peers={RUNTIME: seconds[RUNTIME, 0]}),
-        Figure(
-            f"the same beside {beside} idle processes", seconds[DIRECT, 1], "s", peers={RUNTIME: seconds[RUNTIME, 1]}
-        ),
-        Figure("a bystander's exec meanwhile, p99", bystander[DIRECT], "ms", peers={RUNTIME: bystander[RUNTIME]}),
-    ]
-
-
-async def _close_busy(bench: Bench, how: str) -> tuple[float, float]:
-    boxes = await bench.many(how, bench.scale.closing)
-    async with await bench.start(how) as beside:
-        for box in boxes:
-            shell = await Shell.start(box)
-            await shell.run("sleep 1000 & sleep 1000 & sleep 1000 &")
-        taken = [0.0]
-        closing = asyncio.create_task(close_all(boxes))
-        while not closing.done():
-            begin = time.perf_counter()
-            await beside.run(ECHO)
-            taken.append((time.perf_counter() - begin) * 1e3)
-        return await closing, quantile(sorted(taken), 0.99)
-
-
-@contextlib.contextmanager
-def _idle_processes(count: int) -> Any:
-    script = f"i=0; while [ $i -lt {count} ]; do sleep 1000 & i=$((i+1)); done; echo up; wait"
-    crowd = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        assert crowd.stdout
-        crowd.stdout.readline()
-        yield
-    finally:
-        os.killpg(crowd.pid, signal.SIGKILL)
-        crowd.wait()
-
-
-async def churn(bench: Bench) -> list[Figure]:
-    """Create, use, destroy, over and over."""
-    rates = {}
-    makers: dict[str, Callable[[], Awaitable[Any]]] = {
-        how: (lambda how=how: _use(bench, how)) for how in (DIRECT, RUNTIME)
-    }
-
-    async def peers_use() -> None:
-        peer = await gym_apptainer(bench)
-        await peer.act()
-        await peer.end()
-
-    for name, once in (makers | {GYM: peers_use}).items():
-        if name != GYM:
-            await once()
-        done, until = 0, time.perf_counter() + bench.scale.churn_s
-        begin = time.perf_counter()
-
-        async def again(once: Callable[[], Awaitable[Any]] = once, until: float = until) -> int:
-            count = 0
-            while time.perf_counter() < until:
-                await once()
-                count += 1
-            return count
-
-        done = sum(await asyncio.gather(*(again() for _ in range(AT_A_TIME))))
-        rates[name] = done / (time.perf_counter() - begin)
-    ours = rates.pop(DIRECT)
-    return [Figure(f"create, use, destroy, {AT_A_TIME} at a time", ours, "1/s", goal=">= 100", peers=rates)]
-
-
-async def _use(bench: Bench, how: str) -> None:
-    async with await bench.start(how) as box:
-        assert (await box.run(ECHO)).stdout == "hello\n"
-
-
-async def flood(bench: Bench) -> list[Figure]:
-    """A shell beside one whose program prints without end."""
-    late = {}
-    async with (
-        await bench.start(DIRECT) as loud,
-        await bench.start(DIRECT) as quiet,
-        await Shell.start(loud) as flooding,
-        await Shell.start(quiet) as shell,
-    ):
-
-        async def act() -> str:
-            return (await shell.run(ECHO)).output
-
-        late["alone"] = quantile(await latencies(act, 2 * bench.scale.samples), 0.99)
-        pouring = asyncio.create_task(flooding.run("yes", timeout_s=PART_TIMEOUT_S))
-        await asyncio.sleep(0.5)
-        late["flooded"] = quantile(await latencies(act, 2 * bench.scale.samples), 0.99)
-        pouring.cancel()
-        await asyncio.wait([pouring])
-    return [Figure("shell beside a flood, p99", late["flooded"], "ms", peers={"alone": late["alone"]})]
-
-
-@contextlib.asynccontextmanager
-async def bounded(name: str) -> AsyncIterator[None]:
-    """A part that takes too long is left out, and ended."""
-    begin = time.perf_counter()
-    try:
-        async with asyncio.timeout(PART_TIMEOUT_S):
-            yield
-    except TimeoutError as error:
-        print(f"{name}: given up: {error or 'it takes too long'}")
-    print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 async def main() -> None:
     """Measure and publish."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few of everything; under a minute; writes nothing")
-    parser.add_argument("--own", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--own", type=int, help="for the benchmark itself: own so many sandboxes until killed")
+    arguments = options.parse_args()
     processes.subreaper()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     runtime = ensure_runtime(lambda _line: None)
     runtime.activate()
-    scale = QUICK if arguments.quick else Scale()
+    bench = Bench(ensure_image(DEFAULT, lambda _line: None), runtime, QUICK if arguments.quick else Scale())
     if arguments.own:
-        scale = Scale(alive=arguments.own)
-    bench = Bench(ensure_image(DEFAULT, lambda _line: None), runtime, scale)
-    if arguments.own:
-        await own(bench)
+        await own(bench, arguments.own)
         return
-    figures: list[Figure] = []
-    for part in (starts, churn, flood, mass_closing, alive, owner_dies):
-        async with bounded(part.__name__):
-            figures += await part(bench)
-    publish("node", figures, packages=("nemo-gym", "swe-rex"), quick=arguments.quick)
+    rows: list[Row] = []
+    for part in (starts, churn, crowd, owner_dies):
+        async with asyncio.timeout(PART_TIMEOUT_S):
+            rows += await part(bench)
+    publish("node", rows, packages=("nemo-gym", "swe-rex"), quick=arguments.quick)
 
 
 if __name__ == "__main__":

@@ -1,169 +1,162 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark writes: ``results/<name>.json``, and from all of them the page ``README.md``.
+"""Rows of a benchmark, its result file and the headline table of the page.
 
-A goal that was missed stays in the table as missed. Run as a program (``make bench-report``), it writes the page anew.
+A goal is a bound on the ratio of our figure to the peer's, both of one run. ``python -m benchmarks.report`` writes the
+table of ``README.md`` anew from the results.
 """
 
 from __future__ import annotations
 
-import ast
+import argparse
+import datetime
 import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 
-LOAD_BEFORE = os.getloadavg()[0]
-"""What the machine had to do before this benchmark: its average load of a minute, in processes."""
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+QUICK_RESULTS = RESULTS / "quick"
+"""Results of ``--quick``, which git ignores."""
 PAGE = HERE / "README.md"
-
-_HEAD = """# Benchmarks
-
-`make bench-NAME` measures this package and the named peers in the same run and rewrites `results/NAME.json` and this
-page; `make bench-NAME ARGS=--quick` takes minutes and writes nothing. `make bench-report` writes the page anew from
-the results that are there. Where there were several runs a figure is their median, with the lowest and the highest in
-brackets (or an interval, where the text says so); goals are held against the figure itself. The load is that of others
-at the start: what they left was measured.
-"""
+BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
+NAMES = ("shell", "node", "pipeline", "journal", "agents", "tokens", "routing", "tasks", "dapo", "fleet")
+LOAD_BEFORE = os.getloadavg()[0]
+"""Average load of the last minute before the benchmark, in processes."""
 
 
-@dataclass
-class Figure:
-    """One measured figure.
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured figure beside the peer's.
 
     Attributes:
         name: what was measured.
-        value: ours.
-        unit: of the value and of the peers'.
-        goal: e.g. ``">= 0.95"``; compared with the value, or with what ``goal_value`` says.
-        goal_value: the number that the goal speaks of, where that is not the value itself (a ratio, say).
-        peers: the same figure of others, measured in the same run.
-        interval: the lowest and the highest of several runs, or an interval of confidence.
-        peer_intervals: those of peers.
-        goal_interval: half the width of the 95 % confidence interval of what the goal speaks of.
-        undecided: the goal was not reached, but that interval does not lie beyond it either. Only where a benchmark
-            says beforehand that it judges so.
+        unit: of both figures.
+        ours: our figure; the median where a figure was measured several times.
+        peer: the peer's figure of the same run; ``None`` where there is none.
+        against: name of the peer.
+        goal: bound on ``ours / peer``, as ``"<= 0.5"``. Only rows with a goal are in the page's table.
     """
 
     name: str
-    value: float
     unit: str
+    ours: float
+    peer: float | None = None
+    against: str | None = None
     goal: str | None = None
-    goal_value: float | None = None
-    peers: dict[str, float] = field(default_factory=dict)
-    interval: tuple[float, float] | None = None
-    peer_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
-    goal_interval: float | None = None
-    undecided: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        runs: Sequence[float],
-        unit: str,
-        goal: str | None = None,
-        peers: Mapping[str, Sequence[float]] | None = None,
-    ) -> Figure:
-        """The median of several runs, with the lowest and the highest; of peers likewise."""
-        peers = peers or {}
-        return cls(
-            name,
-            statistics.median(runs),
-            unit,
-            goal,
-            peers={peer: statistics.median(theirs) for peer, theirs in peers.items()},
-            interval=_spread(runs),
-            peer_intervals={peer: spread for peer, theirs in peers.items() if (spread := _spread(theirs))},
-        )
 
     @property
-    def met(self) -> bool | None:
-        """Whether the goal was reached; ``None`` without one, or where that is undecided."""
-        if self.goal is None or self.undecided:
+    def ratio(self) -> float | None:
+        """Ours over the peer's."""
+        return self.ours / self.peer if self.peer else None
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the ratio keeps the goal; ``None`` without a goal."""
+        if self.goal is None:
             return None
         sign, bound = self.goal.split()
-        judged = self.value if self.goal_value is None else self.goal_value
-        return judged >= float(bound) if sign == ">=" else judged <= float(bound)
+        ratio = self.ratio
+        return ratio is not None and (ratio >= float(bound) if sign == ">=" else ratio <= float(bound))
+
+    @property
+    def verdict(self) -> str:
+        """``met``, ``missed`` or ``no goal``."""
+        return {None: "no goal", True: "met", False: "missed"}[self.is_met]
 
 
-def publish(name: str, figures: list[Figure], *, packages: tuple[str, ...] = ("nemo-gym",), quick: bool) -> None:
-    """Print the figures; unless the run was a quick one, write them and rebuild the page."""
-    print(_table(figures))
-    if quick:
-        return
-    versions = {"python": platform.python_version()} | {package: _version(package) for package in packages}
-    document = {
-        "machine": f"{os.cpu_count()} cores, {_memory_gib()} GiB, {platform.system()} {platform.machine()}, "
-        f"load {LOAD_BEFORE:.1f} before",
-        "versions": versions,
-        "figures": [asdict(figure) | {"met": figure.met} for figure in figures],
+def parser(text: str | None) -> argparse.ArgumentParser:
+    """Return the command line that all benchmarks share."""
+    made = argparse.ArgumentParser(description=(text or "").splitlines()[0])
+    made.add_argument("--quick", action="store_true", help="under a minute; writes to results/quick, not to the page")
+    return made
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median; not a number without values, so no goal is met."""
+    return statistics.median(values) if values else float("nan")
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value below which a share of the values lies."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
+
+
+def publish(name: str, rows: Sequence[Row], *, packages: Sequence[str] = ("nemo-gym",), quick: bool) -> None:
+    """Print the rows and write the result file; a full run also rewrites the page's table."""
+    for row in rows:
+        print(_line(row))
+    setting = {
+        "machine": f"{os.cpu_count()} cores, {_memory_gib()} GiB, {platform.system()} {platform.machine()}",
+        "load": round(LOAD_BEFORE, 1),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "tree": _tree(),
+        "packages": ", ".join(
+            [f"python {platform.python_version()}", *(f"{each} {_version(each)}" for each in packages)]
+        ),
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
-    rebuild_page()
+    folder = QUICK_RESULTS if quick else RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / f"{name}.json", setting, rows)
+    if not quick:
+        rebuild_table()
 
 
-def published(name: str) -> dict[str, Figure]:
-    """The committed figures of a benchmark, by their name."""
+def write(path: Path, setting: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Write a result file, one row a line."""
+    told = [json.dumps({**{k: _short(v) for k, v in asdict(row).items()}, "ratio": _short(row.ratio)}) for row in rows]
+    head = json.dumps(setting)[:-1]
+    path.write_text(head + ', "rows": [\n ' + ",\n ".join(told) + "\n]}\n")
+
+
+def read(name: str) -> tuple[dict[str, Any], list[Row]]:
+    """Return the setting and the rows of the newest full run."""
     document = json.loads((RESULTS / f"{name}.json").read_text())
-    return {figure.name: figure for figure in _figures(document)}
+    rows = [Row(**{key: value for key, value in row.items() if key != "ratio"}) for row in document.pop("rows")]
+    return document, rows
 
 
-def rebuild_page() -> None:
-    """Write ``README.md`` from all results; each begins with the first lines of its benchmark's own description."""
-    parts = [_HEAD]
-    for path in sorted(RESULTS.glob("*.json")):
-        document = json.loads(path.read_text())
-        about = ", ".join(f"{package} {number}" for package, number in document["versions"].items())
-        figures = _figures(document)
-        source = ast.parse((HERE / f"{path.stem}.py").read_text())
-        what = (ast.get_docstring(source) or "").replace("``", "`")
-        paragraphs = [part for part in what.split("\n\n") if not part.startswith(("Run with", "Run:"))]
-        text = "\n\n".join(paragraphs)
-        parts.append(f"## {path.stem}\n\n{text}\n\n{document['machine']}; {about}\n\n{_table(figures)}\n")
-    PAGE.write_text("\n".join(parts))
+def table() -> str:
+    """Return the headline table: each row with a goal."""
+    lines = ["| bench | figure | ours | peer | ratio | goal | |", "|---|---|---|---|---|---|---|"]
+    for name in NAMES:
+        rows = [row for row in read(name)[1] if row.goal] if (RESULTS / f"{name}.json").exists() else []
+        for row in rows:
+            peer = f"{number(row.peer)} ({row.against})" if row.peer is not None else "-"
+            ratio = "-" if row.ratio is None else number(row.ratio)
+            verdict = f"**{row.verdict}**" if row.is_met is False else row.verdict
+            ours = f"{number(row.ours)} {row.unit}".rstrip()
+            lines.append(f"| {name} | {row.name} | {ours} | {peer} | {ratio} | {row.goal} | {verdict} |")
+    return "\n".join(lines) + "\n"
 
 
-def _figures(document: dict[str, Any]) -> list[Figure]:
-    entries = ({key: value for key, value in entry.items() if key != "met"} for entry in document["figures"])
-    return [Figure(**entry) for entry in entries]
+def rebuild_table() -> None:
+    """Write the table of the page from the results."""
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(head + BEGIN + table() + END + rest.partition(END)[2])
 
 
-def _table(figures: list[Figure]) -> str:
-    lines = ["| figure | ours | peers | goal | met |", "|---|---|---|---|---|"]
-    for figure in figures:
-        theirs = [
-            f"{n}: {_number(value)}{_between(figure.peer_intervals.get(n))}" for n, value in figure.peers.items()
-        ]
-        goal = figure.goal or "—"
-        if figure.goal_value is not None:
-            spread = "" if figure.goal_interval is None else f" ± {figure.goal_interval:.2g}"
-            goal += f" (is {_number(figure.goal_value)}{spread})"
-        met = "undecided" if figure.undecided else {True: "yes", False: "**missed**", None: "—"}[figure.met]
-        ours = f"{_number(figure.value)}{_between(figure.interval)} {figure.unit}".rstrip()
-        lines.append(f"| {figure.name} | {ours} | {', '.join(theirs) or '—'} | {goal} | {met} |")
-    return "\n".join(lines)
-
-
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Return a figure in three digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _between(interval: Sequence[float] | None) -> str:
-    return "" if interval is None else f" ({_number(interval[0])} – {_number(interval[1])})"
+def _line(row: Row) -> str:
+    peer = f" | {row.against}: {number(row.peer)} | ratio {number(row.ratio or 0.0)}" if row.peer is not None else ""
+    return f"{row.name}: {number(row.ours)} {row.unit}{peer} | goal {row.goal or '-'}: {row.verdict}"
 
 
-def _spread(runs: Sequence[float]) -> tuple[float, float] | None:
-    return (min(runs), max(runs)) if len(runs) > 1 else None
+def _short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _version(package: str) -> str:
@@ -173,9 +166,14 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def _tree() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=HERE)
+    return done.stdout.strip() or "unknown"
+
+
 def _memory_gib() -> int:
     return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
 
 
 if __name__ == "__main__":
-    rebuild_page()
+    rebuild_table()

@@ -1,21 +1,25 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Routing policies for the simulated fleet: ours, which is the real pool, and the algorithms of others as
-published."""
+"""Routers of the simulated fleet: the real :class:`BackendPool`, and published algorithms of others, rewritten."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
 
-from benchmarks.engines import Engines, Request, Rollout, Trace
+from benchmarks.engines import Request, Rollout, Trace
+from benchmarks.traces import Fleet
 from nemo_gym_prorl.policy.pool.backend import Assign, Decision
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.pool.prefixes import blocks_of
 
 
 class Base:
-    """Bookkeeping that most policies share: engines in service and requests in flight at each."""
+    """Router of a peer: keeps the engines in service and the requests in flight at each.
+
+    ``route`` returns an engine, or ``None`` to be asked again after the next answer. ``cut`` says that a request lost
+    its engine and will be routed again.
+    """
 
     name = "base"
 
@@ -33,7 +37,7 @@ class Base:
     def left(self, engine: int) -> None:
         self.died(engine)
 
-    def route(self, request: Request, fleet: Engines) -> int | None:
+    def route(self, request: Request, fleet: Fleet) -> int | None:
         self.trace = fleet.trace
         chosen = self.choose(request)
         self.in_flight[chosen] += 1
@@ -47,10 +51,6 @@ class Base:
 
     def cut(self, request: Request) -> None:
         self.answered(request)
-
-    def dropped(self, rollout: Rollout, request: Request | None) -> None:
-        if request is not None:
-            self.answered(request)
 
     def finished(self, rollout: Rollout) -> None:
         pass
@@ -173,19 +173,19 @@ class Ours:
         self._assigned: dict[int, int] = {}
         self._count = 0
         self._reported_s = -2.0
-        self._fleet: Engines | None = None
+        self._fleet: Fleet | None = None
         self._blocks_of: dict[str, bytes] = {}
 
     def joined(self, engine: int) -> None:
         self._take(self.pool.add(str(engine), ""))
 
     def died(self, engine: int) -> None:
-        """Nobody says so: the pool finds out by what fails there."""
+        """Not announced: the pool finds out by failing requests."""
 
     def left(self, engine: int) -> None:
         self._take(self.pool.remove(str(engine)))
 
-    def route(self, request: Request, fleet: Engines) -> int | None:
+    def route(self, request: Request, fleet: Fleet) -> int | None:
         self._fleet = fleet
         if fleet.now - self._reported_s >= 2.0:
             self._reported_s = fleet.now
@@ -206,7 +206,7 @@ class Ours:
         return self._assigned.pop(ticket, None)
 
     def _blocks(self, group: str, trace: Trace) -> bytes:
-        """Of a group's prompt, as the model server makes them of its tokens."""
+        """Return prefix blocks of a group's prompt, as the model server computes them from tokens."""
         if group not in self._blocks_of:
             self._blocks_of[group] = blocks_of([0] * trace.system + [1 + len(self._blocks_of)] * trace.prompt)
         return self._blocks_of[group]
@@ -220,14 +220,6 @@ class Ours:
         # The pool itself has placed again what ran on a backend that it was told to remove.
         if str(request.engine) in self.pool.backends:
             self._take(self.pool.failed(self._ticket_of[id(request)], self._fleet.now))
-
-    def dropped(self, rollout: Rollout, request: Request | None) -> None:
-        if request is not None:
-            ticket = self._ticket_of.pop(id(request))
-            del self._tickets[ticket]
-            self._assigned.pop(ticket, None)
-        if self._fleet is not None:
-            self._take(self.pool.drop(rollout.id, self._fleet.now))
 
     def finished(self, rollout: Rollout) -> None:
         self._take(self.pool.finish(rollout.id))

@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for vLLM that says all that a real one says and costs next to nothing.
+"""Stand-in for vLLM that answers in vLLM 0.32's form at hardly any cost.
 
-Completions and chat completions carry texts, ids, log-probs, offsets and usage in vLLM 0.32's form;
-completions also bring the prompt's ids back, copied as bytes from the request. What is sampled is built once: tool
-calls of about :data:`WRITTEN` tokens with a bit of real code in them. Each answer comes a fixed time after its
-request; how much later it came than that is kept, for a benchmark to tell.
+Completions and chat completions carry texts, ids, log-probs, offsets and usage; completions also return the prompt's
+ids, copied as bytes from the request. Sampled turns are built once: tool calls of about :data:`WRITTEN` tokens with
+real code in them. Each answer comes a fixed time after its request. The scripted policy of this package cannot take
+this place: its tokens are bytes, and it parses and writes JSON for each request.
 
 Run: ``python -m benchmarks.stand_in_engine PORT,PORT,… DELAY_S MODEL_FOLDER``.
 """
@@ -17,8 +17,6 @@ import json
 import random
 import sys
 import sysconfig
-import time
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,9 @@ MODEL = "tiny"
 CONTEXT = 131_072
 WRITTEN = 320
 OBSERVED = 320
-"""Tokens of a turn, about: a hundred turns make 64k."""
+"""Tokens of a turn, about; a hundred turns make 64k."""
 VARIANTS = 16
-"""Different turns that are sampled, one after the other."""
+"""Different sampled turns, used in turn."""
 TOOL = "python"
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = """
@@ -59,7 +57,7 @@ TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-"""The shape of Qwen 2.5's."""
+"""Of the shape of Qwen 2.5's."""
 _SOURCES = [Path(sysconfig.get_path("stdlib"), f"{name}.py") for name in ("argparse", "ast", "inspect", "typing")]
 
 
@@ -79,7 +77,7 @@ def make_model(folder: Path) -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, tokens: int, seed: int) -> list[str]:
-    """:data:`VARIANTS` bits of code of so many tokens, about."""
+    """Return :data:`VARIANTS` bits of code of about so many tokens."""
     ids = [one for source in _SOURCES for one in tokenizer.encode(source.read_text()).ids]
     draw = random.Random(seed)
     starts = [draw.randrange(len(ids) - tokens) for _ in range(VARIANTS)]
@@ -87,7 +85,7 @@ def pieces(tokenizer: Tokenizer, tokens: int, seed: int) -> list[str]:
 
 
 class Sampled:
-    """One sampled turn, as parts of answers."""
+    """Sampled turn, as parts of answers."""
 
     def __init__(self, tokenizer: Tokenizer, code: str) -> None:
         arguments = json.dumps({"code": code}, ensure_ascii=False)
@@ -122,37 +120,31 @@ class Sampled:
 
 
 class Engine:
-    """What is answered."""
+    """Answers by path."""
 
     def __init__(self, tokenizer: Tokenizer, delay_s: float) -> None:
-        self._tokenizer = tokenizer
-        self.delay_s = delay_s
+        self._tokenizer, self.delay_s = tokenizer, delay_s
         self._sampled = [Sampled(tokenizer, code) for code in pieces(tokenizer, WRITTEN - 24, seed=1)]
         self._ids = b",".join(b"%05d" % (10_000 + one % 10_000) for one in range(CONTEXT))
         self._number = count()
-        self.late: list[float] = []
         card = {"id": MODEL, "object": "model", "created": 1, "owned_by": "vllm", "root": MODEL, "parent": None}
-        models = {"object": "list", "data": [card | {"max_model_len": CONTEXT, "permission": []}]}
+        data = [card | {"max_model_len": CONTEXT, "permission": []}]
         self._fixed = {
-            "/v1/models": orjson.dumps(models),
+            "/v1/models": orjson.dumps({"object": "list", "data": data}),
             "/version": b'{"version":"0.32.0"}',
             "/metrics": _metrics(),
             "/health": b"",
         }
 
     def answer(self, path: str, body: bytes) -> tuple[int, bytes, float]:
-        """Status, content, and in how many seconds it is due."""
+        """Return status, content and delay in seconds."""
         if path == "/v1/completions":
             return 200, self._completion(body), self.delay_s
         if path == "/v1/chat/completions":
             return 200, self._chat(body), self.delay_s
         if path == "/tokenize":
             return 200, self._tokens(body), 0.0
-        if path == "/late":
-            return 200, orjson.dumps(self.late), 0.0
-        if path in self._fixed:
-            return 200, self._fixed[path], 0.0
-        return 404, b'{"detail":"Not Found"}', 0.0
+        return 200 if path in self._fixed else 404, self._fixed.get(path, b'{"detail":"Not Found"}'), 0.0
 
     def _completion(self, body: bytes) -> bytes:
         start = body.index(b'"prompt":[') + 9
@@ -188,7 +180,7 @@ class Engine:
 
     @staticmethod
     def _length(body: bytes) -> int:
-        """Of a conversation in tokens, by its turns: nothing depends on more."""
+        """Estimate the tokens of a conversation by its turns."""
         return WRITTEN + OBSERVED + (WRITTEN + OBSERVED) * body.count(b'"assistant"')
 
 
@@ -198,10 +190,10 @@ def _usage(prompt: int, sampled: int) -> bytes:
 
 
 def _metrics() -> bytes:
-    """Load, cache, and histograms as many as vLLM's."""
+    """Return load, cache, and as many histograms as vLLM."""
     label = 'engine="0",model_name="tiny"'
-    lines = [f"vllm:{name}{{{label}}} 0.0" for name in ("num_requests_running", "num_requests_waiting")]
-    lines.append(f"vllm:kv_cache_usage_perc{{{label}}} 0.1")
+    gauges = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "kv_cache_usage_perc": 0.1}
+    lines = [f"vllm:{name}{{{label}}} {value}" for name, value in gauges.items()]
     lines.append('vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="10000000"} 1.0')
     for number in range(20):
         lines += [f'vllm:histogram_{number}_bucket{{{label},le="{2.0**at}"}} 1.0' for at in range(20)]
@@ -209,13 +201,12 @@ def _metrics() -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """One connection: request, answer, request."""
+    """HTTP/1.1 connection without pipelining; ``engine.answer`` answers."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._path = engine, ""
         self._parts: list[bytes] = []
         self._missing: int | None = None
-        self._path = ""
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -237,28 +228,20 @@ class Connection(asyncio.Protocol):
             self._missing -= len(data)
         if self._missing <= 0:
             body, self._parts, self._missing = b"".join(self._parts), [], None
-            begun = time.monotonic()
-            status, content, delay = self._engine.answer(self._path, body)
-            if delay:
-                asyncio.get_running_loop().call_later(delay, partial(self._write, status, content, begun + delay))
+            status, content, delay_s = self._engine.answer(self._path, body)
+            head = b"HTTP/1.1 %d OK\r\ncontent-type: application/json\r\n" % status
+            answer = head + b"content-length: %d\r\n\r\n" % len(content) + content
+            if delay_s:
+                asyncio.get_running_loop().call_later(delay_s, self._transport.write, answer)
             else:
-                self._write(status, content)
-
-    def _write(self, status: int, content: bytes, due: float | None = None) -> None:
-        head = b"HTTP/1.1 %d OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (
-            status,
-            len(content),
-        )
-        self._transport.write(head + content)
-        if due is not None:
-            self._engine.late.append(time.monotonic() - due)
+                self._transport.write(answer)
 
 
 async def serve(ports: list[int], delay_s: float, folder: Path) -> None:
     """Answer on all these ports until the process ends."""
     engine = Engine(Tokenizer.from_file(str(folder / "tokenizer.json")), delay_s)
-    loop = asyncio.get_running_loop()
     for port in ports:
+        loop = asyncio.get_running_loop()
         await loop.create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=4096)
     await asyncio.Event().wait()
 

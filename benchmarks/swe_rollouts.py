@@ -1,13 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts of software-engineering tasks, the staged way and the in-tree way, and who holds a sandbox for how long.
+"""Software-engineering rollouts in two ways, and for how long each way holds its sandboxes.
 
-Both have the same tasks, sandboxes, tools, grader and policy; a policy of so many turns that thinks before each. The
-staged way is :class:`~nemo_gym_prorl.rollout.pipeline.Pipeline` over
-:class:`~nemo_gym_prorl.tasks.sessions.Sessions`, as the servers have them. The in-tree way is rebuilt after Gym's
-``swe_agents``: one semaphore around the whole rollout, the policy's container and the grading one started at once,
-the latter held until there is a patch. In its favour, it finds the patch without polling for it (there: every 5 s),
-and its sandboxes are ours.
+The tasks of ``make swe-tasks`` are rolled out by a scripted policy that thinks before each turn. The staged way is the
+pipeline over the sessions of ``prorl_swe``; the in-tree way follows Gym's ``swe_agents``: one semaphore around the
+rollout, in which the policy's and the grading sandbox start together. Both have the same slots, tools and grader. The
+in-tree way is flattered: it waits for the patch without polling, in sandboxes of ours.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -42,154 +39,92 @@ from scripts.scripted_turns.swe import patching
 
 
 Row = Mapping[str, Any]
-Call = Callable[[str, Mapping[str, Any]], Awaitable[str]]
+Script = Sequence[tuple[float, Sequence[tuple[str, Mapping[str, Any]]]]]
+"""Seconds of thought and tool calls, by turn."""
 
-PARTS = ("policy: INIT", "policy: READY", "policy: RUN", "grading: idle", "grading: EVAL")
-"""What a sandbox is held for, in the order in which a rollout comes to it."""
-
-
-@dataclass(slots=True)
-class Span:
-    """For how long a sandbox is held: from the first step of its start until it is gone."""
-
-    since: float
-    ended: float | None = None
-
-    def take(self) -> float:
-        """Seconds since it was last asked."""
-        now = time.monotonic() if self.ended is None else self.ended
-        since, self.since = self.since, now
-        return now - since
+TURNS, THINK_S = 20, 1.0
+"""Turns of the policy, and its mean seconds before each."""
 
 
 class Meter:
-    """Starts sandboxes, and knows how long each is held."""
+    """Starts sandboxes and sums for how long they are held."""
 
     def __init__(self, starter: Starter) -> None:
         self._starter = starter
-        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        self.held = 0
-        self.most = 0
+        self.held_s = 0.0
 
-    async def start(self, needs: SandboxNeeds) -> tuple[StartedSandbox, Span]:
-        """A fresh sandbox."""
-        span = Span(time.monotonic())
-        self.held += 1
-        self.most = max(self.most, self.held)
+    async def start(self, needs: SandboxNeeds) -> StartedSandbox:
+        """Start a fresh sandbox."""
+        since: float | None = time.monotonic()
         sandbox = await self._starter.start(SandboxSpec(image=needs.image, workdir="/"))
         stop = sandbox.stop
 
         async def stopping() -> None:
+            nonlocal since
             await stop()
-            if span.ended is None:
-                span.ended = time.monotonic()
-                self.held -= 1
+            if since is not None:
+                self.held_s, since = self.held_s + time.monotonic() - since, None
 
         sandbox.stop = stopping  # type: ignore[method-assign]
-        return sandbox, span
+        return sandbox
 
     async def fetch_image(self, needs: SandboxNeeds) -> None:
-        """Have its image here."""
+        """Fetch the image."""
         await self._starter.fetch_image(SandboxSpec(image=needs.image, workdir="/"))
 
 
-@dataclass(slots=True)
-class Way:
-    """What rollouts took, one way.
-
-    Attributes:
-        seconds: sandbox-seconds by part, of all rollouts.
-        wall_s: from the first to the last.
-        most: sandboxes at a time.
-    """
-
-    seconds: Mapping[str, float]
-    wall_s: float
-    most: int
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
-
 def make_task() -> SoftwareEngineering:
-    """As the server makes it."""
-    tests = TestLimits(timeout_s=600)
-    return SoftwareEngineering(ToolLimits(timeout_s=120, silence_s=120), PatchLimits(), GradingLimits(tests))
+    """Return the task as the server makes it."""
+    grading = GradingLimits(TestLimits(timeout_s=600))
+    return SoftwareEngineering(ToolLimits(timeout_s=120, silence_s=120), PatchLimits(), grading)
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Looks around, brings in the fix, tries it, and hands in.
+def script_of(row: Row) -> Script:
+    """Look around, apply the fix, try it and submit; thinking times are drawn by the task."""
+    instance, rng = row_of(row).swe, Random(row["instance_id"])
+    turns = patching(instance.patch)[:-1]
+    fixing = [[(call["name"], call["arguments"]) for call in turn["tool_calls"]] for turn in turns]
+    looking = [
+        "git ls-files | head -50",
+        "grep -rn 'def ' --include=*.py . | head -40",
+        "git ls-files | grep 'py$' | head -1 | xargs head -60",
+    ]
+    trying = ["python3 -m compileall -q .", f"{instance.test_command} -q -x || true"]
+    before = TURNS - len(fixing) - len(trying)
+    calls = [[("bash", {"command": looking[number % len(looking)]})] for number in range(before)]
+    calls += fixing[:-1] + [[("bash", {"command": command, "timeout_s": 120})] for command in trying] + fixing[-1:]
+    return [(THINK_S * rng.lognormvariate(-0.32, 0.8), each) for each in calls]
 
-    Attributes:
-        turns: how many, at least 8.
-        think_s: seconds of thought before each, on average; they are drawn, and the same in every run.
-    """
 
-    turns: int
-    think_s: float
-
-    def script(self, row: Row) -> list[tuple[float, list[tuple[str, Mapping[str, Any]]]]]:
-        """Seconds and tool calls of each turn."""
-        instance = row_of(row).swe
-        turns = patching(instance.patch)[:-1]
-        fixing = [[(call["name"], call["arguments"]) for call in turn["tool_calls"]] for turn in turns]
-        looking = [
-            "git ls-files | head -50",
-            "grep -rn 'def ' --include=*.py . | head -40",
-            "git ls-files | grep 'py$' | head -1 | xargs head -60",
-        ]
-        trying = ["python3 -m compileall -q .", f"{instance.test_command} -q -x || true"]
-        before = self.turns - len(fixing) - len(trying)
-        calls = [[("bash", {"command": looking[number % len(looking)]})] for number in range(before)]
-        calls += fixing[:-1] + [[("bash", {"command": command, "timeout_s": 120})] for command in trying] + fixing[-1:]
-        drawn = Random(row["instance_id"])
-        return [(self.think_s * drawn.lognormvariate(-0.32, 0.8), each) for each in calls]
-
-    async def act(self, row: Row, call: Call) -> None:
-        """Play it."""
-        for seconds, calls in self.script(row):
-            await asyncio.sleep(seconds)
-            for tool, arguments in calls:
-                await call(tool, arguments)
+async def act(row: Row, call: Callable[[str, Mapping[str, Any]], Awaitable[str]]) -> None:
+    """Play the policy."""
+    for seconds, calls in script_of(row):
+        await asyncio.sleep(seconds)
+        for tool, arguments in calls:
+            await call(tool, arguments)
 
 
 class StagedHandler:
-    """Rollouts for the pipeline. Each task is rolled out once, so its image tells whose sandbox it is."""
+    """Handler of the pipeline over the server's sessions."""
 
     name = "swe"
 
-    def __init__(self, meter: Meter, policy: Policy) -> None:
-        self._meter = meter
-        self._policy = policy
-        self._spans: dict[str | None, Span] = {}
-        self._sessions = Sessions(make_task(), self._start, SessionLimits(), meter.fetch_image)
-
-    async def _start(self, needs: SandboxNeeds) -> StartedSandbox:
-        sandbox, self._spans[needs.image] = await self._meter.start(needs)
-        return sandbox
-
-    def _book(self, job: Job, part: str) -> None:
-        self._meter.seconds[part] += self._spans[job.row["image"]].take()
+    def __init__(self, meter: Meter) -> None:
+        self._sessions = Sessions(make_task(), meter.start, SessionLimits(), meter.fetch_image)
 
     async def init(self, job: Job) -> str:
         await self._sessions.seed(job.id, job.row)
-        self._book(job, "policy: INIT")
         return job.id
 
     async def run(self, job: Job, session: str) -> Trajectory:
-        self._book(job, "policy: READY")
-        await self._policy.act(job.row, lambda tool, arguments: self._sessions.call(job.id, tool, arguments))
+        await act(job.row, lambda tool, arguments: self._sessions.call(job.id, tool, arguments))
         return Trajectory({})
 
     async def release(self, job: Job, session: str) -> None:
         await self._sessions.release(job.id)
-        self._book(job, "policy: RUN")
 
     async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
         grade = await self._sessions.verify(job.id, {})
-        self._book(job, "grading: EVAL")
         await self._sessions.close(job.id)
         return Verdict(grade.reward, {})
 
@@ -197,67 +132,48 @@ class StagedHandler:
         return Outcome(failure_state(failure), {}, failure=failure)
 
 
-async def staged(starter: Starter, rows: Sequence[Row], policy: Policy, pools: PoolSizes) -> Way:
-    """Our way."""
-    meter = Meter(starter)
-    handler = StagedHandler(meter, policy)
-    pipeline = Pipeline(Environments.of(handler), PipelineSettings(stages=pools))
-    started = time.monotonic()
+async def staged(meter: Meter, rows: Sequence[Row], slots: int) -> list[float | None]:
+    """Roll out our way; return the rewards."""
+    pools = PoolSizes(init=2, ready=max(1, slots // 4), run=slots, eval=max(1, slots // 4))
+    pipeline = Pipeline(Environments.of(StagedHandler(meter)), PipelineSettings(stages=pools))
     jobs = [pipeline.submit(JobRequest(dict(row))) for row in rows]
     await pipeline.drain()
-    _require_resolved([job.outcome.reward if job.outcome else None for job in jobs])
-    return Way(dict(meter.seconds), time.monotonic() - started, meter.most)
+    return [job.outcome.reward if job.outcome else None for job in jobs]
 
 
-async def in_tree(starter: Starter, rows: Sequence[Row], policy: Policy, slots: int) -> Way:
-    """The peer's."""
-    meter, task, places = Meter(starter), make_task(), asyncio.Semaphore(slots)
+async def in_tree(meter: Meter, rows: Sequence[Row], slots: int) -> list[float | None]:
+    """Roll out the peer's way; return the rewards."""
+    task, places = make_task(), asyncio.Semaphore(slots)
 
     async def rollout(row: Row) -> float:
         needs = task.needs(row)
         async with places:
-            pair = await asyncio.gather(meter.start(needs), meter.start(needs))
-            (acting, acts), (grading, grades) = pair
+            acting, grading = await asyncio.gather(meter.start(needs), meter.start(needs))
             try:
                 bench = await task.tools.open(acting, needs)
                 await task.prepare(row, bench)
-                meter.seconds["policy: INIT"] += acts.take()
-                await policy.act(row, bench.call)
+                await act(row, bench.call)
                 solution = await task.artefacts(row, bench)
                 await bench.close()
                 await acting.stop()
-                meter.seconds["policy: RUN"] += acts.take()
-                meter.seconds["grading: idle"] += grades.take()
-                grade = await task.grade(row, solution, {}, _held(grading, needs, meter))
+                return (await task.grade(row, solution, {}, _held(grading, needs, meter))).reward
             finally:
                 await asyncio.gather(acting.stop(), grading.stop())
-            meter.seconds["grading: EVAL"] += grades.take()
-        return grade.reward
 
-    started = time.monotonic()
-    _require_resolved(await asyncio.gather(*map(rollout, rows)))
-    return Way(dict(meter.seconds), time.monotonic() - started, meter.most)
+    return await asyncio.gather(*map(rollout, rows))
 
 
 def _held(sandbox: StartedSandbox, usual: SandboxNeeds, meter: Meter) -> OpenSandbox:
-    """Opens the sandbox that is there, and leaves it to its owner; further ones, for which nothing idles, are new."""
+    """Give the held sandbox first, and fresh ones after that."""
     held = [sandbox]
 
     @asynccontextmanager
     async def opening(needs: SandboxNeeds | None = None) -> AsyncIterator[StartedSandbox]:
-        if held:
-            yield held.pop()
-            return
-        fresh, lives = await meter.start(needs or usual)
+        opened = held.pop() if held else await meter.start(needs or usual)
         try:
-            yield fresh
+            yield opened
         finally:
-            await fresh.stop()
-            meter.seconds["grading: EVAL"] += lives.take()
+            if opened is not sandbox:  # its owner stops that one
+                await opened.stop()
 
     return opening
-
-
-def _require_resolved(rewards: Sequence[float | None]) -> None:
-    if any(reward != 1.0 for reward in rewards):
-        raise RuntimeError(f"{sum(reward == 1.0 for reward in rewards)} of {len(rewards)} fixes were resolved")

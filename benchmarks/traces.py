@@ -1,86 +1,65 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of agents' traffic, replayed on simulated engines (:mod:`benchmarks.engines`), for comparing routers where no
-fleet is at hand."""
+"""Traces of agents' traffic, replayed through a router on simulated engines (:mod:`benchmarks.engines`)."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 import random
+from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.engines import Engines, Request, Rollout, Router, Trace, Turn
-
-
-SYSTEM, PROMPT = 2000, 1500
-"""Tokens of the prompt that all rollouts share, and of what a group shares beyond that."""
-
-
-def drawn_turns(
-    rng: random.Random,
-    turns: float = 10.0,
-    tool_s: float = 1.5,
-    tool_spread: float = 1.4,
-    tool_at_most_s: float = 300.0,
-) -> tuple[Turn, ...]:
-    """The turns of one coding agent; for what they are see :func:`agent_trace`."""
-    count = max(1, min(80, round(rng.lognormvariate(math.log(turns), 0.75))))
-    return tuple(
-        Turn(
-            observed=0 if k == 0 else min(8000, round(rng.lognormvariate(math.log(300), 1.0))),
-            written=min(3000, round(rng.lognormvariate(math.log(120), 0.8))),
-            tool_s=min(tool_at_most_s, rng.lognormvariate(math.log(tool_s), tool_spread)),
-        )
-        for k in range(count)
-    )
+from benchmarks.engines import Engine, Request, Rollout, Trace, Turn
 
 
 def agent_trace(
-    name: str,
     groups: int,
     *,
     siblings: int = 8,
     seed: int = 0,
     turns: float = 10.0,
     window_s: float = 0.0,
-    bursts: int | None = None,
-    system: int = SYSTEM,
-    prompt: int = PROMPT,
+    system: int = 2000,
+    prompt: int = 1500,
     tool_s: float = 1.5,
-    tool_spread: float = 1.4,
-    tool_at_most_s: float = 300.0,
 ) -> Trace:
-    """Coding agents in training: heavy-tailed numbers of turns, tool times and lengths.
+    """Return coding agents in training: heavy-tailed numbers of turns, tool times and lengths.
 
     Args:
-        name: of the trace.
-        groups: how many prompts.
+        groups: prompts.
         siblings: rollouts per prompt.
         seed: fixes everything.
         turns: median number of turns; the 99th percentile is about six times that.
-        window_s: groups arrive evenly over this time; 0 is one burst, as a synchronous trainer sends it.
-        bursts: they arrive in so many bursts, evenly over the window, instead.
+        window_s: groups arrive evenly over this time; 0 is one burst, as a synchronous trainer sends.
         system: tokens of the prompt that all share.
         prompt: tokens that a group shares beyond that.
-        tool_s: median of the time that a tool takes.
-        tool_spread: of its logarithm.
-        tool_at_most_s: the longest a tool takes.
+        tool_s: median of a tool's time, which is heavy-tailed up to 300 s.
     """
     rng = random.Random(seed)
     rollouts = []
-    interval_s = window_s / (bursts or groups)
     for group in range(groups):
-        start_s = interval_s * (group * bursts // groups if bursts else group)
+        start_s = window_s / groups * group
         for sibling in range(siblings):
-            steps = drawn_turns(rng, turns, tool_s, tool_spread, tool_at_most_s)
+            count = max(1, min(80, round(rng.lognormvariate(math.log(turns), 0.75))))
+            steps = tuple(
+                Turn(
+                    observed=0 if k == 0 else min(8000, round(rng.lognormvariate(math.log(300), 1.0))),
+                    written=min(3000, round(rng.lognormvariate(math.log(120), 0.8))),
+                    tool_s=min(300.0, rng.lognormvariate(math.log(tool_s), 1.4)),
+                )
+                for k in range(count)
+            )
             rollouts.append(Rollout(f"g{group}s{sibling}", f"g{group}", start_s, steps))
-    return Trace(name, system=system, prompt=prompt, rollouts=tuple(rollouts))
+    return Trace(system=system, prompt=prompt, rollouts=tuple(rollouts))
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something that happens to an engine: ``die``, ``leave`` (it is taken out of service, which cuts its requests),
-    ``slow`` (a fifth of its speed) or ``join`` (with an empty cache; one whose first incident it is was not there)."""
+    """Event at an engine: ``die``, ``leave`` (taken out of service, which cuts its requests), ``slow`` (a fifth of its
+    speed) or ``join`` (with an empty cache; an engine whose first incident this is was absent before)."""
 
     at_s: float
     kind: str
@@ -89,64 +68,125 @@ class Incident:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a replay came to."""
+    """Result of a replay."""
 
     makespan_s: float
-    p50_turn_s: float
     p99_turn_s: float
     hit_rate: float
-    migrations: int
-    """Turns that another engine took than the one before."""
 
 
-class Fleet(Engines):
-    """Replays a trace through a router."""
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The next change of an engine, unless its version is newer."""
+
+    engine: Engine
+    version: int
+
+
+class Fleet:
+    """Replays a trace through a router; the queue of events is the clock.
+
+    Args:
+        trace: the traffic.
+        engines: how many.
+        router: see :mod:`benchmarks.routers`.
+        capacity: tokens of each engine's KV cache.
+        incidents: by time.
+    """
 
     def __init__(
         self,
         trace: Trace,
         engines: int,
-        router: Router,
+        router: Any,
         *,
         capacity: int = 400_000,
         incidents: tuple[Incident, ...] = (),
     ) -> None:
+        self.trace, self.router, self.now = trace, router, 0.0
         first: dict[int, str] = {}
         for incident in incidents:
             first.setdefault(incident.engine, incident.kind)
-        late = frozenset(engine for engine, kind in first.items() if kind == "join")
-        super().__init__(trace, engines, router, capacity, late)
+        self.engines = [Engine(index, capacity, alive=first.get(index) != "join") for index in range(engines)]
+        self._hits = self._prompts = 0
+        self._events: list[tuple[float, int, object]] = []
+        self._order = itertools.count()
+        self._pending: deque[Request] = deque()
         self._latencies: list[float] = []
-        for incident in incidents:
-            self.at(incident.at_s, incident)
-        context = trace.system + trace.prompt
-        for rollout in trace.rollouts:
-            self.at(rollout.start_s, Request(rollout, 0, context, rollout.start_s))
         self._left = len(trace.rollouts)
+        for engine in self.alive():
+            router.joined(engine.index)
+        for incident in incidents:
+            self._at(incident.at_s, incident)
+        for rollout in trace.rollouts:
+            self._at(rollout.start_s, Request(rollout, 0, trace.system + trace.prompt, rollout.start_s))
+
+    def alive(self) -> list[Engine]:
+        """Return the engines in service."""
+        return [engine for engine in self.engines if engine.alive]
 
     def run(self) -> Outcome:
+        """Replay until every rollout has ended."""
         while self._left:
-            event = self.next_event()
+            self.now, _, event = heapq.heappop(self._events)
             if isinstance(event, Request):
-                self.send(event)
+                self._send(event)
             elif isinstance(event, Incident):
                 self._happen(event)
+            elif isinstance(event, _Change) and event.engine.version == event.version:
+                self._work(event.engine)
         self._latencies.sort()
-        count = len(self._latencies)
-        return Outcome(
-            self.now,
-            self._latencies[count // 2],
-            self._latencies[min(count - 1, int(count * 0.99))],
-            self.hits / self.prompts,
-            self.migrations,
-        )
+        late = self._latencies[min(len(self._latencies) - 1, int(len(self._latencies) * 0.99))]
+        return Outcome(self.now, late, self._hits / self._prompts)
 
-    def answered(self, request: Request) -> None:
+    def _at(self, when: float, event: object) -> None:
+        heapq.heappush(self._events, (when, next(self._order), event))
+
+    def _send(self, request: Request) -> None:
+        chosen = self.router.route(request, self)
+        if chosen is None:
+            self._pending.append(request)
+            return
+        engine = self.engines[chosen]
+        request.engine = chosen
+        if not engine.alive:
+            self.router.cut(request)
+            self._send(request)
+            return
+        engine.waiting.append(request)
+        self._work(engine)
+
+    def _retry(self) -> None:
+        """Ask the router again about turns that had no engine."""
+        for _ in range(len(self._pending)):
+            self._send(self._pending.popleft())
+
+    def _work(self, engine: Engine) -> None:
+        """Bring an engine up to date, collect finished requests, start waiting ones, and schedule its next change."""
+        engine.advance(self.now)
+        done = [request for request in engine.running if request.is_done]
+        if done:
+            engine.running = [request for request in engine.running if not request.is_done]
+        for request in done:
+            engine.release(request, self.trace)
+        for request, hit in engine.admit(self.trace):
+            self._hits += hit
+            self._prompts += request.prompt
+        engine.version += 1
+        change = engine.next_change()
+        if change < math.inf:
+            self._at(self.now + change, _Change(engine, engine.version))
+        for request in done:
+            self.router.answered(request)
+            self._answered(request)
+            self._retry()
+
+    def _answered(self, request: Request) -> None:
         self._latencies.append(self.now - request.asked_s)
         turn = request.rollout.turns[request.index]
         if request.index + 1 < len(request.rollout.turns):
             then = self.now + turn.tool_s
-            self.at(then, Request(request.rollout, request.index + 1, request.footprint, then))
+            self._at(then, Request(request.rollout, request.index + 1, request.footprint, then))
         else:
             self._left -= 1
             self.router.finished(request.rollout)
@@ -158,10 +198,10 @@ class Fleet(Engines):
             engine.alive = True
             engine.forget()
             self.router.joined(engine.index)
-            self.retry()
+            self._retry()
         elif incident.kind == "slow":
             engine.speed = 0.2
-            self.work(engine)
+            self._work(engine)
         else:
             engine.alive = False
             engine.version += 1
@@ -172,14 +212,14 @@ class Fleet(Engines):
                 self.router.left(engine.index)
             for request in lost:
                 self.router.cut(request)
-                self.send(request)
+                self._send(request)
 
 
-def best_hit_rate(trace: Trace, engines: int, router: Router) -> float:
-    """Hit rate of a fleet whose engines share one boundless cache, where a router can lose nothing.
+def best_hit_rate(trace: Trace, engines: int, router: Any) -> float:
+    """Return the hit rate where engines share one boundless cache, so that no router can lose anything.
 
-    It is no bound where prompts that are read at the same time share much: engines that have room for all at once read
-    it once for each, and those that make some wait find it cached.
+    Not a bound where many prompts that share a lot are read at once: engines with room for all read the shared part
+    once for each, while engines that make requests wait find it cached.
     """
     fleet = Fleet(trace, engines, router, capacity=10**12)
     for engine in fleet.engines[1:]:

@@ -1,23 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks, which nobody runs every day, at least find what they need, and report what they found."""
+"""Benchmarks import, report what they measured, and judge goals by the ratio to the peer."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-from dataclasses import asdict
+import re
 from pathlib import Path
 
 import pytest
 
 import benchmarks
-from benchmarks import agents, humaneval, report, tokens
-from benchmarks.keep_alive import KeepAliveClient
-from benchmarks.model_agents import EchoingAgent
-from benchmarks.model_servers import OURS, PEER
-from benchmarks.report import Figure
-from nemo_gym_prorl.tasks.code.rows import problems
+from benchmarks import agents, plots, report, tokens
+from benchmarks.model_agents import EchoingAgent, KeepAliveClient
+from benchmarks.report import Row
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in Path(benchmarks.__file__).parent.glob("[a-z]*.py")))
@@ -25,56 +22,74 @@ def test_a_benchmark_imports(name: str) -> None:
     importlib.import_module(f"benchmarks.{name}")
 
 
-@pytest.mark.parametrize("played", humaneval.GOALS)
-def test_what_humaneval_plays_is_there(played: str) -> None:
-    problem = next(iter(problems().values()))
-    assert humaneval.script_for(problem, played)
+@pytest.mark.parametrize(
+    ("row", "verdict"),
+    [
+        (Row("a", "ms", 1.0, 4.0, "peer", "<= 0.25"), "met"),
+        (Row("a", "ms", 1.1, 4.0, "peer", "<= 0.25"), "missed"),
+        (Row("a", "1/s", 8.0, 4.0, "peer", ">= 2"), "met"),
+        (Row("a", "1/s", 7.9, 4.0, "peer", ">= 2"), "missed"),
+        (Row("a", "ms", float("nan"), 4.0, "peer", "<= 1"), "missed"),
+        (Row("a", "ms", 1.0, None, "peer", "<= 1"), "missed"),
+        (Row("a", "ms", 1.0, 4.0, "peer"), "no goal"),
+    ],
+)
+def test_a_goal_is_judged_by_the_ratio(row: Row, verdict: str) -> None:
+    assert row.verdict == verdict
 
 
-def test_several_runs_are_told_as_their_median_and_spread(capsys: pytest.CaptureFixture[str]) -> None:
-    figure = Figure.of("a turn", [3.0, 1.0, 2.0], "ms", "<= 1.5", {"peer": [7.0, 5.0, 6.0], "once": [4.0]})
-    assert (figure.value, figure.interval, figure.met) == (2.0, (1.0, 3.0), False)
-    assert Figure(**asdict(figure)) == figure
-    report.publish("any", [figure], quick=True)
-    assert "| a turn | 2 (1 – 3) ms | peer: 6 (5 – 7), once: 4 | <= 1.5 | **missed** |" in capsys.readouterr().out
-
-
-def test_a_result_says_how_busy_the_machine_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_run_is_written_and_only_a_full_one_changes_the_table(
+    quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{report.BEGIN}old\n{report.END}after\n")
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "PAGE", tmp_path / "README.md")
-    monkeypatch.setattr(report, "LOAD_BEFORE", 7.25)
-    report.publish("node", [Figure("any", 1.0, "s")], quick=False)
-    assert ", load 7.2 before; python" in (tmp_path / "README.md").read_text()
+    monkeypatch.setattr(report, "QUICK_RESULTS", tmp_path / "quick")
+    monkeypatch.setattr(report, "PAGE", page)
+    rows = [Row("start", "ms", 3.0, 2.0, "peer", "<= 1"), Row("end", "ms", 5.0)]
+    report.publish("shell", rows, quick=quick)
+    if quick:
+        assert (tmp_path / "quick" / "shell.json").exists()
+        assert "old" in page.read_text()
+        return
+    setting, read = report.read("shell")
+    assert read == rows
+    assert {"machine", "load", "date", "tree", "packages"} <= setting.keys()
+    line = "| shell | start | 3 ms | 2 (peer) | 1.5 | <= 1 | **missed** |"
+    assert page.read_text() == f"before\n{report.BEGIN}{report.table()}{report.END}after\n"
+    assert page.read_text().splitlines()[4] == line
 
 
-def test_the_page_is_what_the_results_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = report.PAGE.read_text()
-    monkeypatch.setattr(report, "PAGE", tmp_path / "README.md")
-    report.rebuild_page()
-    assert (tmp_path / "README.md").read_text() == there, "run: make bench-report"
+def test_the_page_and_the_plots_are_those_of_the_results() -> None:
+    assert report.table() in report.PAGE.read_text(), "run: python -m benchmarks.report"
+    for name, text in plots.drawings().items():
+        assert (report.RESULTS / name).read_text() == text, "run: python -m benchmarks.plots"
+
+
+def test_the_page_is_short() -> None:
+    prose = re.sub(r"[|*`]", " ", report.PAGE.read_text())
+    assert len(prose.split()) <= 1500
 
 
 def test_a_turn_is_judged_at_its_length() -> None:
-    """What is told of a length is taken where the prompt has it, not over the way there."""
     shared = tokens.Played(cpu=[0.001 * turn for turn in range(100)], context=[640.0 * turn for turn in range(100)])
     assert shared.at(64_000, shared.cpu) == pytest.approx(0.0985)
     assert shared.at(1_920, shared.cpu) == pytest.approx(0.003)
 
 
-@pytest.mark.long("four processes of servers that a benchmark measures; what they answer is asked in tests/policy")
+@pytest.mark.long("three processes of servers that a benchmark measures; their answers are tested in tests/policy")
 async def test_agents_of_both_servers_are_answered() -> None:
-    """Real servers over the stand-in engine, whose answers both take for vLLM's."""
-    figures = {figure.name: figure for figure in await agents.measure(agents.Scale(4, 3, 2, 0.1), servers=2)}
-    errors = [figure for name, figure in figures.items() if "errors" in name]
-    assert [figure.value for figure in errors] == [0, 0]
-    cost = figures["server CPU per turn"]
-    assert cost.value > 0, OURS
-    assert cost.peers[PEER] > 0
+    rows = {row.name: row for row in await agents.measure(agents.Scale(4, 3, 2, 0.1, 1))}
+    failed = rows["rollouts of 4 that failed"]
+    assert (failed.ours, failed.peer) == (0, 0)
+    cost = next(row for name, row in rows.items() if name.startswith("server CPU"))
+    assert cost.ours > 0
+    assert cost.peer
+    assert cost.peer > 0
 
 
-async def test_what_agents_cannot_go_on_with_is_an_error() -> None:
-    """A server that refuses is not measured as a fast one."""
-
+async def test_an_answer_that_agents_cannot_use_is_an_error() -> None:
     async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 500 Oh\r\nContent-Length: 2\r\n\r\nno")
 

@@ -6,8 +6,8 @@ rollout that ended otherwise.
 Where all failed, that is a rollout of the same prompt that succeeded: its first turns are a head start. Where all
 succeeded it is one that failed, and they are a handicap. So who can help is never of the group itself, which has
 nothing but equals: it is of an earlier epoch. A group's own prefix is no help: from there the outcome is surer than
-from the start, for all that is known (``benchmarks/prefixes.py`` has the figure), so where no other is known, or its
-checkpoints are erased, nothing comes of the group, as it would be.
+from the start, for all that is known, so where no other is known, or its checkpoints are erased, nothing comes of the
+group, as it would be.
 
 From the start the prompt ends in one way, from the end of the helping rollout in the other. Somewhere between both
 come about, and bisection finds it: a group that is still as the first one was began too early, one that is all as the

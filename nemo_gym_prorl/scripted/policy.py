@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answers of the scripted policy: vLLM's request bodies in, vLLM's response bodies out.
 
-Everything an answer needs is in its request and in the configuration, so there is no state between requests. Plain
-dictionaries all the way: this is also the "instant model" of the benchmarks.
+Everything an answer needs is in its request and in the configuration, so there is no state between requests.
 """
 
 from __future__ import annotations

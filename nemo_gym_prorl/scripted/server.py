@@ -10,8 +10,7 @@ server serves any number of different rollouts and keeps no state between reques
 It never pretends: it is served as ``prorl-scripted-policy``, every answer carries that name as
 ``system_fingerprint``, and without a script it says so.
 
-It also is the "instant model" of the benchmarks, so a request costs one JSON parse, one ``bytes`` join and one JSON
-dump: plain dictionaries and routes, no response models.
+A request costs one JSON parse, one ``bytes`` join and one JSON dump, without response models.
 
 Run it with ``prorl scripted --port 8000``, or in-process with :func:`serve`.
 """

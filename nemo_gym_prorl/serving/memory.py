@@ -6,7 +6,7 @@ Kept results go back to the system when they are forgotten (:func:`map_large_blo
 hundred kilobytes to some megabytes. glibc maps such blocks one by one at first, but each one that is freed raises the
 size from which it does, up to 32 MiB; from then on they are cut from the heap and leave holes that the next results do
 not fit into. A service that kept 64 MiB of results grew from 0.55 to 0.67 GB in ten thousand rollouts, and went on
-growing. With the size held where it began it stands still at 0.45 GB: see ``make bench-soak``.
+growing. With the size held where it began it stands still at 0.45 GB.
 
 Prompts that pass through are there for the next ones (:func:`recycle_large_blocks`). Half a megabyte comes and goes
 with each turn at 64k tokens, twelve where an agent echoes all ids, and nothing of that size stays. Mapped one by one,

@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.dapo import sampler
-from benchmarks.schedules import World, drive
+from benchmarks.sampling_clock import RUN, SLOTS, World, drive
 from nemo_gym_prorl.dapo.bias import BiasMeter
+from nemo_gym_prorl.dapo.contract import SamplerConfig
+from nemo_gym_prorl.dapo.prompts import Epochs
+from nemo_gym_prorl.dapo.sampler import DynamicSampler
 
 
 WORLDS = {
@@ -24,7 +27,7 @@ WORLDS = {
 @pytest.mark.parametrize("staleness", [0, 4])
 def test_by_default_what_is_trained_on_is_what_is_sampled(world: dict[str, float], staleness: int) -> None:
     of = World(seed=1, group_size=8, **world)  # type: ignore[arg-type]
-    ours = sampler(of, staleness, in_order=True, prompts=8)
+    ours = sampler(of, staleness, prompts=8)
     run = drive(of, 40, ours)
     assert max(run.lags) <= staleness
     # With 0 what was cut off is sampled again, and two samples of 200 groups differ by more than what is to be shown.
@@ -37,7 +40,8 @@ def test_by_default_what_is_trained_on_is_what_is_sampled(world: dict[str, float
 
 def test_as_they_are_complete_long_ones_are_passed_over_and_the_meter_says_so() -> None:
     of = World(seed=1, group_size=8, **WORLDS["heavy tail"])  # type: ignore[arg-type]
-    ours = sampler(of, 1, in_order=False, prompts=8)
+    config = SamplerConfig(8, 8, SLOTS, 1, in_order=False, max_fruitless=10**9)
+    ours = DynamicSampler(config, Epochs([{}] * 100_000, seed=None), run=RUN)
     run = drive(of, 60, ours)
     assert run.bias(of)[0] < 0.8
     estimate = ours.length_bias

@@ -23,7 +23,6 @@ import orjson
 import yaml
 from fastapi import FastAPI, Request, Response
 
-from benchmarks.mixed_rows import ORACLE, rows_of
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
@@ -31,6 +30,7 @@ from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from tests.gym.gym_command import gym as gym_command
+from tests.gym.mixed_rows import ORACLE, rows_of
 from tests.rollout.serving import serve
 from tests.tasks.stem.judges import asked_in, honest
 
@@ -195,3 +195,14 @@ def masked(job: JobView) -> str:
     assert job.result is not None
     assert job.result["mask_sample"] is True
     return job.failure.kind.value
+
+
+def server_process(gym: GymDeployment, name: str) -> int:
+    """Return the process of a server; in a supervised deployment the instance's own process is its restarter."""
+    wanted = f"NEMO_GYM_CONFIG_PATH={name}".encode()
+    for pid, command in gym.cli.mark.processes().items():
+        if not command.endswith("app.py") or "restarter" in command or command.startswith("/bin/bash"):
+            continue
+        if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return pid
+    raise LookupError(f"{name} has no process now")

@@ -18,7 +18,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks.raylets import ENVIRONMENT, Raylets, raylets
 from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.gym.command_line import MARK_NAME
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
@@ -28,6 +27,7 @@ from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
+from tests.gym.raylets import ENVIRONMENT, Raylets, raylets
 from tests.handlers.test_resume import counting
 from tests.handlers.test_resume_over_nodes import sampled
 
@@ -35,7 +35,7 @@ from tests.handlers.test_resume_over_nodes import sampled
 KEY = "fleet-key"
 """Ray's nodes have the machine's own address."""
 GONE_S = 5.0
-"""Within which a node's death is known, by the health checks of :mod:`benchmarks.raylets`."""
+"""Within which a node's death is known, by the health checks of :mod:`tests.gym.raylets`."""
 
 
 def row(number: int, variant: str) -> dict[str, Any]:

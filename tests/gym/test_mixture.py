@@ -14,15 +14,14 @@ from typing import Any
 import orjson
 import pytest
 
-from benchmarks.mixed_rows import FAMILIES, NULL, ORACLE, rows_of
-from benchmarks.mixture import server_process
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.tasks.stem import problems as stem
 from scripts.scripted_turns.stem import script_for
 from tests.faulty_family.app import ANSWERS
-from tests.gym.families import MIXTURE, Families, ended, masked, solved
+from tests.gym.families import MIXTURE, Families, ended, masked, server_process, solved
+from tests.gym.mixed_rows import FAMILIES, NULL, ORACLE, rows_of
 from tests.tasks import containers
 
 

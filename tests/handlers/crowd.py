@@ -20,9 +20,8 @@ import orjson
 import uvicorn
 from fastapi import FastAPI, Request
 from omegaconf import OmegaConf
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.soak import make_tokenizer
 from nemo_gym_prorl.handlers.agent_service import AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
@@ -33,6 +32,12 @@ from tests.rollout.serving import serve
 
 
 TURNS = 3
+TEMPLATE = (
+    "{%- if tools %}<|start|>system\n{{ tools | tojson }}<|end|>\n{% endif %}"
+    "{%- for message in messages %}<|start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{%- for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
 
 
 @dataclass
@@ -162,6 +167,18 @@ class Crowd:
 def row(run: str | None = None) -> dict[str, Any]:
     tool = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
     return {"responses_create_params": {"input": f"run:{run};", "max_output_tokens": 200, "tools": [tool]}}
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of one token a byte, and a chat template with tools."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|start|>", "<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to sample: the rows of :mod:`benchmarks.log_probs`."""
+"""Ways to sample: the rows of :mod:`tests.policy.log_prob_table`."""
 
 from __future__ import annotations
 

@@ -5,15 +5,14 @@
 :func:`log_distribution` is double-precision NumPy and holds every rule of sampling. :class:`Model` supplies the
 logits: a forward pass by transformers in float32.
 
-Run with ``python -m benchmarks.log_prob_truth MODEL_FOLDER [--device cuda]`` where torch, transformers and NumPy are
-installed. Standard input has one JSON object a line: ``prompt`` and ``sampled`` (token ids) and ``sampling`` (the
-fields of the request to the engine). Standard output has one JSON object for each of them: ``log_probs`` and
-``raw`` (the log-probs without any sampling parameter). A token that cannot be sampled has ``-Infinity``.
+Run with ``python -m tests.policy.log_prob_truth MODEL_FOLDER`` where torch, transformers and NumPy are installed.
+Standard input has one JSON object a line: ``prompt`` and ``sampled`` (token ids) and ``sampling`` (the fields of the
+request to the engine). Standard output has one JSON object for each of them: ``log_probs`` and ``raw`` (the log-probs
+without any sampling parameter). A token that cannot be sampled has ``-Infinity``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -181,14 +180,14 @@ def log_softmax(scores: Scores) -> Scores:
 class Model:
     """A causal language model in float32, with the sampling defaults of its folder."""
 
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
+    def __init__(self, folder: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
-        self._torch, self._device = torch, device
+        self._torch = torch
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self._model = model.to(device).eval()
+        self._model = model.eval()
         self._vocabulary = Vocabulary.load(folder)
         config = generation_config(folder)
         self._defaults = {name: config[name] for name in DEFAULTS if config.get(name) is not None}
@@ -196,8 +195,8 @@ class Model:
     def log_probs(self, prompt: list[int], sampled: list[int], sampling: Mapping[str, Any]) -> dict[str, list[float]]:
         """Return the log-prob of each sampled token, with and without the sampling parameters."""
         with self._torch.no_grad():
-            ids = self._torch.tensor([prompt + sampled], device=self._device)
-            logits = self._model(input_ids=ids).logits[0, len(prompt) - 1 : -1].cpu().numpy()
+            ids = self._torch.tensor([prompt + sampled])
+            logits = self._model(input_ids=ids).logits[0, len(prompt) - 1 : -1].numpy()
         asked = self._defaults | {name: value for name, value in sampling.items() if value is not None}
         found: dict[str, list[float]] = {"log_probs": [], "raw": []}
         for at, token in enumerate(sampled):
@@ -207,15 +206,7 @@ class Model:
         return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    model = Model(arguments.folder, arguments.device)
-    for line in sys.stdin:
-        print(json.dumps(model.log_probs(**json.loads(line))), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    played = Model(Path(sys.argv[1]))
+    for line in sys.stdin:
+        print(json.dumps(played.log_probs(**json.loads(line))), flush=True)

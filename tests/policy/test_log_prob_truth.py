@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.log_prob_truth import Vocabulary, log_distribution
+from tests.policy.log_prob_truth import Vocabulary, log_distribution
 
 
 VOCABULARY = Vocabulary(

@@ -1,35 +1,28 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Check that the ledger keeps log-probs of the sampled distribution, for each way to sample.
+"""Log-probs that the ledger keeps, beside those of the sampled distribution, for each way to sample.
 
 Each row is one way to sample: a few rollouts of two turns through ``PolicyHost``, over a stock vLLM. A recording proxy
-in front of the engine notes what each request asked for. The kept log-probs are compared with
-:mod:`benchmarks.log_prob_truth`, which computes them from the model's logits, the recorded request and the model's
-``generation_config.json``.
+in front of the engine notes each request. The kept log-probs are compared with :mod:`tests.policy.log_prob_truth`,
+which computes them from the model's logits, the recorded request and the model's ``generation_config.json``.
 
 A row shows the largest difference, or the field that an error names. ``FALSE`` means a difference above the tolerance,
-or a setting that did not reach the engine; the exit status is 1 then. *Effect* is the largest difference between the
-true log-prob and the one without any sampling parameter.
-Run with ``python -m benchmarks.log_probs [--markdown]``: starts vLLM on the CPU with a tiny model, for each log-prob
-mode and model folder. ``--engine URL --model-folder F`` measures running engines instead.
+or a setting that did not reach the engine. *Effect* is the largest difference between the true log-prob and the one
+without any sampling parameter.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import collections
 import contextlib
-import importlib.util
 import itertools
 import json
 import math
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,14 +31,15 @@ import aiohttp
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from benchmarks.log_prob_truth import DEFAULTS, GREEDY_BELOW, generation_config
-from benchmarks.sampling_ways import NEUTRAL, Way, ways
 from nemo_gym_prorl.failures import RolloutError
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.http.api import trajectory
 from nemo_gym_prorl.policy.turns import TurnRequest
+from tests.policy.engines import MODEL, tiny_model, vllm, vllm_python
+from tests.policy.log_prob_truth import DEFAULTS, GREEDY_BELOW, generation_config
+from tests.policy.sampling_ways import NEUTRAL, Way, ways
 
 
 TURNS, TOKENS = 2, 24
@@ -68,16 +62,18 @@ class Result:
     refused: str | None = None
     unsent: set[str] = field(default_factory=set)
 
-    def is_false(self, tolerance: float) -> bool:
-        is_equal = self.tokens > 0 and self.difference <= tolerance * self.scale
+    @property
+    def is_false(self) -> bool:
+        is_equal = self.tokens > 0 and self.difference <= TOLERANCE * self.scale
         return self.refused is None and (not is_equal or bool(self.unsent))
 
-    def shown(self, tolerance: float) -> str:
+    @property
+    def shown(self) -> str:
         if self.refused is not None:
             return f"refused: {self.refused}"
         figure = f"{self.difference:.1e}" if self.difference < 0.1 else f"{self.difference:.2f}"
         unsent = f", not sent: {', '.join(sorted(self.unsent))}" if self.unsent else ""
-        return f"FALSE {figure}{unsent}" if self.is_false(tolerance) else figure
+        return f"FALSE {figure}{unsent}" if self.is_false else figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,40 +169,30 @@ def judge(samples: Sequence[Sample], truths: Sequence[Mapping[str, Sequence[floa
     return result
 
 
-def compute_truth(python: str, folder: Path, device: str, samples: Sequence[Sample]) -> list[Any]:
+def compute_truth(python: str, folder: Path, samples: Sequence[Sample]) -> list[Any]:
     """Run the model over the samples in a process that has torch and transformers."""
     asked = [{"prompt": one.prompt, "sampled": one.sampled, "sampling": one.request} for one in samples]
-    command = [python, "-m", "benchmarks.log_prob_truth", str(folder), "--device", device]
-    lines, root = "\n".join(map(json.dumps, asked)), Path(__file__).parents[1]
+    command = [python, "-m", "tests.policy.log_prob_truth", str(folder)]
+    lines, root = "\n".join(map(json.dumps, asked)), Path(__file__).parents[2]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=root, check=False)
     if done.returncode:
-        raise SystemExit(f"the model could not be run by {python}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"the model could not be run by {python}: {done.stderr[-2000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A running engine and the files of its model.
-
-    Attributes:
-        url, model: its address, and the name of the model there.
-        folder: weights and generation settings.
-        tokenizer: folder of the tokenizer.
-        device: where the truth is computed.
-    """
+    """A running engine and the folder of its model."""
 
     url: str
-    model: str
     folder: Path
-    tokenizer: Path
-    device: str = "cpu"
 
     async def play(self, is_chosen: Callable[[Way], bool]) -> dict[Way, list[Sample] | RolloutError]:
         """Play the chosen rows, one after another."""
-        reader = Tokenizer.from_file(str(self.tokenizer / "tokenizer.json"))
+        reader = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         async with recording(self.url) as (proxy, seen):
-            folder = str(self.tokenizer)
-            host = PolicyHost(PolicyConfig(base_url=[proxy], model=self.model, tokenizer=folder, unreachable_s=30.0))
+            config = PolicyConfig(base_url=[proxy], model=MODEL, tokenizer=str(self.folder), unreachable_s=30.0)
+            host = PolicyHost(config)
             async with host.lifespan():
                 meter = Meter(host, seen)
                 first = await meter.play(NEUTRAL)
@@ -222,7 +208,7 @@ class Engine:
         is_neutral = not any(name in generation_config(self.folder) for name in DEFAULTS)
         played = asyncio.run(self.play(lambda way: is_chosen(way) and not (way.configured and is_neutral)))
         samples = [sample for each in played.values() if not isinstance(each, RolloutError) for sample in each]
-        truths = iter(compute_truth(python, self.folder, self.device, samples))
+        truths = iter(compute_truth(python, self.folder, samples))
         results = {}
         for way, each in played.items():
             if isinstance(each, RolloutError):
@@ -233,68 +219,28 @@ class Engine:
         return results
 
 
-def measure_local(python: str) -> Iterator[tuple[str, dict[str, Result]]]:
+def measure(folder: Path) -> Iterator[tuple[str, dict[str, Result]]]:
     """Start an engine for each log-prob mode and model folder, one at a time."""
-    from tests.policy.engines import MODEL, tiny_model, vllm
-
-    plain = tiny_model()
-    with tempfile.TemporaryDirectory() as name:
-        configured = Path(name) / "model"
-        shutil.copytree(plain, configured)
-        (configured / "generation_config.json").write_text(json.dumps(generation_config(plain) | GENERATION_CONFIG))
-        log = Path(name) / "engine.log"
-        for mode, flags in MODES.items():
-            with vllm(plain, log, *flags) as (url, _):
-                found = Engine(url, MODEL, plain, plain).measure(python, lambda way: not way.thinks)
-            with vllm(configured, log, *flags, *THINKING) as (url, _):
-                place = MODEL, configured, configured
-                found |= Engine(url, *place).measure(python, lambda way: way.configured or way.thinks)
-            yield mode, found
+    python, plain = str(vllm_python()), tiny_model()
+    configured = folder / "model"
+    shutil.copytree(plain, configured)
+    (configured / "generation_config.json").write_text(json.dumps(generation_config(plain) | GENERATION_CONFIG))
+    log = folder / "engine.log"
+    for mode, flags in MODES.items():
+        with vllm(plain, log, *flags) as (url, _):
+            found = Engine(url, plain).measure(python, lambda way: not way.thinks)
+        with vllm(configured, log, *flags, *THINKING) as (url, _):
+            found |= Engine(url, configured).measure(python, lambda way: way.configured or way.thinks)
+        yield mode, found
 
 
-def table(columns: Mapping[str, Mapping[str, Result]], tolerance: float, *, markdown: bool) -> str:
+def table(columns: Mapping[str, Mapping[str, Result]]) -> str:
     """Return the table: a row for each way to sample, a column for each log-prob mode."""
     rows = [["way to sample", *columns, "effect"]]
     for name in dict.fromkeys(name for results in columns.values() for name in results):
         results = [results.get(name) for results in columns.values()]
         effects = [result.effect for result in results if result is not None and result.refused is None]
-        shown = ["-" if result is None else result.shown(tolerance) for result in results]
+        shown = ["-" if result is None else result.shown for result in results]
         rows.append([name, *shown, f"{max(effects):.2g}" if effects else "-"])
-    if markdown:
-        rows.insert(1, ["---"] * len(rows[0]))
-        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--engine", action="append", metavar="[COLUMN=]URL", help="a running vLLM; may be repeated")
-    parser.add_argument("--model", default="tiny", help="name under which those engines serve the model")
-    parser.add_argument("--model-folder", type=Path, help="its weights, for the truth")
-    parser.add_argument("--tokenizer", type=Path, help="by default the model folder")
-    parser.add_argument("--device", default="cpu", help="where the truth is computed")
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="largest difference of a true row")
-    parser.add_argument("--markdown", action="store_true", help="print the table for the docs")
-    arguments = parser.parse_args()
-    folder, tolerance, python = arguments.model_folder, arguments.tolerance, sys.executable
-    if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")):
-        from tests.policy.engines import vllm_python
-
-        python = str(vllm_python())
-    if arguments.engine is None:
-        columns = dict(measure_local(python))
-    elif folder is None:
-        parser.error("--engine needs --model-folder")
-    else:
-        named = {(given.rpartition("=")[0] or given): given.rpartition("=")[2] for given in arguments.engine}
-        place = arguments.model, folder, arguments.tokenizer or folder, arguments.device
-        with ThreadPoolExecutor() as pool:
-            measured = pool.map(lambda url: Engine(url, *place).measure(python, lambda way: True), named.values())
-            columns = dict(zip(named, measured, strict=True))
-    print(table(columns, tolerance, markdown=arguments.markdown))
-    sys.exit(any(result.is_false(tolerance) for results in columns.values() for result in results.values()))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of many nodes on one machine, for what needs a fleet: each node is a raylet of its own.
+"""A Ray cluster of many nodes on one machine: each node is a raylet.
 
-Run as a program it is that cluster: it tells its address, and then obeys ``kill NODE`` and ``add [NAME=VALUE ...]`` on
-its input.
+As a program this is the cluster: it prints its address, and then takes ``kill NODE`` and ``add [NAME=VALUE ...]`` on
+standard input.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEALTH = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
-"""A node that does not answer is dead after 3 to 5 seconds, where Ray's defaults take 13."""
+"""A node that does not answer is dead after 3 to 5 seconds; with Ray's defaults after 13."""
 _STORE_BYTES = 80 * 2**20
 
 
@@ -47,7 +47,7 @@ class Raylets:
         self._process, self._errors = process, errors
         self.address = ""
         self.nodes: list[str] = []
-        """The first 12 letters of the nodes' ids."""
+        """First 12 letters of the nodes' ids."""
 
     async def kill(self, node: str) -> None:
         """Kill a raylet with SIGKILL."""
@@ -55,9 +55,9 @@ class Raylets:
         self.nodes.remove(node)
 
     async def add(self, **variables: str) -> str:
-        """One more, with these variables in its environment; gives its id.
+        """Add a node with these variables in its environment; return its id.
 
-        ``ADDRESS`` is the one that it is to have of the machine's, by default the next of the loopback device.
+        ``ADDRESS`` is the node's address, by default the next one of the loopback device.
         """
         node = await self._say(" ".join(["add", *(f"{name}={value}" for name, value in variables.items())]))
         self.nodes.append(node)
@@ -69,7 +69,7 @@ class Raylets:
         return await self.heard()
 
     async def heard(self) -> str:
-        """What it answers, between all that Ray prints."""
+        """Return the next answer, without Ray's own output."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             if line.startswith(b"cluster: "):
@@ -80,16 +80,16 @@ class Raylets:
 
 @contextlib.asynccontextmanager
 async def raylets(count: int) -> AsyncIterator[Raylets]:
-    """A cluster of so many nodes for sandboxes, and a head without."""
+    """Run a cluster of so many nodes for sandboxes, and a head without sandboxes."""
     mark = ProcessMark("PRORL_RAYLETS", os.urandom(8).hex())
     # The path of a Unix socket must be short.
     folder = Path(tempfile.mkdtemp(prefix="prorl-ray-", dir="/tmp"))
-    command = [sys.executable, "-m", "benchmarks.raylets", str(count)]
+    command = [sys.executable, "-m", "tests.gym.raylets", str(count)]
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # the process has it as long as it lives
     process = await asyncio.create_subprocess_exec(
         *reaper_command(mark, command, sys.executable, folder),
         env=os.environ | ENVIRONMENT | {"RAY_TMPDIR": str(folder), mark.name: mark.value},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=errors,
@@ -108,7 +108,7 @@ async def raylets(count: int) -> AsyncIterator[Raylets]:
 
 
 def _tried[T](start: Callable[[], T]) -> T:
-    """Ray gives its own processes a fixed time, which a busy machine may exceed."""
+    """Try again: Ray gives its processes a fixed time, which a busy machine may exceed."""
     for pause_s in (0.0, 1.0, 5.0, 20.0):
         with contextlib.suppress(Exception):
             return start()

@@ -1,0 +1,115 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sandboxes and shells that benchmarks compare: each opens one and yields a call that runs :data:`ECHO` in it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from nemo_gym.sandbox.providers.apptainer import ApptainerProvider
+from nemo_gym.sandbox.providers.base import SandboxSpec
+
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions.bash import Shell
+
+
+ECHO = "echo hello"
+GYM, SWE_REX, TMUX = "Gym apptainer", "SWE-ReX", "tmux"
+
+Action = Callable[[], Awaitable[str]]
+
+
+async def our_shell(image: Path, runtime: Runtime) -> AsyncIterator[Action]:
+    """A shell session of ours."""
+    container = await Container.start(ContainerSpec(image=image), runtime)
+    async with container, await Shell.start(container) as shell:
+
+        async def action() -> str:
+            return (await shell.run(ECHO)).output
+
+        yield action
+
+
+async def our_exec(image: Path, runtime: Runtime) -> AsyncIterator[Action]:
+    """A sandbox of ours without a shell session."""
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+
+        async def action() -> str:
+            return (await container.run(ECHO)).stdout
+
+        yield action
+
+
+async def gym_apptainer(image: Path, _runtime: Runtime | None = None) -> AsyncIterator[Action]:
+    """A container of NeMo Gym's own provider."""
+    provider = ApptainerProvider(create={"extra_start_args": ["--writable-tmpfs"]})
+    handle = await provider.create(SandboxSpec(image=str(image)))
+
+    async def action() -> str:
+        return (await provider.exec(handle, ECHO)).stdout or ""
+
+    try:
+        yield action
+    finally:
+        await provider.close(handle)
+
+
+async def swe_rex(_image: Path, _runtime: Runtime | None = None) -> AsyncIterator[Action]:
+    """A session of SWE-ReX, without a container."""
+    from swerex.runtime.abstract import BashAction, CreateBashSessionRequest
+    from swerex.runtime.local import LocalRuntime
+
+    runtime = LocalRuntime()
+    await runtime.create_session(CreateBashSessionRequest())
+
+    async def action() -> str:
+        return (await runtime.run_in_session(BashAction(command=ECHO))).output
+
+    try:
+        yield action
+    finally:
+        await runtime.close()
+
+
+async def tmux(_image: Path, _runtime: Runtime) -> AsyncIterator[Action]:
+    """A tmux pane, captured until the end of the command shows, without a container."""
+    base = ["tmux", "-L", f"prorl-bench-{os.getpid()}"]
+    await run_program([*base, "new-session", "-d", "-x", "200", "-y", "50", "bash", "--norc", "--noprofile"])
+    count = 0
+
+    async def action() -> str:
+        nonlocal count
+        count += 1
+        await run_program([*base, "send-keys", f"{ECHO}; echo end-$(({count}))-", "Enter"])
+        while f"\nend-{count}-" not in (seen := await run_program([*base, "capture-pane", "-p", "-S", "-20"])):
+            pass
+        return seen
+
+    try:
+        yield action
+    finally:
+        await run_program([*base, "kill-server"])
+
+
+async def run_program(argv: list[str]) -> str:
+    """Run a program and return its output."""
+    process = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+    output, _ = await process.communicate()
+    return output.decode()
+
+
+async def latencies(action: Action, count: int) -> list[float]:
+    """Return milliseconds of each call; the answer is checked."""
+    taken = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        answer = await action()
+        taken.append((time.perf_counter() - begin) * 1e3)
+        assert "hello" in answer
+    return taken
