@@ -92,14 +92,6 @@ os.chmod("/tmp/closed", 0o400)
 time.sleep(60)
 """
 
-WITH_THE_SERVER = """
-import time
-for number in range(4):
-    with open(f"/.prorl/{number}", "wb") as file:
-        file.write(b"x" * (8 << 20))
-time.sleep(60)
-"""
-
 FULL = """
 import os, time
 try:
@@ -169,7 +161,6 @@ EVASIONS = {
     "empty": EMPTY,
     "closed": CLOSED,
     "unsearchable": UNSEARCHABLE,
-    "with the server": WITH_THE_SERVER,
 }
 
 

@@ -200,7 +200,7 @@ async def test_who_has_lost_its_first_thread_is_paused(image: Path, runtime: Run
             while not (await container.run("cat /tmp/out /tmp/written")).stdout.startswith("begun\nx"):
                 await asyncio.sleep(0.05)
         await container.pause()
-        written = container.shared_folder.parent / "overlay/upper/tmp/written"
+        written = container.folder / "overlay/upper/tmp/written"
         before = written.stat().st_size
         await asyncio.sleep(0.5)
         assert written.stat().st_size == before

@@ -63,7 +63,7 @@ def order(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
         "disk_limit": wanted["disk_mib"] << 20,
         "process_limit": wanted["processes"] if Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE else 0,
         "shared_memory_mib": wanted["shared_memory_mib"],
-        "volumes": [str(sandbox.folder / "shared"), *(bind.partition(":")[0] for bind in wanted["volumes"])],
+        "volumes": [bind.partition(":")[0] for bind in wanted["volumes"]],
         "in_memory": in_memory,
     }
 
