@@ -3,22 +3,22 @@
 """Latency of one shell action, one kernel cell, and the start and end of one sandbox.
 
 Every peer runs the same ``echo`` as its users do: NeMo Gym's ``apptainer`` provider in a container of the same image,
-SWE-ReX's local bash session and a tmux pane on the bare machine, which flatters those two. A kernel cell goes to the
-same kernel over the same sockets by ``jupyter_client``; a kernel's start is that of ``jupyter_client`` in a sandbox.
+SWE-ReX's local bash session and a tmux pane on the bare machine, which flatters those two. The peer
+of kernels is ``jupyter_client`` with ipykernel on the bare machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 import tempfile
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from jupyter_client import AsyncKernelClient
+from jupyter_client.manager import start_new_async_kernel
 
 from benchmarks import processes
 from benchmarks.report import Row, parser, publish, quantile
@@ -39,20 +39,11 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
-from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 
 
 CELL = "print('hello')"
 JUPYTER = "jupyter_client"
-KERNEL_START = """
-import time
-from jupyter_client.manager import start_new_kernel
-begin = time.perf_counter()
-manager, client = start_new_kernel(kernel_name="python3")
-print(1000 * (time.perf_counter() - begin), flush=True)
-manager.shutdown_kernel(now=True)
-"""
-"""The peer's start of a kernel; its import of jupyter_client is not counted."""
 
 
 async def actions(image: Path, runtime: Runtime, *, quick: bool) -> list[Row]:
@@ -81,7 +72,7 @@ async def actions(image: Path, runtime: Runtime, *, quick: bool) -> list[Row]:
 
 
 async def cells(_image: Path, runtime: Runtime, *, quick: bool) -> list[Row]:
-    """Measure a kernel's start in a fresh sandbox, and one cell."""
+    """Measure a kernel's start in a fresh sandbox, and one cell; the peer has no sandbox."""
     image = await asyncio.to_thread(ensure_image, KERNEL, print)
     started, theirs = [], []
     for _ in range(3 if quick else 30):
@@ -89,19 +80,20 @@ async def cells(_image: Path, runtime: Runtime, *, quick: bool) -> list[Row]:
             begin = time.perf_counter()
             async with await Kernel.start(container):
                 started.append((time.perf_counter() - begin) * 1e3)
-        async with await Container.start(ContainerSpec(image=image), runtime) as container:
-            said = await container.run(f"python3 -c '{KERNEL_START}'", timeout_s=60)
-            theirs.append(float(said.stdout or "nan"))
+        begin = time.perf_counter()
+        async with contextlib.asynccontextmanager(jupyter_cells)():
+            theirs.append((time.perf_counter() - begin) * 1e3)
     async with (
         await Container.start(ContainerSpec(image=image), runtime) as container,
         await Kernel.start(container) as kernel,
+        contextlib.asynccontextmanager(jupyter_cells)() as peer,
     ):
 
         async def action() -> str:
             return (await kernel.run(CELL)).output
 
         repeats = 50 if quick else 500
-        ours, peers = await latencies(action, repeats), await jupyter_client_cells(container, repeats)
+        ours, peers = await latencies(action, repeats), await latencies(peer, repeats)
     return [
         Row("kernel cell, p50", "ms", quantile(ours, 0.5), quantile(peers, 0.5), JUPYTER, "<= 0.6"),
         Row("kernel cell, p99", "ms", quantile(ours, 0.99), quantile(peers, 0.99), JUPYTER),
@@ -109,13 +101,9 @@ async def cells(_image: Path, runtime: Runtime, *, quick: bool) -> list[Row]:
     ]
 
 
-async def jupyter_client_cells(container: Container, repeats: int) -> list[float]:
-    """Return milliseconds of the same cell by ``jupyter_client``, to the kernel that runs in the sandbox."""
-    file = max(container.shared_folder.glob("k*.json"), key=lambda path: path.stat().st_mtime)
-    facts = json.loads(file.read_text())
-    client = AsyncKernelClient()
-    client.load_connection_info({**facts, "ip": str(container.shared_folder / Path(facts["ip"]).name)})
-    client.start_channels(stdin=False, hb=False)
+async def jupyter_cells() -> AsyncIterator[Callable[[], Awaitable[str]]]:
+    """Yield what runs a cell in a kernel of ``jupyter_client``'s own, on the bare machine."""
+    manager, client = await start_new_async_kernel()
     said: list[str] = []
 
     async def action() -> str:
@@ -126,10 +114,10 @@ async def jupyter_client_cells(container: Container, repeats: int) -> list[float
         return "".join(said)
 
     try:
-        await client.kernel_info(reply=True)
-        return await latencies(action, repeats)
+        yield action
     finally:
         client.stop_channels()
+        await manager.shutdown_kernel(now=True)
 
 
 async def starts(image: Path, runtime: Runtime, *, quick: bool) -> list[Row]:

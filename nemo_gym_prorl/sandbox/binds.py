@@ -29,7 +29,6 @@ from nemo_gym_prorl.sandbox.isolation import accounts
 from nemo_gym_prorl.sandbox.isolation.mounts import Bind
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
-from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
 
 
 CLOSED = (Path("/proc"), Path("/sys"))
@@ -38,7 +37,7 @@ CLOSED = (Path("/proc"), Path("/sys"))
 SOCKETS = Path("/run")
 """Not shown as a whole."""
 
-OWN = ("/proc", "/sys", "/dev", SHARED_FOLDER)
+OWN = ("/proc", "/sys", "/dev")
 """What a sandbox has of its own, and all below."""
 
 _OF_THE_RUNTIME = re.compile(r'[,"\\\n]')

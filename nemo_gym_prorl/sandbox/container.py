@@ -30,7 +30,6 @@ from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits import report
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
-from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
 from nemo_gym_prorl.sandbox.sessions.exec import (
     DEATH_S,
     DEFAULT_EXEC_TIMEOUT_S,
@@ -47,7 +46,7 @@ from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.transfer import FILE_LIMIT
 
 
-__all__ = ["DEFAULT_EXEC_TIMEOUT_S", "OUTPUT_LIMIT", "SHARED_FOLDER", "Completed", "Container", "ContainerSpec"]
+__all__ = ["DEFAULT_EXEC_TIMEOUT_S", "OUTPUT_LIMIT", "Completed", "Container", "ContainerSpec"]
 
 LOGGER = logging.getLogger(__name__)
 
@@ -141,9 +140,9 @@ class Container:
                     raise CallerError(f"can't be made in the sandbox: {made.stderr.strip()}", field="workdir")
 
     @property
-    def shared_folder(self) -> Path:
-        """The host's side of :data:`SHARED_FOLDER`. What is in it is the sandbox's word."""
-        return self._link.folder / self.name / "shared"
+    def folder(self) -> Path:
+        """The host's folder of the sandbox's files. Contents are untrusted: the sandbox controls them."""
+        return self._link.folder / self.name
 
     def describe(self) -> dict[str, Any]:
         """What :meth:`attach` needs, as JSON."""

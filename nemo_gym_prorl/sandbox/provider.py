@@ -40,7 +40,7 @@ from nemo_gym_prorl.sandbox.images.reference import Reference, parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
-from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
 
 
@@ -210,10 +210,10 @@ class SingularityProvider(SnapshotSupport):
         return await Shell.start(container_of(handle), env=env)
 
     async def kernel(self, handle: SandboxHandle) -> Kernel:
-        """An IPython kernel in the sandbox's working folder, the caller's to close; see :class:`.jupyter.Kernel`.
+        """An IPython kernel in the sandbox's working folder, the caller's to close; see :class:`.kernel.Kernel`.
 
         Raises:
-            InfrastructureError: the image has no ipykernel, or it does not answer.
+            InfrastructureError: the image has no IPython, or it does not answer.
         """
         return await Kernel.start(container_of(handle))
 

@@ -17,7 +17,7 @@ from nemo_gym.sandbox.providers.base import SandboxExecResult, SandboxHandle, Sa
 
 from nemo_gym_prorl.sandbox.compose.snapshots import Taken
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
-from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 
 
 class StartedSandbox:

@@ -268,7 +268,7 @@ async def test_sandboxes_of_root_have_ids_of_their_own(image: Path, runtime: Run
     """One that is shown another's folder, as in the control above, may not enter."""
     without(ANY_BIND)
     async with sandbox(image, runtime) as victim:
-        spec = ContainerSpec(image=image, binds=[f"{victim.shared_folder.parent}/overlay:/other"])
+        spec = ContainerSpec(image=image, binds=[f"{victim.folder}/overlay:/other"])
         async with await Container.start(spec, runtime) as curious:
             tried = await curious.run("id -u; ls /other; touch /other/new")
         assert tried.stdout == "0\n"
@@ -292,7 +292,6 @@ async def test_no_socket_of_another_sandbox(image: Path, runtime: Runtime, prote
         await victim.run(LISTEN.replace("print(1)", "print(1, flush=True)"), timeout_s=20)
         assert (await victim.run(REACH)).exit_code == 0
         assert ((await other.run(REACH)).exit_code != 0) is protected
-        assert (await other.run("ls -A /.prorl")).stdout == ""
 
 
 @WITH_AND_WITHOUT

@@ -77,7 +77,7 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
         "images_start": (),
     },
     # With a device and a control group of his own, as on most machines: SIF files that are mounted, groups; and one of
-    # each that is used as root uses it, files and commands, a kernel (never forked), layers. What is counted, cut and
+    # each that is used as root uses it, files and commands, a kernel, layers. What is counted, cut and
     # kept of what is said is the server's affair.
     "equipped": {
         "bad_input": ("a_damaged_sif", "a_sif_is_as_good_as_a_folder"),
@@ -99,7 +99,6 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
             "a_kernel_has_the_rights_of_any_program",
             "cells_share_state_and_say_what_happened",
             "time_limit_interrupt_and_death",
-            "its_sockets_are_its_sandboxes_own",
         ),
         # Files that are no snapshot are refused by the same lines.
         "snapshots": (

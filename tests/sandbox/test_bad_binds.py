@@ -61,7 +61,6 @@ def host() -> Iterator[Path]:
         ("{host}/file:/dev/null", "/dev is the sandbox's own"),
         ("{host}/folder:/dev/shm", "/dev is the sandbox's own"),
         ("{host}/folder:/sys/fs/cgroup", "/sys is the sandbox's own"),
-        ("{host}/folder:/.prorl/x", "/.prorl is the sandbox's own"),
         ("{host}/folder:/usr", "would hide the image's /usr/bin"),
         ("{host}/with,comma:/mnt", "has a comma"),
         ("{host}/folder:relative", "is not HOST:INSIDE"),

@@ -21,7 +21,7 @@ from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
-from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
@@ -217,11 +217,11 @@ async def test_no_bash_and_no_python(runtime: Runtime, tiny_root: Path) -> None:
     async with await Container.start(ContainerSpec(image=tiny_root), runtime) as container:
         with pytest.raises(InfrastructureError, match="needs bash in the image"):
             await Shell.start(container)
-        with pytest.raises(InfrastructureError, match="needs python3 with ipykernel in the image"):
+        with pytest.raises(InfrastructureError, match="needs python3 with IPython in the image"):
             await Kernel.start(container)
         assert (await container.run("echo alive")).stdout == "alive\n"
 
 
-async def test_no_ipykernel(container: Container) -> None:
-    with pytest.raises(InfrastructureError, match=r"needs python3 with ipykernel in the image: .*No module"):
+async def test_no_ipython(container: Container) -> None:
+    with pytest.raises(InfrastructureError, match=r"needs python3 with IPython in the image: .*No module"):
         await Kernel.start(container)

@@ -102,15 +102,15 @@ async def test_a_sandbox_with_a_bottomless_folder_closes(image: Path, runtime: R
 HAND_OVER = """
 import os, socket
 os.umask(0)
-os.mkdir('/.prorl/trap')
+os.mkdir('/trap')
 for number in range(20):
-    os.mkdir(f'/.prorl/trap/{number}')
-    open(f'/.prorl/trap/{number}/0', 'w').close()
+    os.mkdir(f'/trap/{number}')
+    open(f'/trap/{number}/0', 'w').close()
     for name in range(1, 300):
-        os.link(f'/.prorl/trap/{number}/0', f'/.prorl/trap/{number}/{name}')
+        os.link(f'/trap/{number}/0', f'/trap/{number}/{name}')
 line = socket.socket(socket.AF_UNIX)
 line.connect('/meet/socket')
-socket.send_fds(line, [b'here'], [os.open('/.prorl/trap', os.O_RDONLY)])
+socket.send_fds(line, [b'here'], [os.open('/trap', os.O_RDONLY)])
 """
 SWAP = """
 import os, socket, sys
@@ -192,14 +192,13 @@ async def test_an_accomplice_has_nothing_of_the_host_erased(
 
 @pytest.mark.sandbox
 @pytest.mark.skipif(not is_machine_root(), reason="an ordinary user's sandboxes are all the same owner's")
-@pytest.mark.parametrize("where", ["/.prorl", ""])
-async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, where: str, meeting_place: str) -> None:
+async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, meeting_place: str) -> None:
     """Nor writes what nobody counts: who was handed a folder of a sandbox that ends makes no more in it."""
     spec = ContainerSpec(image=image, binds=(f"{meeting_place}:/meet",))
     async with await Container.start(spec, runtime) as other, await Container.start(spec, runtime) as ends:
         filling = asyncio.create_task(other.run(f"python3 -c {quote(FILL)}", timeout_s=60))
         await ends.run("until [ -e /meet/ready ]; do sleep 0.05; done", timeout_s=60)
-        handed = await ends.run(f"python3 -c {quote(HAND_OVER.replace('/.prorl', where))}", timeout_s=60)
+        handed = await ends.run(f"python3 -c {quote(HAND_OVER)}", timeout_s=60)
         assert handed.exit_code == 0, handed.stderr
         await ends.run("until [ -e /meet/taken ]; do sleep 0.05; done", timeout_s=60)
         async with asyncio.timeout(30):
@@ -224,7 +223,7 @@ async def test_who_closes_a_sandbox_is_not_told_of_a_helper_that_was_killed(
     )
     container = await Container.start(ContainerSpec(image=image), runtime)
     await container.close()
-    assert not container.shared_folder.exists()
+    assert not container.folder.exists()
 
 
 async def test_who_closes_a_sandbox_is_told_that_its_files_do_not_go(
@@ -249,4 +248,4 @@ async def test_who_closes_a_sandbox_is_told_that_its_files_do_not_go(
             await container.close()
     obstacle.unlink()
     await container.close()
-    assert not container.shared_folder.exists()
+    assert not container.folder.exists()

@@ -125,4 +125,4 @@ async def test_nothing_of_a_command_whose_time_is_up_is_left(
 
 def begun(container: Container) -> bool:
     """Whether the program has begun; seen from outside, where a full table of processes does not matter."""
-    return (container.shared_folder.parent / "overlay/upper/tmp/begun").exists()
+    return (container.folder / "overlay/upper/tmp/begun").exists()

@@ -13,9 +13,9 @@ from nemo_gym_prorl.failures import AgentError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions import bash
+from nemo_gym_prorl.sandbox.sessions import kernel as kernels
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
-from nemo_gym_prorl.sandbox.sessions.jupyter import kernel as kernels
-from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 
 
 pytestmark = pytest.mark.sandbox

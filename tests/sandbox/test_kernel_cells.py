@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 
 
@@ -42,6 +43,49 @@ HANDLER = """
 get_ipython().set_custom_exc((LookupError,), lambda shell, kind, value, trace, tb_offset=None: print('handled'))
 {}['x']
 """
+ORDER = """
+import os, subprocess, sys
+print('print'); subprocess.run(['echo', 'child']); os.write(2, b'descriptor\\n'); print('error', file=sys.stderr)
+!echo command
+print('last')
+"""
+FORK = """
+import os
+child = os.fork()
+print('child' if child == 0 else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+if child == 0:
+    display('of the child')
+"""
+POOL = """
+import multiprocessing
+def square(number):
+    print(f'{number} {number * number}')
+with multiprocessing.Pool(2) as pool:
+    pool.map(square, [2, 3])
+"""
+WRAPPED = """
+import gc, io, sys
+sys.stdout = io.TextIOWrapper(sys.stdout.buffer, 'utf-8')
+print('wrapped', flush=True)
+sys.stdout = sys.__stdout__
+gc.collect()
+print('and back')
+"""
+REPLACED = """
+import os
+kept = os.dup(1)
+os.dup2(os.open('/dev/null', os.O_WRONLY), 1)
+print('seen')
+!echo not
+os.dup2(kept, 1);
+"""
+LEAVE = """
+async def leave(): raise SystemExit
+leaving = asyncio.create_task(leave())
+await asyncio.sleep(0)
+"""
+THREAD = "t = threading.Thread(target=display, args=['own'])\nt.start(); t.join()"
+NEVER = "class Odd(Exception):\n    def __str__(self): raise ValueError('no text')\nraise Odd"
 DISPLAY = "from IPython.display import display, clear_output, HTML\n"
 
 CASES = {
@@ -64,7 +108,7 @@ CASES = {
     "KeyboardInterrupt": Case("raise KeyboardInterrupt", error="KeyboardInterrupt"),
     "own base exception": Case("class Odd(BaseException): pass\nraise Odd('so')", error="so"),
     "byte that is not UTF-8": Case("print('odd', b'\\xff'.decode('utf8', 'surrogateescape'))", "odd "),
-    "half a surrogate pair": Case("print('x\\ud800y')", "surrogates not allowed"),
+    "half a surrogate pair": Case("print('x\\ud800y')", error="surrogates not allowed"),
     "odd byte in a trace": Case("raise ValueError(b'\\xff'.decode('utf8', 'surrogateescape'))", error="ValueError"),
     "odd byte of a command": Case("!printf 'a\\xffb'", "a"),
     "odd byte shown": Case(DISPLAY + "display(HTML(b'h\\xff'.decode('utf8', 'surrogateescape')))", shown="h\ufffd"),
@@ -74,9 +118,6 @@ CASES = {
     "source": Case("import textwrap\ntextwrap.dedent??", "def dedent"),
     "display": Case(DISPLAY + "display('shown')", shown="shown"),
     "updated display": Case(DISPLAY + "h = display('first', display_id=True)\nh.update('second')", shown="second"),
-    "cleared": Case(DISPLAY + "print('old')\nclear_output()\nprint('new')", "new\n"),
-    "cleared at the next output": Case(DISPLAY + "print('old')\nclear_output(wait=True)\nprint('new')", "new\n"),
-    "cleared without a next output": Case(DISPLAY + "print('old')\nclear_output(wait=True)", "old\n"),
     "top-level await": Case("import asyncio\nawait asyncio.sleep(0)\nprint('slept')", "slept\n"),
     "semicolon": Case("3;"),
     "comment": Case("# nothing"),
@@ -88,6 +129,26 @@ CASES = {
     "last line without an end": Case("print('end', end='')", "end"),
     "subprocess": Case("import subprocess\nsubprocess.run(['echo', 'out']).returncode", "out", shown="0"),
     "descriptor": Case("import os\nos.write(1, b'by descriptor\\n')", "by descriptor", shown="14"),
+    "in order": Case(ORDER, "print\nchild\ndescriptor\nerror\ncommand\nlast\n"),
+    "forked child": Case(FORK, "child\n0\n"),
+    "forked child that exits": Case(FORK.replace("print(", "if child == 0: raise SystemExit(3)\nprint(", 1), "3\n"),
+    "lines of several processes": Case(POOL, "2 4"),
+    "wrapped stream": Case(WRAPPED, "wrapped\nand back\n"),
+    "closed stream": Case("import sys\nsys.stdout.close()\nprint('goes on')", "goes on\n"),
+    "replaced descriptor": Case(REPLACED, "seen\n"),
+    "non-blocking pipe": Case("import os\nos.set_blocking(1, False)\nprint('x' * 60_000 + 'end')", "end\n"),
+    "NUL": Case("print('a\\0b\\0')", "a\0b\0\n"),
+    "endless recursion": Case("def again(): again()\nagain()", error="RecursionError"),
+    "exception without a text": Case(NEVER, error="no text"),
+    "task that exits": Case(LEAVE),
+    "stopped loop": Case("import asyncio\nasyncio.get_running_loop().stop()"),
+    "displays of threads": Case(DISPLAY + THREAD, shown="own"),
+    "picture": Case("from IPython.display import Image\nImage(data=b'\\x89PNG123')", shown="iVBORzEyMw=="),
+    "object": Case("from IPython.display import JSON\nJSON({'a': [1]})", shown='{"a": [1]}'),
+    "captured": Case("%%capture said\nprint('inside')"),
+    "what was captured": Case("print(said.stdout, end='')", "inside\n"),
+    "arguments": Case("import argparse\nargparse.ArgumentParser().parse_args()", shown="Namespace()"),
+    "reset": Case("%reset -f\nprint('reset')", "reset\n"),
 }
 
 
@@ -114,6 +175,24 @@ async def test_a_cell(case: Case, kernel: Kernel) -> None:
     assert shown == "" if case.shown is None else case.shown in shown
     assert cell.omitted == 0
     assert not cell.died
+
+
+CLEARED = {
+    "at once": ("print('old')\nclear_output()\nprint('new')", "new\n"),
+    "part of a line": ("print('old', end='')\nclear_output()\nprint('new')", "new\n"),
+    "at the next output": ("print('old')\nclear_output(wait=True)\nprint('new')", "new\n"),
+    "part of a line at the next output": ("print('old', end='')\nclear_output(wait=True)\nprint('new')", "new\n"),
+    "by a display": ("print('old')\nclear_output(wait=True)\ndisplay('new')", ""),
+    "without a next output": ("print('old')\nclear_output(wait=True)", "old\n"),
+}
+
+
+@pytest.mark.parametrize(("code", "left"), CLEARED.values(), ids=CLEARED)
+async def test_what_is_cleared_is_gone(code: str, left: str, kernel: Kernel) -> None:
+    cell = await kernel.run(f"{DISPLAY}display('old')\n{code}")
+    assert cell.output == left
+    kept = ["'old'"] if left == "old\n" else ["'new'"] if not left else []
+    assert [data["text/plain"] for data in cell.data] == kept
 
 
 async def test_an_updated_display_is_there_once(kernel: Kernel) -> None:
@@ -149,3 +228,65 @@ async def test_a_cancelled_cell_keeps_its_turn_until_it_has_ended(kernel: Kernel
         await kernel.restart()
     else:
         assert (await following).output == "next\n"
+
+
+WAITS = {
+    "loop": "while True: pass",
+    "sleep": "import time; time.sleep(100)",
+    "await": "import asyncio\nawait asyncio.sleep(100)",
+    "loop after await": "import asyncio\nawait asyncio.sleep(0)\nwhile True: pass",
+    "program": "import subprocess\nsubprocess.run(['sleep', '100'])",
+    "lock": "import threading\nthreading.Event().wait()",
+}
+
+
+@pytest.mark.parametrize("code", WAITS.values(), ids=WAITS)
+async def test_an_interrupt_ends_a_cell_and_keeps_what_was(code: str, kernel: Kernel) -> None:
+    await kernel.run("kept = 1")
+    cell = await kernel.run(f"print('begun')\n{code}", timeout_s=0.5)
+    assert (cell.output, cell.timed_out, cell.died) == ("begun\n", True, False)
+    assert "KeyboardInterrupt" in (cell.error or "")
+    assert (await kernel.run("kept")).data == [{"text/plain": "1"}]
+
+
+async def test_an_interrupt_between_cells_is_none(kernel: Kernel) -> None:
+    await kernel.run("kept = 2")
+    await kernel.interrupt()
+    cell = await kernel.run("kept")
+    assert (cell.data, cell.error) == ([{"text/plain": "2"}], None)
+
+
+async def test_tasks_go_on_between_cells(kernel: Kernel) -> None:
+    await kernel.run("""
+import asyncio
+async def count():
+    for number in range(3):
+        await asyncio.sleep(0.05)
+        display(number)
+    return "counted"
+counting = asyncio.create_task(count())
+""")
+    await asyncio.sleep(1)
+    cell = await kernel.run("await counting")
+    assert [data["text/plain"] for data in cell.data] == ["0", "1", "2", "'counted'"]
+
+
+async def test_a_kernel_that_is_closed_meanwhile_gives_what_there_was(kernel: Kernel) -> None:
+    running = asyncio.create_task(kernel.run("print('begun')\nimport time; time.sleep(100)"))
+    await asyncio.sleep(0.5)
+    await kernel.close()
+    cell = await running
+    assert (cell.output, cell.died) == ("begun\n", True)
+    with pytest.raises(CallerError, match="restart"):
+        await kernel.run("1")
+    await kernel.restart()
+
+
+async def test_a_kernel_that_a_cell_has_left_is_over(kernel: Kernel) -> None:
+    cell = await kernel.run("print('before'); exit()")
+    assert (cell.output, cell.error) == ("before\n", None)
+    assert kernel._process
+    await asyncio.wait_for(asyncio.shield(kernel._process.ended), 20)
+    with pytest.raises(SandboxBroken, match="restart"):
+        await kernel.run("1")
+    await kernel.restart()

@@ -35,14 +35,6 @@ for number in range(4000):
 time.sleep(60)
 """
 
-WITH_THE_SERVER = """
-import time
-for number in range(4):
-    with open(f"/.prorl/{number}", "wb") as file:
-        file.write(b"x" * (8 << 20))
-time.sleep(60)
-"""
-
 FULL = """
 import os, time
 try:
@@ -106,7 +98,6 @@ def program(text: str) -> str:
 EVASIONS = {
     "without a name": WITHOUT_A_NAME,
     "empty": EMPTY,
-    "with the server": WITH_THE_SERVER,
 }
 
 

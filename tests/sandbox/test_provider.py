@@ -193,7 +193,7 @@ async def test_a_paused_sandbox_does_nothing_until_it_is_resumed(
         refused = await provider.exec(handle, "true")
         assert (refused.return_code, refused.error_type) == (125, "sandbox")
         assert "paused" in (refused.stderr or "")
-        (counter,) = handle.raw.shared_folder.parent.glob("overlay/upper/tmp/i")
+        (counter,) = handle.raw.folder.glob("overlay/upper/tmp/i")
         before = counter.read_text()
         await asyncio.sleep(0.3)
         assert counter.read_text() == before

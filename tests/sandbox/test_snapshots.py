@@ -446,7 +446,7 @@ time.sleep(20)
 
 
 async def test_who_reads_a_sandboxs_layer_ends_with_the_supervisor(container: Container) -> None:
-    first = (container.shared_folder.parent / "pid_namespace").read_text().split()[0]
+    first = (container.folder / "pid_namespace").read_text().split()[0]
     supervisor = await asyncio.create_subprocess_exec(
         sys.executable, "-c", HELPER, first, stdout=asyncio.subprocess.PIPE
     )

@@ -83,7 +83,7 @@ async def test_processes_of_all_users_together_are_bounded(image: Path, runtime:
     async with await Container.start(spec, runtime) as container, await Container.start(spec, runtime) as neighbour:
         await container.run(f"cat > /tmp/many.py << 'END'\n{MANY}\nEND\nsetsid python3 /tmp/many.py >/dev/null 2>&1 &")
         await asyncio.sleep(1)
-        space = int((container.shared_folder.parent / state_dir.SPACE_FILE).read_text().split()[2])
+        space = int((container.folder / state_dir.SPACE_FILE).read_text().split()[2])
         assert 20 < usage.threads_in(space) <= 50
         for user in (None, 33):
             with pytest.raises(SandboxExhausted) as full:
@@ -102,7 +102,7 @@ async def test_what_they_wrote_goes_with_the_sandbox(image: Path, runtime: Runti
     container = await Container.start(ContainerSpec(image=image, users=True), runtime)
     await container.run("mkdir /tmp/theirs && chown 33 /tmp/theirs && chmod 700 /tmp/theirs")
     assert (await container.run(CLOSED, user=33)).exit_code == 0
-    folder = container.shared_folder.parent
+    folder = container.folder
     if killed:
         assert own_supervisor._current
         os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)

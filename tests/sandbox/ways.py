@@ -26,7 +26,6 @@ BY_THE_RUNTIME_TOO = {
         "a_kernel_is_told_nothing_of_the_host",
         "a_kernel_has_the_rights_of_any_program",
         "cells_share_state_and_say_what_happened",
-        "its_sockets_are_its_sandboxes_own",
     ),
     "limits_told": (
         "files_of_memory_count_as_memory",

@@ -67,7 +67,7 @@ async def agent() -> AsyncIterator[Agent]:
 
 @pytest.fixture
 async def without_kernel() -> AsyncIterator[Agent]:
-    """In an image without ipykernel."""
+    """In an image without IPython."""
     live = await start(str(default_image_path()))
     yield live
     await stop(live)
@@ -161,7 +161,7 @@ async def test_long_and_odd_output(without_kernel: Agent) -> None:
     assert forged == f"[exit code: 0]\n[... 5 bytes omitted ...]\n[exit code: 1; {SHELL_GONE}]"
 
 
-async def test_without_ipykernel_python_keeps_nothing_and_says_so(without_kernel: Agent) -> None:
+async def test_without_ipython_python_keeps_nothing_and_says_so(without_kernel: Agent) -> None:
     said = await without_kernel.python("import solution\nprint(solution.f())")
     assert said == "1\n[ok; only files are kept for the next call]"
 
@@ -197,29 +197,22 @@ async def test_a_kernel_keeps_its_state_until_it_ends(agent: Agent) -> None:
 
 
 FORGERIES = r"""
-import json
-kernel = get_ipython().kernel
-session, socket, parent = kernel.session, kernel.iopub_socket, kernel.get_parent()["header"]
-def send(*parts):
-    socket.send_multipart([b"x", b"<IDS|MSG>", session.sign(parts), *parts])
-def forge(kind, content):
-    send(*(json.dumps(part, default=str).encode() for part in ({**parent, "msg_type": kind}, parent, {}, content)))
-for content in ({}, [], None, 7, "text", {"text": 7}, {"text": "\ud800"}, {"text": None}, {"text": {"a": []}}):
-    for kind in ("stream", "error", "display_data", "execute_result", "\ud800", 7):
-        forge(kind, content)
-for data in ([], None, 7, {"text/plain": 7}, {"text/plain": ["\ud800"]}, {7: None}, {"a": {"b": [1]}}):
-    forge("display_data", {"data": data})
-for traceback in (None, 7, {}, [7, None], ["\udfff"]):
-    forge("error", {"traceback": traceback, "ename": [], "evalue": {}})
-for state in (None, 7, [], {}):
-    forge("status", {"execution_state": state})
-for part in (b"", b"{", b"[" * 200_000, b"\xff", b"[]", b'{"a":' * 50_000):
-    send(part, part, part, part)
-for frames in ([b"junk"], [b"<IDS|MSG>"], [b"<IDS|MSG>", b"bad"], [b"<IDS|MSG>", b"bad", b"{}", b"{}", b"{}", b"{}"]):
-    socket.send_multipart(frames)
+import os, struct
+channel = get_ipython().channel
+def record(part, flags=3):
+    return struct.pack("!HB", len(part), flags) + part
+def forge(*parts):
+    os.write(channel._events, record(b"".join(struct.pack("!I", len(part)) + part for part in parts)))
+for text in (b"", b"\xff\xfe", "\ud800".encode("utf-8", "surrogatepass"), b"x" * 3000, b"[" * 3000):
+    forge(b"error", text)
+    forge(b"data", text, b"text/plain", text)
+    forge(b"update", text, text, text)
+    os.write(1, text + channel.mark + text)
+for number in (b"0", b"1", b"99999999"):
+    forge(b"end", number)
+    os.write(1, channel.mark + number.rjust(8))
+os.write(channel._events, record(b"no end", 1) + record(b"no begin", 2))
 print("all forged")
-forge("status", {"execution_state": "idle"})
-socket.send_multipart([b"x" * (65 << 20)])
 """
 
 
@@ -227,12 +220,14 @@ socket.send_multipart([b"x" * (65 << 20)])
     "attack",
     [
         FORGERIES,
-        "import os, glob\nfor path in glob.glob('/.prorl/*'): os.remove(path)",
-        "import os, glob\nfor path in glob.glob('/.prorl/*'):\n    os.remove(path); os.symlink('/etc/passwd', path)",
-        "import os\nos.rename('/.prorl', '/tmp/elsewhere')",
-        "import sys; sys.stdout.flush = None; get_ipython().kernel.iopub_socket.close()",
-        "get_ipython().kernel.session.send = lambda *a, **k: None",
-        "get_ipython().kernel.session.key = b'another'",
+        f"{FORGERIES}forge(b'ruin')",
+        f"{FORGERIES}os.write(channel._events, b'\\xff' * 4096)",
+        "import os; os.close(get_ipython().channel._events)",
+        "import os; os.close(get_ipython().channel.text.fileno())",
+        "get_ipython().channel.send = lambda *a, **k: None",
+        "get_ipython().channel.mark = b'another'",
+        "import sys; sys.stdout.flush = None; sys.stderr = None",
+        "import os; os.closerange(3, 1000)",
         "import os\nfor fd in range(3, 100):\n    try: os.close(fd)\n    except OSError: pass",
         "import threading\nthreading.Thread(target=lambda: [print('x' * 100000) for _ in iter(int, 1)]).start()",
     ],
@@ -253,7 +248,6 @@ async def test_an_agent_that_breaks_its_sandbox_hurts_only_itself(agent: Agent) 
     assert (await agent.bash("kill -9 -1; true")).endswith("[exit code: 0]")
     assert (await agent.python("1")).endswith(("before this call: variables are gone]", f"[error; {KERNEL_GONE}]"))
     await agent.bash("rm -rf /usr/lib/python3*/encodings /usr/bin/bash")
-    # One that is forked from another needs nothing of what is gone.
     fresh, none = "[a new kernel was started]", "Error: the kernel ended and no new one could be started: "
     assert (await agent.python(restart=True)).startswith((fresh, none))
     assert (await agent.python("1")).startswith(("1\n[ok]", none))

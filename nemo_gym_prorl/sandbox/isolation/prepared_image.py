@@ -102,7 +102,7 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
     several, root, host_network = order["users"], is_machine_root(), order["network"]
     if several and prepared.one_user:
         raise PermissionError(errno.EPERM, prepared.one_user)
-    binds = [Bind.parse(text) for text in (order["binds"][:1] if root else order["binds"])]
+    binds = [] if root else [Bind.parse(text) for text in order["binds"]]
     shown = [Bind.parse(text).target for text in shown_mounts(order)] if root else []
     request = Request(Kind.MAKE)
     request.words(len(uncovered()))
@@ -135,8 +135,8 @@ def _of_all_users(order: dict[str, Any]) -> list[tuple[int, int, int]]:
 
 
 def shown_mounts(order: dict[str, Any]) -> list[str]:
-    """Return what root shows a sandbox with other owners: its binds, less the first, which is its own folder."""
-    return list(order["binds"][1:])
+    """Return what root shows a sandbox with other owners: its binds."""
+    return list(order["binds"])
 
 
 def held_mounts(order: dict[str, Any]) -> list[int]:
@@ -147,7 +147,7 @@ def held_mounts(order: dict[str, Any]) -> list[int]:
     another sandbox stay that sandbox's.
     """
     host, trees = (order["host_uid"], order["host_gid"]), []
-    for bind in map(Bind.parse, order["binds"][1:]):
+    for bind in map(Bind.parse, order["binds"]):
         tree = bind.take_hold()
         trees.append(tree)
         found = os.stat(bind.source)

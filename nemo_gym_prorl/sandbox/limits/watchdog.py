@@ -66,7 +66,6 @@ class Watched:
         process_limit: of processes and threads; 0 if the kernel keeps none for the sandbox alone.
         shared_memory_mib: size of ``/dev/shm``.
         outside: the runtime's process, which is not among those inside but counts as one of the sandbox's user.
-        shared: the folder that it shares with its server; counts as its own.
         in_memory: whether its layer is.
         hot: it did something since the last look.
         unmeasured: it did something since it was last scanned.
@@ -89,7 +88,6 @@ class Watched:
     process_limit: int = 0
     shared_memory_mib: int = 0
     outside: int | None = None
-    shared: str = ""
     in_memory: bool = False
     hot: bool = True
     unmeasured: bool = True

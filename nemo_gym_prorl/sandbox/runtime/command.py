@@ -20,9 +20,6 @@ from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import OWNER_VARIABLE
 
 
-SHARED_FOLDER = "/.prorl"
-"""Where a sandbox sees the folder that it shares with its server, for sockets."""
-
 _OF_THE_RUNTIME = re.compile(r"(APPTAINER|SINGULARITY)_.*|PS1|PROMPT_COMMAND|PWD|OLDPWD|SHLVL|HOME|_", re.DOTALL)
 """Names of variables that say something of the runtime, or of the host, and are not the image's."""
 
@@ -44,8 +41,8 @@ def runtime_command(order: Message, folder: Path) -> list[str]:
     if not order["network"]:
         command += network.NONE_BY_THE_RUNTIME
     locked = [f"{path}:{path}:ro" for path in LOCKED if Path(path).exists()] if is_machine_root_outside() else []
-    # Root shows the others itself, with other owners.
-    for bind in (*(order["binds"][:1] if is_machine_root() else order["binds"]), *locked):
+    # Root shows them itself, with other owners.
+    for bind in (*([] if is_machine_root() else order["binds"]), *locked):
         command += ["--bind", bind]
     return command
 

@@ -12,6 +12,7 @@ class HeadTail:
     """Keeps the first and the last bytes of a stream, half of ``limit`` each, and knows how many there were."""
 
     def __init__(self, limit: int) -> None:
+        self.limit = limit
         self._head = bytearray()
         self._tail: deque[bytes] = deque()
         self._tail_size = 0

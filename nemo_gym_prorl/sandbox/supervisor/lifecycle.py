@@ -35,7 +35,6 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import descriptors, usage
 from nemo_gym_prorl.sandbox.limits.report import file_size_reached
-from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
 from nemo_gym_prorl.sandbox.supervisor import limit_watch
 from nemo_gym_prorl.sandbox.supervisor.creation import Creation, Turns
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
@@ -174,10 +173,9 @@ class Sandboxes:
         folder = self._folder / order["sandbox"]
         try:
             check_image_folder(order["image"], self._folder.parent)
-            binds = checked(order["binds"], self._folder.parent, Path(order["image"]))
+            order["binds"] = checked(order["binds"], self._folder.parent, Path(order["image"]))
         except CallerError as error:
             raise Refused({"error": error.complaint, "field": error.field}) from error
-        order["binds"] = [f"{folder / 'shared'}:{SHARED_FOLDER}", *binds]
         sandbox = Sandbox(order["sandbox"], folder, order, [client], files.copy())
         files.clear()
         self._all[sandbox.name] = sandbox

@@ -60,7 +60,6 @@ def order(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
         "disk_limit": wanted["disk_mib"] << 20,
         "process_limit": wanted["processes"] if Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE else 0,
         "shared_memory_mib": wanted["shared_memory_mib"],
-        "shared": str(sandbox.folder / "shared"),
         "in_memory": in_memory,
     }
 
@@ -219,7 +218,7 @@ class Watch:
                 # What the sandbox does from now on is for the next scan.
                 box.unmeasured, box.scanned, box.scanning = False, now, True
                 found = DiskUsage()
-                self._scans.append((box, found, scan((box.folder, box.shared), box.members, found)))
+                self._scans.append((box, found, scan((box.folder,), box.members, found)))
             if not self._scans:
                 return
             box, found, steps = self._scans.popleft()

@@ -36,7 +36,7 @@ def make_folder(path: Path, order: Message) -> None:
 def lay_out(sandbox: Sandbox) -> None:
     """Make what is on disk of it."""
     overlay = sandbox.folder / "overlay"
-    for path in (overlay, overlay / "upper", overlay / "work", sandbox.folder / "shared"):
+    for path in (overlay, overlay / "upper", overlay / "work"):
         make_folder(path, sandbox.order)
     (overlay / "upper").chmod(0o755)
 

@@ -84,7 +84,7 @@ class Workbench:
             raise CallerError(reason, field=needs.row_field("image"))
         if "python" in self._tools and not equipment.kernel:
             named = "the server's image" if needs.image is None else f"the image {needs.image}"
-            logger.warning("%s has no ipykernel: the python tool keeps nothing between calls", named)
+            logger.warning("%s has no IPython: the python tool keeps nothing between calls", named)
 
 
 def workbench_schemas(tools: Sequence[str], handing_in: str | None = None) -> list[dict[str, Any]]:

@@ -167,7 +167,7 @@ class Equipment:
     Attributes:
         bash: there is a bash.
         python: there is a Python.
-        kernel: there is an IPython kernel.
+        kernel: there is an IPython that runs as a kernel.
     """
 
     bash: bool = True
@@ -177,7 +177,8 @@ class Equipment:
 
 _LOOK = (
     "command -v bash > /dev/null && echo bash; command -v python3 > /dev/null && echo python && "
-    'python3 -I -c \'import importlib.util as u; print(u.find_spec("ipykernel") and "kernel")\''
+    "python3 -I -c 'import importlib.util as u, sys; "
+    'print(sys.version_info >= (3, 7) and u.find_spec("IPython") and "kernel")\''
 )
 
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The images that come with the package: *default*, for tasks that bring no image of their own; *kernel*, which is
-that one with IPython's kernel and numpy in it; *math*, which is *kernel* with scipy and sympy. They are recipes as any
+that one with IPython and numpy in it; *math*, which is *kernel* with scipy and sympy. They are recipes as any
 other; only who builds them when is said here.
 
 The default image is made of the machine's own distribution's packages where apt is at hand, in seconds and with no
@@ -32,7 +32,7 @@ DEFAULT, KERNEL, MATH = "default", "kernel", "math"
 SHIPPED = (DEFAULT, KERNEL, MATH)
 
 ON_OTHERS = {
-    KERNEL: (DEFAULT, ("ipykernel>=6.29,<8", "numpy>=2,<3")),
+    KERNEL: (DEFAULT, ("ipython>=8.18,<10", "numpy>=2,<3")),
     MATH: (KERNEL, ("numpy>=2,<3", "scipy>=1.14,<2", "sympy>=1.13,<2")),
 }
 """Those that are made of another one, and the wheels that are added."""

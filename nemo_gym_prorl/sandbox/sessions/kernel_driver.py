@@ -1,0 +1,375 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Program of a kernel process: an IPython shell that takes cells from a pipe.
+
+The image's own Python (3.7 or later, with IPython 7.34 or later) runs the text of this module with ``python3 -c``;
+nothing of this package is in the image. :mod:`.kernel_pipes` has the other ends of its pipes:
+
+- 1 and 2: *text*. Whatever the process, its threads and its children print, in the order of their writes. Marks in
+  between, each of one atomic write, say where a cell's text ends and where it was cleared.
+- 3: *requests*. A length and so many bytes each: first the mark, then cells.
+- 4: *events*. What cells show and raise, and their ends. Each event travels in records of one atomic write, so that an
+  interrupt between two records leaves no broken record: the reader drops the event that lacks its last one.
+
+One event loop runs during cells and between them, so tasks of earlier cells go on, and cells may ``await``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+# The working folder is the agent's: a ``random.py`` there is for its cells alone, which look for it there again.
+sys.path[:] = filter(None, sys.path)
+
+# ruff: noqa: E402
+import asyncio
+import base64
+import builtins
+import contextlib
+import fcntl
+import getpass
+import io
+import json
+import os
+import re
+import select
+import signal
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+try:
+    from IPython.core.displayhook import DisplayHook
+    from IPython.core.displaypub import DisplayPublisher
+    from IPython.core.error import StdinNotImplementedError
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets import Type
+    from traitlets.config import Config
+except ImportError as missing:
+    sys.exit(str(missing))
+
+
+TEXT, REQUESTS, EVENTS = 1, 3, 4
+FIRST_OWN = 100
+"""The driver's copies have numbers from here on: programs close or replace the low ones."""
+
+LARGEST_RESULT = 8 << 20
+"""Bytes; of a larger result only its size is told."""
+
+LARGEST_TRACEBACK = 1 << 20
+"""Characters; of a longer one beginning and end are sent."""
+
+MOST_TYPES = 100
+"""MIME types of one result that are sent."""
+
+SIZE = struct.Struct("!I")
+RECORD = struct.Struct("!HB")
+BEGINS, ENDS = 1, 2
+_ROOM = select.PIPE_BUF - RECORD.size
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Text(io.FileIO):
+    """The text pipe, for Python's own prints: writes all of what it is given, and clears before it if that is due."""
+
+    def __init__(self) -> None:
+        super().__init__(fcntl.fcntl(TEXT, fcntl.F_DUPFD_CLOEXEC, FIRST_OWN), "w", closefd=False)
+        self.before_next: Callable[[], None] = lambda: None
+
+    def write(self, data: Any) -> int:
+        if data:
+            self.before_next()
+        return self.put(data)
+
+    def close(self) -> None:
+        """Nothing: a wrapper that a cell makes of it closes it as it is collected."""
+
+    def put(self, data: Any) -> int:
+        """Write without clearing first."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            count = super().write(view[done:])
+            if count is None:  # a child has made the pipe non-blocking for all
+                waiting = select.poll()
+                waiting.register(self.fileno(), select.POLLOUT)
+                waiting.poll()
+            done += count or 0
+        return done
+
+
+class Channel:
+    """Both pipes to the server, with the one rule that they share: clearing is for both."""
+
+    def __init__(self) -> None:
+        self.text = Text()
+        self.text.before_next = self._before_output
+        self.mark = b""
+        self.clears = False
+        self._events = fcntl.fcntl(EVENTS, fcntl.F_DUPFD_CLOEXEC, FIRST_OWN)
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+
+    def send(self, kind: bytes, *parts: bytes) -> None:
+        """Send an event; a forked child's are dropped, since the pipe is its parent's."""
+        if os.getpid() != self._process:
+            return
+        size = sum(map(len, parts))
+        if size > LARGEST_RESULT:
+            kind, parts = b"omitted", (b"%d" % size,)
+        event = b"".join(SIZE.pack(len(part)) + part for part in (kind, *parts))
+        with self._lock:
+            for begin in range(0, len(event), _ROOM):
+                part = event[begin : begin + _ROOM]
+                flags = (BEGINS if begin == 0 else 0) | (ENDS if begin + _ROOM >= len(event) else 0)
+                os.write(self._events, RECORD.pack(len(part), flags) + part)
+
+    def show(self, data: Mapping[str, Any], transient: Any = None, *, update: bool = False) -> None:
+        """Send a rich result: MIME types and what is of them."""
+        self._before_output()
+        parts = [encoded((transient or {}).get("display_id") or "")]
+        for kind, value in list(data.items())[:MOST_TYPES]:
+            if isinstance(value, bytes):
+                value = base64.b64encode(value).decode()
+            elif not isinstance(value, str):
+                value = json.dumps(value, default=repr)
+            parts += [encoded(kind), encoded(value)]
+        self.send(b"update" if update else b"data", *parts)
+
+    def clear(self) -> None:
+        """Have all output of the cell so far forgotten."""
+        self.clears = False
+        self._put_mark(b"clear")
+        self.send(b"clear")
+
+    def end(self, number: int) -> None:
+        """Tell the end of a cell, after all that it has written."""
+        self._put_mark(b"%d" % number)
+        self.send(b"end", b"%d" % number)
+
+    def _put_mark(self, word: bytes) -> None:
+        self.text.put(self.mark + word.rjust(8))
+
+    def _before_output(self) -> None:
+        if self.clears:
+            self.clear()
+
+
+class Results(DisplayHook):  # type: ignore[misc]
+    """Sends the value of a cell's last expression."""
+
+    def write_output_prompt(self) -> None:
+        pass
+
+    def write_format_data(self, format_dict: Mapping[str, Any], md_dict: Any = None) -> None:
+        self.shell.channel.show(format_dict)
+
+    def finish_displayhook(self) -> None:
+        pass
+
+
+class Displays(DisplayPublisher):  # type: ignore[misc]
+    """Sends what ``display`` shows."""
+
+    def publish(
+        self, data: Mapping[str, Any], *_described: Any, transient: Any = None, update: bool = False, **_named: Any
+    ) -> None:
+        self.shell.channel.show(data, transient, update=update)
+
+    def clear_output(self, wait: bool = False) -> None:
+        flush()
+        self.shell.channel.clears = bool(wait)
+        if not wait:
+            self.shell.channel.clear()
+
+
+class Shell(InteractiveShell):  # type: ignore[misc]
+    """IPython without a terminal. ``channel`` is set before the first cell."""
+
+    displayhook_class = Type(Results)
+    display_pub_class = Type(Displays)
+    channel: Channel
+    told = False
+    interrupted = False
+
+    def enable_gui(self, gui: Any = None) -> None:
+        """Nothing: there is no screen, and asyncio's loop runs anyway."""
+
+    def ask_exit(self) -> None:
+        self.exit_now = True
+
+    def system(self, cmd: str) -> None:
+        """Run a command that prints into the pipe itself, after what the cell has printed."""
+        flush()
+        self.system_raw(cmd)
+
+    def _showtraceback(self, etype: type[BaseException], evalue: BaseException, stb: list[str]) -> None:
+        self.told = True
+        if self.interrupted and issubclass(etype, asyncio.CancelledError):
+            stb = [*stb, "KeyboardInterrupt"]
+        text = _COLOURS.sub("", "\n".join(stb))
+        if len(text) > LARGEST_TRACEBACK:
+            self.channel.send(b"omitted", b"%d" % (len(text) - LARGEST_TRACEBACK))
+            text = text[: LARGEST_TRACEBACK // 2] + text[-LARGEST_TRACEBACK // 2 :]
+        self.channel.send(b"error", encoded(text))
+
+
+class Driver:
+    """Runs cells one after the other, on a loop that goes on between them."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self.loop)
+        self.channel = Channel()
+        for name, errors in (("stdout", "surrogateescape"), ("stderr", "backslashreplace")):
+            # Whole lines, so that those of several processes do not mix.
+            stream = io.TextIOWrapper(self.channel.text, "utf-8", errors, line_buffering=True)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        os.register_at_fork(before=flush)
+        builtins.input = getpass.getpass = refuse_input
+        os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+        os.environ.update(PAGER="cat", GIT_PAGER="cat")
+        sys.argv[:] = [""]
+        # A database on disk that is written for each cell takes longer than the cell.
+        config = Config(HistoryManager={"enabled": False}, InteractiveShell={"colors": "NoColor"})
+        self.shell = Shell.instance(config=config)
+        self.shell.channel = self.channel
+        self.shell.set_hook("show_in_pager", self._page, 99)
+        sys.path.insert(0, "")
+        self._cell: asyncio.Task[None] | None = None
+        self._requests = fcntl.fcntl(REQUESTS, fcntl.F_DUPFD_CLOEXEC, FIRST_OWN)
+        self._received = bytearray()
+        for descriptor in (REQUESTS, EVENTS):
+            os.close(descriptor)
+
+    async def serve(self) -> None:
+        """Run cells until the server hangs up or a cell asks for the end."""
+        signal.signal(signal.SIGINT, self._interrupt)
+        self.channel.mark = await self._next_request() or b""
+        number = 0
+        while True:
+            # The start counts as cell 0.
+            flush()
+            self.channel.end(number)
+            request = None if self.shell.exit_now else await self._next_request()
+            if request is None:
+                return
+            number += 1
+            self.shell.told = self.shell.interrupted = False
+            self._cell = self.loop.create_task(self._run(request.decode("utf-8", "surrogatepass")))
+            try:
+                await self._cell
+            except BaseException as error:
+                self._tell(error)
+            self._cell = None
+            signal.signal(signal.SIGINT, self._interrupt)
+
+    async def _run(self, code: str) -> None:
+        shell, process = self.shell, os.getpid()
+        trouble: Any = None
+        try:
+            transformed = shell.transform_cell(code)
+        except Exception:
+            transformed, trouble = code, sys.exc_info()
+        how = {"transformed_cell": transformed, "preprocessing_exc_tuple": trouble}
+        if shell.should_run_async(code, **how):
+            result = None
+            try:
+                result = await shell.run_cell_async(code, store_history=True, **how)
+            finally:
+                shell.events.trigger("post_execute")
+                shell.events.trigger("post_run_cell", result)
+        else:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            result = shell.run_cell(code, store_history=True)
+        error = result.error_before_exec or result.error_in_exec
+        if os.getpid() != process:
+            # A forked child that came back: the loop and the pipes are its parent's.
+            flush()
+            status = error.code if isinstance(error, SystemExit) else None
+            os._exit(status if isinstance(status, int) else error is not None)
+        self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Send a cell's error, unless IPython has."""
+        if error is not None and not self.shell.told:
+            try:
+                said = f"{type(error).__name__}: {error}"
+            except BaseException:
+                said = type(error).__name__
+            self.channel.send(b"error", encoded(said))
+
+    def _interrupt(self, *_signal: Any) -> None:
+        """Stop a cell with ``await`` where it runs, or where it waits; between cells there is nothing to stop."""
+        cell = self._cell
+        if cell is None or cell.done():  # as between two cells
+            return
+        self.shell.interrupted = True
+        if asyncio.current_task(self.loop) is cell:
+            raise KeyboardInterrupt
+        self.loop.call_soon_threadsafe(cell.cancel)
+
+    async def _next_request(self) -> bytes | None:
+        """Return the next request, or ``None`` once there will be no more."""
+        received = self._received
+        while len(received) < SIZE.size or len(received) < SIZE.size + SIZE.unpack_from(received)[0]:
+            ready = asyncio.Event()
+            self.loop.add_reader(self._requests, ready.set)
+            await ready.wait()
+            self.loop.remove_reader(self._requests)
+            data = os.read(self._requests, 1 << 16)
+            if not data:
+                return None
+            received += data
+        end = SIZE.size + SIZE.unpack_from(received)[0]
+        request = bytes(received[SIZE.size : end])
+        del received[:end]
+        return request
+
+    def _page(self, _shell: Any, data: Any, start: Any = 0, screen_lines: Any = 0) -> None:
+        """Print what IPython would page, as the answer to ``len?``."""
+        text = data.get("text/plain", "") if isinstance(data, dict) else data
+        print(_COLOURS.sub("", text))
+
+
+def flush() -> None:
+    """Write what Python has not written yet, whatever a cell has put in the place of its streams."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__):
+        with contextlib.suppress(Exception):
+            stream.flush()  # type: ignore[union-attr]
+
+
+def encoded(text: str) -> bytes:
+    """Text as bytes; what Python reads of bytes that are no UTF-8 becomes those bytes again."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # half a surrogate pair that is no byte
+        return text.encode("utf-8", "replace")
+
+
+def refuse_input(*_arguments: Any, **_named: Any) -> str:
+    """In place of ``input``.
+
+    Raises:
+        StdinNotImplementedError: always.
+    """
+    raise StdinNotImplementedError("input() has nobody to ask here: put the value into the code")
+
+
+def main() -> None:
+    """Serve as a kernel."""
+    driver = Driver()
+    serving = driver.loop.create_task(driver.serve())
+    while not serving.done() and not driver.loop.is_closed():
+        # What a task of the agent's raises, and what stops the loop, ends neither the loop nor the kernel.
+        with contextlib.suppress(KeyboardInterrupt, SystemExit, RuntimeError):
+            driver.loop.run_until_complete(serving)
+
+
+if __name__ == "__main__":
+    main()
