@@ -9,18 +9,17 @@ informative (the shorter half of its rollouts is right with 0.7, the longer one 
 once half of the prompts take ten times as long. Training takes half as long as generating a batch would if all engines
 were always busy with rollouts of use; that, with all prompts that have to be tried to find 32, is the bound.
 
-Ours is ``DynamicSampler``, driven in simulated time: as it is by default, in the order of prompts, and *as they are
-complete* (``in_order: False``). The peers are the schedules of others, written again: rounds as NeMo RL's synchronous
-GRPO makes them, of 1 to 4 batches of prompts, the surplus of the last one discarded; early termination as in ProRL's
-paper and verl's DAPO recipes: prompts are replaced as they end, all else is cancelled when the batch is complete, and
-unfinished prompts come first in the next step; and admission as AReaL's, by what may still be trained on, with batches
-of the first that are complete. The former two train while no engine works. Of use are rollouts of batches and of
-groups which turned out to have no variance.
+Ours is ``DynamicSampler``, driven in simulated time. The peers are the schedules of others, written again: rounds as
+NeMo RL's synchronous GRPO makes them, of 1 to 4 batches of prompts, the surplus of the last one discarded; early
+termination as in ProRL's paper and verl's DAPO recipes: prompts are replaced as they end, all else is cancelled when
+the batch is complete, and unfinished prompts come first in the next step; and admission as AReaL's, by what may still
+be trained on, with batches of the first that are complete. The former two train while no engine works. Of use are
+rollouts of batches and of groups which turned out to have no variance.
 
 Bias is the mean of what was trained on over the mean of first tries of the same prompts, with the filter: in seconds,
 which stand for tokens here, and in reward. 1 is unbiased; below 1 in length, long ones are trained on less than they
 are sampled. The goal is held against the distance from 1. The sampler's own estimate of its bias is held against the
-truth in 100 runs of 8 prompts a batch, in either order.
+truth in 100 runs of 8 prompts a batch.
 
 Prefix sampling is held against the same without it, in rollouts of turns: right is one whose prompt's ease and whose
 turns' luck are above 0 in sum, with 12 turns, of which a fork takes some over and samples and costs only the others;
@@ -51,11 +50,9 @@ STALENESS = (0, 1, 4, 8)
 UNBIASED = 0.03
 
 
-def sampler(world: World, staleness: int, *, in_order: bool, prompts: int = PROMPTS) -> DynamicSampler:
+def sampler(world: World, staleness: int, *, prompts: int = PROMPTS) -> DynamicSampler:
     """Ours."""
-    config = SamplerConfig(
-        prompts, world.group_size, SLOTS, staleness, in_order=in_order, max_fruitless=10**9, max_restarts=3
-    )
+    config = SamplerConfig(prompts, world.group_size, SLOTS, staleness, max_fruitless=10**9)
     return DynamicSampler(config, Epochs([{}] * 100_000, seed=None), run=RUN)
 
 
@@ -66,10 +63,9 @@ def compare(name: str, worlds: Sequence[World], steps: int) -> list[Figure]:
     always["early termination"] = [drive(world, steps, EarlyTermination(size)) for world in worlds]
     figures = []
     for staleness in STALENESS:
-        runs = [drive(world, steps, sampler(world, staleness, in_order=True)) for world in worlds]
-        fast = [drive(world, steps, sampler(world, staleness, in_order=False)) for world in worlds]
+        runs = [drive(world, steps, sampler(world, staleness)) for world in worlds]
         areal = [drive(world, steps, FirstComplete(size, staleness)) for world in worlds]
-        peers = {**always, "AReaL's admission": areal, "ours, as they are complete": fast}
+        peers = {**always, "AReaL's admission": areal}
         label = f"{name}, staleness {staleness}"
 
         def figure(
@@ -109,34 +105,29 @@ def compare(name: str, worlds: Sequence[World], steps: int) -> list[Figure]:
 
 
 def coverage(seeds: int, steps: int) -> list[Figure]:
-    """How often the sampler's own interval of its bias holds the truth, in either order."""
-    figures = []
-    for order, in_order in (("in the order of prompts", True), ("as they are complete", False)):
-        held, widths, told, truths = 0, [], [], []
-        for seed in range(seeds):
-            world = World(seed, 2.0, 0.5, 8)
-            ours = sampler(world, 1, in_order=in_order, prompts=8)
-            run = drive(world, steps, ours)
-            estimate = ours.length_bias
-            if estimate is not None:
-                true = run.bias(world, estimate.end)[0]
-                held += estimate.low <= true <= estimate.high
-                told.append(estimate.value)
-                widths.append(estimate.high - estimate.low)
-                truths.append(true)
-        figures += [
-            Figure(
-                f"estimate of bias, {order}: intervals that hold the truth, of {seeds}", held, "", f">= {0.95 * seeds}"
-            ),
-            Figure(f"estimate of bias, {order}: median width", statistics.median(widths), ""),
-            Figure(
-                f"estimate of bias, {order}: median estimate",
-                statistics.median(told),
-                "",
-                peers={"true": statistics.median(truths)},
-            ),
-        ]
-    return figures
+    """How often the sampler's own interval of its bias holds the truth."""
+    held, widths, told, truths = 0, [], [], []
+    for seed in range(seeds):
+        world = World(seed, 2.0, 0.5, 8)
+        ours = sampler(world, 1, prompts=8)
+        run = drive(world, steps, ours)
+        estimate = ours.length_bias
+        if estimate is not None:
+            true = run.bias(world, estimate.end)[0]
+            held += estimate.low <= true <= estimate.high
+            told.append(estimate.value)
+            widths.append(estimate.high - estimate.low)
+            truths.append(true)
+    return [
+        Figure(f"estimate of bias: intervals that hold the truth, of {seeds}", held, "", f">= {0.95 * seeds}"),
+        Figure("estimate of bias: median width", statistics.median(widths), ""),
+        Figure(
+            "estimate of bias: median estimate",
+            statistics.median(told),
+            "",
+            peers={"true": statistics.median(truths)},
+        ),
+    ]
 
 
 def main() -> None:

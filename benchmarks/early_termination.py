@@ -129,7 +129,7 @@ async def measure(slots: int, steps: int, groups: int) -> list[Figure]:
         asyncio.TaskGroup() as group,
     ):
         prompts = Epochs([*rows()], seed=None)
-        sampler = DynamicSampler(SamplerConfig(groups, SIZE, slots, max_staleness=0, max_restarts=0), prompts)
+        sampler = DynamicSampler(SamplerConfig(groups, SIZE, slots, max_staleness=0), prompts)
         watch = Watch(client)
         following = group.create_task(watch.follow())
         async with Runner(sampler, prompts, [RolloutClient(gym.url(AGENT))]) as runner:

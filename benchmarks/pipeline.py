@@ -42,7 +42,7 @@ from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.cursors import Cursor
 from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state
-from nemo_gym_prorl.rollout.journal.journal import Journal
+from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest, row_digest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes, StageScheduler, Start

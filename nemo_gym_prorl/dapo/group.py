@@ -33,7 +33,6 @@ class Member:
         usage: of the scored rollout.
         kept: where that one can be gone on from.
         failures: tries that ended without a reward.
-        restarts: tries that were too old to be used.
     """
 
     place: int
@@ -46,7 +45,6 @@ class Member:
     usage: Usage = field(default_factory=Usage)
     kept: Kept = NOTHING_KEPT
     failures: int = 0
-    restarts: int = 0
 
     @property
     def waits(self) -> bool:

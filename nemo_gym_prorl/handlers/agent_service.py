@@ -41,7 +41,7 @@ from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.journal.journal import Journal
+from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.keys_file import KeysFile
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.ownership import ROUTES, own_key, submitted_by
@@ -97,7 +97,7 @@ class AgentService:
         self._farewells = Farewells()
         base = GymContext(None, self._models[0], farewells=self._farewells, further_models=tuple(self._models[1:]))
         environments = gym_environments(config, self._servers, base)
-        keep = config.journal_keep_s, config.journal_keep_bytes
+        keep = config.journal_keep_s, config.journal_keep_bytes, config.keep_unread_s
         journal = None if config.journal is None else Journal(config.journal, *keep)
         folder = gym_config.get(CHECKPOINT_FOLDER)
         shared = None if folder is None else SharedCheckpoints(Path(str(folder)))

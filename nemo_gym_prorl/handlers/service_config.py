@@ -119,13 +119,13 @@ class ServiceConfig(EnvironmentSettings):
     max_queued: Positive = _BOUNDS.max_queued
     """Rollouts that may wait before the job API answers 429."""
     retain_bytes: Positive = _BOUNDS.retain_bytes
-    """What finished rollouts may keep. Those that were read are forgotten first; when others fill it, the job API
-    answers 429."""
+    """Bound of what finished rollouts keep. Over it those whose time to live is over are forgotten; when younger ones
+    fill it, the job API answers 429."""
     keep_unread_s: Seconds = _BOUNDS.keep_unread_s
-    """How long a result that nobody has read is kept, whatever the bound."""
+    """Time to live of a result that nobody has read; that of one that was read is over."""
     journal: str | None = None
-    """A folder of this machine's own, or the URL of a PostgreSQL (``postgresql+psycopg://…``), in which accepted
-    rollouts and outcomes outlive a restart; without it a restart forgets them."""
+    """A folder on this machine's own disk in which accepted rollouts and outcomes outlive a restart; without it a
+    restart forgets them."""
     journal_keep_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = JOURNAL_KEEP_S
     """How long an outcome is kept there."""
     journal_keep_bytes: Positive = JOURNAL_KEEP_BYTES

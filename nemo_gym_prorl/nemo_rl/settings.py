@@ -86,11 +86,8 @@ class ProrlSettings(_Block):
         mini_batches: optimizer steps of a batch, each of as many of its groups. From the second on the policy is not
             that any more whose log-probabilities the loss compares with, and its clip acts.
         max_failures: tries of a member that may end without a score; one more drops its group.
-        max_restarts: tries of a member that may become too old; one more drops its group.
         max_fruitless: so many groups in a row without variance end the training.
         max_dropped: so many groups in a row that can't be run end it, too.
-        in_order: train on the first groups with variance in the order of their prompts, however long one takes. False:
-            on those that are complete first, which are the short ones.
         filter_on: the field of a verdict that says how good a rollout was, by which groups vary; the reward, where it
             is 0 or 1.
         agent_failures: what a rollout counts as that the policy brought to a bad end.
@@ -110,10 +107,8 @@ class ProrlSettings(_Block):
     max_staleness: int = Field(1, ge=0)
     mini_batches: int = Field(1, ge=1)
     max_failures: int = Field(3, ge=0)
-    max_restarts: int = Field(3, ge=0)
     max_fruitless: int = Field(1000, ge=1)
     max_dropped: int = Field(32, ge=1)
-    in_order: bool = True
     filter_on: str | None = None
     agent_failures: AgentFailures = AgentFailures.ZERO
     reference_share: float = Field(0.125, ge=0, le=1)
@@ -147,8 +142,6 @@ class ProrlSettings(_Block):
             max_in_flight=max_in_flight,
             max_staleness=self.max_staleness,
             max_failures=self.max_failures,
-            max_restarts=self.max_restarts,
-            in_order=self.in_order,
             filter_on=self.filter_on,
             agent_failures=self.agent_failures,
             reference_share=self.reference_share,

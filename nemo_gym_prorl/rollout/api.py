@@ -22,7 +22,7 @@ from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.json_route import JsonRoute
 from nemo_gym_prorl.rollout.metrics import ServiceMetrics
-from nemo_gym_prorl.rollout.ownership import Places, ended_of, is_own, require_own, require_own_id, submitted_by
+from nemo_gym_prorl.rollout.ownership import ended_of, is_own, require_own, require_own_id, submitted_by
 from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
@@ -60,8 +60,6 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     """
     router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
 
-    places = Places(service.store)
-
     async def find(rollout_id: str, who: Caller) -> Job:
         job = await service.store.fetch(rollout_id)
         if job is None:
@@ -78,15 +76,15 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         service.store.mark_read(job)
         return Response(content, media_type="application/json")
 
-    def listing(who: Caller, jobs: list[Job], cursor: Cursor, results: bool, more: Cursor | None = None) -> Response:
+    def listing(jobs: list[Job], cursor: Cursor, results: bool, more: Cursor | None = None) -> Response:
         rollouts = [job_json(job, with_result=results) for job in jobs]
         if results:
             for job in jobs:
                 service.store.mark_read(job)
         page = {
             "rollouts": rollouts,
-            "cursor": places.shown(who, cursor),
-            "next": None if more is None else places.shown(who, more),
+            "cursor": str(cursor),
+            "next": None if more is None else str(more),
         }
         return Response(orjson.dumps(page), media_type="application/json")
 
@@ -167,7 +165,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         if after is not None and page is not None:
             raise CallerError("is a page of the rollouts, `after` a place in the log; give one of them", field="from")
         if after is None:
-            first = 0 if page is None else places.parse(who, page, "from").within(store.life, 0, store.submitted)
+            first = 0 if page is None else Cursor.parse(page, "from").within(store.life, 0, store.submitted)
             found: list[Job] = []
             while len(found) <= limit:  # others' are gone past
                 some = await store.page(state=state, group=group, after=first, limit=limit + 1, content=results)
@@ -176,13 +174,10 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
                     break
                 first = some[-1].number
             more = Cursor(store.life, found[limit - 1].number) if len(found) > limit else None
-            return listing(who, found[:limit], store.cursor, results, more)
-        try:
-            ended, cursor = await ended_of(who, store, places.parse(who, after), limit, wait, content=results)
-        except CursorExpired as error:
-            raise places.told(who, error) from None
+            return listing(found[:limit], store.cursor, results, more)
+        ended, cursor = await ended_of(who, store, Cursor.parse(after), limit, wait, content=results)
         fitting = [job for job in ended if (state is None or job.state is state) and group in (None, job.group)]
-        return listing(who, fitting, cursor, results)
+        return listing(fitting, cursor, results)
 
     @router.delete(
         "/v1/rollouts/{rollout_id}",
@@ -228,17 +223,16 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         reader that falls behind further than that gets an event `problem` with a problem document, and the end."""
         seen = request.headers.get("last-event-id")
         field, text = ("after", after) if seen is None else ("Last-Event-ID", seen)
-        try:
-            transitions = service.store.events(None if text is None else places.parse(who, text, field))
-        except CursorExpired as error:
-            raise places.told(who, error) from None
+        transitions = service.store.events(None if text is None else Cursor.parse(text, field))
 
         async def stream() -> AsyncIterator[ServerSentEvent]:
             try:
-                async for transition in places.transitions(who, transitions):
-                    yield ServerSentEvent(orjson.dumps(transition).decode(), event="transition", id=transition.cursor)
+                async for transition in transitions:
+                    if is_own(who, transition):
+                        data = orjson.dumps(transition).decode()
+                        yield ServerSentEvent(data, event="transition", id=transition.cursor)
             except CursorExpired as error:
-                told = problem_of(places.told(who, error)).problem
+                told = problem_of(error).problem
                 yield ServerSentEvent(told.model_dump_json(exclude_none=True), event="problem")
 
         return EventSourceResponse(stream())

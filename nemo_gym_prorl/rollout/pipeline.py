@@ -56,7 +56,7 @@ from nemo_gym_prorl.serving.tracing import SpanGroup, failed, note, span
 
 
 if TYPE_CHECKING:  # clients have no database
-    from nemo_gym_prorl.rollout.journal.journal import Journal, Unfinished
+    from nemo_gym_prorl.rollout.journal import Journal, Unfinished
 
 LOGGER = logging.getLogger(__name__)
 

@@ -447,7 +447,6 @@ class StatusView(BaseModel):
         default_factory=dict, description="Servers that cannot be reached, by name; no rollout that needs one begins."
     )
     retained_bytes: int = Field(default=0, description="What finished rollouts keep.")
-    unread_bytes: int = Field(default=0, description="Of that, results that nobody has read.")
     abandoned: int = Field(description="Handler calls that ignored their cancellation.")
     checkpoint_folder: str | None = Field(
         default=None, description="Which folder it shares checkpoints in, by the name in there."
@@ -488,7 +487,6 @@ class StatusView(BaseModel):
             total.sessions += view.sessions
             total.abandoned += view.abandoned
             total.retained_bytes += view.retained_bytes
-            total.unread_bytes += view.unread_bytes
             total.states = {state: count + view.states.get(state, 0) for state, count in total.states.items()}
             total.held |= view.held
             for name, environment in view.environments.items():
@@ -522,7 +520,6 @@ class StatusView(BaseModel):
             states={state: store.states[state] for state in JobState},
             held=HeldView.all_of(pipeline),
             retained_bytes=store.retained_bytes,
-            unread_bytes=store.unread_bytes,
             abandoned=pipeline.abandoned,
             checkpoint_folder=pipeline.shared.identity if pipeline.shared is not None else None,
             journal=store.trouble,

@@ -31,7 +31,7 @@ from nemo_gym_prorl.rollout.store import JobStore, same_job
 
 
 if TYPE_CHECKING:  # clients have no database
-    from nemo_gym_prorl.rollout.journal.journal import Journal, Unfinished
+    from nemo_gym_prorl.rollout.journal import Journal, Unfinished
     from nemo_gym_prorl.rollout.schemas import StatusView
 
 LOGGER = logging.getLogger(__name__)

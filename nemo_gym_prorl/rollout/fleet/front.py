@@ -51,7 +51,7 @@ from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.journal.journal import Journal, Unfinished
+    from nemo_gym_prorl.rollout.journal import Journal, Unfinished
 
 LOGGER = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class Front(RolloutService):
         view.draining = self.draining
         view.stages[Stage.INIT].waiting += self.dispatcher.waiting
         view.states = {state: self.store.states[state] for state in JobState}
-        view.retained_bytes, view.unread_bytes = self.store.retained_bytes, self.store.unread_bytes
+        view.retained_bytes = self.store.retained_bytes
         view.checkpoint_folder = next((node.checkpoint_folder for node in self.dispatcher.statuses.values()), None)
         view.journal = self.store.trouble
         return view
