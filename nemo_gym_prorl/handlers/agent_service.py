@@ -48,11 +48,10 @@ from nemo_gym_prorl.rollout.ownership import ROUTES, own_key, submitted_by
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, NotYours
 from nemo_gym_prorl.rollout.rows import WISHES, read_json
-from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
+from nemo_gym_prorl.rollout.shared_checkpoints import CHECKPOINT_FOLDER, SharedCheckpoints
 from nemo_gym_prorl.rollout.trajectory import TRAJECTORY, gym_reads_trajectories, ng_trajectory
 from nemo_gym_prorl.rollout.wire import wire_router
 from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes, caller_in
-from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 from nemo_gym_prorl.serving.problems import ProblemError
 from nemo_gym_prorl.serving.tls import also_by_tls, check_certificate
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, suggest
 from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler
 from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient, addresses
 from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler
@@ -24,7 +24,6 @@ from nemo_gym_prorl.handlers.timeouts import OnTimeout
 from nemo_gym_prorl.handlers.tool_answers import ToolAnswers
 from nemo_gym_prorl.rollout.environments import Environment, Environments
 from nemo_gym_prorl.rollout.handler import AgentHandler, EndsTimeouts, HandlerRegistry
-from nemo_gym_prorl.serving.known_keys import near
 
 
 _SETTLE_SHARE = 0.6
@@ -64,7 +63,7 @@ class GymServers:
         """
         there = [other for other in self._known if kind in self._config[other]]
         if name not in there:
-            raise CallerError(f"no server {name!r} with host and port in {kind}{near(name, there)}", field=field)
+            raise CallerError(f"no server {name!r} with host and port in {kind}{suggest(name, there)}", field=field)
         if name not in self._servers:
             self._servers[name] = GymServer(name, self._known[name], self._http)
         return self._servers[name]

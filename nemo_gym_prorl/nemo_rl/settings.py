@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from nemo_gym_prorl.dapo.contract import AgentFailures, SamplerConfig
-from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
 class Rollouts(StrEnum):
@@ -28,7 +27,7 @@ class Rollouts(StrEnum):
     """They run elsewhere already; the trainer starts no server."""
 
 
-class _Block(KnownKeys):
+class _Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -43,8 +42,6 @@ class Overlong(_Block):
         buffer_length: so many tokens before that it begins.
         penalty: what is taken off the reward at most.
     """
-
-    renamed_keys: ClassVar = {"max_response_length": "max_sequence_length"}
 
     max_sequence_length: int = Field(ge=1)
     buffer_length: int = Field(ge=1)

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, suggest
 from nemo_gym_prorl.rollout.handler import AgentHandler
 from nemo_gym_prorl.rollout.job import Budgets
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.serving.known_keys import near
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ class Environments:
         """
         if name is not None:
             if name not in self._all:
-                raise CallerError(f"there is no {name!r}{near(name, self._all)}", field="environment")
+                raise CallerError(f"there is no {name!r}{suggest(name, self._all)}", field="environment")
             return self._all[name]
         source = row.get("data_source")
         found = self._by_source.get(source) if isinstance(source, str) else None
@@ -134,7 +133,7 @@ class Environments:
             found = self._default
         if found is None:
             said = "is missing" if source is None else f"{source!r:.200} belongs to no environment"
-            known = near(source if isinstance(source, str) else "", self._by_source)
+            known = suggest(source if isinstance(source, str) else "", self._by_source)
             raise CallerError(f"{said}, and the service has no default one{known}", field="row.data_source")
         return self._all[found]
 

@@ -16,10 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ValidationError
 
-from nemo_gym_prorl.failures import CallerError, Failure, Stage
+from nemo_gym_prorl.failures import CallerError, Failure, Stage, suggest
 from nemo_gym_prorl.rollout.checkpoints import Checkpoint
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict
-from nemo_gym_prorl.serving.known_keys import near, refuse_unknown
 
 
 ENTRY_POINT_GROUP = "nemo_gym_prorl.agent_handlers"
@@ -163,7 +162,7 @@ class HandlerRegistry:
         """
         if name not in self._builtin and name not in self.plugins:
             raise CallerError(
-                f"no agent handler {name!r} is installed{near(name, self.names)}. A package registers one in its "
+                f"no agent handler {name!r} is installed{suggest(name, self.names)}. A package registers one in its "
                 f"entry-point group {ENTRY_POINT_GROUP!r}",
                 field=field,
             )
@@ -185,8 +184,9 @@ class HandlerRegistry:
         model = getattr(self.factory(name), "Config", None)
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return dict(given)
+        if model.model_config.get("extra") is None:
+            model = type(model)(model.__name__, (model,), {"__module__": model.__module__}, extra="forbid")
         try:
-            refuse_unknown(model, given)
             return model.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]

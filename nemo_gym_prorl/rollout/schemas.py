@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -20,7 +20,6 @@ from nemo_gym_prorl.rollout.job import Job, JobState, StageTime
 from nemo_gym_prorl.rollout.request import NO_CLIENT, JobRequest
 from nemo_gym_prorl.rollout.rows import WISHES, Row, as_submitted
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS
-from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ Identifier = Annotated[
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
 
 
-class BudgetsModel(KnownKeys):
+class BudgetsModel(BaseModel):
     """Seconds that each stage may work per attempt; what is left out is the environment's, else the service's."""
 
     model_config = ConfigDict(extra="forbid")
@@ -66,7 +65,7 @@ class BudgetsModel(KnownKeys):
         return {Stage(name): seconds for name, seconds in self.model_dump(exclude_none=True).items()}
 
 
-class BeginModel(KnownKeys):
+class BeginModel(BaseModel):
     """Where a rollout is to go on that other services have had, by the folder that they share checkpoints in."""
 
     model_config = ConfigDict(extra="forbid")
@@ -89,11 +88,10 @@ class BeginModel(KnownKeys):
         return Begin(tuple(self.tries), tuple(self.parents), self.turn, self.parent)
 
 
-class SubmitRequest(KnownKeys):
+class SubmitRequest(BaseModel):
     """A rollout to run."""
 
     model_config = ConfigDict(extra="forbid")
-    renamed_keys: ClassVar = {"handler": "environment"}
 
     row: Row
     id: Identifier | None = Field(default=None, description="Chosen by the caller; the same id again is the same job.")
@@ -141,7 +139,7 @@ class SubmitRequest(KnownKeys):
         )
 
 
-class ForkRequest(KnownKeys):
+class ForkRequest(BaseModel):
     """What is wished for the rollouts that begin at a checkpoint of another one; all else is that one's own."""
 
     model_config = ConfigDict(extra="forbid")

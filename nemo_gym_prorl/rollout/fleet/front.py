@@ -46,8 +46,8 @@ from nemo_gym_prorl.rollout.request import Draining, JobRequest, turn_to_fork
 from nemo_gym_prorl.rollout.schemas import MAX_ID, FailureView, JobView, StatusView, TokenForm
 from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
 from nemo_gym_prorl.rollout.settings import ServiceSettings
+from nemo_gym_prorl.rollout.shared_checkpoints import CHECKPOINT_FOLDER
 from nemo_gym_prorl.rollout.tokens import Turn
-from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 
 
 if TYPE_CHECKING:
