@@ -28,7 +28,7 @@ from benchmarks.report import Figure, publish
 from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.keys_file import Client, Clients, KeysFile, hash_of, new_key, write_clients
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics

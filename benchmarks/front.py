@@ -30,10 +30,9 @@ from benchmarks.report import Figure, publish
 from nemo_gym_prorl.failures import Failure, Stage
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.environments import Environments
-from nemo_gym_prorl.rollout.fleet.app import front_app
-from nemo_gym_prorl.rollout.fleet.front import Front
+from nemo_gym_prorl.rollout.fleet.front import Front, front_app
 from nemo_gym_prorl.rollout.fleet.nodes import NodeList
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline

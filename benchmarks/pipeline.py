@@ -39,12 +39,11 @@ import orjson
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.failures import Failure, Stage
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.cursors import Cursor
-from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobRequest, row_digest
+from nemo_gym_prorl.rollout.request import Cursor, JobRequest, row_digest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes, StageScheduler, Start
 from nemo_gym_prorl.rollout.schemas import TokenForm
 from nemo_gym_prorl.rollout.settings import PipelineSettings

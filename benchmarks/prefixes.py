@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.report import Figure
 from benchmarks.schedules import PROMPTS, RUN, SLOTS, Run, World, drive
 from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig
-from nemo_gym_prorl.dapo.fates import Usage
+from nemo_gym_prorl.dapo.group import Usage
 from nemo_gym_prorl.dapo.prefixes import NOTHING_KEPT, Kept, Prefix
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler

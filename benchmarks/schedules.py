@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, Scored, Submission
-from nemo_gym_prorl.dapo.fates import Fate, Fates, Usage
+from nemo_gym_prorl.dapo.group import Fate, Fates, Usage
 
 
 RUN = "bench"

@@ -47,7 +47,7 @@ from nemo_gym_prorl.handlers.agent_service import AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, Trajectory, Verdict
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline

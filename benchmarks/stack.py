@@ -21,7 +21,7 @@ from benchmarks.engines import Engines, Request, Rollout, Router, Trace
 from benchmarks.synchronous import Rounds
 from benchmarks.traces import PROMPT, SYSTEM, drawn_turns
 from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig
-from nemo_gym_prorl.dapo.fates import Fate, Fates, Usage
+from nemo_gym_prorl.dapo.group import Fate, Fates, Usage
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import Stage

@@ -9,7 +9,7 @@ enough groups with variance the first ones are the batch and the surplus is disc
 from __future__ import annotations
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, Scored, Submission
-from nemo_gym_prorl.dapo.fates import Fate, Fates, Usage
+from nemo_gym_prorl.dapo.group import Fate, Fates, Usage
 
 
 class Rounds:

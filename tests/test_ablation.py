@@ -11,7 +11,7 @@ import pytest
 from benchmarks import ablation
 from benchmarks.ablation import PAPER, Scale
 from benchmarks.stack import Stack, Variant, Work
-from nemo_gym_prorl.dapo.fates import Fate
+from nemo_gym_prorl.dapo.group import Fate
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 

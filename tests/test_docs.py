@@ -40,7 +40,7 @@ from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.trajectory import gym_reads_trajectories
+from nemo_gym_prorl.rollout.steps import gym_reads_trajectories
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.images.cache import silent

@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.rule import Rule
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.masks import is_masked
-from nemo_gym_prorl.rollout.rows import WISHES
+from nemo_gym_prorl.rollout.rows import WISHES, is_masked
 from nemo_gym_prorl.rollout.steps import Step, items, part, read_turns, turns
 from nemo_gym_prorl.rollout.tokens import Turn, take_tokens
 from nemo_gym_prorl.scripted.text import MODEL_NAME, decode_ids

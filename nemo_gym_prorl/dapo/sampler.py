@@ -9,8 +9,8 @@ for the next rollout at once.
 
 **Versions.** The batch ``b`` (0, 1, ...) is trained on weights ``first_version + b``, and gives the next ones. A
 rollout carries the weights it began under, and is of use to batches at most ``max_staleness`` versions ahead of it. So
-many groups are under way as can still be of use (:mod:`admission`); while the trainer works, and from batch to batch,
-they go on.
+many groups are under way as can still be of use (:class:`~.queue.Admission`); while the trainer works, and from batch
+to batch, they go on.
 
 **Order.** A batch is the first groups with variance in the order of their prompts. So who is trained on is settled
 before anybody knows how long it takes, and a batch waits for its slowest rollout, for which it has had
@@ -38,7 +38,6 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym_prorl.dapo.admission import Admission
 from nemo_gym_prorl.dapo.bias import BiasMeter, Estimate
 from nemo_gym_prorl.dapo.contract import (
     AgentFailures,
@@ -48,12 +47,10 @@ from nemo_gym_prorl.dapo.contract import (
     SamplerConfig,
     Scored,
 )
-from nemo_gym_prorl.dapo.fates import Fate, Fates, Usage
-from nemo_gym_prorl.dapo.flight import Flight, place_of
-from nemo_gym_prorl.dapo.group import Group, Member
+from nemo_gym_prorl.dapo.group import Fate, Fates, Group, Member, Usage
 from nemo_gym_prorl.dapo.prefixes import NOTHING_KEPT, Kept, Prefixes, Search
 from nemo_gym_prorl.dapo.prompts import Curriculum, PromptStream
-from nemo_gym_prorl.dapo.queue import Queue
+from nemo_gym_prorl.dapo.queue import Admission, Flight, Queue, place_of
 from nemo_gym_prorl.failures import CallerError, Origin
 
 

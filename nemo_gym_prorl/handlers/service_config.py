@@ -14,8 +14,7 @@ from typing import Annotated, Any
 from nemo_gym.config_types import ResourcesServerRef
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_gym_prorl.handlers.gym_environment import GymEnvironmentHandler
-from nemo_gym_prorl.handlers.timeouts import OnTimeout
+from nemo_gym_prorl.handlers.gym_environment import GymEnvironmentHandler, OnTimeout
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits
 from nemo_gym_prorl.rollout.job import Budgets
 from nemo_gym_prorl.rollout.scheduler import PoolSizes

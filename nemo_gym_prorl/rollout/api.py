@@ -9,8 +9,8 @@ router mounts on any FastAPI application; on ``prorl_agent`` it stands beside Gy
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Annotated
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -18,11 +18,11 @@ from fastapi.responses import PlainTextResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
-from nemo_gym_prorl.rollout.json_route import JsonRoute
 from nemo_gym_prorl.rollout.metrics import ServiceMetrics
 from nemo_gym_prorl.rollout.ownership import ended_of, is_own, require_own, require_own_id, submitted_by
+from nemo_gym_prorl.rollout.request import Cursor, CursorExpired
+from nemo_gym_prorl.rollout.rows import read_json
 from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
@@ -43,7 +43,13 @@ from nemo_gym_prorl.rollout.service import RolloutService
 from nemo_gym_prorl.serving.access import caller_of, tell
 from nemo_gym_prorl.serving.health import require_running
 from nemo_gym_prorl.serving.keys import Caller
-from nemo_gym_prorl.serving.problems import ProblemError, no_other_parameters, problem_of, problem_responses
+from nemo_gym_prorl.serving.problems import (
+    ProblemError,
+    ProblemRoute,
+    no_other_parameters,
+    problem_of,
+    problem_responses,
+)
 
 
 Who = Annotated[Caller, Depends(caller_of)]
@@ -267,3 +273,24 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router
+
+
+class JsonRoute(ProblemRoute):
+    """A route that reads its body by :func:`read_json`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The route's handler, for a request that reads its JSON strictly."""
+        inner = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await inner(_JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return read_json(await self.body())
+        except CallerError as error:
+            raise problem_of(error) from None  # FastAPI lets pass what is an HTTPException, all else is 400 to it

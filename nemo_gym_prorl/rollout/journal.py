@@ -421,7 +421,7 @@ class Journal:
         content: bool = False,
     ) -> list[Job]:
         """Ended jobs that fit, of a ``number`` above ``after``, by that; not those whose answer was taken away."""
-        where, given = "NOT held AND number > ?", [after]
+        where, given = "NOT held AND number > ?", list[Any]([after])
         for column, wanted in (("state", state and state.value), ("job_group", group)):
             if wanted is not None:
                 where, given = f"{where} AND {column} = ?", [*given, wanted]

@@ -13,9 +13,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.cursors import Cursor
 from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.request import NO_CLIENT, JobConflict, JobRequest, NotYours
+from nemo_gym_prorl.rollout.request import NO_CLIENT, Cursor, JobConflict, JobRequest, NotYours
 from nemo_gym_prorl.rollout.store import JobStore, Transition
 from nemo_gym_prorl.serving.keys import Caller, Scope
 

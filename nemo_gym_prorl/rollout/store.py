@@ -28,10 +28,9 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.rollout.client_shares import is_within_part
-from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
+from nemo_gym_prorl.rollout.fair_queue import is_within_part
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
-from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, QueueFull, RolloutForgotten
+from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, JobRequest, QueueFull, RolloutForgotten
 
 
 if TYPE_CHECKING:  # clients have no database

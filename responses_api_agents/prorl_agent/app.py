@@ -100,7 +100,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:
         direct = DirectRoutes(app, {"/run": self.run, "/v1/responses": self.responses})
-        return self._service.guarded(open_files.FileGuard(direct, refuse=self._service.refused))
+        return self._service.guarded(direct)
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> Any:

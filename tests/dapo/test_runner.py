@@ -19,8 +19,7 @@ from fastapi import FastAPI, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from nemo_gym_prorl.dapo.contract import AgentFailures, NothingToLearn, SamplerConfig
-from nemo_gym_prorl.dapo.fates import Fate
-from nemo_gym_prorl.dapo.group import Group, Member
+from nemo_gym_prorl.dapo.group import Fate, Group, Member
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler

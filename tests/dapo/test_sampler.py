@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, NothingToLearn, SamplerConfig, Submission
-from nemo_gym_prorl.dapo.fates import Fate, Usage
+from nemo_gym_prorl.dapo.group import Fate, Usage
 from nemo_gym_prorl.dapo.prefixes import Kept
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.sampler import DynamicSampler

@@ -22,8 +22,7 @@ from nemo_gym_prorl.handlers.agent_service import AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet import carrier
-from nemo_gym_prorl.rollout.fleet.app import front_app
-from nemo_gym_prorl.rollout.fleet.front import Front
+from nemo_gym_prorl.rollout.fleet.front import Front, front_app
 from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.schemas import JobView

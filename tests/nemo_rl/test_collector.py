@@ -21,7 +21,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
 from nemo_gym_prorl.nemo_rl.groups import Group
 from nemo_gym_prorl.nemo_rl.services import Servers
-from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.nemo_rl.settings import Shaping
 from nemo_gym_prorl.nemo_rl.validation import Validation
 from tests.dapo.test_runner import Node, nodes, rows
 

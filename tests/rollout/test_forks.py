@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.rollout.checkpoints import Checkpoint
-from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory
 from nemo_gym_prorl.rollout.journal import Journal, JournalFails
 from nemo_gym_prorl.rollout.pipeline import Pipeline

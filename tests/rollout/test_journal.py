@@ -24,11 +24,10 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, JobCancelled, Orig
 from nemo_gym_prorl.rollout import journal as journal_module
 from nemo_gym_prorl.rollout import service as service_module
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.journal import Journal, JournalFails, Unfinished
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, RolloutForgotten
+from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, JobRequest, RolloutForgotten
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm, job_json
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from tests.rollout.handlers import Act, Bench

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.environments import Environment, Environments
+from nemo_gym_prorl.rollout.handler import Environment, Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.keys_file import KeysFile, hash_of, new_key
