@@ -152,8 +152,7 @@ def service_app(world: str, model: str, turns: int, retain_bytes: int) -> FastAP
         host, port = url.removeprefix("http://").split(":")
         return {kind: {"any": {"host": host, "port": int(port)}}}
 
-    memory.map_large_blocks()  # both as ProRLAgent does
-    memory.collect_rarely()
+    memory.collect_rarely()  # as ProRLAgent does
     world_ref = {"type": "resources_servers", "name": "world"}
     config = ServiceConfig(resources_server=world_ref, max_steps=turns, retain_bytes=retain_bytes)
     known = {"world": block("resources_servers", world), "policy_model": block("responses_api_models", model)}

@@ -149,7 +149,6 @@ class ProrlModel(SimpleResponsesAPIModel):
         policy = self.config.checked_policy()
         recorded = self._recorded()
         open_files.raise_limit()
-        memory.recycle_large_blocks()
         app = super().setup_webserver()
         config = self.config
         self._host = PolicyHost(policy)
