@@ -292,9 +292,11 @@ async def test_a_commit_that_fails_refuses_new_jobs_and_writes_outcomes_again(
     monkeypatch.setattr(journal_module, "_RETRY_S", 0.05)
     async with life(tmp_path) as (pipeline, bench):
         job = await pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id="a"))
-        breaking.commits = 1
-        with pytest.raises(JournalFails, match="the disk failed"):
-            await pipeline.accept(JobRequest({}, id="b"))
+        for name in ("b", "never again"):
+            breaking.commits = 1
+            with pytest.raises(JournalFails, match="the disk failed"):
+                await pipeline.accept(JobRequest({}, id=name))
+            await asyncio.sleep(1.2)
         await asyncio.sleep(0.2)
         breaking.commits = 2
         bench.handler.let_go.set()
