@@ -285,5 +285,5 @@ async def test_a_folder_that_cannot_be_is_refused_at_the_start(tmp_path: Path) -
         with pytest.raises(CallerError) as refused:
             AgentService(ServiceConfig(resources_server=server), OmegaConf.create(config), model="policy_model")
         assert (refused.value.field, wrong in str(refused.value)) == ("checkpoint_folder", True)
-    with pytest.raises(ValidationError, match="at the top of the configuration"):
+    with pytest.raises(ValidationError, match="checkpoint_folder\n  Extra inputs"):
         ServiceConfig.model_validate({"resources_server": server, "checkpoint_folder": str(tmp_path)})
