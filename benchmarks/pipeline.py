@@ -23,7 +23,7 @@ from benchmarks.report import Row, median, parser, publish
 from benchmarks.servers import AGENT, PEER_AGENT, agent_server, instant_servers
 from nemo_gym_prorl.failures import Failure, Stage
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest

@@ -8,7 +8,7 @@ from collections import deque
 
 from benchmarks.sampling_clock import PROMPTS, RUN, SLOTS
 from nemo_gym_prorl.dapo.contract import Batch, Decision, Scored, Submission
-from nemo_gym_prorl.dapo.fates import Fate, Fates, Usage
+from nemo_gym_prorl.dapo.group import Fate, Fates, Usage
 
 
 class Replenished:

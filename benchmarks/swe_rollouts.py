@@ -20,7 +20,7 @@ from typing import Any
 from nemo_gym.sandbox import SandboxSpec
 
 from nemo_gym_prorl.failures import Failure, Stage
-from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest

@@ -55,7 +55,7 @@ FrontJournal = Annotated[
     str | None,
     typer.Option(
         "--journal",
-        help="Of a front: a folder, or postgresql+psycopg://USER@HOST/DATABASE, in which its rollouts outlive it.",
+        help="Of a front: a folder on this machine's own disk, in which its rollouts outlive it.",
     ),
 ]
 

@@ -58,14 +58,13 @@ def list_clients(file: File) -> None:
 @app.command()
 def revoke(name: Name, file: File) -> None:
     """Take a client's key away. A service that runs refuses it within a second; its rollouts go on."""
-    from nemo_gym_prorl.failures import CallerError
+    from nemo_gym_prorl.failures import CallerError, suggest
     from nemo_gym_prorl.rollout.keys_file import write_clients
-    from nemo_gym_prorl.serving.known_keys import near
 
     clients = _clients(file)
     left = [client for client in clients.clients if client.name != name]
     if len(left) == len(clients.clients):
-        raise CallerError(f"there is no {name!r}{near(name, (client.name for client in left))}", field="NAME")
+        raise CallerError(f"there is no {name!r}{suggest(name, (client.name for client in left))}", field="NAME")
     clients.clients = left
     write_clients(file, clients)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -223,6 +224,16 @@ class Failure:
     def connection_lost(self) -> bool:
         """The connection to a server that has a name failed: it may be gone for everybody."""
         return self.server is not None
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a complaint about an unknown name: the nearest known name, and all of them."""
+    from difflib import get_close_matches  # the supervisor of sandboxes, which never suggests, is to stay small
+
+    known = sorted(known)
+    nearest = get_close_matches(name, known, 1, 0.5)
+    hint = f"; the nearest: {nearest[0]}" if nearest else ""
+    return f"{hint}; there are: {', '.join(known) or 'none'}"
 
 
 def classify(error: BaseException, stage: Stage | None) -> Failure:

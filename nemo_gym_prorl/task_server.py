@@ -43,13 +43,13 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S
+from nemo_gym_prorl.rollout.shared_checkpoints import CHECKPOINT_FOLDER
 from nemo_gym_prorl.sandbox.compose.snapshots import is_named
 from nemo_gym_prorl.sandbox.images.building.default import KERNEL
 from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.serving import open_files
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
 from nemo_gym_prorl.serving.health import health_router
-from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 from nemo_gym_prorl.serving.problems import add_problem_handlers
 from nemo_gym_prorl.serving.server_config import ServerConfig
 from nemo_gym_prorl.serving.starter import end_with_starter

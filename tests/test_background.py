@@ -28,9 +28,8 @@ from nemo_gym_prorl.rollout import outages
 from nemo_gym_prorl.rollout.calls import HandlerCalls
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet import dispatcher
-from nemo_gym_prorl.rollout.fleet.app import front_app
-from nemo_gym_prorl.rollout.fleet.front import Front
-from nemo_gym_prorl.rollout.journal.journal import Journal
+from nemo_gym_prorl.rollout.fleet.front import Front, front_app
+from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.sandbox.supervisor import server as supervisor_server
 from nemo_gym_prorl.sandbox.supervisor.limit_watch import Watchdog

@@ -34,7 +34,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.trajectory import gym_reads_trajectories
+from nemo_gym_prorl.rollout.steps import gym_reads_trajectories
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.images.cache import silent

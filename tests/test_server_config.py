@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from nemo_gym_prorl.handlers.service_config import ServiceConfig, StagesConfig
+from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.rollout.schemas import SubmitRequest
 from nemo_gym_prorl.serving.server_config import ServerConfig
@@ -36,43 +36,23 @@ GYMS = {"datasets": [], "description": "d", "value": "v", "verified": False, "nu
 
 
 @pytest.mark.parametrize(
-    ("config", "wrong", "right"),
+    ("config", "given", "field"),
     [
-        (ProRLAgentConfig, "max_step", "max_steps"),
-        (ProRLCodeConfig, "tool_timeout", "tool_timeout_s"),
-        (ProrlModelConfig, "chat_template_kwarg", "chat_template_kwargs"),
-        (StagesConfig, "runs", "run"),
-        (PolicyConfig, "engin", "engine"),
+        (ProRLAgentConfig, {"max_turns": 3}, "max_turns"),
+        (ProRLAgentConfig, {"data_sources": ["x"]}, "data_sources"),
+        (ProRLAgentConfig, {"environments": {"swe": {"max_attempts": 3}}}, "environments.swe.max_attempts"),
+        (ProRLAgentConfig, {"environments": {"swe": {"budgets": {"rum": 3}}}}, "environments.swe.budgets.rum"),
+        (ProRLAgentConfig, {"stages": {"runs": 3}}, "stages.runs"),
+        (ProRLCodeConfig, {"tool_timeout": 3}, "tool_timeout"),
+        (ProrlModelConfig, {"chat_template_kwarg": 3}, "chat_template_kwarg"),
+        (PolicyConfig, {"tool_format": "hermes"}, "tool_format"),
+        (SubmitRequest, {"handler": "mine"}, "handler"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest(config: type[BaseModel], wrong: str, right: str) -> None:
-    given = GIVEN.get(config, {})
-    config.model_validate({**(ADDRESS | GYMS if issubclass(config, ServerConfig) else {}), **given})
-    with pytest.raises(ValidationError, match=rf"{wrong}: there is no such setting.*: {right}$".replace("$", r"\b")):
-        config.model_validate({**given, wrong: 3})
-
-
-@pytest.mark.parametrize(
-    ("config", "given", "complaint"),
-    [
-        (ProRLAgentConfig, {"max_turns": 3}, "max_turns: is called max_steps here"),
-        (ProRLAgentConfig, {"max_tokens": 3}, "max_tokens: is called max_total_sequence_length here"),
-        (ProRLAgentConfig, {"environments": {"swe": {"max_turns": 3}}}, "max_turns: is called max_steps here"),
-        (ProRLAgentConfig, {"environments": {"swe": {"data_source": "x"}}}, "there is: data_sources"),
-        (ProRLAgentConfig, {"environments": {"swe": {"budgets": {"rum": 3}}}}, "there is: run"),
-        (ProRLAgentConfig, {"environments": {"swe": {"max_attempts": 3}}}, "max_attempts: belongs at the top"),
-        (ProRLAgentConfig, {"environments": {"swe": {"model_server": "p"}}}, "model_server: belongs at the top"),
-        (ProRLAgentConfig, {"environments": {"swe": {"environments": {}}}}, "environments: belongs at the top"),
-        (ProRLAgentConfig, {"data_sources": ["x"]}, "data_sources: belongs to one of the `environments`"),
-        (PolicyConfig, {"tool_format": "hermes"}, "tool_format: is called tool_call_parser here"),
-        (SubmitRequest, {"handler": "mine"}, "handler: is called environment here"),
-    ],
-)
-def test_a_key_that_has_another_name_here_is_refused_with_it(
-    config: type[BaseModel], given: dict[str, Any], complaint: str
-) -> None:
-    needed = ADDRESS | GYMS | GIVEN[config] if config in GIVEN else ROW
-    with pytest.raises(ValidationError, match=complaint):
+def test_an_unknown_key_is_refused_by_its_name(config: type[BaseModel], given: dict[str, Any], field: str) -> None:
+    needed = (ADDRESS | GYMS if issubclass(config, ServerConfig) else {}) | GIVEN.get(config, ROW)
+    config.model_validate(needed)
+    with pytest.raises(ValidationError, match=rf"{field}\n  Extra inputs are not permitted"):
         config.model_validate({**needed, **given})
 
 
@@ -105,7 +85,7 @@ def test_what_our_own_files_say_is_known(file: Path) -> None:
             for name, said in kind.items() if isinstance(kind, dict) else ():
                 if config := configs.get(name):
                     wrong = _errors(config, {**ADDRESS, **GIVEN[config], **said})
-                    assert "no such setting" not in wrong
+                    assert "Extra inputs" not in wrong
 
 
 def _errors(config: type[BaseModel], given: dict[str, Any]) -> str:

@@ -19,10 +19,9 @@ from nemo_gym_prorl.commands.environments import blocks_of
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.gym.command_line import running_rays_auth_mode
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.fleet.app import front_app
-from nemo_gym_prorl.rollout.fleet.front import Front
+from nemo_gym_prorl.rollout.fleet.front import Front, front_app
 from nemo_gym_prorl.rollout.fleet.nodes import NodeList, Nodes
-from nemo_gym_prorl.rollout.journal.journal import Journal
+from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.serving.access import check_exposure
 from nemo_gym_prorl.serving.embedded import served
 
@@ -39,7 +38,7 @@ class FrontOptions:
         host, port: where it listens.
         token: its key, and the nodes'.
         keys_file: of clients with keys of their own, besides.
-        journal: a folder, or the URL of a PostgreSQL, in which its rollouts outlive it.
+        journal: a folder in which its rollouts outlive it.
     """
 
     host: str

@@ -23,9 +23,8 @@ from pydantic_core import ErrorDetails
 from nemo_gym_prorl.commands.files import json_lines
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.rollout.request import row_digest
-from nemo_gym_prorl.rollout.rows import WISHES
 from nemo_gym_prorl.rollout.schemas import JobView, SubmitRequest
-from nemo_gym_prorl.rollout.trajectory import TRAJECTORY, gym_reads_trajectories, ng_trajectory
+from nemo_gym_prorl.rollout.steps import TRAJECTORY, WISHES, gym_reads_trajectories, ng_trajectory
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 
 

@@ -19,12 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_gym_prorl.commands import fleet
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, suggest
 from nemo_gym_prorl.gym import config_files
 from nemo_gym_prorl.gym.deployment import Death, GymDeployment
 from nemo_gym_prorl.policy.engines.addresses import checked_url
 from nemo_gym_prorl.serving.keys import authorization
-from nemo_gym_prorl.serving.known_keys import near
 from nemo_gym_prorl.task_sandboxes import PROGRESS
 
 
@@ -68,7 +67,7 @@ async def serve(
         raise CallerError("name at least one; `gym list environments` shows them", field="environment")
     known = await asyncio.to_thread(config_files.environments)
     if unknown := [name for name in environments if name not in known]:
-        raise CallerError(f"there is no {unknown[0]}{near(unknown[0], known)}", field="environment")
+        raise CallerError(f"there is no {unknown[0]}{suggest(unknown[0], known)}", field="environment")
     if policy_url is None and model_type != "prorl_model":
         raise CallerError(f"{model_type} cannot be given engines later: name its endpoint", field="--policy-url")
     for option, given in (("keys_file", front.keys_file), ("journal", front.journal)):

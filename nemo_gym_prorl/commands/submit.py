@@ -37,8 +37,8 @@ from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
 from nemo_gym_prorl.rollout.fleet.nodes import NodeList
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.request import NO_CLIENT
-from nemo_gym_prorl.rollout.rows import WISHES
 from nemo_gym_prorl.rollout.schemas import JobView, StatusView, SubmitRequest, TokenForm
+from nemo_gym_prorl.rollout.steps import WISHES
 from nemo_gym_prorl.serving.keys import CLIENT_KEY
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 

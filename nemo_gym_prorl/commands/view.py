@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.commands.files import read_rollouts
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.masks import is_masked
-from nemo_gym_prorl.rollout.rows import WISHES
-from nemo_gym_prorl.rollout.steps import TurnRead, items, part, read_turns, text_of
+from nemo_gym_prorl.rollout.rows import is_masked
+from nemo_gym_prorl.rollout.steps import WISHES, TurnRead, items, part, read_turns, text_of
 from nemo_gym_prorl.tasks.extras import require_extras
 
 

@@ -33,11 +33,6 @@ class SamplerConfig:
             once, if it is known. ``None``: as many as can still be trained on.
         max_staleness: weight versions between a rollout's first token and the batch that uses it.
         max_failures: tries of a member that the machines may break; one more drops its group.
-        max_restarts: tries of a member that may become too old; one more drops its group. Not ``in_order``.
-        in_order: batches are the first groups with variance in the order of their prompts, however long one takes, so
-            that what is trained on does not depend on how long it took. False: the first that are complete, those
-            under the oldest weights before others, which is faster and **trains on what is short**
-            (:mod:`nemo_gym_prorl.dapo.bias` tells by how much).
         filter_on: the field of a verdict that says how good a rollout was, by which groups vary. ``None``: the reward,
             where it is 0 or 1, and an error where it is not (:mod:`nemo_gym_prorl.dapo.outcome`).
         agent_failures: what a rollout counts as that the policy brought to a bad end.
@@ -55,8 +50,6 @@ class SamplerConfig:
     max_in_flight: int | None = None
     max_staleness: int = 4
     max_failures: int = 3
-    max_restarts: int = 3
-    in_order: bool = True
     filter_on: str | None = None
     agent_failures: AgentFailures = AgentFailures.ZERO
     reference_share: float = 0.125
@@ -68,12 +61,10 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         if self.agent_failures not in (names := [*AgentFailures]):
             raise CallerError(f"it must be one of {', '.join(names)}", field="agent_failures")
-        if not isinstance(self.in_order, bool):
-            raise CallerError("it must be True or False", field="in_order")
         if not isinstance(self.reference_share, int | float) or not 0 <= self.reference_share <= 1:
             raise CallerError("it must be a share, from 0 to 1", field="reference_share")
         least = {"groups_per_batch": 1, "group_size": 2, "max_in_flight": 1, "max_fruitless": 1, "max_dropped": 1}
-        for name in ("max_staleness", "max_failures", "max_restarts", "prefix_tries"):
+        for name in ("max_staleness", "max_failures", "prefix_tries"):
             least[name] = 0
         for name, bound in least.items():
             value = getattr(self, name)

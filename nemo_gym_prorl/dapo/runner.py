@@ -27,10 +27,9 @@ from typing import Any, Self
 import orjson
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, Submission
-from nemo_gym_prorl.dapo.outcome import Outcome, inherited, outcome_of, usage_of
+from nemo_gym_prorl.dapo.outcome import Outcome, RolloutMetrics, inherited, outcome_of, usage_of
 from nemo_gym_prorl.dapo.prefixes import Kept
 from nemo_gym_prorl.dapo.prompts import PromptStream
-from nemo_gym_prorl.dapo.rollout_metrics import RolloutMetrics
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Origin
 from nemo_gym_prorl.rollout.client import RolloutClient

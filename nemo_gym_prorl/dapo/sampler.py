@@ -9,8 +9,8 @@ for the next rollout at once.
 
 **Versions.** The batch ``b`` (0, 1, ...) is trained on weights ``first_version + b``, and gives the next ones. A
 rollout carries the weights it began under, and is of use to batches at most ``max_staleness`` versions ahead of it. So
-many groups are under way as can still be of use (:mod:`admission`); while the trainer works, and from batch to batch,
-they go on.
+many groups are under way as can still be of use (:class:`~.queue.Admission`); while the trainer works, and from batch
+to batch, they go on.
 
 **Order.** A batch is the first groups with variance in the order of their prompts. So who is trained on is settled
 before anybody knows how long it takes, and a batch waits for its slowest rollout, for which it has had
@@ -19,9 +19,7 @@ it can't become too old *by its own doing*. What is ended early is ended by its 
 complete, groups behind it that began under weights too old for the next one begin again, whether they run, are
 complete, or were found to have no variance. With ``max_staleness`` 0 these are all.
 
-``in_order: False`` takes groups as they are complete. Then the slow ones become too old, begin again up to
-``max_restarts`` times, and are trained on less than they are sampled. :mod:`~nemo_gym_prorl.dapo.bias` tells by
-how much, in either order.
+:mod:`~nemo_gym_prorl.dapo.bias` measures how far what is trained on differs from what is sampled.
 
 **Prefixes.** With ``prefix_tries`` a group without variance may be followed by one that begins at a prefix
 (:mod:`prefixes`). It comes in the place of the next prompt, so that no batch waits for it, and is a group like others.
@@ -40,7 +38,6 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym_prorl.dapo.admission import Admission
 from nemo_gym_prorl.dapo.bias import BiasMeter, Estimate
 from nemo_gym_prorl.dapo.contract import (
     AgentFailures,
@@ -50,12 +47,10 @@ from nemo_gym_prorl.dapo.contract import (
     SamplerConfig,
     Scored,
 )
-from nemo_gym_prorl.dapo.fates import Fate, Fates, Usage
-from nemo_gym_prorl.dapo.flight import Flight, place_of
-from nemo_gym_prorl.dapo.group import Group, Member
+from nemo_gym_prorl.dapo.group import Fate, Fates, Group, Member, Usage
 from nemo_gym_prorl.dapo.prefixes import NOTHING_KEPT, Kept, Prefixes, Search
 from nemo_gym_prorl.dapo.prompts import Curriculum, PromptStream
-from nemo_gym_prorl.dapo.queue import Queue
+from nemo_gym_prorl.dapo.queue import Admission, Flight, Queue, place_of
 from nemo_gym_prorl.failures import CallerError, Origin
 
 
@@ -100,7 +95,7 @@ class DynamicSampler:
         self._backlog: deque[tuple[int, str, Search]] = deque()
         """Prompts, with their names, of groups to come that begin at a prefix."""
         self._passed = 0
-        """Groups that a batch has passed over. Only in order."""
+        """Groups that a batch has passed over."""
         self._fruitless = 0
         self._unrun = 0
         """Groups in a row that could not be run, and why the last one."""
@@ -266,19 +261,14 @@ class DynamicSampler:
         return self._exhausted and not (self._backlog or self._queue.open or self._flight.abandoned)
 
     @property
-    def _settled(self) -> int:
-        """Prompts before this one are trained on, or dropped for good."""
-        return self._passed if self.config.in_order else int(self._queue.first_open(self._next_number))
-
-    @property
     def length_bias(self) -> Estimate | None:
         """Mean length of what is trained on over that of what the policy samples, in tokens; see :mod:`bias`."""
-        return self._bias.length(self._settled)
+        return self._bias.length(self._passed)
 
     @property
     def accuracy_bias(self) -> Estimate | None:
         """The same of accuracy."""
-        return self._bias.accuracy(self._settled)
+        return self._bias.accuracy(self._passed)
 
     def close(self) -> Decision:
         """Training is over: cancels what runs and lets go of the rest. The outcomes of the former are still told."""
@@ -351,8 +341,6 @@ class DynamicSampler:
         for group in [*self._queue.open.values()]:  # who keeps prefixes may have forgotten them, or us
             if group.search is not None:
                 self._drop(group, "left_over", Fate.LEFT_OVER)
-        if not self.config.in_order:  # it may have been until now
-            self._settle_fruitless(math.inf)
         self._end_stale()
         decision, self._decision = self._decision, Decision()
         stale = {*decision.cancel}
@@ -388,11 +376,11 @@ class DynamicSampler:
             for member in group.members:
                 self.fates.add(Fate.NO_VARIANCE, member.usage)
                 self._decision.forget.append(str(member.rollout))
-            if self.config.in_order and group.search is None:
+            if group.search is None:
                 self._queue.fruitless[group.number] = group
         if not self._is_followed(group) and (search := self.prefixes.after(group)) is not None:
             self._backlog.append((group.prompt, group.key, search))
-        if not self.config.in_order or not (group.teaches or group.search is None):
+        if group.search is not None and not group.teaches:
             self._settle(group)
 
     def _is_followed(self, group: Group) -> bool:
@@ -424,20 +412,15 @@ class DynamicSampler:
         wanted, ready = self.config.groups_per_batch, self._queue.ready
         if self.emitted == self.asked or len(ready) < wanted:
             return None
-        if self.config.in_order:
-            first_open = self._queue.first_open()
-            numbers = sorted(number for number in ready if number < first_open)[:wanted]
-        else:
-            numbers = sorted(ready, key=lambda number: ready[number].version)[:wanted]
+        first_open = self._queue.first_open()
+        numbers = sorted(number for number in ready if number < first_open)[:wanted]
         if len(numbers) < wanted:
             return None
-        numbers = sorted(numbers)
         prompts = {number: ready[number].prompt for number in numbers}
         batch = Batch(self.emitted, self._due, {number: self._scored(number) for number in numbers}, prompts)
         self.emitted += 1
-        if self.config.in_order:
-            self._passed = numbers[-1] + 1
-            self._settle_fruitless(self._passed)
+        self._passed = numbers[-1] + 1
+        self._settle_fruitless(self._passed)
         self._end_stale()
         return batch
 
@@ -460,8 +443,7 @@ class DynamicSampler:
 
     def _scored(self, number: int) -> list[Scored]:
         group = self._queue.ready.pop(number)
-        if self.config.in_order:
-            self._settle(group)
+        self._settle(group)
         trained = [member for member in group.members if not member.masked]
         self._bias.emitted(number, [(member.usage.length, member.accuracy) for member in trained])
         rollouts = []
@@ -473,20 +455,14 @@ class DynamicSampler:
         return rollouts
 
     def _end_stale(self) -> None:
-        """With another batch to fill, some rollouts are too old: their members start again, if they still may."""
+        """With another batch to fill, groups with a rollout that is too old start again."""
         for group in self._queue.older_than(self._oldest_of_use):
-            tried = all(member.tries for member in group.members)  # or a reference would never be complete
-            restarts = max(member.restarts for member in group.members)
-            if tried and not self.config.in_order and restarts >= self.config.max_restarts:
-                self._drop(group, "too_late", Fate.STALE)
-            else:
-                self._begin_again(group, Fate.STALE)
+            self._begin_again(group, Fate.STALE)
 
     def _begin_again(self, group: Group, fate: Fate) -> None:
         """All of its members, whatever they gave: if only some were sampled again, which ones would matter."""
         results_are_gone = group.number in self._queue.fruitless
         for member in group.members:
-            member.restarts += not member.waits
             if results_are_gone:
                 member.reset()
             else:

@@ -17,43 +17,46 @@ from typing import Any, cast
 import orjson
 from fastapi import APIRouter, Request, Response
 from omegaconf import DictConfig, OmegaConf
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
-from nemo_gym_prorl.handlers.aggregate_metrics import environment_of, merged
-from nemo_gym_prorl.handlers.failure_rows import (
+from nemo_gym_prorl.handlers.gym_environment import GymContext
+from nemo_gym_prorl.handlers.gym_environments import (
+    GymServers,
+    SeededSessionHandler,
+    gym_environments,
+    responses_answer,
+    responses_request,
+)
+from nemo_gym_prorl.handlers.gym_http import CookieJar, Farewells, GymServer, HttpAnswer, HttpClient, require_ok
+from nemo_gym_prorl.handlers.run_rows import (
     NOTHING_SAMPLED,
     empty_response,
+    environment_of,
     failure_problem,
     failure_row,
     from_collector,
     has_tokens,
+    merged,
+    run_request,
     run_status,
 )
-from nemo_gym_prorl.handlers.farewells import Farewells
-from nemo_gym_prorl.handlers.gym_environment import GymContext
-from nemo_gym_prorl.handlers.gym_environments import GymServers, gym_environments
-from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer, HttpClient, require_ok
-from nemo_gym_prorl.handlers.run_request import run_request
-from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler, responses_answer, responses_request
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.journal.journal import Journal
+from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.keys_file import KeysFile
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.ownership import ROUTES, own_key, submitted_by
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, NotYours
-from nemo_gym_prorl.rollout.rows import WISHES, read_json
-from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
-from nemo_gym_prorl.rollout.trajectory import TRAJECTORY, gym_reads_trajectories, ng_trajectory
+from nemo_gym_prorl.rollout.rows import read_json
+from nemo_gym_prorl.rollout.shared_checkpoints import CHECKPOINT_FOLDER, SharedCheckpoints
+from nemo_gym_prorl.rollout.steps import TRAJECTORY, WISHES, gym_reads_trajectories, ng_trajectory
 from nemo_gym_prorl.rollout.wire import wire_router
 from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes, caller_in
 from nemo_gym_prorl.serving.embedded import also_by_tls, check_certificate
-from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 from nemo_gym_prorl.serving.problems import ProblemError
 
 
@@ -97,7 +100,7 @@ class AgentService:
         self._farewells = Farewells()
         base = GymContext(None, self._models[0], farewells=self._farewells, further_models=tuple(self._models[1:]))
         environments = gym_environments(config, self._servers, base)
-        keep = config.journal_keep_s, config.journal_keep_bytes
+        keep = config.journal_keep_s, config.journal_keep_bytes, config.keep_unread_s
         journal = None if config.journal is None else Journal(config.journal, *keep)
         folder = gym_config.get(CHECKPOINT_FOLDER)
         shared = None if folder is None else SharedCheckpoints(Path(str(folder)))
@@ -164,18 +167,6 @@ class AgentService:
                 raise error from None
             kind = FailureKind.SHUTDOWN if isinstance(error, Draining) else error.kind
             return _json(_refused_row(row, Failure(kind, Origin.CALLER, None, error.reason)))
-
-    async def refused(self, request: Request, error: ProblemError) -> Response:
-        """The answer to a rollout for which this process has no room: that error, or Gym's collector its row, since
-        an error would end its whole collection. It does the row again when it resumes."""
-        try:
-            row = read_json(await request.body()) if request.url.path == "/run" else None
-        except (CallerError, ClientDisconnect):
-            row = None
-        if not isinstance(row, dict) or not from_collector(row):
-            return error.response()
-        failure = Failure(FailureKind.PROVIDER_QUOTA_EXHAUSTED, Origin.INFRASTRUCTURE, None, str(error))
-        return _json(_refused_row(row, failure))
 
     async def responses(self, request: Request) -> Response:
         """Gym's ``/v1/responses`` of an agent: the tool loop in a session that the caller has seeded.

@@ -24,6 +24,7 @@ import re
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from hashlib import sha256
 from typing import Any
 
@@ -38,16 +39,13 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.handlers.checkpoints import GymCheckpoint, Keeper
 from nemo_gym_prorl.handlers.conversation import Conversation, waited
-from nemo_gym_prorl.handlers.failure_rows import empty_response, failure_row
-from nemo_gym_prorl.handlers.farewells import Farewells
-from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, json_of, require_ok
-from nemo_gym_prorl.handlers.timeouts import OnTimeout, after_timeout
-from nemo_gym_prorl.handlers.tool_answers import ToolAnswers, Trouble
-from nemo_gym_prorl.handlers.tool_loop import LoopLimits, ToolLoop
+from nemo_gym_prorl.handlers.gym_http import CookieJar, Farewells, GymServer, json_of, require_ok
+from nemo_gym_prorl.handlers.run_rows import empty_response, failure_row
+from nemo_gym_prorl.handlers.tool_loop import LoopLimits, ToolAnswers, ToolLoop, Trouble
+from nemo_gym_prorl.rollout.calls import begin
 from nemo_gym_prorl.rollout.checkpoints import Checkpoint
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.shared_checkpoints import begins_anew
-from nemo_gym_prorl.rollout.tasks import begin
 
 
 LATE_SEED_S = 600.0
@@ -56,6 +54,37 @@ LATE_SEED_S = 600.0
 _CLOSE = "/close_session"
 _NO_CLOSE = "has no /close_session"
 _PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
+
+
+class OnTimeout(StrEnum):
+    """What becomes of a rollout whose RUN budget is used up, if its turns so far are there with their tokens. Where
+    not a single turn was complete it fails, whatever is asked for: there is nothing to train on."""
+
+    MASK = "mask"
+    """It fails as ``agent_timeout``: a masked row that keeps its turns."""
+    SCORE = "score"
+    """It is scored as it is."""
+    ZERO = "zero"
+    """Its reward is 0, and it counts like any other."""
+
+
+def after_timeout(wanted: OnTimeout, job: Job, *, settled: bool) -> Trajectory | Verdict | None:
+    """What is asked for, where there is something to train on.
+
+    Args:
+        wanted: the environment's choice.
+        job: whose RUN budget is used up; its ``finish_reason`` says so unless it fails.
+        settled: the tokens of its turns are there.
+
+    Returns:
+        What EVAL is to score, or a verdict without EVAL; ``None`` for a failure.
+    """
+    if wanted is OnTimeout.MASK or job.trajectory is None or not (settled and job.progress.turns):
+        return None
+    job.progress.finish_reason = "timeout"
+    if wanted is OnTimeout.ZERO:
+        return Verdict(0.0, {**job.row, "response": job.trajectory.response, "reward": 0.0})
+    return job.trajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ the environment are not used, and what a server says about its own failures is b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +36,7 @@ from nemo_gym_prorl.failures import (
     RolloutError,
     TaskError,
 )
+from nemo_gym_prorl.rollout.calls import begin
 from nemo_gym_prorl.serving import open_files
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.problem_document import Problem
@@ -319,3 +321,42 @@ def _cut(text: str, limit: int | None) -> str:
 
 def _known_kind(kind: str) -> FailureKind:
     return FailureKind(kind) if kind in SERVERS_KINDS else FailureKind.PROVIDER_UNAVAILABLE
+
+
+LOGGER = logging.getLogger(__name__)
+
+
+class Farewells:
+    """Bounded background work of one service.
+
+    Args:
+        bound_s: seconds after which such work is given up, unless it is started with another bound.
+    """
+
+    def __init__(self, bound_s: float = 60.0) -> None:
+        self._bound_s = bound_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, what: str, work: Coroutine[Any, Any, Any], bound_s: float | None = None) -> asyncio.Task[None]:
+        """Have ``work`` done. The task never raises: what goes wrong is logged under the name ``what``."""
+        task = begin(self._bounded(what, work, bound_s or self._bound_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self, timeout: float) -> None:
+        """Wait until all is said, at most ``timeout`` seconds; what is left then is cancelled."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout)
+        left = set(self._tasks)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=1.0)
+
+    async def _bounded(self, what: str, work: Coroutine[Any, Any, Any], bound_s: float) -> None:
+        try:
+            async with asyncio.timeout(bound_s):
+                await work
+        except Exception as error:  # the rollout is over; a failure of its clean-up changes nothing about it
+            LOGGER.warning("%s: %s: %s", what, type(error).__name__, error)

@@ -7,22 +7,19 @@ A setting that bounds a pipeline has its default there (:mod:`nemo_gym_prorl.rol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from nemo_gym.config_types import ResourcesServerRef
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_gym_prorl.handlers.gym_environment import GymEnvironmentHandler
-from nemo_gym_prorl.handlers.timeouts import OnTimeout
+from nemo_gym_prorl.handlers.gym_environment import GymEnvironmentHandler, OnTimeout
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits
 from nemo_gym_prorl.rollout.job import Budgets
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import BudgetsModel, Identifier, Seconds
 from nemo_gym_prorl.rollout.settings import JOURNAL_KEEP_BYTES, JOURNAL_KEEP_S, PipelineSettings
-from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER, KnownKeys
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -33,8 +30,10 @@ _POOLS = _BOUNDS.stages
 _LIMITS = LoopLimits()
 
 
-class StagesConfig(KnownKeys):
+class StagesConfig(BaseModel):
     """Slots per stage. ``ready`` bounds the buffer between INIT and RUN: each job in it holds a sandbox."""
+
+    model_config = ConfigDict(extra="forbid")
 
     init: Positive = _POOLS.init
     ready: Annotated[int, Field(ge=0)] = _POOLS.ready
@@ -42,10 +41,10 @@ class StagesConfig(KnownKeys):
     eval: Positive = _POOLS.eval
 
 
-class EnvironmentSettings(KnownKeys):
+class EnvironmentSettings(BaseModel):
     """What an environment says about its rollouts; at the top of the agent's settings, of the default one."""
 
-    renamed_keys: ClassVar = {"max_turns": "max_steps", "max_tokens": "max_total_sequence_length"}
+    model_config = ConfigDict(extra="forbid")
 
     resources_server: ResourcesServerRef | None = None
     """Gym's reference to its server. The default environment is called after it."""
@@ -85,25 +84,12 @@ class EnvironmentConfig(EnvironmentSettings):
     share: Share = 1.0
     """Of sandboxes and slots, in proportion to other environments', while rows of several wait."""
 
-    @classmethod
-    def misplaced_keys(cls) -> Mapping[str, str]:
-        """Those of the pools and of the server, which all environments share."""
-        shared = {*ServiceConfig.model_fields, "model_server"}
-        return dict.fromkeys(shared, "at the top of the agent's settings: its environments share it")
-
 
 class ServiceConfig(EnvironmentSettings):
     """All settings."""
 
     environments: dict[Identifier, EnvironmentConfig] = Field(default_factory=dict)
     """Further environments that the same pools serve, by name."""
-
-    @classmethod
-    def misplaced_keys(cls) -> Mapping[str, str]:
-        """Those of an environment that the default one has not."""
-        own = EnvironmentConfig.model_fields.keys() - cls.model_fields.keys()
-        environments = dict.fromkeys(own, "to one of the `environments`: the default one takes what no other does")
-        return environments | {CHECKPOINT_FOLDER: "at the top of the configuration: the environments' servers read it"}
 
     further_model_servers: list[str] = Field(default_factory=list)
     """Instances that share the rollouts with the one in ``model_server``, each rollout staying at one of them."""
@@ -119,13 +105,13 @@ class ServiceConfig(EnvironmentSettings):
     max_queued: Positive = _BOUNDS.max_queued
     """Rollouts that may wait before the job API answers 429."""
     retain_bytes: Positive = _BOUNDS.retain_bytes
-    """What finished rollouts may keep. Those that were read are forgotten first; when others fill it, the job API
-    answers 429."""
+    """Bound of what finished rollouts keep. Over it those whose time to live is over are forgotten; when younger ones
+    fill it, the job API answers 429."""
     keep_unread_s: Seconds = _BOUNDS.keep_unread_s
-    """How long a result that nobody has read is kept, whatever the bound."""
+    """Time to live of a result that nobody has read; that of one that was read is over."""
     journal: str | None = None
-    """A folder of this machine's own, or the URL of a PostgreSQL (``postgresql+psycopg://…``), in which accepted
-    rollouts and outcomes outlive a restart; without it a restart forgets them."""
+    """A folder on this machine's own disk in which accepted rollouts and outcomes outlive a restart; without it a
+    restart forgets them."""
     journal_keep_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = JOURNAL_KEEP_S
     """How long an outcome is kept there."""
     journal_keep_bytes: Positive = JOURNAL_KEEP_BYTES

@@ -29,7 +29,7 @@ from typing import Any
 
 from nemo_gym_prorl.background import PROCESS_LOOPS
 from nemo_gym_prorl.dapo.contract import SamplerConfig
-from nemo_gym_prorl.dapo.fates import Fate
+from nemo_gym_prorl.dapo.group import Fate
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.runner import CLOSE_S, Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,3 +83,13 @@ def file_of(name: str, folder: str = "") -> Path:
 def names_of(folder: str = "") -> list[str]:
     """What ships with the package."""
     return sorted(file.stem for file in (RECIPES / folder).glob("*.yaml") if file.stem != "base")
+
+
+ROOT_VARIABLE = "NRL_ROOT"
+"""Environment variable with the folder of the NeMo RL checkout; the recipes inherit from its files."""
+
+
+def checkout() -> Path | None:
+    """The NeMo RL checkout, where the variable names one."""
+    root = os.environ.get(ROOT_VARIABLE)
+    return Path(root) if root and Path(root, "nemo_rl", "__init__.py").is_file() else None

@@ -1,11 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What NeMo RL's SingleController calls in place of its own rollout manager, and what ends with it.
+"""What replaces parts of NeMo RL's SingleController: its rollout manager, and what has to end, train and save with it.
 
 The controller asks for a rollout of each prompt that its data loader gives, and commits what comes to its buffer.
 Here a request is a ticket: it gets the next group that the sampler has found worth training on, whichever prompt that
 is of. So groups without variance, failures, retries and staleness are the sampler's, and the controller only ever sees
 groups that are complete; its own retries and drop budgets find nothing to do.
+
+**Optimizer steps.** The controller computes the log-probabilities that the loss compares with right before it trains,
+and makes one optimizer step. There the ratio of the loss is 1 at every token, and its clip never acts.
+:class:`MiniBatches` computes them once, and trains on the batch in parts, each with an optimizer step. From the second
+on, the policy is another than that of the log-probabilities, and the clip bounds how far it goes.
+
+**Checkpoints.** The controller saves the state of its data loader and of its buffer. Prompts are drawn by our sampler,
+so its state goes with the data loader's. The buffer's groups are not restored: the state is that of when the batch
+that was trained on last was complete, and what the buffer holds since then is in it, scored and not handed over.
 
 No class here is derived from a class of NeMo RL.
 """
@@ -13,8 +22,12 @@ No class here is derived from a class of NeMo RL.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
@@ -23,6 +36,7 @@ from nemo_gym_prorl.nemo_rl.groups import record_of
 
 if TYPE_CHECKING:
     from nemo_rl.experience.rollout_manager import RolloutOutcome
+
 
 LOG = logging.getLogger(__name__)
 
@@ -182,3 +196,137 @@ class GroupAdvantages:
         numbers = [[place // self._size if has_loss else -1 - place] for place, has_loss in enumerate(trained)]
         groups = prompt_ids.new_tensor(numbers)
         return self._estimator.compute_advantage(prompt_ids=groups, rewards=rewards, mask=mask, **more)
+
+
+_TOTALS = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", "total_flops")
+"""What the optimizer steps of a batch have together. Of all else a step's metrics have the mean, or the extreme."""
+
+
+class MiniBatches:
+    """NeMo RL's trainer, which makes an optimizer step of each part of a batch.
+
+    Args:
+        trainer: its own, whose split interface is called once for each part.
+        count: of the parts, each of as many rollouts.
+    """
+
+    def __init__(self, trainer: Any, count: int) -> None:
+        self._trainer = trainer
+        self._count = count
+        self._loss: Any = None
+        self._done: list[Mapping[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_trainer":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._trainer, name)
+
+    def begin_train_step(self, loss_fn: Any) -> None:
+        """The optimizer steps themselves begin with their data."""
+        self._loss, self._done = loss_fn, []
+
+    def train_microbatches_from_meta(self, meta: Any, **more: Any) -> None:
+        """Train on a whole batch, which the controller gives in one piece."""
+        bounds = [len(meta.sample_ids) * part // self._count for part in range(self._count + 1)]
+        for first, last in pairwise(bounds):
+            self._trainer.begin_train_step(self._loss, gbs=last - first)
+            self._trainer.train_microbatches_from_meta(meta.slice(first, last), **more)
+            self._done.append(self._trainer.finish_train_step())
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """What the optimizer steps gave, in the form that the trainer gives of one."""
+        from nemo_rl.algorithms.single_controller_utils.utils import aggregate_step_metrics
+
+        found = together([aggregate_step_metrics(result) for result in self._done])
+        loss, norm = found.pop("loss", 0.0), found.pop("grad_norm", 0.0)
+        return {"loss": loss, "grad_norm": norm, "all_mb_metrics": {name: [value] for name, value in found.items()}}
+
+
+def together(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a batch, of those of its optimizer steps."""
+    found = {}
+    for name in steps[0]:
+        values = [step[name] for step in steps if name in step]
+        if name in _TOTALS:
+            found[name] = sum(values)
+        elif name.endswith(("_min", "_max")):
+            found[name] = min(values) if name.endswith("_min") else max(values)
+        else:
+            found[name] = sum(values) / len(values)
+    return found
+
+
+FILE = "train_dataloader.pt"
+"""NeMo RL's name for its data loader's state, in the folder of a checkpoint."""
+_OURS = "prorl"
+
+
+class SavingDataLoader:
+    """NeMo RL's data loader, whose state has our sampler's in it.
+
+    Args:
+        loader: restored already, where a run is resumed.
+        rollouts: those of the same controller.
+        rows: of the data set, as they are there.
+        sampling: how they are sampled.
+    """
+
+    def __init__(
+        self, loader: Any, rollouts: ProrlRollouts, rows: Iterable[Mapping[str, Any]], sampling: Mapping[str, Any]
+    ) -> None:
+        self._loader = loader
+        self._rollouts = rollouts
+        self._ours = {"dataset": fingerprint(rows), "sampling": dict(sampling)}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Called by the controller when a step is done and its weights are announced."""
+        return {**self._loader.state_dict(), _OURS: {**self._ours, "runner": self._rollouts.state()}}
+
+
+def saved_state(
+    checkpoint: str | None, rows: Iterable[Mapping[str, Any]], sampling: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The sampler's state in a checkpoint; ``None`` where there is none, or it is of another data set.
+
+    It is gone on from with another temperature, too: what was scored before is trained on as it was sampled.
+
+    Args:
+        checkpoint: its folder.
+        rows: of the data set of now, as they are there.
+        sampling: how they are sampled now.
+    """
+    if checkpoint is None or not (file := Path(checkpoint, FILE)).is_file():
+        return None
+    import torch
+
+    ours = torch.load(file).get(_OURS)
+    if ours is None or ours["runner"] is None:
+        LOG.warning("%s has no state of the sampler; it begins anew", file)
+        return None
+    if ours["dataset"] != fingerprint(rows):
+        LOG.warning("%s is of another data set; the sampler begins anew", file)
+        return None
+    if ours["sampling"] != dict(sampling):
+        LOG.warning(
+            "the sampler goes on from %s, whose rollouts were sampled with %s: those that have a reward are trained "
+            "on, all others are sampled with %s",
+            file,
+            ours["sampling"],
+            dict(sampling),
+        )
+    state: dict[str, Any] = ours["runner"]
+    return state
+
+
+def fingerprint(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Differs, if the rows or their order do."""
+    found = 0
+    for row in rows:
+        found = zlib.crc32(json.dumps(row, sort_keys=True).encode(), found)
+    return found

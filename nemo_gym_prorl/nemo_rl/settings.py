@@ -1,22 +1,25 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The block ``prorl:`` of a NeMo RL configuration: where rollouts come from, and which of them are trained on.
+"""The block ``prorl:`` of a NeMo RL configuration: where rollouts come from, which are trained on, with which rewards.
 
 It stands beside NeMo RL's own blocks, whose models let unknown top-level keys pass. What those already say is not said
 again here: prompts of a batch are ``grpo.num_prompts_per_step``, rollouts of a group
 ``grpo.num_generations_per_prompt``, groups in flight ``async_rl.max_inflight_prompts``.
+
+Rewards are shaped after the filter, which looks at what the environment gave: else a group of wrong answers of
+different lengths would be one that teaches brevity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from nemo_gym_prorl.dapo.contract import AgentFailures, SamplerConfig
-from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
 class Rollouts(StrEnum):
@@ -28,7 +31,7 @@ class Rollouts(StrEnum):
     """They run elsewhere already; the trainer starts no server."""
 
 
-class _Block(KnownKeys):
+class _Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -43,8 +46,6 @@ class Overlong(_Block):
         buffer_length: so many tokens before that it begins.
         penalty: what is taken off the reward at most.
     """
-
-    renamed_keys: ClassVar = {"max_response_length": "max_sequence_length"}
 
     max_sequence_length: int = Field(ge=1)
     buffer_length: int = Field(ge=1)
@@ -86,11 +87,8 @@ class ProrlSettings(_Block):
         mini_batches: optimizer steps of a batch, each of as many of its groups. From the second on the policy is not
             that any more whose log-probabilities the loss compares with, and its clip acts.
         max_failures: tries of a member that may end without a score; one more drops its group.
-        max_restarts: tries of a member that may become too old; one more drops its group.
         max_fruitless: so many groups in a row without variance end the training.
         max_dropped: so many groups in a row that can't be run end it, too.
-        in_order: train on the first groups with variance in the order of their prompts, however long one takes. False:
-            on those that are complete first, which are the short ones.
         filter_on: the field of a verdict that says how good a rollout was, by which groups vary; the reward, where it
             is 0 or 1.
         agent_failures: what a rollout counts as that the policy brought to a bad end.
@@ -110,10 +108,8 @@ class ProrlSettings(_Block):
     max_staleness: int = Field(1, ge=0)
     mini_batches: int = Field(1, ge=1)
     max_failures: int = Field(3, ge=0)
-    max_restarts: int = Field(3, ge=0)
     max_fruitless: int = Field(1000, ge=1)
     max_dropped: int = Field(32, ge=1)
-    in_order: bool = True
     filter_on: str | None = None
     agent_failures: AgentFailures = AgentFailures.ZERO
     reference_share: float = Field(0.125, ge=0, le=1)
@@ -147,8 +143,6 @@ class ProrlSettings(_Block):
             max_in_flight=max_in_flight,
             max_staleness=self.max_staleness,
             max_failures=self.max_failures,
-            max_restarts=self.max_restarts,
-            in_order=self.in_order,
             filter_on=self.filter_on,
             agent_failures=self.agent_failures,
             reference_share=self.reference_share,
@@ -166,3 +160,34 @@ def settings_of(config: Mapping[str, Any]) -> ProrlSettings:
 
 
 __all__ = ["Overlong", "ProrlSettings", "RewardScaling", "Rollouts", "settings_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """Scaling, then what is taken off for length. Called with a reward and the number of tokens of the sequence."""
+
+    scaling: RewardScaling | None = None
+    overlong: Overlong | None = None
+
+    @classmethod
+    def of(cls, settings: ProrlSettings) -> Self:
+        """As the block ``prorl:`` says."""
+        return cls(settings.reward_scaling, settings.overlong)
+
+    def __call__(self, reward: float, length: int) -> float:
+        if self.scaling is not None:
+            reward = scaled(reward, self.scaling)
+        return reward if self.overlong is None else reward - overlong_penalty(length, self.overlong)
+
+
+def scaled(reward: float, scaling: RewardScaling) -> float:
+    """The reward in the target's range; one outside of the source's is its nearest end."""
+    inside = min(max(reward, scaling.source_min), scaling.source_max)
+    share = (inside - scaling.source_min) / (scaling.source_max - scaling.source_min)
+    return scaling.target_min + share * (scaling.target_max - scaling.target_min)
+
+
+def overlong_penalty(length: int, overlong: Overlong) -> float:
+    """What is taken off: nothing below the buffer, then more with each token, and the whole penalty behind it."""
+    into = length - (overlong.max_sequence_length - overlong.buffer_length)
+    return overlong.penalty * min(max(into / overlong.buffer_length, 0.0), 1.0)

@@ -22,13 +22,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
-from nemo_gym_prorl.nemo_rl.checkpoints import SavingDataLoader, saved_state
 from nemo_gym_prorl.nemo_rl.collector import Plan
-from nemo_gym_prorl.nemo_rl.mini_batches import MiniBatches
-from nemo_gym_prorl.nemo_rl.rollouts import ClosingSynchronizer, GroupAdvantages, ProrlRollouts
+from nemo_gym_prorl.nemo_rl.rollouts import (
+    ClosingSynchronizer,
+    GroupAdvantages,
+    MiniBatches,
+    ProrlRollouts,
+    SavingDataLoader,
+    saved_state,
+)
 from nemo_gym_prorl.nemo_rl.services import Servers, already_running, started_by_gym, with_engines
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts, settings_of
-from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts, Shaping, settings_of
 from nemo_gym_prorl.nemo_rl.validation import Validation, sampled_row, validation_of
 
 
@@ -36,7 +40,7 @@ LOG = logging.getLogger(__name__)
 
 ENVIRONMENT = "prorl"
 """The name under which a data set of ``rollouts: service`` has an environment, since NeMo RL wants one."""
-_NO_ENVIRONMENT = "nemo_gym_prorl.nemo_rl.no_environment.NoEnvironment"
+_NO_ENVIRONMENT = "nemo_gym_prorl.nemo_rl.sampler.NoEnvironment"
 SHUTDOWN_S = 30.0
 """How long NeMo RL's Gym actor may take to end its servers."""
 

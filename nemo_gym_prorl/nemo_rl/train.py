@@ -22,10 +22,8 @@ from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.gym.config_files import ROOTS_VARIABLE
 from nemo_gym_prorl.gym.venvs import running_installation, shared_folder
 from nemo_gym_prorl.nemo_rl import upstream
-from nemo_gym_prorl.nemo_rl.checkout import ROOT_VARIABLE, checkout
-from nemo_gym_prorl.nemo_rl.checks import check
-from nemo_gym_prorl.nemo_rl.checks.finding import Finding, at, of_validation
-from nemo_gym_prorl.nemo_rl.configuration import names_of, read
+from nemo_gym_prorl.nemo_rl.checks import Finding, at, check, of_validation
+from nemo_gym_prorl.nemo_rl.configuration import ROOT_VARIABLE, checkout, names_of, read
 from nemo_gym_prorl.nemo_rl.services import already_running
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.checkout import ROOT_VARIABLE
+from nemo_gym_prorl.nemo_rl.configuration import ROOT_VARIABLE
 
 
 TRIED = "0.6.0 at commit 7ea279ab (August 2026)"

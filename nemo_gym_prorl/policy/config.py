@@ -6,18 +6,17 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.service import Rewriting
 from nemo_gym_prorl.serving.access import is_loopback
-from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
-class PolicyConfig(KnownKeys):
+class PolicyConfig(BaseModel):
     """How to reach the policy and how to read it.
 
     Attributes:
@@ -45,11 +44,7 @@ class PolicyConfig(KnownKeys):
         control_token: bearer token that every route asks for; ``null`` for none.
     """
 
-    renamed_keys: ClassVar = {
-        "tool_format": "tool_call_parser",
-        "tool_parser": "tool_call_parser",
-        "wait_s": "unreachable_s",
-    }
+    model_config = ConfigDict(extra="forbid")
 
     base_url: list[str]
     api_key: str | list[str] = ""

@@ -9,8 +9,8 @@ router mounts on any FastAPI application; on ``prorl_agent`` it stands beside Gy
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Annotated
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -18,11 +18,11 @@ from fastapi.responses import PlainTextResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
-from nemo_gym_prorl.rollout.json_route import JsonRoute
 from nemo_gym_prorl.rollout.metrics import ServiceMetrics
-from nemo_gym_prorl.rollout.ownership import Places, ended_of, is_own, require_own, require_own_id, submitted_by
+from nemo_gym_prorl.rollout.ownership import ended_of, is_own, require_own, require_own_id, submitted_by
+from nemo_gym_prorl.rollout.request import Cursor, CursorExpired
+from nemo_gym_prorl.rollout.rows import read_json
 from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
@@ -43,7 +43,13 @@ from nemo_gym_prorl.rollout.service import RolloutService
 from nemo_gym_prorl.serving.access import caller_of, tell
 from nemo_gym_prorl.serving.health import require_running
 from nemo_gym_prorl.serving.keys import Caller
-from nemo_gym_prorl.serving.problems import ProblemError, no_other_parameters, problem_of, problem_responses
+from nemo_gym_prorl.serving.problems import (
+    ProblemError,
+    ProblemRoute,
+    no_other_parameters,
+    problem_of,
+    problem_responses,
+)
 
 
 Who = Annotated[Caller, Depends(caller_of)]
@@ -59,8 +65,6 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         metrics: served at ``/metrics``.
     """
     router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
-
-    places = Places(service.store)
 
     async def find(rollout_id: str, who: Caller) -> Job:
         job = await service.store.fetch(rollout_id)
@@ -78,15 +82,15 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         service.store.mark_read(job)
         return Response(content, media_type="application/json")
 
-    def listing(who: Caller, jobs: list[Job], cursor: Cursor, results: bool, more: Cursor | None = None) -> Response:
+    def listing(jobs: list[Job], cursor: Cursor, results: bool, more: Cursor | None = None) -> Response:
         rollouts = [job_json(job, with_result=results) for job in jobs]
         if results:
             for job in jobs:
                 service.store.mark_read(job)
         page = {
             "rollouts": rollouts,
-            "cursor": places.shown(who, cursor),
-            "next": None if more is None else places.shown(who, more),
+            "cursor": str(cursor),
+            "next": None if more is None else str(more),
         }
         return Response(orjson.dumps(page), media_type="application/json")
 
@@ -167,7 +171,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         if after is not None and page is not None:
             raise CallerError("is a page of the rollouts, `after` a place in the log; give one of them", field="from")
         if after is None:
-            first = 0 if page is None else places.parse(who, page, "from").within(store.life, 0, store.submitted)
+            first = 0 if page is None else Cursor.parse(page, "from").within(store.life, 0, store.submitted)
             found: list[Job] = []
             while len(found) <= limit:  # others' are gone past
                 some = await store.page(state=state, group=group, after=first, limit=limit + 1, content=results)
@@ -176,13 +180,10 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
                     break
                 first = some[-1].number
             more = Cursor(store.life, found[limit - 1].number) if len(found) > limit else None
-            return listing(who, found[:limit], store.cursor, results, more)
-        try:
-            ended, cursor = await ended_of(who, store, places.parse(who, after), limit, wait, content=results)
-        except CursorExpired as error:
-            raise places.told(who, error) from None
+            return listing(found[:limit], store.cursor, results, more)
+        ended, cursor = await ended_of(who, store, Cursor.parse(after), limit, wait, content=results)
         fitting = [job for job in ended if (state is None or job.state is state) and group in (None, job.group)]
-        return listing(who, fitting, cursor, results)
+        return listing(fitting, cursor, results)
 
     @router.delete(
         "/v1/rollouts/{rollout_id}",
@@ -228,17 +229,16 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         reader that falls behind further than that gets an event `problem` with a problem document, and the end."""
         seen = request.headers.get("last-event-id")
         field, text = ("after", after) if seen is None else ("Last-Event-ID", seen)
-        try:
-            transitions = service.store.events(None if text is None else places.parse(who, text, field))
-        except CursorExpired as error:
-            raise places.told(who, error) from None
+        transitions = service.store.events(None if text is None else Cursor.parse(text, field))
 
         async def stream() -> AsyncIterator[ServerSentEvent]:
             try:
-                async for transition in places.transitions(who, transitions):
-                    yield ServerSentEvent(orjson.dumps(transition).decode(), event="transition", id=transition.cursor)
+                async for transition in transitions:
+                    if is_own(who, transition):
+                        data = orjson.dumps(transition).decode()
+                        yield ServerSentEvent(data, event="transition", id=transition.cursor)
             except CursorExpired as error:
-                told = problem_of(places.told(who, error)).problem
+                told = problem_of(error).problem
                 yield ServerSentEvent(told.model_dump_json(exclude_none=True), event="problem")
 
         return EventSourceResponse(stream())
@@ -273,3 +273,24 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router
+
+
+class JsonRoute(ProblemRoute):
+    """A route that reads its body by :func:`read_json`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The route's handler, for a request that reads its JSON strictly."""
+        inner = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await inner(_JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return read_json(await self.body())
+        except CallerError as error:
+            raise problem_of(error) from None  # FastAPI lets pass what is an HTTPException, all else is 400 to it

@@ -26,10 +26,10 @@ from typing import Any
 from fastapi import HTTPException, Request
 
 from nemo_gym_prorl.failures import JobCancelled
+from nemo_gym_prorl.rollout.calls import begin
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
-from nemo_gym_prorl.rollout.tasks import begin
 
 
 class CallerGone(HTTPException):

@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who is next: the order of waiting jobs.
+"""The order of waiting jobs, and each client's part of the bounds that all share. Pure.
 
 The highest priority goes first; among equals the client that holds the least for its share, ties in turn; within a
 client the environment that has the least for its share, ties in turn; within that, first come, first served. So a
 thousand long jobs of one client, or of one environment, keep nobody else's out.
 
-Pure.
+Clients with a share have a part each; all others have one part together, as if they were a client with a share of 1:
+a name costs nothing there, and each new name would be a new part.
 """
 
 from __future__ import annotations
@@ -199,3 +200,19 @@ class FairQueue:
             del self._waits_at[client]
         while self._priorities and not self._levels[-self._priorities[0]].jobs:
             del self._levels[-heapq.heappop(self._priorities)]
+
+
+def is_within_part(client: str, bound: float, has: Mapping[str, float], shares: Mapping[str, float]) -> bool:
+    """Whether a client has less than its part, so that it may have more although the bound is reached.
+
+    Args:
+        client: it.
+        bound: of all together.
+        has: what each client has of it.
+        shares: of the clients that have one.
+    """
+    if client in shares:
+        own, share = has.get(client, 0), shares[client]
+    else:
+        own, share = sum(had for name, had in has.items() if name not in shares), 1.0
+    return own < bound * share / (sum(shares.values()) + 1.0)

@@ -21,7 +21,7 @@ import orjson
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage, clean_text
 from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint, Checkpoints
 from nemo_gym_prorl.rollout.cohorts import Member
-from nemo_gym_prorl.rollout.lasting_json import lasting_json
+from nemo_gym_prorl.rollout.rows import lasting_json
 from nemo_gym_prorl.rollout.steps import NO_STEPS, Step
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS, Turn, packed, put_tokens, take_tokens
 
@@ -193,7 +193,7 @@ class Outcome:
         result: the same as an object, or as JSON bytes of one.
         reward: of a scored job.
         failure: of one that was not.
-        masked: what its verdict says (:mod:`~.masks`).
+        masked: what its verdict says (:func:`~.rows.masked`).
 
     Raises:
         TypeError: the result cannot be written as JSON, e.g. since it holds a lone surrogate.
@@ -241,7 +241,7 @@ class Job:
         id: unique; chosen by the caller or by the service.
         stored_row: the dataset row, as sent; as JSON once the job has its outcome. Read it as :attr:`row`.
         digest: of the row (:func:`~.request.row_digest`): the same id with another row is another job.
-        environment: where it belongs (:mod:`~nemo_gym_prorl.rollout.environments`).
+        environment: where it belongs (:mod:`~nemo_gym_prorl.rollout.handler`).
         handler: name of the handler that knows how to run it.
         group: the rollouts of one prompt share a group; ``None`` if the caller has none.
         client: whose job it is, for fair share between callers.

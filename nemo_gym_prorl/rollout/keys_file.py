@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.request import NO_CLIENT
 from nemo_gym_prorl.rollout.schemas import Identifier
 from nemo_gym_prorl.serving.keys import CLIENT_KEY, Caller, Scope
-from nemo_gym_prorl.serving.known_keys import KnownKeys
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 
 
@@ -51,7 +50,7 @@ def _hash(value: str) -> str:
     return value
 
 
-class Client(KnownKeys):
+class Client(BaseModel):
     """A client and its key."""
 
     model_config = ConfigDict(extra="forbid")
@@ -63,7 +62,7 @@ class Client(KnownKeys):
     """Of sandboxes, slots and bounds, in proportion to others'."""
 
 
-class Clients(KnownKeys):
+class Clients(BaseModel):
     """What the file says."""
 
     model_config = ConfigDict(extra="forbid")

@@ -48,7 +48,9 @@ class _Pools(Collector):
             "prorl_retained_bytes", "What finished rollouts keep.", value=self._pipeline.store.retained_bytes
         )
         yield GaugeMetricFamily(
-            "prorl_unread_bytes", "Of that, results that nobody has read.", value=self._pipeline.store.unread_bytes
+            "prorl_results_full",
+            "1 while unread results fill retain_bytes, so that submissions are refused.",
+            value=self._pipeline.store.full,
         )
         out = GaugeMetricFamily(
             "prorl_server_unreachable",

@@ -1,28 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whose a rollout is: what a client with a key of its own may see and do of it, and what nobody else learns.
+"""Access control: clients with keys see and change only the rollouts that they submitted.
 
-A job is its client's. To another one that exists is refused, an id that does not exist is unknown: who followed a
-service that was restarted must be able to tell. So that an id is taken can be learnt, as it is from submitting under
-it; nothing else can. The places in the service's logs that a client is given are sealed: the numbers in them would
-count what others do.
+Another client's job is refused, an unknown id is unknown, so that a follower of a restarted service can tell them
+apart. A client can learn that an id is taken, and from cursors how many outcomes there were; nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import re
-import secrets
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import MappingProxyType
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.request import NO_CLIENT, JobConflict, JobRequest, NotYours
+from nemo_gym_prorl.rollout.request import NO_CLIENT, Cursor, JobConflict, JobRequest, NotYours
 from nemo_gym_prorl.rollout.store import JobStore, Transition
 from nemo_gym_prorl.serving.keys import Caller, Scope
 
@@ -156,70 +148,3 @@ async def ended_of(
             return own, cursor
         start = cursor
         await asyncio.sleep(0)  # a log may be long
-
-
-_SEALED = re.compile(r"([0-9a-z]+)-([0-9a-f]{48})", re.ASCII)
-
-
-class Places:
-    """Cursors as callers have them: an administrator as they are, clients sealed.
-
-    Args:
-        store: whose logs they are places in.
-    """
-
-    def __init__(self, store: JobStore) -> None:
-        self._epochs = frozenset({store.epoch, store.life})
-        self._life = store.life
-        self._key = store.seal
-
-    def shown(self, caller: Caller, cursor: Cursor) -> str:
-        """A place as text."""
-        if caller.is_admin:
-            return str(cursor)
-        nonce = secrets.token_bytes(8)
-        return f"{cursor.epoch}-{(nonce + self._sealed(cursor.epoch, nonce, cursor.position)).hex()}"
-
-    def parse(self, caller: Caller, text: str, field: str = "after") -> Cursor:
-        """A place from the text that its caller was given.
-
-        Raises:
-            CallerError: it was not given by a service to a client; names ``field``.
-            CursorExpired: it was, by one that has been restarted.
-        """
-        if caller.is_admin or text == "0":
-            return Cursor.parse(text, field)
-        if (match := _SEALED.fullmatch(text)) is None:
-            raise CallerError(f"{text[:100]!r} is no cursor; send one as the service gave it, or 0", field=field)
-        if match[1] not in self._epochs:
-            return Cursor(match[1], 0)  # to be refused where it is looked up
-        sealed = bytes.fromhex(match[2])
-        nonce, hidden = sealed[:8], sealed[8:16]
-        position = int.from_bytes(hidden) ^ int.from_bytes(self._stream(match[1], nonce))
-        if not hmac.compare_digest(sealed[8:], self._sealed(match[1], nonce, position)):
-            raise CallerError(f"{text!r} is no cursor of this service", field=field)
-        return Cursor(match[1], position)
-
-    async def transitions(self, caller: Caller, every: AsyncIterator[Transition]) -> AsyncIterator[Transition]:
-        """Those of the caller's own jobs; for a client ``seq`` counts them from here on."""
-        seen = 0
-        async for one in every:
-            if caller.is_admin:
-                yield one
-            elif is_own(caller, one):
-                seen += 1
-                yield replace(one, seq=seen, cursor=self.shown(caller, Cursor(self._life, one.seq)))
-
-    def told(self, caller: Caller, error: CursorExpired) -> CursorExpired:
-        """Why a place cannot be gone on from, without what it says of others."""
-        if caller.is_admin:
-            return error
-        return CursorExpired("what lies behind it is partly forgotten; list again, follow from there", field="after")
-
-    def _stream(self, epoch: str, nonce: bytes) -> bytes:
-        return hashlib.blake2b(epoch.encode() + nonce, key=self._key, digest_size=8, person=b"stream").digest()
-
-    def _sealed(self, epoch: str, nonce: bytes, position: int) -> bytes:
-        hidden = (position ^ int.from_bytes(self._stream(epoch, nonce))).to_bytes(8)
-        text = epoch.encode() + nonce + hidden
-        return hidden + hashlib.blake2b(text, key=self._key, digest_size=8, person=b"seal").digest()

@@ -40,10 +40,9 @@ from nemo_gym_prorl.failures import (
     classify,
     forget_traces,
 )
-from nemo_gym_prorl.rollout.attempts import Attempt
-from nemo_gym_prorl.rollout.calls import HandlerCalls
+from nemo_gym_prorl.rollout.calls import Attempt, HandlerCalls
 from nemo_gym_prorl.rollout.checkpoints import RENEW_S, Begin, Checkpoint, Checkpoints
-from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory
 from nemo_gym_prorl.rollout.outages import Outage, OutageWatch
 from nemo_gym_prorl.rollout.request import Fork, JobRequest, turn_to_fork
@@ -56,7 +55,7 @@ from nemo_gym_prorl.serving.tracing import SpanGroup, failed, note, span
 
 
 if TYPE_CHECKING:  # clients have no database
-    from nemo_gym_prorl.rollout.journal.journal import Journal, Unfinished
+    from nemo_gym_prorl.rollout.journal import Journal, Unfinished
 
 LOGGER = logging.getLogger(__name__)
 

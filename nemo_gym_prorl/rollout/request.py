@@ -1,13 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What may be asked of a pipeline: a job with its wishes, and the refusals.
+"""Requests to a service: a job with its options, a place in a log, and the refusals.
 
 A refusal is an error of the caller and comes before a job exists: nothing has to be undone, nobody else is disturbed.
+
+A :class:`Cursor` is a place in one of a service's logs, opaque text to callers. It carries the epoch in which it was
+given, since all counts begin anew with each start, but for outcomes in a journal. A cursor of another epoch is an
+error, and never a place in the wrong log, which would be an unnoticed gap.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -165,3 +170,63 @@ def row_digest(row: Mapping[str, Any]) -> bytes:
         return hashlib.sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS)).digest()
     except TypeError as error:
         raise CallerError(f"cannot be written as JSON: {error}", field="row") from error
+
+
+_FORM = re.compile(r"(?:([0-9a-z]+)-)?([0-9]{1,18})", re.ASCII)
+
+
+class CursorExpired(CallerError):
+    """What lies behind the cursor is not all there any more; the follower has missed outcomes and must list afresh."""
+
+    http_status = 410
+    problem = "cursor-expired"
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A place behind the ``position`` first entries of a log.
+
+    Attributes:
+        epoch: of the service that gave it; empty in a bare number, which belongs to no epoch. Only the bare ``0``, the
+            beginning, holds in each.
+        position: entries before it.
+    """
+
+    epoch: str
+    position: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}-{self.position}" if self.epoch else str(self.position)
+
+    @classmethod
+    def parse(cls, text: str, field: str = "after") -> Self:
+        """A cursor from its text.
+
+        Raises:
+            CallerError: it is none; names ``field``.
+        """
+        if (match := _FORM.fullmatch(text)) is None:
+            raise CallerError(f"{text[:100]!r} is no cursor; send one as the service gave it, or 0", field=field)
+        return cls(match[1] or "", int(match[2]))
+
+    def within(self, epoch: str, first: int, end: int) -> int:
+        """The position in a log of this ``epoch`` that holds entries ``first`` to ``end``.
+
+        Raises:
+            CursorExpired: it is of another epoch, or what lies behind it is forgotten.
+            CallerError: it lies beyond the end, where no cursor was ever given.
+        """
+        if self.epoch != epoch and (self.epoch or self.position):
+            raise CursorExpired(
+                f"{self} was given by a service that has been restarted; list again and follow from the new cursor",
+                field="after",
+            )
+        if self.position < first:
+            raise CursorExpired(
+                f"what lies behind {self} is partly forgotten, up to {epoch}-{first}; list again and follow from the "
+                "new cursor",
+                field="after",
+            )
+        if self.position > end:
+            raise CallerError(f"{self} lies beyond the end of the log, {epoch}-{end}", field="after")
+        return self.position

@@ -1,11 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""JSON as it comes in: either it can be written out again, everywhere, exactly as it came, or it is refused here.
+"""Gym rows as they come in: strict JSON, the service's own field in them, and the mask.
 
-A row goes from server to server and into a log that others follow. What one of them cannot write fails there, for
-everybody who reads it, long after its sender was told that all is well. So what JSON parsers let pass and writers do
-not is refused at the border, with the path of the field: lone surrogates (``"\\ud800"`` is no text), ``NaN``, numbers
-that no double or 64-bit integer holds, nesting beyond what writers follow.
+Invariant: a row that is accepted can be written again, everywhere, exactly as it came. A row goes from server to
+server and into a log that others follow, and a part that one of them cannot write would fail there for every reader.
+So lone surrogates (``"\\ud800"`` is no text), ``NaN``, numbers that no double or 64-bit integer holds and nesting
+beyond what writers follow are refused here, with the path of the field.
+
+A verifier masks a rollout, which then gets no loss, in one of two places: Gym ≥ 0.7 has ``mask_sample`` at the top
+level, NeMo RL reads ``instance_config``. Either counts, and what leaves the service has both.
 """
 
 from __future__ import annotations
@@ -15,15 +18,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, is_text
-from nemo_gym_prorl.rollout.masks import unmasked
+from nemo_gym_prorl.rollout.steps import WISHES
 from nemo_gym_prorl.serving.problem_document import field_errors
-
-
-WISHES = "rollout"
-"""The row's field with what ``POST /v1/rollouts`` takes besides ``row``."""
 
 
 FAILURE_CLASS = "_ng_failure_class"
@@ -152,3 +152,39 @@ def _path(where: tuple[Any, ...]) -> str:
     path = ".".join(reversed(parts)) or "body"
     readable = path.encode(errors="backslashreplace").decode()
     return readable if len(readable) <= _FIELD_CHARS else readable[:_FIELD_CHARS] + "…"
+
+
+_FLAG = "mask_sample"
+_NESTED = "instance_config"
+
+
+def is_masked(result: Mapping[str, Any]) -> bool:
+    """Whether a row with its verdict says, in either place, that nobody is to train on it."""
+    nested = result.get(_NESTED)
+    return bool(result.get(_FLAG)) or (isinstance(nested, Mapping) and bool(nested.get(_FLAG)))
+
+
+def masked(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with the mask in both places."""
+    nested = result.get(_NESTED)
+    return {**result, _FLAG: True, _NESTED: {**(nested if isinstance(nested, Mapping) else {}), _FLAG: True}}
+
+
+def unmasked(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without it in either place."""
+    bare = {name: value for name, value in row.items() if name != _FLAG}
+    if isinstance(nested := row.get(_NESTED), Mapping):
+        bare[_NESTED] = {name: value for name, value in nested.items() if name != _FLAG}
+        if not bare[_NESTED]:
+            del bare[_NESTED]
+    return bare
+
+
+def lasting_json(value: Any) -> bytes:
+    """JSON in no more memory than it is long: orjson 3.13 leaves what it has written in a buffer of up to ten times
+    that.
+
+    Raises:
+        TypeError: it cannot be written.
+    """
+    return bytes(memoryview(orjson.dumps(value)))

@@ -35,9 +35,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from nemo_gym_prorl.failures import Stage
-from nemo_gym_prorl.rollout.client_shares import is_within_part
 from nemo_gym_prorl.rollout.cohorts import Cohorts, Member
-from nemo_gym_prorl.rollout.fair_queue import FairQueue
+from nemo_gym_prorl.rollout.fair_queue import FairQueue, is_within_part
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,9 +18,9 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.checkpoints import Begin
 from nemo_gym_prorl.rollout.job import Job, JobState, StageTime
 from nemo_gym_prorl.rollout.request import NO_CLIENT, JobRequest
-from nemo_gym_prorl.rollout.rows import WISHES, Row, as_submitted
+from nemo_gym_prorl.rollout.rows import Row, as_submitted
+from nemo_gym_prorl.rollout.steps import WISHES
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS
-from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ Identifier = Annotated[
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
 
 
-class BudgetsModel(KnownKeys):
+class BudgetsModel(BaseModel):
     """Seconds that each stage may work per attempt; what is left out is the environment's, else the service's."""
 
     model_config = ConfigDict(extra="forbid")
@@ -66,7 +66,7 @@ class BudgetsModel(KnownKeys):
         return {Stage(name): seconds for name, seconds in self.model_dump(exclude_none=True).items()}
 
 
-class BeginModel(KnownKeys):
+class BeginModel(BaseModel):
     """Where a rollout is to go on that other services have had, by the folder that they share checkpoints in."""
 
     model_config = ConfigDict(extra="forbid")
@@ -89,11 +89,10 @@ class BeginModel(KnownKeys):
         return Begin(tuple(self.tries), tuple(self.parents), self.turn, self.parent)
 
 
-class SubmitRequest(KnownKeys):
+class SubmitRequest(BaseModel):
     """A rollout to run."""
 
     model_config = ConfigDict(extra="forbid")
-    renamed_keys: ClassVar = {"handler": "environment"}
 
     row: Row
     id: Identifier | None = Field(default=None, description="Chosen by the caller; the same id again is the same job.")
@@ -141,7 +140,7 @@ class SubmitRequest(KnownKeys):
         )
 
 
-class ForkRequest(KnownKeys):
+class ForkRequest(BaseModel):
     """What is wished for the rollouts that begin at a checkpoint of another one; all else is that one's own."""
 
     model_config = ConfigDict(extra="forbid")
@@ -447,7 +446,6 @@ class StatusView(BaseModel):
         default_factory=dict, description="Servers that cannot be reached, by name; no rollout that needs one begins."
     )
     retained_bytes: int = Field(default=0, description="What finished rollouts keep.")
-    unread_bytes: int = Field(default=0, description="Of that, results that nobody has read.")
     abandoned: int = Field(description="Handler calls that ignored their cancellation.")
     checkpoint_folder: str | None = Field(
         default=None, description="Which folder it shares checkpoints in, by the name in there."
@@ -488,7 +486,6 @@ class StatusView(BaseModel):
             total.sessions += view.sessions
             total.abandoned += view.abandoned
             total.retained_bytes += view.retained_bytes
-            total.unread_bytes += view.unread_bytes
             total.states = {state: count + view.states.get(state, 0) for state, count in total.states.items()}
             total.held |= view.held
             for name, environment in view.environments.items():
@@ -522,7 +519,6 @@ class StatusView(BaseModel):
             states={state: store.states[state] for state in JobState},
             held=HeldView.all_of(pipeline),
             retained_bytes=store.retained_bytes,
-            unread_bytes=store.unread_bytes,
             abandoned=pipeline.abandoned,
             checkpoint_folder=pipeline.shared.identity if pipeline.shared is not None else None,
             journal=store.trouble,

@@ -23,7 +23,7 @@ import orjson
 
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, JobCancelled, Origin, RolloutError
-from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, QueueFull
 from nemo_gym_prorl.rollout.settings import ServiceSettings
@@ -31,7 +31,7 @@ from nemo_gym_prorl.rollout.store import JobStore, same_job
 
 
 if TYPE_CHECKING:  # clients have no database
-    from nemo_gym_prorl.rollout.journal.journal import Journal, Unfinished
+    from nemo_gym_prorl.rollout.journal import Journal, Unfinished
     from nemo_gym_prorl.rollout.schemas import StatusView
 
 LOGGER = logging.getLogger(__name__)

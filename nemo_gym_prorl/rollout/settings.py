@@ -22,9 +22,9 @@ class ServiceSettings:
         budgets: defaults for jobs that bring none.
         max_attempts: default cap on tries of INIT+RUN, and of EVAL.
         max_queued: jobs that may wait for INIT, or for a node, before :class:`QueueFull`.
-        retain_bytes: what the rows and results of terminal jobs may take. Those that were read are forgotten first;
-            when unread ones fill it, new jobs are refused with :class:`QueueFull`.
-        keep_unread_s: how long a result that nobody has read is kept, whatever the bound.
+        retain_bytes: bound of the rows and results of terminal jobs. Over it those whose time to live is over are
+            forgotten; when younger ones fill it, new jobs are refused with :class:`QueueFull`.
+        keep_unread_s: time to live of a result that nobody has read; that of one that was read is over.
     """
 
     budgets: Budgets = field(default_factory=Budgets)

@@ -35,9 +35,11 @@ from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin, S
 from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S, Begin, Checkpoint, Packs
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.request import row_digest
-from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
 
 
+CHECKPOINT_FOLDER = "checkpoint_folder"
+"""A key at the top of Gym's whole configuration, since agents and environments' servers read it: a folder that all
+nodes of a fleet see, in which rollouts are kept for each other."""
 LOGGER = logging.getLogger(__name__)
 
 _ROLLOUTS, _NAME, _AFTER = "rollouts", "folder-id", "after"

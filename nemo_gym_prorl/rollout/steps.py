@@ -1,13 +1,25 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A finished rollout's row, read for people: its turns, what was called in each, what came back, and when.
+"""The turns of a rollout: counted and timed as they happen, read back from a finished row, and written for Gym.
 
 A row is a flat list of items in which neither turns nor times can be told for certain. So the service counts and times
 each turn as it happens (:class:`Step`), and the row has that under ``rollout.steps``: some hundred bytes a turn.
+
+``ng_trajectory`` is the conversation as Gym's health checks and its ATIF export read it, from Gym 0.7 on. Each turn
+repeats all before it, so it grows with the square of the turns: it is made for Gym's collector and in the results of
+``prorl submit``, never for a trainer. The exporter refuses a whole file for one row in which something did not
+complete, so a record is always closed:
+
+- What the policy said beside calls of tools stands at the end of its thought: a step there is either.
+- A call that was not answered has an answer that says so; arguments that are no JSON object stand in ``malformed``.
+- A rollout that failed, or without a turn, ends with an answer that is marked as local, with no tokens, and says why.
+  To the health checks it is unhealthy for that.
+- A last turn that was cut says so in ``response`` of its model call.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +31,9 @@ import orjson
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
+
+WISHES = "rollout"
+"""The row's field with what ``POST /v1/rollouts`` takes besides ``row``."""
 
 NO_STEPS = b"[]"
 
@@ -170,3 +185,188 @@ def _arguments(written: str) -> dict[str, Any] | None:
     except (orjson.JSONDecodeError, TypeError):
         return None
     return read if isinstance(read, dict) else None
+
+
+TRAJECTORY = "ng_trajectory"
+_INVOCATION = "root"
+_NOT_ANSWERED = "(not answered: the rollout ended)"
+
+
+@cache
+def gym_reads_trajectories() -> bool:
+    """Whether the Gym that is installed knows the key; older ones would only carry it."""
+    return importlib.util.find_spec("nemo_gym.rollout_observability") is not None
+
+
+def ng_trajectory(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a finished row of Gym's, which has its indices and, under ``rollout``, how it came about."""
+    record = _Record(row)
+    for turn in read_turns(row):
+        record.add(turn)
+    record.close()
+    return record.written()
+
+
+class _Record:
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self._row = row
+        about = row.get(WISHES)
+        self._about: dict[str, Any] = about if isinstance(about, dict) else {}
+        self._task_id, self._rollout_id = _identity(row)
+        model = part(row, "response", "model")
+        self._model = model if isinstance(model, str) and model.strip() else None
+        self._said = [*_prompt(row)]
+        self._turns: list[dict[str, Any]] = []
+        self._model_calls: list[dict[str, Any]] = []
+        self._tool_calls: list[dict[str, Any]] = []
+        self._call_ids: set[str] = set()
+        created = part(row, "response", "created_at")
+        self._now = float(created) if isinstance(created, int | float) else 0.0
+
+    def add(self, turn: TurnRead) -> None:
+        call: dict[str, Any] = {"response_metadata": {"model": self._model, "status_code": 200}}
+        if turn.step is not None:
+            self._now, seconds = turn.step["started_at"], turn.step["seconds"]
+            call |= {
+                "started_at": self._now,
+                "completed_at": self._now + seconds,
+                "duration_ms": seconds * 1000,
+                "token_stats": {
+                    "prompt_tokens": turn.step["input_tokens"],
+                    "completion_tokens": turn.step["output_tokens"],
+                },
+            }
+        thought = [turn.thought, turn.said] if turn.calls else [turn.thought]
+        calls = [*self._calls(turn)]
+        answer = [call for call, _ in calls] or [self._message(turn.said)]
+        self._turn("\n\n".join(filter(None, thought)), answer, call)
+        self._said += [output for _, output in calls]
+
+    def close(self) -> None:
+        """Say how it ended, where it did not end as usual."""
+        failure = self._about.get("failure")
+        told = failure if isinstance(failure, dict) else {}
+        kind = self._row.get("failure_kind") or told.get("kind")
+        ended = self._about.get("finish_reason")
+        if kind is None and self._turns:
+            incomplete = part(self._row, "response", "incomplete_details")
+            if incomplete or ended not in ("stop", None):
+                self._model_calls[-1]["response"] = {
+                    "status": "incomplete" if incomplete else "completed",
+                    "incomplete_details": incomplete,
+                    "metadata": {"rollout_finish_reason": ended},
+                }
+            return
+        why = self._row.get("failure_reason") or told.get("reason") or "nothing was sampled"
+        reason = str(kind or ended or "unknown")
+        metadata = {"upstream_attempted": False, "response_source": "local", "local_response_reason": reason}
+        tokens = {"prompt_tokens": 0, "completion_tokens": 0}
+        answer = self._message(f"(written by the service, not by the policy) {reason}: {why}")
+        self._turn("", [answer], {"response_metadata": metadata, "token_stats": tokens})
+
+    def written(self) -> dict[str, Any]:
+        invocation = {
+            "kind": "agent_invocation",
+            "invocation_id": _INVOCATION,
+            "status": "completed",
+            "model_calls": [{"model_call_id": call["model_call_id"]} for call in self._model_calls],
+            "conversation": self._said,
+        }
+        return {
+            "schema_version": "1.0",
+            "task_id": self._task_id,
+            "rollout_id": self._rollout_id,
+            "invocations": [invocation],
+            "turns": self._turns,
+            "model_calls": self._model_calls,
+            "tool_calls": self._tool_calls,
+            "gaps": [],
+        }
+
+    def _turn(self, thought: str, answer: list[dict[str, Any]], call: dict[str, Any]) -> None:
+        number = len(self._turns) + 1
+        reasoning = [
+            {"type": "reasoning", "id": f"rs_{number}", "summary": [{"type": "summary_text", "text": text}]}
+            for text in [thought]
+            if text
+        ]
+        call_id = f"{self._rollout_id}:{number}"
+        self._model_calls.append({"model_call_id": call_id, **call})
+        self._turns.append(
+            {
+                "invocation_id": _INVOCATION,
+                "task_id": self._task_id,
+                "rollout_id": self._rollout_id,
+                "turn_no": number,
+                "timestamp": self._now,
+                "question": [*self._said],
+                "answer": answer,
+                "reasoning_content": reasoning or None,
+                "step_count": len(self._tool_calls),
+                "model_calls": [{"model_call_id": call_id}],
+            }
+        )
+        self._said += reasoning + answer
+
+    def _calls(self, turn: TurnRead) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Call and output of each; ids that a model server uses again are made different."""
+        for call in turn.calls:
+            call_id = call.id
+            while not call_id.strip() or call_id in self._call_ids:
+                call_id = f"{call_id}#{len(self._tool_calls)}"
+            self._call_ids.add(call_id)
+            name = call.name if call.name.strip() else "(no name)"
+            arguments = {"malformed": call.written} if call.arguments is None else call.arguments
+            output = _NOT_ANSWERED if call.output is None else call.output
+            times: dict[str, Any] = {"timing_source": "harness"}
+            if call.time is not None:
+                started, seconds = call.time["started_at"], call.time["seconds"]
+                times |= {"started_at": started, "completed_at": started + seconds, "duration_ms": seconds * 1000}
+            self._tool_calls.append(
+                {
+                    "kind": "tool_call",
+                    "invocation_id": _INVOCATION,
+                    "tool_call_id": call_id,
+                    "tool_name": name,
+                    "status": "completed",
+                    "output": output,
+                    **times,
+                }
+            )
+            written = orjson.dumps(arguments).decode()
+            yield (
+                {"type": "function_call", "call_id": call_id, "name": name, "arguments": written},
+                {"type": "function_call_output", "call_id": call_id, "output": output},
+            )
+
+    def _message(self, text: str) -> dict[str, Any]:
+        return {
+            "type": "message",
+            "id": f"msg_{len(self._turns) + 1}",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": text, "annotations": []}],
+        }
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Task and rollout, as Gym's collector names them."""
+    task, repeat = row.get("_ng_task_index"), row.get("_ng_rollout_index")
+    names = (row.get(name) for name in ("task_id", "problem_id", "instance_id"))
+    task_id = next((str(name) for name in names if name is not None and str(name).strip()), str(task))
+    rollout_id = str(row.get("_ng_rollout_id") or f"{task}-{repeat}")
+    attempt = row.get("_ng_attempt_index")
+    return task_id, f"{rollout_id}-a{attempt}" if isinstance(attempt, int) and attempt > 0 else rollout_id
+
+
+def _prompt(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the policy was given. The exporter knows system and user there; anything else is shown as the user's."""
+    instructions = part(row, "responses_create_params", "instructions")
+    if isinstance(instructions, str):
+        yield {"type": "message", "role": "system", "content": instructions}
+    given = part(row, "responses_create_params", "input")
+    for item in items([{"role": "user", "content": given}] if isinstance(given, str) else given):
+        kind = item.get("role", item.get("type"))
+        role = "system" if kind in ("system", "developer") else "user"
+        text = text_of(item.get("content") or item.get("output") or item.get("arguments") or item.get("summary"))
+        yield {"type": "message", "role": role, "content": text if kind in ("system", "user") else f"[{kind}]\n{text}"}

@@ -3,10 +3,10 @@
 """What the service remembers: live jobs, the ordered log of terminal outcomes, and the stream of transitions.
 
 All of it is bounded, in bytes. A trainer submits millions of rollouts through one service; what has ended is kept so
-that its submitter can read it, and a follower that was away can catch up. Over the bound, what was read is forgotten
-first. What was not read is kept for a stated time; if that alone fills the bound the service takes no new jobs,
-rather than lose what it was asked for. Nothing is forgotten in silence: a cursor behind which something is missing,
-and the id of a forgotten job, are errors that say so.
+that its submitter can read it, and a follower that was away can catch up. Each result has a time to live, which ends
+when it is read. Over the bound, results whose time is over are forgotten; if younger ones fill the bound, the service
+refuses new jobs rather than lose what it was asked for. Nothing is forgotten in silence: a cursor behind which
+something is missing, and the id of a forgotten job, are errors that say so.
 
 With a journal an outcome is on disk before it enters the log. What memory forgets is then read from there, the log
 goes on where an earlier life of the service left it, and ids stay known.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import secrets
 import time
 import uuid
 from bisect import bisect_right
@@ -29,14 +28,13 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.rollout.client_shares import is_within_part
-from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
+from nemo_gym_prorl.rollout.fair_queue import is_within_part
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
-from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, QueueFull, RolloutForgotten
+from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, JobRequest, QueueFull, RolloutForgotten
 
 
 if TYPE_CHECKING:  # clients have no database
-    from nemo_gym_prorl.rollout.journal.journal import Journal
+    from nemo_gym_prorl.rollout.journal import Journal
 
 
 EVENT_HISTORY = 10_000
@@ -93,8 +91,6 @@ class JobStore:
         """What is counted anew with each start belongs to it: transitions, and pages of a listing."""
         self.epoch = self.life if journal is None else journal.epoch
         """What the log of outcomes belongs to."""
-        self.seal = secrets.token_bytes(32) if journal is None else journal.seal
-        """Key by which the places in both that clients are given are sealed."""
         self._retain_bytes = retain_bytes
         self._keep_unread_s = keep_unread_s
         self._clock = clock
@@ -107,14 +103,13 @@ class JobStore:
         self.states: Counter[JobState] = Counter()
         """Remembered jobs by state."""
         self._log: dict[int, Job] = {}
-        self._log_length = self._expired_before = self._began_at = 0 if journal is None else journal.end
-        self._began = clock()
+        self._log_length = self._expired_before = 0 if journal is None else journal.end
         self._unread: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which they ended
         self._read: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which they were read
-        self.unread_bytes = 0
-        self.unread_of: Counter[str] = Counter()
+        self.retained_bytes = 0
+        """What the terminal jobs keep."""
+        self.retained_of: Counter[str] = Counter()
         """The same by client."""
-        self._read_bytes = 0
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._leaving: list[list[Job]] = []
         """For each read of the journal, the jobs that were forgotten since it began: it may not have met them yet."""
@@ -131,15 +126,10 @@ class JobStore:
         return len(self._jobs)
 
     @property
-    def retained_bytes(self) -> int:
-        """What the terminal jobs keep."""
-        return self.unread_bytes + self._read_bytes
-
-    @property
     def full(self) -> bool:
-        """Results that nobody has read fill the bound, and none of them may be forgotten yet."""
+        """Results whose time to live is not over fill the bound."""
         self._forget_over_bound()
-        return self.unread_bytes >= self._retain_bytes
+        return self.retained_bytes >= self._retain_bytes and not self._read
 
     def add(self, job: Job, at: float) -> None:
         """Remember a new job. One of the same id that was delivered stays in the log and nowhere else."""
@@ -187,9 +177,9 @@ class JobStore:
         """Raises:
         QueueFull: results that nobody has read fill the bound, and those of this client its part of it.
         """
-        if self.full and not is_within_part(client, self._retain_bytes, self.unread_of, self.shares):
+        if self.full and not is_within_part(client, self._retain_bytes, self.retained_of, self.shares):
             raise QueueFull(
-                f"results that nobody has read fill {self.unread_bytes / 2**20:.0f} of "
+                f"results that nobody has read fill {self.retained_bytes / 2**20:.0f} of "
                 f"{self._retain_bytes / 2**20:.0f} MiB; read them (GET /v1/rollouts/ID, or follow with "
                 "results=true), then submit again"
             )
@@ -211,7 +201,7 @@ class JobStore:
         missing = [job_id for job_id, job in found.items() if job is None]
         if missing and self.journal is not None:
             await self.all_here(*missing)
-            kept = await self.journal.outcomes.find(missing)
+            kept = await self.journal.find(missing)
             for job_id in missing:
                 found[job_id] = self._jobs.get(job_id) or kept.get(job_id)
                 if job_id in kept and kept[job_id] is None:
@@ -283,7 +273,7 @@ class JobStore:
         leaving: list[Job] = []
         self._leaving.append(leaving)
         try:
-            kept = await self.journal.outcomes.listed(state=state, after=after, **which)
+            kept = await self.journal.listed(state=state, after=after, **which)
         finally:
             self._leaving = [one for one in self._leaving if one is not leaving]
         found = [*kept, *(job for job in leaving if job.fits(state, which["group"], after))]
@@ -327,38 +317,34 @@ class JobStore:
         )
         if job.state.terminal:
             self._unread[job] = _Entry(self._log_length, job.size, self._clock())
-            self._unread_grows(job, job.size)
+            self._retain(job, job.size)
             self._log[self._log_length] = job
             self._log_length += 1
             if job.delivered or job.state is JobState.CANCELLED:
                 self.mark_read(job)  # whoever took it, or took it back, does not wait for it
             self._forget_over_bound()
-            if self.journal is not None and self.journal.wants_room:
-                self.journal.make_room(self._read_before())
         self._wake.set()
         self._wake = asyncio.Event()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def mark_read(self, job: Job) -> None:
-        """Somebody has the job's result; no-op for one without an outcome."""
+        """End the time to live of a job's result, which was read; no-op for a job without an outcome."""
         if (entry := self._unread.pop(job, None)) is not None:
-            self._unread_grows(job, -entry.size)
             self._read[job] = entry
-            self._read_bytes += entry.size
 
-    def _unread_grows(self, job: Job, more: int) -> None:
-        self.unread_bytes += more
-        self.unread_of[job.client] += more
-        if not self.unread_of[job.client]:
-            del self.unread_of[job.client]  # callers name themselves as they like
+    def _retain(self, job: Job, more: int) -> None:
+        self.retained_bytes += more
+        self.retained_of[job.client] += more
+        if not self.retained_of[job.client]:
+            del self.retained_of[job.client]  # callers name themselves as they like
 
     def deliver(self, job: Job) -> None:
         """The caller that held its connection for this job has the answer: drop row and result, free the id."""
         self.mark_read(job)
         job.deliver()
         if (entry := self._read.get(job)) is not None:
-            self._read_bytes += job.size - entry.size
+            self._retain(job, job.size - entry.size)
             entry.size = job.size
 
     # -- the ordered log of terminal outcomes --------------------------------------------------------------------
@@ -380,7 +366,7 @@ class JobStore:
         end = min(start + limit, self._log_length)
         found = {position: self._log[position] for position in range(start, end) if position in self._log}
         if len(found) < end - start and self.journal is not None:
-            found = await self.journal.outcomes.between(start, end, content=content) | found
+            found = await self.journal.between(start, end, content=content) | found
         if len(found) < end - start:
             raise CursorExpired(f"what lies behind {cursor} is being forgotten; list again and follow from there")
         return [found[position] for position in range(start, end)], Cursor(self.epoch, end)
@@ -450,22 +436,13 @@ class JobStore:
         while self.retained_bytes > self._retain_bytes:
             if self._read:
                 job, entry = self._read.popitem(last=False)
-                self._read_bytes -= entry.size
             else:
                 job, entry = next(iter(self._unread.items()))
                 if self._clock() - entry.ended < self._keep_unread_s:
                     return
                 del self._unread[job]
-                self._unread_grows(job, -entry.size)
+            self._retain(job, -entry.size)
             self._forget(job, entry)
-
-    def _read_before(self) -> int:
-        """The position before which every outcome was read, or nobody did for long enough. An earlier life's count as
-        unread from this one's start on: it is not known who read them, nor what time it was."""
-        if self._began_at and self._clock() - self._began < self._keep_unread_s:
-            return 0
-        young = (entry for entry in self._unread.values() if self._clock() - entry.ended < self._keep_unread_s)
-        return next((entry.position for entry in young), self._log_length)
 
     def _forget(self, job: Job, entry: _Entry) -> None:
         del self._log[entry.position]

@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym_prorl.rollout.lasting_json import lasting_json
+from nemo_gym_prorl.rollout.rows import lasting_json
 from nemo_gym_prorl.serving.routed_experts import RoutedExperts, continued
 
 

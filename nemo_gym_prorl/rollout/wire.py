@@ -19,9 +19,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
+from nemo_gym_prorl.rollout.api import JsonRoute
 from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.job import Job, JobState
-from nemo_gym_prorl.rollout.json_route import JsonRoute
 from nemo_gym_prorl.rollout.ownership import own_key, require_own, submitted_by
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest

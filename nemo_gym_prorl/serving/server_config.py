@@ -1,24 +1,30 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of our Gym servers: Gym's own classes ignore keys that they don't know."""
+"""Base of our Gym servers' configurations, which refuses unknown keys; Gym's own classes ignore them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, ClassVar
 
 from nemo_gym.config_types import BaseRunServerTypeConfig
-
-from nemo_gym_prorl.serving.known_keys import KnownKeys
-
-
-_ABOUT = frozenset({"description", "license", "value", "verified", "verified_url"})
-"""What Gym's registry reads of an environment's file, and no server."""
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
-class ServerConfig(KnownKeys):
-    """Mixed into a server's configuration. Gym's keys are those of the Gym that is installed."""
+class ServerConfig(BaseModel):
+    """Mixed into a server's configuration, behind Gym's class."""
 
+    model_config = ConfigDict(extra="forbid")
+
+    # Read by Gym and its registry, of the version that is installed, and by no server.
+    ignored_keys: ClassVar[Iterable[str]] = frozenset(
+        {*BaseRunServerTypeConfig.model_fields, "description", "license", "value", "verified", "verified_url"}
+    )
+
+    @model_validator(mode="before")
     @classmethod
-    def other_keys(cls) -> Iterable[str]:
-        """Gym's."""
-        return {*BaseRunServerTypeConfig.model_fields, *_ABOUT}
+    def _without_ignored(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        ignored = {*cls.ignored_keys} - cls.model_fields.keys()
+        return {key: value for key, value in given.items() if key not in ignored}

@@ -84,7 +84,6 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         for host in (self.config.host, None if self.config.tls_port is None else "all interfaces (tls_port)"):
             check_exposure(host, self.config.control_token, others=has_keys_file)
         open_files.raise_limit()
-        memory.map_large_blocks()
         self._service = AgentService(
             self.config, self.server_client.global_config_dict, model=self.config.model_server.name
         )
@@ -100,7 +99,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:
         direct = DirectRoutes(app, {"/run": self.run, "/v1/responses": self.responses})
-        return self._service.guarded(open_files.FileGuard(direct, refuse=self._service.refused))
+        return self._service.guarded(direct)
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from time import time
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 from fastapi import Body, FastAPI, Request, Response
@@ -109,10 +109,8 @@ class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
         Sampling(extra=self.extra_body or {})
         return policy
 
-    @classmethod
-    def other_keys(cls) -> Iterable[str]:
-        """Also those of ``vllm_model`` that say nothing here, so that a block of it can be taken over."""
-        return {*super().other_keys(), *_OF_VLLM_MODEL}
+    # A block of Gym's vllm_model can be taken over: what says nothing here is left out.
+    ignored_keys: ClassVar[Iterable[str]] = frozenset({*ServerConfig.ignored_keys, *_OF_VLLM_MODEL})
 
 
 class ChatRequest(NeMoGymChatCompletionCreateParamsNonStreaming):
@@ -151,7 +149,6 @@ class ProrlModel(SimpleResponsesAPIModel):
         policy = self.config.checked_policy()
         recorded = self._recorded()
         open_files.raise_limit()
-        memory.recycle_large_blocks()
         app = super().setup_webserver()
         config = self.config
         self._host = PolicyHost(policy)

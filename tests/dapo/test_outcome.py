@@ -50,7 +50,6 @@ def test_how_bad_ends_count_may_be_said_by_its_word() -> None:
     ("field", "value"),
     [
         ("agent_failures", "maks"),
-        ("in_order", "no"),
         ("group_size", 2.5),
         ("group_size", "8"),
         ("max_staleness", -1),

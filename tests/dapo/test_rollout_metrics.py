@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.dapo.rollout_metrics import WINDOW, RolloutMetrics
+from nemo_gym_prorl.dapo.outcome import WINDOW, RolloutMetrics
 from nemo_gym_prorl.failures import FailureKind, Origin
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import FailureView, JobView

@@ -19,8 +19,7 @@ from fastapi import FastAPI, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from nemo_gym_prorl.dapo.contract import AgentFailures, NothingToLearn, SamplerConfig
-from nemo_gym_prorl.dapo.fates import Fate
-from nemo_gym_prorl.dapo.group import Group, Member
+from nemo_gym_prorl.dapo.group import Fate, Group, Member
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
@@ -253,7 +252,7 @@ async def test_a_machine_that_fails_is_no_reward() -> None:
     dataset[2]["rewards"] = [0, 1]
     async with (
         nodes() as up,
-        runner(up, dataset, SamplerConfig(1, 2, 4, max_failures=2, in_order=True, reference_share=0.0)) as driver,
+        runner(up, dataset, SamplerConfig(1, 2, 4, max_failures=2, reference_share=0.0)) as driver,
     ):
         batch = await driver.batch()
         assert batch is not None
@@ -265,7 +264,7 @@ async def test_a_machine_that_fails_is_no_reward() -> None:
 @pytest.mark.parametrize("label", [None, "2", "someone's", ""])
 async def test_what_other_weights_sampled_is_no_data_of_a_run(label: str | None) -> None:
     """Each first try has a span of theirs."""
-    dataset, config = rows(4, labels=[label]), SamplerConfig(1, 2, 2, in_order=True)
+    dataset, config = rows(4, labels=[label]), SamplerConfig(1, 2, 2)
     async with nodes() as up, runner(up, dataset, config, run="a") as driver:
         batch = await driver.batch()
         assert batch is not None, "it names no run, so nobody holds its versions against anything"
@@ -281,7 +280,7 @@ async def test_what_other_weights_sampled_is_no_data_of_a_run(label: str | None)
 
 async def test_a_new_life_of_a_trainer_samples_again_what_its_old_one_had_under_way() -> None:
     """Under another run, since weights of the same number differ: the service refuses the id."""
-    dataset, config = rows(4, labels=["0"], late=[0], late_s=1.0), SamplerConfig(1, 2, 2, in_order=True)
+    dataset, config = rows(4, labels=["0"], late=[0], late_s=1.0), SamplerConfig(1, 2, 2)
     async with nodes() as up:
         driver = await runner(up, dataset, config, options_run="old").__aenter__()
         while not any(job.state is JobState.RUNNING for job in up[0].pipeline.store.live()):
@@ -332,7 +331,7 @@ async def test_a_service_that_dies_and_comes_back_gets_its_rollouts_again() -> N
 async def test_a_runner_goes_on_where_another_one_stopped() -> None:
     dataset = rows(10)
     dataset[1] |= {"late": [1], "late_s": 1.0}
-    config = SamplerConfig(1, 2, 4, in_order=True, reference_share=0.0)
+    config = SamplerConfig(1, 2, 4, reference_share=0.0)
     async with nodes() as up:
         first = runner(up, dataset, config)
         await first.__aenter__()
@@ -357,7 +356,7 @@ async def test_a_runner_goes_on_where_another_one_stopped() -> None:
 async def test_results_that_a_new_life_has_forgotten_are_sampled_again() -> None:
     dataset = rows(10)
     dataset[0] |= {"late": [1], "late_s": 0.5}
-    config = SamplerConfig(1, 2, 2, in_order=True, reference_share=0.0)
+    config = SamplerConfig(1, 2, 2, reference_share=0.0)
     async with nodes() as up:
         first = runner(up, dataset, config)
         await first.__aenter__()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, NothingToLearn, SamplerConfig, Submission
-from nemo_gym_prorl.dapo.fates import Fate, Usage
+from nemo_gym_prorl.dapo.group import Fate, Usage
 from nemo_gym_prorl.dapo.prefixes import Kept
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
@@ -38,8 +38,6 @@ class Sampling(RuleBasedStateMachine):
         in_flight=st.integers(1, 14),
         staleness=st.integers(0, 3),
         failures=st.integers(0, 2),
-        restarts=st.integers(0, 2),
-        in_order=st.booleans(),
         references=st.sampled_from([0.0, 0.5, 1.0]),
         prefix_tries=st.sampled_from([0, 2]),
         epochs=st.sampled_from([None, 3]),
@@ -51,8 +49,6 @@ class Sampling(RuleBasedStateMachine):
         in_flight: int,
         staleness: int,
         failures: int,
-        restarts: int,
-        in_order: bool,
         references: float,
         prefix_tries: int,
         epochs: int | None,
@@ -63,8 +59,6 @@ class Sampling(RuleBasedStateMachine):
             max(in_flight, size),
             staleness,
             failures,
-            restarts,
-            in_order,
             reference_share=references,
             max_fruitless=10**6,
             max_dropped=10**6,
@@ -263,9 +257,9 @@ def eager(config: SamplerConfig, prompts: Epochs, curriculum: SkipSolved | None 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(2, 4), groups=st.integers(1, 4), cap=st.integers(1, 40))
 @settings(max_examples=60)
-def test_in_order_the_batches_are_the_same_whatever_ends_first(seed: int, size: int, groups: int, cap: int) -> None:
+def test_the_batches_are_the_same_whatever_ends_first(seed: int, size: int, groups: int, cap: int) -> None:
     def batches(driver: random.Random) -> list[list[tuple[int, list[float]]]]:
-        config = SamplerConfig(groups, size, max(cap, size), max_staleness=driver.randrange(3), in_order=True)
+        config = SamplerConfig(groups, size, max(cap, size), max_staleness=driver.randrange(3))
         sampler = eager(config, Epochs(ROWS, seed=seed))
         made: list[list[tuple[int, list[float]]]] = []
         live: list[str] = []
@@ -461,23 +455,19 @@ def test_a_group_with_variance_is_a_reason_to_go_on() -> None:
     assert len(decision.submit) == 2
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-def test_who_is_always_late_is_dropped_unless_batches_are_in_order(in_order: bool) -> None:
-    sampler = eager(SamplerConfig(1, 2, 4, 0, max_restarts=1, in_order=in_order), Epochs(ROWS, seed=None))
-    late = 1
+def test_who_is_always_late_begins_again_and_is_not_dropped() -> None:
+    sampler = eager(SamplerConfig(1, 2, 4, 0), Epochs(ROWS, seed=None))
     for version in range(3):
         by_prompt: dict[int, list[Submission]] = {}
         for submission in sampler.decide().submit:
             by_prompt.setdefault(submission.prompt, []).append(submission)
-        first, second = sorted(by_prompt)
-        prompt = first if in_order or first != late else second
-        late_ones = by_prompt[second if prompt == first else first]
-        decision = finish(sampler, by_prompt[prompt], [0.0, 1.0])
-        assert [[*batch.groups] for batch in decision.batches] == [[prompt]]
-        for submission in late_ones:
+        first, late = sorted(by_prompt)
+        decision = finish(sampler, by_prompt[first], [0.0, 1.0])
+        assert [[*batch.groups] for batch in decision.batches] == [[first]]
+        for submission in by_prompt[late]:
             sampler.cancelled(submission.rollout)
         sampler.weights(version + 1)
-    assert sampler.dropped["too_late"] == (0 if in_order else 1)
+    assert not sampler.dropped
 
 
 def test_prompts_end() -> None:
@@ -541,24 +531,6 @@ def test_what_was_in_flight_when_a_trainer_left_is_not_sampled_again_alone() -> 
         *((1, "0"), (1, "1")),
     ], "the group without variance, too"
     assert again.fates[Fate.FAILED].rollouts == 1
-
-
-def test_the_order_may_be_another_after_a_restart() -> None:
-    prompts = Epochs(ROWS, seed=None)
-    config = SamplerConfig(1, 2, 4, max_staleness=0, max_restarts=0)
-    first = eager(config, prompts)
-    one, two, three, four = first.decide().submit
-    first.scored(three.rollout, 0.0)
-    first.scored(four.rollout, 0.0)
-    assert {*first.decide().forget} == {three.rollout, four.rollout}
-    again = eager(replace(config, in_order=False), prompts)
-    again.restore(first.state())
-    again.ask()
-    again.scored(one.rollout, 1.0)
-    again.scored(two.rollout, 0.0)
-    decision = again.decide()
-    assert decision.batches
-    assert not {*decision.forget} & {three.rollout, four.rollout}, "nobody has their results any more"
 
 
 def test_a_state_of_another_version_is_refused() -> None:

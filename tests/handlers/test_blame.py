@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, TaskError
-from nemo_gym_prorl.handlers import tool_answers
+from nemo_gym_prorl.handlers import tool_loop
 from nemo_gym_prorl.handlers.gym_http import Address, HttpAnswer, addresses, in_header, in_path, require_ok
 from nemo_gym_prorl.serving.problems import ProblemError
 from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, once, reference, status, until
@@ -98,7 +98,7 @@ async def test_a_model_server_that_forgot_the_rollout_is_asked_from_the_start() 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that refuses is asked again at once, as often as ever."""
-    monkeypatch.setattr(tool_answers, "_PAUSES_S", (0.0,) * len(tool_answers._PAUSES_S))
+    monkeypatch.setattr(tool_loop, "_PAUSES_S", (0.0,) * len(tool_loop._PAUSES_S))
 
 
 @pytest.mark.usefixtures("hasty")
@@ -140,7 +140,7 @@ async def test_a_pause_after_a_refusal_is_not_the_agents_time() -> None:
 
 
 async def test_pauses_at_the_same_time_are_one_pause() -> None:
-    trouble = tool_answers.Trouble()
+    trouble = tool_loop.Trouble()
     began = time.monotonic()
     await asyncio.gather(*(trouble.pause(0.1) for _ in range(8)), trouble.pause(0.2))
     await trouble.pause(0.1)
@@ -165,7 +165,7 @@ async def test_a_connection_that_a_tool_drops_is_no_reward() -> None:
 async def test_one_500_of_a_tool_is_an_observation_and_a_tool_that_gives_no_other_is_broken() -> None:
     environment = Environment(instead={"/count": status(500)})
     async with deployment(environment, Policy(turns=2)) as at:
-        for _ in range(tool_answers.BROKEN_FOR_ALL_AFTER - 1):
+        for _ in range(tool_loop.BROKEN_FOR_ALL_AFTER - 1):
             done = await at.run(ROW)
             assert done["reward"] == 1.0
             assert done["response"]["output"][1]["output"] == "status 500"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.rollout.masks import is_masked, masked, unmasked
+from nemo_gym_prorl.rollout.rows import is_masked, masked, unmasked
 from tests.handlers.peers import ROW, Environment, deployment
 
 

@@ -11,7 +11,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Origin
-from nemo_gym_prorl.handlers.failure_rows import failure_row
+from nemo_gym_prorl.handlers.run_rows import failure_row
 from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, once, status, until
 
 

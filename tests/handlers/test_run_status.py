@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
-from nemo_gym_prorl.handlers.failure_rows import failure_row, run_status
+from nemo_gym_prorl.handlers.run_rows import failure_row, run_status
 from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, once, status, until
 
 

@@ -24,7 +24,7 @@ from nemo_gym_prorl.nemo_rl import collector as collecting
 from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
 from nemo_gym_prorl.nemo_rl.groups import Group
 from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
-from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.nemo_rl.settings import Shaping
 from nemo_gym_prorl.rollout.job import Job, JobState
 from tests.handlers.crowd import TURNS, Crowd, Engine, crowd, in_thread, model_server, row
 from tests.policy.model_process import Server, started

@@ -12,7 +12,7 @@ import pytest
 from nemo_gym_prorl.handlers import agent_service
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import TokenForm
-from nemo_gym_prorl.rollout.trajectory import gym_reads_trajectories
+from nemo_gym_prorl.rollout.steps import gym_reads_trajectories
 from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, status
 
 

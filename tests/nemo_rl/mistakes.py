@@ -56,10 +56,10 @@ def one(path: str, value: Any, says: str, **more: Any) -> Mistake:
 
 MISTAKES = [
     # Our own block
-    one("prorl.max_stalness", 1, "max_staleness"),
-    one("prorl.runtime", "synchronous", "there is no such setting"),
+    one("prorl.max_stalness", 1, "not permitted"),
+    one("prorl.runtime", "synchronous", "not permitted"),
     one("prorl.overlong.buffer_length", 10**6, "more than max_sequence_length", field="prorl.overlong"),
-    one("prorl.overlong.max_response_length", 3000, "is called max_sequence_length"),
+    one("prorl.overlong.max_response_length", 3000, "not permitted"),
     one("prorl.services", ["http://127.0.0.1:1"], "for rollouts: service", field="prorl"),
     one("prorl.services", [], "for rollouts: service", variant="service", field="prorl"),
     one("prorl.models", [], "for rollouts: service", variant="service", field="prorl"),

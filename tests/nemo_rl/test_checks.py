@@ -11,11 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nemo_gym_prorl.nemo_rl.checks import Finding, check, rows
-from nemo_gym_prorl.nemo_rl.checks.finding import of_validation
-from nemo_gym_prorl.nemo_rl.checks.servers import gym_blocks
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
-from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.nemo_rl.checks import Finding, check, check_rows, gym_blocks, of_validation
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Shaping, settings_of
 from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed, good
 
 
@@ -81,7 +78,7 @@ def test_rows_are_looked_at(tmp_path: Path) -> None:
     config = changed(good(), {"data.train.data_path": str(path)})
 
     def found() -> dict[str, str]:
-        return {finding.field: str(finding) for finding in rows.check(config)}
+        return {finding.field: str(finding) for finding in check_rows(config)}
 
     assert "No such file" in found()["data.train.data_path"]
     path.write_text("")
@@ -114,7 +111,7 @@ def test_rows_with_tools_need_parsers(tmp_path: Path, said: Any, lacking: list[s
     config = changed(good(), {"data.train.data_path": str(path), field: said})
 
     def found() -> list[str]:
-        return [finding.field for finding in rows.check(config)]
+        return [finding.field for finding in check_rows(config)]
 
     path.write_text('{"responses_create_params": {"tools": []}}\n' * 4)
     assert found() == []

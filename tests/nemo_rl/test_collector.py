@@ -21,7 +21,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
 from nemo_gym_prorl.nemo_rl.groups import Group
 from nemo_gym_prorl.nemo_rl.services import Servers
-from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.nemo_rl.settings import Shaping
 from nemo_gym_prorl.nemo_rl.validation import Validation
 from tests.dapo.test_runner import Node, nodes, rows
 
@@ -103,7 +103,7 @@ async def test_a_key_that_is_not_set_is_told_by_its_name(monkeypatch: pytest.Mon
 
 async def test_who_gave_up_waiting_takes_no_group_along() -> None:
     async with nodes() as [node]:
-        collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 4, in_order=True)))
+        collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 4)))
         gone = asyncio.ensure_future(asyncio.wrap_future(collector.take()))
         await asyncio.sleep(0)
         gone.cancel()
@@ -124,7 +124,7 @@ async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last(tempera
     changed = copy.deepcopy(dataset)
     for row in changed if temperature else []:
         row["responses_create_params"]["temperature"] = temperature
-    config = SamplerConfig(2, 2, 8, max_staleness=1, in_order=True)
+    config = SamplerConfig(2, 2, 8, max_staleness=1)
     async with nodes() as [node]:
         first = Collector(plan(node, dataset, config))
         first.weights(0)

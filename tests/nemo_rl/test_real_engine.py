@@ -21,8 +21,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.nemo_rl.settings import settings_of
-from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.nemo_rl.settings import Shaping, settings_of
 from tests.nemo_rl import tiny
 from tests.nemo_rl.conftest import REPOSITORY, ROOT, VENVS, documented
 from tests.policy.engines import answers, begin, free_port, kill

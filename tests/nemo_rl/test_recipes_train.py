@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nemo_gym_prorl.dapo.contract import NothingToLearn
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
-from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Shaping, settings_of
 from tests.nemo_rl.test_single_controller import NUMBER, counting, jobs
 
 

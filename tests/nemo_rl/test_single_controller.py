@@ -203,7 +203,7 @@ def test_no_sandbox_outlives_a_run(trainer: "Trainer", engine: "Engine", engine_
         rows,
         tmp_path,
         # In order, a batch would wait for that prompt until its budget is used up.
-        prorl={"agent": "prorl_code_agent", "key_env": "PRORL_TEST_KEY", "in_order": False},
+        prorl={"agent": "prorl_code_agent", "key_env": "PRORL_TEST_KEY"},
         async_rl__max_inflight_prompts=3,
     )
     lent = Lent(trainer.actor)
@@ -234,7 +234,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_next_prompts(
         config = configuration(
             rows,
             folder,
-            prorl={"agent": "counting_agent", "in_order": True},
+            prorl={"agent": "counting_agent"},
             async_rl__sampler={"name": "in_order", "max_lookahead_versions": 1},
             grpo__max_num_steps=steps,
             policy__generation__temperature=temperature,

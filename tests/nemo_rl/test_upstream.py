@@ -16,8 +16,7 @@ import ray
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl import train, upstream
-from nemo_gym_prorl.nemo_rl.mini_batches import MiniBatches
-from nemo_gym_prorl.nemo_rl.rollouts import ProrlRollouts
+from nemo_gym_prorl.nemo_rl.rollouts import MiniBatches, ProrlRollouts
 from tests.nemo_rl.test_recipes import ROOT, needs_nemo_rl
 
 

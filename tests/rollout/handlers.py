@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, Failure, FailureKind, InfrastructureError, Stage
-from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state
-from nemo_gym_prorl.rollout.journal.journal import Journal
+from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.rollout.checkpoints import Checkpoint
-from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory
-from nemo_gym_prorl.rollout.journal.journal import Journal, JournalFails
-from nemo_gym_prorl.rollout.journal.outcomes import Outcomes
+from nemo_gym_prorl.rollout.journal import Journal, JournalFails
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import CheckpointsForgotten, JobConflict, JobRequest, QueueFull
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
@@ -94,13 +93,13 @@ async def test_a_fork_that_could_not_be_written_keeps_nothing_of_its_parent(
 
 async def test_a_fork_of_what_is_erased_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline, parent = await parent_at(PoolSizes(), journal=Journal(str(tmp_path)))
-    find = Outcomes.find
+    find = Journal.find
 
-    async def slow(outcomes: Outcomes, ids: Any) -> Any:
+    async def slow(journal: Journal, ids: Any) -> Any:
         await pipeline.cancel(parent)
-        return await find(outcomes, ids)
+        return await find(journal, ids)
 
-    monkeypatch.setattr(Outcomes, "find", slow)
+    monkeypatch.setattr(Journal, "find", slow)
     with pytest.raises(CheckpointsForgotten):
         await fork(pipeline, parent, "a")
     assert pipeline.store.get("a") is None

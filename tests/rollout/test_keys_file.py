@@ -40,7 +40,7 @@ def written(file: str) -> tuple[str, int]:
         ({"share": float("nan")}, r"clients\.0\.share"),
         ({"scopes": ["write"]}, r"clients\.0\.scopes\.0: Input should be 'submit', 'read', 'cancel' or 'admin'"),
         ({"scopes": []}, r"clients\.0\.scopes: List should have at least 1"),
-        ({"scope": ["read"]}, r"clients\.0\.scope: .* there is no such setting; the nearest that there is: scopes"),
+        ({"scope": ["read"]}, r"clients\.0\.scope: Extra inputs are not permitted"),
         ({"hash": "a"}, r"clients\.0\.hash: .* must be sha256: and 64 hexadecimal digits"),
         ({"hash": hash_of("a").upper()}, r"clients\.0\.hash"),
         ({"name": "default"}, r"clients\.0\.name: .* is the client of rollouts that name none"),

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Stage
-from nemo_gym_prorl.rollout.environments import Environment, Environments
+from nemo_gym_prorl.rollout.handler import Environment, Environments
 from nemo_gym_prorl.rollout.job import FAILED_STATES, Budgets, Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline

@@ -12,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, QueueFull, RolloutForgotten, row_digest
+from nemo_gym_prorl.rollout.request import (
+    Cursor,
+    CursorExpired,
+    JobConflict,
+    JobRequest,
+    QueueFull,
+    RolloutForgotten,
+    row_digest,
+)
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.store import EVENT_HISTORY, JobStore
 from tests.rollout.handlers import Bench

@@ -16,6 +16,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
+        # While a thread works timers pass by quickly; above 2**24 s a nanosecond is lost and none would ever be due.
+        self._clock_resolution = 1e-6
 
     def time(self) -> float:
         return self._now

@@ -23,8 +23,7 @@ from typing import Any
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.client import ApiError
-from nemo_gym_prorl.rollout.client_shares import is_within_part
-from nemo_gym_prorl.rollout.fair_queue import FairQueue
+from nemo_gym_prorl.rollout.fair_queue import FairQueue, is_within_part
 from nemo_gym_prorl.rollout.fleet.carrier import Carrier, Loss
 from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left, Nodes
 from nemo_gym_prorl.rollout.fleet.placement import Capacity, Placement

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet as one rollout service: the job API's jobs, run by many nodes.
+"""A fleet as one rollout service: the job API's jobs, run by many nodes, and its HTTP application.
 
 A front decides where a job goes, and keeps what came of it; turns, tools and tokens never cross it, since each node
 has its own model server. So it costs the same whether a rollout has one turn or a hundred.
@@ -11,7 +11,7 @@ several is suspected of them and fails. Where nodes share a folder for checkpoin
 of those before it, goes on where they were.
 
 With a journal the fleet's jobs outlive the front: what was at a node that is there still goes on, and its outcome is
-fetched; the rest begins again.
+fetched; the rest begins again. The application also answers as Gym's head server would, so that ``prorl`` finds it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import (
@@ -34,24 +40,31 @@ from nemo_gym_prorl.failures import (
     Stage,
     classify,
 )
+from nemo_gym_prorl.rollout.api import JsonRoute, rollout_router
 from nemo_gym_prorl.rollout.checkpoints import Begin
-from nemo_gym_prorl.rollout.environments import Environment, Environments
 from nemo_gym_prorl.rollout.fleet.carrier import MAX_LOSSES, Loss
-from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
+from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher, NodeView
 from nemo_gym_prorl.rollout.fleet.nodes import Nodes
-from nemo_gym_prorl.rollout.handler import AgentHandler
+from nemo_gym_prorl.rollout.handler import AgentHandler, Environment, Environments
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, failure_state
-from nemo_gym_prorl.rollout.lasting_json import lasting_json
+from nemo_gym_prorl.rollout.keys_file import KeysFile
+from nemo_gym_prorl.rollout.metrics import ServiceMetrics
+from nemo_gym_prorl.rollout.ownership import ROUTES
 from nemo_gym_prorl.rollout.request import Draining, JobRequest, turn_to_fork
+from nemo_gym_prorl.rollout.rows import lasting_json
 from nemo_gym_prorl.rollout.schemas import MAX_ID, FailureView, JobView, StatusView, TokenForm
 from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
 from nemo_gym_prorl.rollout.settings import ServiceSettings
+from nemo_gym_prorl.rollout.shared_checkpoints import CHECKPOINT_FOLDER
 from nemo_gym_prorl.rollout.tokens import Turn
-from nemo_gym_prorl.serving.known_keys import CHECKPOINT_FOLDER
+from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes
+from nemo_gym_prorl.serving.keys import Scope
+from nemo_gym_prorl.serving.problems import add_problem_handlers, no_other_parameters, problem_responses
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.journal.journal import Journal, Unfinished
+    from nemo_gym_prorl.rollout.journal import Journal, Unfinished
+
 
 LOGGER = logging.getLogger(__name__)
 
@@ -231,7 +244,7 @@ class Front(RolloutService):
         view.draining = self.draining
         view.stages[Stage.INIT].waiting += self.dispatcher.waiting
         view.states = {state: self.store.states[state] for state in JobState}
-        view.retained_bytes, view.unread_bytes = self.store.retained_bytes, self.store.unread_bytes
+        view.retained_bytes = self.store.retained_bytes
         view.checkpoint_folder = next((node.checkpoint_folder for node in self.dispatcher.statuses.values()), None)
         view.journal = self.store.trouble
         return view
@@ -360,3 +373,71 @@ def _elsewhere() -> AgentHandler:
 
 def _failure(view: FailureView, *, timed_out: bool = False) -> Failure:
     return Failure(view.kind, view.origin, view.stage, view.reason, timed_out, None, view.traceback)
+
+
+class DrainNode(BaseModel):
+    """Which node is to get nothing new."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    node: str
+    drain: bool = Field(default=True, description="False: give it rollouts again.")
+
+
+class _Nodes(Collector):
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    def collect(self) -> Iterable[Metric]:
+        nodes = self._front.dispatcher.views()
+        family = GaugeMetricFamily("prorl_fleet_nodes", "Nodes of the fleet.", labels=["usable"])
+        for usable in (True, False):
+            count = sum(node.usable is usable for node in nodes)
+            family.add_metric([str(usable).lower()], count)
+        yield family
+        waiting = self._front.dispatcher.waiting
+        yield GaugeMetricFamily("prorl_fleet_waiting", "Rollouts that are at no node yet.", value=waiting)
+        lost = self._front.lost_nodes
+        yield GaugeMetricFamily("prorl_fleet_lost_tries", "Tries that ended with their node.", value=lost)
+
+
+SCOPES = RouteScopes({**ROUTES, ("GET", "/server_instances"): Scope.READ})
+
+
+def front_app(front: Front, *, key: str | None, clients: Path | None = None) -> FastAPI:
+    """The application of a front.
+
+    Args:
+        front: started and closed by the caller.
+        key: its own, which every route but ``/healthz`` wants; ``None`` for none.
+        clients: a file of those with keys of their own besides.
+
+    Raises:
+        CallerError: that cannot be read, or is wrong.
+    """
+    keys = None if clients is None else KeysFile(clients, front.share)
+    app = FastAPI(title="nemo-gym-prorl fleet")
+    add_problem_handlers(app)
+    app.add_middleware(KeyGuard, key=key, clients=keys.caller if keys else None, scopes=SCOPES)
+    app.include_router(rollout_router(front, ServiceMetrics(front, _Nodes(front))))
+    router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
+
+    @router.get("/v1/nodes", tags=["service"], responses=problem_responses())
+    async def nodes() -> list[NodeView]:
+        """The fleet's nodes."""
+        return front.dispatcher.views()
+
+    @router.post("/v1/nodes/drain", tags=["service"], responses=problem_responses(422))
+    async def drain(body: DrainNode) -> list[NodeView]:
+        """Give a node nothing new; what it has goes on."""
+        front.dispatcher.drain(body.node, body.drain)
+        return front.dispatcher.views()
+
+    @router.get("/server_instances", tags=["service"], responses=problem_responses())
+    async def server_instances(request: Request) -> list[dict[str, str]]:
+        """As Gym's head server lists its servers: here, by the address that the caller has."""
+        url = str(request.base_url).rstrip("/")
+        return [{"process_name": "fleet", "name": "prorl_agent", "server_type": "responses_api_agents", "url": url}]
+
+    app.include_router(router)
+    return app

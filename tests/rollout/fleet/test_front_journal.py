@@ -16,7 +16,7 @@ from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet.front import Front
 from nemo_gym_prorl.rollout.fleet.nodes import Joined
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.journal.journal import Journal, JournalFails
+from nemo_gym_prorl.rollout.journal import Journal, JournalFails
 from nemo_gym_prorl.rollout.request import JobRequest
 from tests.rollout.command_line import TOKEN, begin, prorl
 from tests.rollout.fleet.fleets import Changing, Service, service
@@ -143,7 +143,7 @@ async def test_a_second_front_is_refused_by_name(tmp_path: Path) -> None:
         second = await begin("", "fleet", node.url, "--port", "1", "--journal", str(tmp_path))
         said, _ = await asyncio.wait_for(second.communicate(), 60)
         assert second.returncode == 1
-        assert f"journal: {tmp_path} is in use by process" in said.decode().replace("\n", " ")
+        assert f"journal: {tmp_path} is in use by another process" in said.decode().replace("\n", " ")
         await journal.close()
         code, told = await prorl("fleet", node.url, "--port", "1", "--journal", "here")
         assert code == 1

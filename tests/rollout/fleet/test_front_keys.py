@@ -9,8 +9,7 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.fleet.app import front_app
-from nemo_gym_prorl.rollout.fleet.front import Front
+from nemo_gym_prorl.rollout.fleet.front import Front, front_app
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.settings import ServiceSettings
 from nemo_gym_prorl.serving.keys import authorization

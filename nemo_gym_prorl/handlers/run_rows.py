@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout without a reward, as Gym's collectors and trainers understand it: the row, and the status of ``/run``.
+"""Gym's ``/run``: its row as a job, and a failed rollout as a row and a status.
+
+Gym's client can send nothing but the row, so options for a rollout stand in its optional field ``rollout``:
+``{"rollout": {"id": "step-7:12:3", "group": "step-7:12"}, "responses_create_params": …}``. The field is taken off
+before an environment sees the row, and comes back in the answer with how the rollout went.
 
 There are two kinds of callers, and they want opposite things of a failure:
 
@@ -12,14 +16,22 @@ There are two kinds of callers, and they want opposite things of a failure:
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, Failure, FailureKind, Origin, Stage
-from nemo_gym_prorl.rollout.masks import masked
-from nemo_gym_prorl.rollout.rows import FAILURE_CLASS, as_submitted
+import orjson
+from pydantic import ValidationError
+
+from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.rollout.callers import row_key
+from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.rows import FAILURE_CLASS, as_submitted, check_row, masked
+from nemo_gym_prorl.rollout.schemas import SubmitRequest
+from nemo_gym_prorl.rollout.steps import WISHES
 from nemo_gym_prorl.serving.problems import ProblemError
 
 
@@ -127,3 +139,77 @@ def empty_response(params: Mapping[str, Any], *, clock: Callable[[], float] = ti
         "parallel_tool_calls": params.get("parallel_tool_calls", True),
         "tools": params.get("tools") or [],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """A call of ``/run``.
+
+    Attributes:
+        job: what the pipeline is asked for.
+        key: equal keys are the same rollout, posted again (:class:`~nemo_gym_prorl.rollout.callers.CallerWatch`).
+    """
+
+    job: JobRequest
+    key: bytes | None
+
+
+def run_request(row: Any, body: bytes) -> RunRequest:
+    """Read a call of ``/run``.
+
+    Args:
+        row: the parsed body.
+        body: the bytes it was parsed from.
+
+    Raises:
+        CallerError: names the field that is wrong, ``rollout.group`` say.
+    """
+    check_row(row)
+    row = as_submitted(row)
+    wishes = row.get(WISHES, {})
+    if not isinstance(wishes, dict):
+        raise CallerError("must be an object", field=WISHES)
+    if "row" in wishes:
+        raise CallerError("is no field of a rollout: it stands in the row", field=f"{WISHES}.row")
+    row = {name: value for name, value in row.items() if name != WISHES}
+    if not wishes:
+        return RunRequest(JobRequest(row, group=group_of(row)), row_key(row, body))
+    try:
+        asked = SubmitRequest.model_validate({"row": {"responses_create_params": {"input": ""}}, **wishes})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CallerError(first["msg"], field=".".join(map(str, (WISHES, *first["loc"])))) from None
+    job = replace(asked.to_request(), row=row, group=asked.group or group_of(row))
+    key = row_key(row, body) if job.id is None else b"run:" + job.id.encode()
+    return RunRequest(job, key)
+
+
+def group_of(row: dict[str, Any]) -> str:
+    """The group of a row that names none: the rollouts of the same prompt are siblings."""
+    prompt = orjson.dumps(row["responses_create_params"]["input"], option=orjson.OPT_SORT_KEYS)
+    return f"prompt-{hashlib.sha256(prompt).hexdigest()[:16]}"
+
+
+def environment_of(rollout: Mapping[str, Any]) -> str | None:
+    """The environment that a row of ``/run`` says it is from; ``None`` where it does not."""
+    about = rollout.get(WISHES)
+    name = about.get("environment") if isinstance(about, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def merged(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The metrics of several environments as one answer: those of one server as they are, of several each below its
+    environment's name, ``swe/mean/reward``; groups one after the other.
+
+    Args:
+        metrics: environment → what its server answered.
+    """
+    if len(metrics) == 1:
+        return dict(next(iter(metrics.values())))
+    together: dict[str, Any] = {"group_level_metrics": []}
+    for name, answer in metrics.items():
+        together["group_level_metrics"] += answer.get("group_level_metrics") or []
+        for part in ("agent_metrics", "key_metrics"):
+            ours = together.setdefault(part, {})
+            ours.update({f"{name}/{key}": value for key, value in (answer.get(part) or {}).items()})
+    return together
