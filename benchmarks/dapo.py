@@ -29,7 +29,7 @@ from benchmarks.report import Row, parser, publish
 from benchmarks.sampling_clock import PROMPTS, RUN, SLOTS, Run, World, drive
 from benchmarks.schedules import EarlyTermination, FirstComplete, Rounds
 from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig
-from nemo_gym_prorl.dapo.fates import Usage
+from nemo_gym_prorl.dapo.group import Usage
 from nemo_gym_prorl.dapo.prefixes import NOTHING_KEPT, Kept, Prefix
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler

@@ -18,10 +18,9 @@ from benchmarks.pipeline import STAGES, SleepingHandler, new_pipeline, post_runs
 from benchmarks.report import Row, median, parser, publish
 from benchmarks.servers import AGENT, REPO, agent_server, instant_servers
 from nemo_gym_prorl.failures import Stage
-from nemo_gym_prorl.rollout.cursors import Cursor
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
 from nemo_gym_prorl.rollout.journal.journal import Journal
-from nemo_gym_prorl.rollout.request import JobRequest, row_digest
+from nemo_gym_prorl.rollout.request import Cursor, JobRequest, row_digest
 
 
 WITHOUT = "the same service without"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.dapo.contract import Decision
-from nemo_gym_prorl.dapo.fates import Usage
+from nemo_gym_prorl.dapo.group import Usage
 
 
 RUN = "bench"
