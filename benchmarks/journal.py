@@ -19,7 +19,7 @@ from benchmarks.report import Row, median, parser, publish
 from benchmarks.servers import AGENT, REPO, agent_server, instant_servers
 from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
-from nemo_gym_prorl.rollout.journal.journal import Journal
+from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.request import Cursor, JobRequest, row_digest
 
 
