@@ -41,7 +41,7 @@ from benchmarks.report import Figure, publish
 from benchmarks.shell import ECHO, latencies, quantile
 from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 
 PART_TIMEOUT_S = 400.0

@@ -23,7 +23,7 @@ from nemo_gym_prorl.sandbox.container import Completed, Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from tests.sandbox.database import ensure_database_image
 
 

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from nemo_gym_prorl.sandbox.container import Container
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -73,6 +73,13 @@ KEPT = {
     "the last word of an assignment": (": a; b=c", 'echo "[$_]"', "[]"),
     "the last word of a pipeline": (": a; echo x | cat >/dev/null", "echo $_", "a"),
     "both": ("false a | true b; : c | (exit 5)", "echo ${PIPESTATUS[@]} $?", "0 5 5"),
+    "a pipeline of many": (
+        " | ".join(["(exit 7)"] * 40),
+        "echo ${#PIPESTATUS[@]} ${PIPESTATUS[39]}",
+        "40 7",
+    ),
+    "of a group": ("{ false | true; }", "echo ${PIPESTATUS[@]}", "1 0"),
+    "a last word that expands": (": 'a}b\\c\"$HOME`id`'", 'echo "$_"', 'a}b\\c"$HOME`id`'),
     "what was thrown away": ("false | true; echo $((1 / 0))", "echo ${PIPESTATUS[@]} $?", "1 1"),
     "an exit status": ("(exit 42)", "echo $?", "42"),
     "the process in the background": ("sleep 0.01 & p=$!; wait $p", "test $! = $p && echo same", "same"),
@@ -92,6 +99,8 @@ UNFINISHED = {
     "a heredoc whose end is indented": ("cat <<X\na\n X", "a\n X\n", 0),
     "a second heredoc": ("cat <<X <<Y\na\nX\nb", "b\n", 0),
     "a heredoc with a blank in its name": ("cat <<'A B'\nx\nA B", "x\n", 0),
+    "a pattern": ("case x in", "unexpected end of file", 1),
+    "a list of values": ("x=(", "unexpected EOF", 1),
     "a line that goes on": ("echo a \\", "a \\\n", 0),
     "a quote": ("echo 'a", "unexpected EOF", 1),
     "a double quote": ('echo "a', "unexpected EOF", 1),
@@ -125,6 +134,10 @@ OPTIONS = {
     "vi in a function": ("f() { set -o vi; }\nf\nf", "on"),
     "vi in a file": ("echo 'set -o vi; A=read' >/tmp/rc; . /tmp/rc; echo $A", "on"),
     "vi in a subshell": ("(set -o vi); set -o vi", "on"),
+    "vi after another": ("set -o pipefail -o vi", "on; shopt -o pipefail | grep -c on", "1"),
+    "vi by shopt": ("shopt -so vi; echo went on; shopt -s -o emacs", "on"),
+    "no vi by shopt": ("shopt -uo vi emacs", "on"),
+    "another by shopt": ("shopt -so pipefail nounset", "on; shopt -o pipefail nounset | grep -c on", "2"),
     "another option": ("set -o pipefail", "on; shopt -o pipefail | grep -c on", "1"),
     "another option off": ("set -o pipefail; set +o pipefail", "on; shopt -o pipefail | grep -c off", "1"),
     "two options": ("set -o pipefail -o noclobber", "on; shopt -o pipefail noclobber | grep -c on", "2"),
@@ -143,6 +156,31 @@ async def test_options_are_set_and_the_shell_lives(what: str, container: Contain
         assert (done.exit_code, done.exited) == (0, False), done
         said = await shell.run(f"echo {following}")
         assert said.output.split("\n") == ["on", *expected, ""]
+
+
+AS_AT_A_TERMINAL = {
+    # Commands of one shell, what each prints, and its exit code.
+    "set -e": [("set -e", "", 0), ("if false; then :; fi; ! true || echo ok", "ok\n", 0), ("(exit 3) || true", "", 0)],
+    "set -e after a failure": [("false", "", 1), ("echo $?; set -e", "1\n", 0), ("echo on", "on\n", 0)],
+    "a trap of failures": [
+        ("trap 'echo E$?' ERR", "", 0),
+        ("false", "E1\n", 1),
+        ("true", "", 0),
+        ("(exit 4)", "E4\n", 4),
+        ("if false; then :; fi; ! true", "", 1),
+        ("f() { return 5; }; f", "E5\n", 5),
+    ],
+    "a trap of the exit": [("trap 'echo bye' EXIT", "", 0), ("echo $?", "0\n", 0), ("exit 2", "exit\nbye\n", 2)],
+    "an exit that does nothing": [("exit() { :; }; false", "", 1), ("echo run", "run\n", 0), ("false", "", 1)],
+    "statuses by another separator": [("IFS=0123456789; (exit 130)", "", 130), ('echo "$?"', "130\n", 0)],
+}
+
+
+@pytest.mark.parametrize("what", AS_AT_A_TERMINAL)
+async def test_nothing_but_the_agents_commands_fails_or_is_trapped(what: str, shell: Shell) -> None:
+    for command, output, code in AS_AT_A_TERMINAL[what]:
+        done = await shell.run(command)
+        assert (command, done.output, done.exit_code) == (command, output, code)
 
 
 async def test_the_list_of_options_and_of_variables_can_be_had(shell: Shell) -> None:

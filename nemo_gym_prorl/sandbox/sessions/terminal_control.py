@@ -36,9 +36,8 @@ class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
         self.closed: bool = False
         self._session = Session.of(pid)
         os.set_blocking(fd, False)
-        number = fcntl.ioctl(fd, _TIOCGPTN, bytes(4))
-        self.path = f"/dev/pts/{int.from_bytes(number, sys.byteorder)}"
-        """Its name in the sandbox."""
+        self.number = int.from_bytes(fcntl.ioctl(fd, _TIOCGPTN, bytes(4)), sys.byteorder)
+        """In the sandbox its path is ``/dev/pts/NUMBER``."""
 
     def press_control(self, key: str) -> None:
         """Press Ctrl and a key; who is in the foreground has the signal of it when this returns.

@@ -30,7 +30,7 @@ from nemo_gym_prorl.background import run_uncancellable
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import SHARED_FOLDER, Container
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
-from nemo_gym_prorl.sandbox.sessions.exec import DEATH_S
+from nemo_gym_prorl.sandbox.sessions.commands import DEATH_S
 from nemo_gym_prorl.sandbox.sessions.jupyter import channel as jupyter_channel
 from nemo_gym_prorl.sandbox.sessions.jupyter.channel import Channel
 from nemo_gym_prorl.sandbox.sessions.jupyter.messages import SIGNED_WITH, Message, MessageReader, Requests
