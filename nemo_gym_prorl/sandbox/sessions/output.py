@@ -4,19 +4,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import codecs
-import errno
-import os
 from collections import deque
-
-
-_READ_BYTES = 1 << 16
-_READS_A_TURN = 16
-"""Reads before other tasks of the loop get a turn while a command floods the terminal."""
-
-_LAST_READS = 64
-"""Reads after a command's end; more than all that the kernel holds of what it wrote."""
 
 
 class HeadTail:
@@ -68,87 +57,3 @@ class HeadTail:
         cut = len(decoder.getstate()[0])
         begin = next((i for i, byte in enumerate(tail[:3]) if byte & 0xC0 != 0x80), min(3, len(tail)))
         return head[: len(head) - cut], tail[begin:]
-
-
-class TerminalOutput:
-    """The output of one shell's terminal, and when there was some. Belongs to one event loop.
-
-    Output that comes between two commands, from background jobs, belongs to the next command.
-
-    Args:
-        limit: bytes that are kept of a command's output.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._terminal = -1
-        self._limit = limit
-        self._changed: asyncio.Future[None] | None = None
-        self.kept = HeadTail(limit)
-        self.heard = 0.0
-        """When there was output last, by the loop's clock."""
-
-    def listen_to(self, terminal: int) -> None:
-        """Read from a terminal's descriptor, and drop what came from another one."""
-        self._terminal = terminal
-        self.kept = HeadTail(self._limit)
-        self._loop.add_reader(terminal, self._read)
-
-    def stop(self) -> None:
-        """Read no more; call it before the terminal is closed."""
-        if self._terminal >= 0:
-            self._loop.remove_reader(self._terminal)
-            self._terminal = -1
-
-    def limit_to(self, limit: int) -> None:
-        """Keep so many bytes from now on."""
-        if limit != self._limit:
-            earlier, self._limit = self.kept.text(), limit
-            self.kept = HeadTail(limit)
-            self.kept.add(earlier.encode())
-
-    def clear(self) -> None:
-        """Drop what was kept: its command has ended."""
-        self.kept = HeadTail(self._limit)
-
-    def take_last(self) -> None:
-        """Read what was written until now."""
-        self._take(_LAST_READS)
-
-    def notify(self) -> None:
-        """Wake the waiter of :meth:`change`, also when there is no output."""
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-
-    async def change(self, until: float) -> None:
-        """Wait for output or :meth:`notify`, or until a time of the loop's clock."""
-        self._changed = self._loop.create_future()
-        timer = self._loop.call_at(until, self.notify)
-        try:
-            await self._changed
-        finally:
-            timer.cancel()
-            self._changed = None
-
-    def _read(self) -> None:
-        if not self._take(_READS_A_TURN) and self._terminal >= 0:
-            self._loop.remove_reader(self._terminal)
-        self.heard = self._loop.time()
-        self.notify()
-
-    def _take(self, most: int) -> bool:
-        """Read so many times at most; return whether there may ever be more."""
-        for _ in range(most):
-            if self._terminal < 0:
-                return False
-            try:
-                data = os.read(self._terminal, _READ_BYTES)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                # A terminal whose last user is gone.
-                if error.errno != errno.EIO:
-                    raise
-                return False
-            self.kept.add(data)
-        return True
