@@ -5,7 +5,7 @@ r"""How a persistent bash receives commands and reports their exit codes: two pr
 Bash reads commands from a stream socket, its standard input. Bash's own standard error, outside of commands, is a
 packet socket, the *status socket*. The standard files of a command are the terminal. Each command is one line::
 
-    <&0; _prorl=(); if ((1)) <"/NONCE/begin"; then :; fi; \eval -- 'COMMAND' <TTY 2>TTY; if ((1)) <"/NONCE/$?/"; then …
+    <&0 _prorl=(); if ((1)) <"/NONCE/begin"; then :; fi; \eval -- 'COMMAND' <TTY 2>TTY; if ((1)) <"/NONCE/$?/"; then …
 
 ``((1)) <"/NONCE/…"`` redirects from a file that does not exist. Bash's complaint names the file, and so carries the
 begin or the end of the command to the status socket. No word of these lines can be an alias or a function of the
@@ -26,6 +26,7 @@ shell: graders use ``exec``, whose exit code comes from the kernel.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -35,7 +36,6 @@ import shlex
 import socket
 import struct
 import termios
-from asyncio import get_running_loop
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,7 +47,11 @@ PROMPT = "$ "
 
 _PACKET_BYTES = 16 << 10
 _MAX_QUESTIONS = 50  # that a command which floods the status socket can cause
-_WORD_CHARS = 1024  # of ``$_`` that are restored; a report must fit into one packet
+# The longest ``$_`` and ``PIPESTATUS`` that are restored. Bash writes a kilobyte at a time: of a longer report, which
+# comes in several packets, only the exit code is read.
+_WORD_CHARS = 512
+_PIPES = 64
+
 
 _NO_TERMINAL = re.compile(rb"/dev/pts/\d+: \w")
 """Bash's complaint when a command could not be given its terminal, as where no more files may be opened."""
@@ -56,7 +60,7 @@ _DELETED = " (deleted)"
 """What the kernel appends to the path of a folder that is no more."""
 
 _SAVE = (
-    '\nif ((1)) 2>/dev/null <"/-/${_prorl[0]:=$?}${_prorl[1]:=${PIPESTATUS[@]}}'
+    f'\nif ((1)) 2>/dev/null <"/-/${{_prorl[0]:=$?}}${{_prorl[1]:=${{PIPESTATUS[@]:0:{_PIPES + 1}}}}}'
     f'${{_prorl[2]:=${{_:0:{_WORD_CHARS + 1}}}}}"; then :; fi'
 )
 """Saves what the next command is to find; also makes ``eval`` succeed, so that ``ERR`` is trapped once."""
@@ -119,7 +123,7 @@ class BashChannel:
     def __init__(self, on_end: Callable[[int], None], on_unusable: Callable[[], None]) -> None:
         self._on_end = on_end
         self._on_unusable = on_unusable
-        self._loop = get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._commands, self.bash_commands = socket.socketpair()
         self._status, self.bash_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._commands.setblocking(False)
@@ -161,8 +165,7 @@ class BashChannel:
         """
         self._nonce = secrets.token_hex(16)
         nonce = self._nonce.encode()
-        # A word of several lines comes in as many packets, and is dropped.
-        self._report = re.compile(rb"/%b/(?:begin|(\d+)/([\d ]*)/(?:(.*)/%b/)?|discarded(\d+)|over)" % (nonce, nonce))
+        self._report = re.compile(rb"/%b/(?:begin|(\d+)/(?:([\d ]*)/(.*)/%b/)?|discarded(\d+)|over)" % (nonce, nonce))
         self._discarded, self._questions, self.begun = None, 0, False
         last, pipes = self.last, ""
         if last.pipes != (last.status,):
@@ -259,9 +262,10 @@ class BashChannel:
 
     def _take(self, data: bytes, report: re.Match[bytes] | None) -> None:
         if report and report[1]:
-            pipes = tuple(min(int(status), 255) for status in report[2].split())
+            pipes = tuple(min(int(status), 255) for status in (report[2] or b"").split())
             word = (report[3] or b"").decode("utf-8", "surrogateescape")
-            self._end(Outcome(int(report[1]), pipes, word if len(word) <= _WORD_CHARS else ""))
+            fitting = (pipes if len(pipes) <= _PIPES else (), word if len(word) <= _WORD_CHARS else "")
+            self._end(Outcome(int(report[1]), *fitting))
         elif report and report[4]:
             self._discarded = int(report[4]) if self._discarded is None else self._discarded
         elif self._discarded is not None:
