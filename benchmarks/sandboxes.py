@@ -16,7 +16,7 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 
 ECHO = "echo hello"

@@ -30,7 +30,7 @@ from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits import report
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
-from nemo_gym_prorl.sandbox.sessions.exec import (
+from nemo_gym_prorl.sandbox.sessions.commands import (
     DEATH_S,
     DEFAULT_EXEC_TIMEOUT_S,
     OUTPUT_LIMIT,

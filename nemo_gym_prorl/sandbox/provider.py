@@ -39,8 +39,8 @@ from nemo_gym_prorl.sandbox.images.async_store import AsyncImageStore
 from nemo_gym_prorl.sandbox.images.reference import Reference, parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
 
 
@@ -202,7 +202,7 @@ class SingularityProvider(SnapshotSupport):
         """Nothing: the supervisor is the process's, not this object's, and goes with the process."""
 
     async def shell(self, handle: SandboxHandle, *, env: Mapping[str, str] | None = None) -> Shell:
-        """A persistent shell in the sandbox's working folder, the caller's to close; see :class:`.bash.Shell`.
+        """A persistent shell in the sandbox's working folder, the caller's to close; see :class:`.shell.Shell`.
 
         Raises:
             InfrastructureError: the image has no bash, or it does not answer.

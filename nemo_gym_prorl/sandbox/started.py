@@ -16,8 +16,8 @@ from nemo_gym.sandbox.providers import create_provider
 from nemo_gym.sandbox.providers.base import SandboxExecResult, SandboxHandle, SandboxSpec, SandboxStatus
 
 from nemo_gym_prorl.sandbox.compose.snapshots import Taken
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 
 class StartedSandbox:

@@ -27,8 +27,8 @@ from nemo_gym_prorl.rollout.pipeline import Pipeline, PipelineSettings
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from tests.rollout.serving import serve

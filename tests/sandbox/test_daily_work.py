@@ -13,7 +13,7 @@ import pytest_asyncio
 from nemo_gym_prorl.sandbox.container import Completed, Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(300)]

@@ -15,8 +15,8 @@ import pytest
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.compose import snapshots
 from nemo_gym_prorl.sandbox.container import Container
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
-from nemo_gym_prorl.sandbox.sessions.bash_status import BashStatus
+from nemo_gym_prorl.sandbox.sessions.bash_channel import BashChannel
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.supervisor import creation, lifecycle, sandbox
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link
 
@@ -64,13 +64,13 @@ async def test_a_shell_that_is_given_up_while_it_starts_is_ended(
     container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await container.run("true")
-    listen_to = BashStatus.listen_to
+    connect = BashChannel.connect
 
-    def give_up(self: BashStatus, pid: int, terminal: str) -> None:
-        listen_to(self, pid, terminal)
+    def give_up(self: BashChannel, pid: int, terminal: int) -> None:
+        connect(self, pid, terminal)
         starting.cancel()
 
-    monkeypatch.setattr(BashStatus, "listen_to", give_up)
+    monkeypatch.setattr(BashChannel, "connect", give_up)
     files = open_files()
     starting = asyncio.create_task(Shell.start(container))
     await asyncio.wait([starting])

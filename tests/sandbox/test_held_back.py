@@ -12,10 +12,10 @@ import pytest
 from nemo_gym_prorl.failures import AgentError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.sessions import bash
 from nemo_gym_prorl.sandbox.sessions import kernel as kernels
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions import shell as shells
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 
 pytestmark = pytest.mark.sandbox
@@ -41,7 +41,7 @@ async def trace(container: Container, program: str) -> None:
 async def test_a_shell_whose_end_is_not_told_is_given_up(
     kernel_image: Path, runtime: Runtime, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bash, "ENDING_S", 0.5)
+    monkeypatch.setattr(shells, "ENDING_S", 0.5)
     async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
         shell = await Shell.start(container)
         await trace(container, "bash")
@@ -77,7 +77,7 @@ async def test_a_kernel_whose_end_is_not_told_is_given_up(
 async def test_sessions_that_are_stopped_on_their_way_in_are_given_up(
     kernel_image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bash, "START_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(shells, "START_TIMEOUT_S", 2.0)
     async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
         await container.run(f"{STOPPER}; until [ -e /tmp/stops ]; do :; done", timeout_s=1.0)
         async with asyncio.timeout(10):

@@ -21,7 +21,7 @@ BEGIN = """
 import os, pty, signal, sys, time
 from pathlib import Path
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.sessions import terminal_control
+from nemo_gym_prorl.sandbox.sessions import terminal
 from nemo_gym_prorl.sandbox.supervisor.processes import freezer, pidfd
 from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
 
@@ -153,7 +153,7 @@ def late(file):
         assert sleeper(session=True) == group
     return group
 os.tcgetpgrp = late
-terminal_control.ContainerTerminal(first, ours).kill_foreground()
+terminal.ContainerTerminal(first, ours).kill_foreground()
 (meant,) = given
 """,
 }

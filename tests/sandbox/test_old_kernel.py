@@ -30,7 +30,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl import bpf
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 table, last = {"x86_64": (seccomp.TABLES["x86_64"], 334), "aarch64": (seccomp.TABLES["aarch64"], 293)}[
     os.uname().machine

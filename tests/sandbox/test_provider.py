@@ -23,8 +23,8 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.gym.options import container_spec
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.sessions import exec as exec_sessions
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions import commands
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -76,7 +76,7 @@ async def test_a_command_that_is_to_have_no_time_limit_has_none(
     """As Gym's Compose starts its services; others have Gym's 180 s. Here limits are 200 times shorter."""
     short = SimpleNamespace(**{**vars(asyncio), "timeout": lambda limit: asyncio.timeout(limit and limit / 200)})
     async with await AsyncSandbox(provider, SandboxSpec()).start() as sandbox:
-        monkeypatch.setattr(exec_sessions, "asyncio", short)
+        monkeypatch.setattr(commands, "asyncio", short)
         service, other = await asyncio.gather(
             sandbox.exec("sleep 1.3; echo served", timeout_s=None), sandbox.exec("sleep 100")
         )

@@ -25,8 +25,8 @@ from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor import lifecycle, sandbox
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost, SandboxRefused

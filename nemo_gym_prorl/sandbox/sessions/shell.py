@@ -2,21 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A persistent bash on a terminal inside a sandbox.
 
-Four channels, kept apart so that none can be taken for another:
+Three channels:
 
-- *commands* go to bash through a socket that no program it runs has, nor can open by a name in ``/proc``
-  (:mod:`.bash_commands`): nothing is typed, so nothing is echoed, cut at 4,096 characters or read by a program that
-  reads its input;
+- *commands* and *exit codes* travel through two private sockets (:mod:`.bash_channel`): nothing is typed, so nothing
+  is echoed, cut at 4,096 characters or read by a program that reads its input;
 - *input* for programs, and Ctrl-C, go through the terminal;
-- *output* comes from the terminal, as it is: nothing of ours is in it;
-- the *status* comes from bash alone, over a socket of its own (:mod:`.bash_status`), and the *folder* from the kernel.
+- *output* comes from the terminal unchanged.
 
-A command is handed over quoted, as an argument of ``eval``: unfinished quotes are a syntax error of that command and
-swallow nothing. What it wrote is there before its end is told: a read that finds a terminal empty makes the kernel
-first hand over all that was written to the other side.
+The output of a command is complete before its end is reported: a read that finds a terminal empty makes the kernel
+first hand over all that was written to the other side. The folder is read from the kernel.
 
-Nothing polls but what interrupts a command, until that has begun or, after its time limit, until it has ended: the
-loop wakes when the terminal has output, and latency is bash's own, some tenths of a millisecond.
+Only the interruption of a command polls, until the command has begun or, after its time limit, until it has ended.
 """
 
 from __future__ import annotations
@@ -28,11 +24,9 @@ from collections.abc import Mapping
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.container import KILLED, Container
-from nemo_gym_prorl.sandbox.sessions.bash_commands import PREPARE, THROWN_AWAY, BashCommands
-from nemo_gym_prorl.sandbox.sessions.bash_output import BashOutput
-from nemo_gym_prorl.sandbox.sessions.bash_status import PROMPT, BashStatus, Outcome
+from nemo_gym_prorl.sandbox.sessions.bash_channel import PROMPT, BashChannel, Outcome
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
-from nemo_gym_prorl.sandbox.sessions.terminal_control import ContainerTerminal
+from nemo_gym_prorl.sandbox.sessions.terminal import ContainerTerminal, TerminalOutput
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
@@ -81,15 +75,12 @@ class Shell:
         self._start_cwd = cwd
         self._loop = asyncio.get_running_loop()
         self._terminal: ContainerTerminal | None = None
-        self._status: BashStatus | None = None
-        self._commands: BashCommands | None = None
+        self._channel: BashChannel | None = None
         self._bash: Process | None = None
         self._killed = False
-        self._output = BashOutput(OUTPUT_LIMIT)
+        self._output = TerminalOutput(OUTPUT_LIMIT)
         self._code: int | None = None
         self._killing: asyncio.Future[None] | None = None
-        self._pressed = False
-        """Whether Ctrl-C was pressed since bash last took it, if it did."""
         self.running = False
         """Whether a command has not ended yet."""
         self.cwd = ""
@@ -116,20 +107,19 @@ class Shell:
     async def restart(self) -> None:
         """End bash, if it lives, with everything that runs in its session, and start a fresh one."""
         await self.close()
-        self._killed = self._pressed = False
-        self._status = BashStatus(self._on_end, self._on_lost_line, self._on_unusable)
-        self._commands = BashCommands(self._status)
+        self._killed = False
+        self._channel = BashChannel(self._on_end, self._on_unusable)
         try:
             # Those inside may stop it on its way in, for ever.
             async with asyncio.timeout(START_TIMEOUT_S):
                 self._bash = await self._container.spawn(
                     ["/bin/sh", "-c", "exec bash --noprofile --norc --noediting -i <&3 3<&-"],
-                    [self._commands.theirs.fileno(), self._status.theirs.fileno()],
+                    [self._channel.bash_commands.fileno(), self._channel.bash_status.fileno()],
                     cwd=self._start_cwd,
                     env=self._env,
                     terminal=(ROWS, COLUMNS),
                 )
-            trouble = await self._prepare(self._bash, self._status, self._commands)
+            trouble = await self._prepare(self._bash, self._channel)
         except TimeoutError as error:
             self._let_go()
             raise InfrastructureError(
@@ -149,16 +139,14 @@ class Shell:
             )
         self._container.worked.add("bash")
 
-    async def _prepare(self, bash: Process, status: BashStatus, commands: BashCommands) -> str:
-        """Have a fresh bash ready for commands; what is wrong with it, if anything is."""
+    async def _prepare(self, bash: Process, channel: BashChannel) -> str:
+        """Make a fresh bash ready for commands; return what is wrong with it, if anything is."""
         assert bash.terminal is not None
-        commands.theirs.close()
         self._terminal = ContainerTerminal(bash.pid, bash.terminal)
-        status.listen_to(bash.pid, self._terminal.path)
         bash.ended.add_done_callback(lambda _future: self._output.notify())
-        self._output.listen_to(self._terminal)
+        self._output.listen_to(bash.terminal)
         try:
-            commands.send(PREPARE, watched=False)
+            channel.connect(bash.pid, self._terminal.number)
             first = await self.run("command -v bash", timeout_s=START_TIMEOUT_S, silence_s=None)
             return first.output or "no answer" if first.exit_code else ""
         except (SandboxLost, SandboxBroken):
@@ -196,12 +184,10 @@ class Shell:
             raise CallerError("must not hold a NUL character", field="command")
         if self.exited:
             raise self._over()
-        assert self._status
-        assert self._commands
+        assert self._channel
         self.running, self._code = True, None
-        before, self._pressed = THROWN_AWAY if self._pressed else b"", False
         try:
-            self._commands.send(before + self._status.line(command))
+            self._channel.run(command)
         except SandboxBroken as error:
             self.running = False
             if self._bash:
@@ -212,12 +198,12 @@ class Shell:
 
     async def aside(self, command: str, *, timeout_s: float, output_limit: int = OUTPUT_LIMIT) -> Action:
         """As :meth:`run`, for a command of ours, of whose outcome the next one finds nothing."""
-        before = self._status.last if self._status else Outcome()
+        before = self._channel.last if self._channel else Outcome()
         try:
             return await self.run(command, timeout_s=timeout_s, silence_s=None, output_limit=output_limit)
         finally:
-            if self._status:
-                self._status.last = before
+            if self._channel:
+                self._channel.last = before
 
     async def wait(self, *, timeout_s: float = HARD_TIMEOUT_S, silence_s: float | None = SOFT_TIMEOUT_S) -> Action:
         """Wait for the command that runs; as :meth:`run` otherwise, with all of its output so far."""
@@ -279,16 +265,13 @@ class Shell:
 
     def _let_go(self) -> None:
         """Close every file."""
-        self._output.let_go()
+        self._output.stop()
         if self._terminal:
             self._terminal.close()
             self._terminal = None
-        if self._status:
-            self._status.close()
-            self._status = None
-        if self._commands:
-            self._commands.close()
-            self._commands = None
+        if self._channel:
+            self._channel.close()
+            self._channel = None
 
     async def __aenter__(self) -> Shell:
         return self
@@ -300,7 +283,7 @@ class Shell:
         """End the command by and by more forcefully, until the shell answers or is gone."""
         await self._arrival()
         # One that has not begun would begin, after its time, once what holds bash up is interrupted.
-        if self._status and self._status.begun:
+        if self._channel and self._channel.begun:
             await self._end_foreground()
         if not self._over_with():
             await self._kill_shell()
@@ -320,9 +303,9 @@ class Shell:
     async def _arrival(self) -> None:
         """Wait until the command has begun, as long as bash reads, and for a moment where it doesn't."""
         unread, until = -1, 0.0
-        while self.running and self._status and self._commands and not self._status.begun and not self.exited:
-            if self._commands.unread != unread:
-                unread, until = self._commands.unread, self._loop.time() + ARRIVAL_S
+        while self.running and self._channel and not self._channel.begun and not self.exited:
+            if self._channel.unread != unread:
+                unread, until = self._channel.unread, self._loop.time() + ARRIVAL_S
             elif self._loop.time() >= until:
                 return
             await asyncio.sleep(_LOOK_S)
@@ -336,7 +319,6 @@ class Shell:
         """
         until = self._loop.time() + ENDING_S
         pressed, kill_at = self._press(), self._loop.time() + INTERRUPT_GRACE_S
-        self._on_lost_line()  # a bash whose prompt says nothing is to tell the end as well
         while not self._over_with() and self._loop.time() < until:
             await self._settled(_AGAIN_S)
             if self._over_with():
@@ -348,9 +330,11 @@ class Shell:
                 kill_at += INTERRUPT_GRACE_S
 
     def _press(self) -> int | None:
-        """Press Ctrl-C; who was in the foreground then."""
-        running, self._pressed = self.terminal.foreground(), True
+        """Press Ctrl-C; return the process group that was in the foreground."""
+        running = self.terminal.foreground()
         self.terminal.press_control("c")
+        if self._channel:
+            self._channel.ask_end()
         return running
 
     async def _kill_shell(self) -> None:
@@ -368,7 +352,7 @@ class Shell:
         kept = self._output.kept
         if not waiting:
             self.running = False
-            self._output.begin_anew()
+            self._output.clear()
         if code == KILLED and not timed_out:
             # It may have gone with its sandbox.
             await self._container.check_living()
@@ -386,14 +370,10 @@ class Shell:
 
     def _on_end(self, code: int) -> None:
         self._output.take_last()
-        if self._status:
-            self.cwd = self._status.folder() or self.cwd
+        if self._channel:
+            self.cwd = self._channel.folder() or self.cwd
         self._code = code
         self._output.notify()
-
-    def _on_lost_line(self) -> None:
-        if self._status and self._commands and self.running and self._code is None:
-            self._commands.ask_again()
 
     def _on_unusable(self) -> None:
         if self._bash and not self.exited:
