@@ -138,6 +138,7 @@ KEPT = {
     "a last word that is too long": (f": {'x' * 5000}; (exit 3)", "echo ${#_} $?", "0 3"),
     "a last word of many bytes": (f": {'€' * 500}; (exit 3)", "echo $?", "3"),
     "of a group": ("{ false | true; }", "echo ${PIPESTATUS[@]}", "1 0"),
+    "a last word with an apostrophe": (': "it\'s }"', 'echo "$_"', "it's }"),
     "a last word that expands": (": 'a}b\\c\"$HOME`id`'", 'echo "$_"', 'a}b\\c"$HOME`id`'),
     "what was thrown away": ("false | true; echo $((1 / 0))", "echo ${PIPESTATUS[@]} $?", "1 1"),
     "an exit status": ("(exit 42)", "echo $?", "42"),

@@ -171,10 +171,9 @@ class BashChannel:
         if last.pipes != (last.status,):
             pipes = "".join(f"PIPESTATUS[{place}]={status}," for place, status in enumerate(last.pipes))
         # Nothing but an expansion can set these without a command that a trap would see.
-        word = re.sub(r'([\\"$`}])', r"\\\1", last.word)
         code = shlex.quote(command + _SAVE if _is_finished(command) else command)
         self._send(
-            f"<&0 _prorl=(); {self._tell(f'begin${{_:={word}}}')}; "
+            f"<&0 _prorl=(); if ((1)) </{self._nonce}/begin${{_:={shlex.quote(last.word)}}}; then :; fi; "
             f"{f'(exit {last.status}) && ((0)) || ' if last.status else ''}\\eval -- {code} "
             f'</dev/pts/{self._terminal} 2>"/dev/pts/$(({pipes}{self._terminal}))"; '
             f"{self._tell(f'${{_prorl[0]:-$?}}/${{_prorl[1]-}}/${{_prorl[2]-}}/{self._nonce}/')}\n".encode(
