@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import re
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, ClassVar, Self
 
@@ -42,6 +42,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.handlers.gym_http import LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S
 from nemo_gym_prorl.rollout.shared_checkpoints import CHECKPOINT_FOLDER
 from nemo_gym_prorl.sandbox.compose.snapshots import is_named
@@ -62,7 +63,9 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 RELEASE_PATH = "/release_session"
 CHECKPOINT_PATH = "/checkpoint_session"
 CLOSE_PATH = "/close_session"
+LEASE_PATH = "/renew_leases"
 SHUTDOWN_TIMEOUT_S = 30.0
+SNAPSHOT_SWEEP_S = 60.0
 
 
 class TaskServerConfig(BaseResourcesServerConfig, ServerConfig):  # type: ignore[misc]  # Gym has no types
@@ -183,6 +186,7 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
             name = schema["name"]
             app.post(f"/{name}", response_class=PlainTextResponse)(self._tool_route(name, schema["description"]))
         app.post(RELEASE_PATH)(self.release_session)
+        app.post(LEASE_PATH)(self.renew_leases)
         if self._resumes:
             app.post(CHECKPOINT_PATH)(self.checkpoint_session)
             app.post(f"{CHECKPOINT_PATH}/resume")(self.resume_session)
@@ -202,11 +206,10 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
         row = body.get("task_data") if named else body
         if named:
             request.session[SESSION_ID_KEY] = named
-        async with _hang_up(request) as hung_up:
-            await self._sessions.seed(_key(request), row if isinstance(row, dict) else {}, once=bool(named))
-            if hung_up():
-                await self._sessions.close(_key(request))
-        return {"resources_session_id": named} if named else self._paths
+        lease = None if named else request.headers.get(LEASE_HEADER)
+        row = row if isinstance(row, dict) else {}
+        await _while_connected(request, self._sessions.seed(_key(request), row, once=bool(named), lease=lease))
+        return {"resources_session_id": named} if named else self._paths(lease)
 
     async def checkpoint_session(self, request: Request) -> dict[str, Any]:
         """Keep the session as it is, between two calls: what ``/resume`` is told."""
@@ -214,11 +217,14 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
 
     async def resume_session(self, request: Request, body: ResumeRequest) -> dict[str, str]:
         """Begin a session for a row that goes on from the checkpoint of another one."""
-        async with _hang_up(request) as hung_up:
-            await self._sessions.seed(_key(request), body.row, checkpoint=body.checkpoint.model_dump())
-            if hung_up():
-                await self._sessions.close(_key(request))
-        return self._paths
+        lease, kept = request.headers.get(LEASE_HEADER), body.checkpoint.model_dump()
+        await _while_connected(request, self._sessions.seed(_key(request), body.row, checkpoint=kept, lease=lease))
+        return self._paths(lease)
+
+    async def renew_leases(self, leases: set[str] = Body(embed=True)) -> dict[str, str]:
+        """Keep the sessions with these leases: rollouts work in them still."""
+        self._sessions.renew(leases)
+        return {}
 
     async def forget_checkpoints(self, body: SnapshotsRequest) -> dict[str, int]:
         """Erase what was kept for these."""
@@ -234,10 +240,10 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
                 await self._sandboxes.renew_snapshot(name)
         return {"renewed": len(body.snapshots)}
 
-    @property
-    def _paths(self) -> dict[str, str]:
+    def _paths(self, lease: str | None) -> dict[str, str]:
         """What a session's caller may ask for beyond Gym's routes."""
-        return {"release_path": RELEASE_PATH} | ({"checkpoint_path": CHECKPOINT_PATH} if self._resumes else {})
+        paths = {"release_path": RELEASE_PATH} | ({"checkpoint_path": CHECKPOINT_PATH} if self._resumes else {})
+        return paths | ({"lease_path": LEASE_PATH} if lease else {})
 
     @property
     def _resumes(self) -> bool:
@@ -294,7 +300,8 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
         async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
             if self._sandboxes is not None:
                 await self._sandboxes.get_ready()
-            self._loops.start("session-sweeper", self._sweep, delay_s=self._sweep_s)
+                self._loops.start("snapshot-sweeper", self._sweep_snapshots, delay_s=SNAPSHOT_SWEEP_S)
+            self._loops.start("session-sweeper", self._sweep, delay_s=RENEW_S)
             async with inner(app) as state:
                 yield state
             await self._loops.aclose()
@@ -308,25 +315,31 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
 
         return lifespan
 
-    @property
-    def _sweep_s(self) -> float:
-        return min(60.0, self.config.session_ttl_s / 4)
-
     async def _sweep(self) -> float:
-        await self._sessions.sweep()
-        if self._sandboxes is not None:
-            await self._sandboxes.delete_old_snapshots(self._kept_as, ORPHAN_S)
-        return self._sweep_s
+        self._sessions.sweep()
+        return RENEW_S
+
+    async def _sweep_snapshots(self) -> float:
+        assert self._sandboxes is not None
+        await self._sandboxes.delete_old_snapshots(self._kept_as, ORPHAN_S)
+        return SNAPSHOT_SWEEP_S
 
 
-@asynccontextmanager
-async def _hang_up(request: Request) -> AsyncIterator[Callable[[], bool]]:
-    """Whether the caller has gone. Starlette's ``is_disconnected`` never knows it behind Gym's middleware."""
-    listener = asyncio.ensure_future(request.receive())
+async def _while_connected(request: Request, work: Coroutine[Any, Any, None]) -> None:
+    """Do some work, unless the caller hangs up. Behind Gym's middleware ``is_disconnected`` never knows that."""
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
     try:
-        yield lambda: listener.done() and listener.result()["type"] == "http.disconnect"
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
     finally:
-        listener.cancel()
+        working.cancel()
+        leaving.cancel()
 
 
 def _key(request: Request) -> str:

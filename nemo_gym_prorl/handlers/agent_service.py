@@ -135,6 +135,7 @@ class AgentService:
 
     def start(self) -> None:
         """Begin again what an earlier life of the service had accepted."""
+        self.pipeline.loops.start("session-leases", self._farewells.renew)
         self.pipeline.start()
 
     async def close(self) -> None:

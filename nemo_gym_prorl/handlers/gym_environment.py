@@ -39,7 +39,7 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.handlers.checkpoints import GymCheckpoint, Keeper
 from nemo_gym_prorl.handlers.conversation import Conversation, waited
-from nemo_gym_prorl.handlers.gym_http import CookieJar, Farewells, GymServer, json_of, require_ok
+from nemo_gym_prorl.handlers.gym_http import LEASE_HEADER, CookieJar, Farewells, GymServer, json_of, require_ok
 from nemo_gym_prorl.handlers.run_rows import empty_response, failure_row
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits, ToolAnswers, ToolLoop, Trouble
 from nemo_gym_prorl.rollout.calls import begin
@@ -53,6 +53,7 @@ LATE_SEED_S = 600.0
 
 _CLOSE = "/close_session"
 _NO_CLOSE = "has no /close_session"
+_LEASES = "ends what its callers have left"
 _PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
 
 
@@ -146,6 +147,7 @@ class GymSession:
         trouble: what RUN has had with tools.
         checkpoint_path: where the server keeps the session, if it can.
         checkpoint: what it began from.
+        lease: by which the server keeps it, where that can.
     """
 
     cookies: CookieJar
@@ -157,6 +159,7 @@ class GymSession:
     trouble: Trouble = field(default_factory=Trouble)
     checkpoint_path: str | None = None
     checkpoint: Checkpoint | None = None
+    lease: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class GymEnvironmentHandler:
@@ -192,7 +195,8 @@ class GymEnvironmentHandler:
         except asyncio.CancelledError:
             if not seeding.cancelled():
                 late = self._take_back(job, seeding)
-                back = self.context.farewells.start(f"job {job.id}: giving its late session back", late, LATE_SEED_S)
+                late_s = self.context.settle_s if _LEASES in self._server.traits else LATE_SEED_S
+                back = self.context.farewells.start(f"job {job.id}: giving its late session back", late, late_s)
                 await asyncio.wait({back}, timeout=self.context.settle_s)
             raise
 
@@ -356,7 +360,7 @@ class GymEnvironmentHandler:
             path = f"{checkpoint.state.path}/resume"
             asked = {"row": job.row, "checkpoint": checkpoint.state.session}
             try:
-                session = await self._seed(path, asked)
+                session = await self._seed(job, path, asked)
             except CallerError as error:
                 gone = error.reason
                 job.drop_checkpoint(checkpoint)
@@ -366,24 +370,27 @@ class GymEnvironmentHandler:
             return session
         if gone or job.forked_from is not None:
             begins_anew(job, gone)
-        return await self._seed("/seed_session", job.row)
+        return await self._seed(job, "/seed_session", job.row)
 
-    async def _seed(self, path: str, asked: dict[str, Any]) -> GymSession:
+    async def _seed(self, job: Job, path: str, asked: dict[str, Any]) -> GymSession:
         server = self._server
         session = GymSession(CookieJar())
         what = f"{server.name} {path}"
-        answer = await server.post(path, asked, session.cookies)
+        answer = await server.call("POST", path, asked, session.cookies, {LEASE_HEADER: session.lease})
         require_ok(answer, what, FailureKind.PROVIDER_UNAVAILABLE)
         try:
             body = json_of(answer, what, FailureKind.PROVIDER_UNAVAILABLE)
             told = body if isinstance(body, dict) else {}
-            for name in ("release_path", "checkpoint_path"):
+            for name in ("release_path", "checkpoint_path", "lease_path"):
                 if (there := told.get(name)) is not None and not (isinstance(there, str) and _PATH.fullmatch(there)):
                     raise InfrastructureError(f"{what} named a {name} that is no path of that server: {there!r:.200}")
         except InfrastructureError:
             self.context.farewells.start(f"a session at {server.name}", self._close(session))
             raise
         session.release_path, session.checkpoint_path = told.get("release_path"), told.get("checkpoint_path")
+        if (lease_path := told.get("lease_path")) is not None:
+            server.traits.add(_LEASES)
+            self.context.farewells.leases[session.lease] = job, server, lease_path
         return session
 
     def _keeper(self, job: Job, session: GymSession, conversation: Conversation) -> Keeper | None:
@@ -441,6 +448,7 @@ class GymEnvironmentHandler:
         if session.closed or _NO_CLOSE in server.traits:
             return
         session.closed = True
+        self.context.farewells.leases.pop(session.lease, None)
         answer = await server.post(_CLOSE, {}, session.cookies)
         if answer.status in (404, 405, 422):
             server.traits.add(_NO_CLOSE)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -37,6 +38,7 @@ from nemo_gym_prorl.failures import (
     TaskError,
 )
 from nemo_gym_prorl.rollout.calls import begin
+from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.serving import open_files
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.problem_document import Problem
@@ -326,8 +328,15 @@ def _known_kind(kind: str) -> FailureKind:
 LOGGER = logging.getLogger(__name__)
 
 
+LEASE_HEADER = "X-ProRL-Lease"
+RENEW_S = 5.0  # a server ends a session after six without a renewal
+
+
 class Farewells:
-    """Bounded background work of one service.
+    """Best-effort cleanup requests of one service, sent in the background, and the leases of its sessions.
+
+    A cleanup request may be lost with the agent or on its way. So the agent chooses a lease for each session, names the
+    lease to the server when it seeds the session, and renews it. The server ends a session whose lease lapses.
 
     Args:
         bound_s: seconds after which such work is given up, unless it is started with another bound.
@@ -336,6 +345,18 @@ class Farewells:
     def __init__(self, bound_s: float = 60.0) -> None:
         self._bound_s = bound_s
         self._tasks: set[asyncio.Task[None]] = set()
+        self.leases: dict[str, tuple[Job, GymServer, str]] = {}
+        """By lease: the rollout for whose life it is renewed, at which server and path."""
+
+    async def renew(self) -> float:
+        """Renew the leases of sessions; returns the pause until the next time."""
+        self.leases = {lease: held for lease, held in self.leases.items() if not held[0].state.terminal}
+        told: dict[tuple[GymServer, str], list[str]] = defaultdict(list)
+        for lease, (_, server, path) in self.leases.items():
+            told[server, path].append(lease)
+        for (server, path), leases in told.items():
+            self.start(f"leases at {server.name}", server.post(path, {"leases": leases}, CookieJar()), RENEW_S)
+        return RENEW_S
 
     def start(self, what: str, work: Coroutine[Any, Any, Any], bound_s: float | None = None) -> asyncio.Task[None]:
         """Have ``work`` done. The task never raises: what goes wrong is logged under the name ``what``."""

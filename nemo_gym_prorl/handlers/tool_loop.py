@@ -33,7 +33,7 @@ from nemo_gym_prorl.serving.tracing import SpanGroup, note, span
 
 
 RESERVED_ROUTES = frozenset(
-    {"seed_session", "release_session", "close_session", "checkpoint_session", "verify"}
+    {"seed_session", "release_session", "close_session", "checkpoint_session", "renew_leases", "verify"}
     | {"aggregate_metrics", "mcp", "openapi.json", "docs"}
 )
 """Routes of a resources server that are no tools: a policy that calls them learns that there is no such tool."""

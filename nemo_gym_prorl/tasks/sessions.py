@@ -7,12 +7,14 @@ Invariants:
 - A session owns at most one sandbox, and it is the agent's. Grading happens in sandboxes of its own, after the agent's
   is gone. A session of a row that needs no sandbox lives the same life without one.
 - Release, verify and close may come in any order, more than once and at the same time; each does its work once.
-- Work on sandboxes runs to its end though its caller is cancelled, since a sandbox whose start was cut off half-way is
-  nobody's any more. A session whose seeding nobody waited for is closed at once. One that is closed is graded no
-  further: the sandboxes it is graded in are gone when it is.
+- Starts and ends of sandboxes run to their end though their caller is cancelled. A sandbox that does not stop is
+  stopped again until it does.
+- A session whose seeding nobody waits for is made ready no further, and its sandbox ends. Closing a session cuts short
+  what is taken out of it and its grading: the sandboxes it is graded in are gone when it is.
 - What the agent did to its sandbox is scored: one that it used up is a reward of 0, never a lost session.
 - A task that raises what it should not is a failure of ours, never a reward.
-- Whoever vanishes is swept: a session that nobody touched for ``ttl_s`` is closed.
+- A session is closed when its caller vanishes: one with a lease when :data:`LEASE_SWEEPS` sweeps found that lease not
+  renewed, any other when nobody touched it for ``session_ttl_s``.
 - Starts of sandboxes, the costliest thing here, are bounded by one semaphore for agents and graders together. An image
   that is not here yet comes before that: a start with another image does not wait for it.
 """
@@ -23,7 +25,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -53,6 +55,11 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED_CLOSES = 100_000
 """How many closed caller-assigned sessions are remembered, so that a late seed can't bring one back."""
+
+LEASE_SWEEPS = 6
+"""Sweeps without a renewal until a lease lapses. A server that stood still missed renewals, but made no sweeps."""
+
+STOP_AGAIN_S = 5.0  # before a sandbox is stopped again that did not stop
 
 USED_UP = "Error: {reason}. Its files are gone, and the task is over: answer without calling a tool."
 
@@ -85,11 +92,13 @@ class _Session[Opened: OpenTools, Artefacts]:
     artefacts: Artefacts | None = None
     lost: RolloutError | None = None
     exhausted: str | None = None
-    grading: asyncio.Task[Grade] | None = None
+    work: asyncio.Task[Any] | None = None  # is cut short when the session is closed
     grade: Grade | None = None
     touched: float = field(default_factory=time.monotonic)
     calls: int = 0
-    claimed: bool = False
+    claims: int = 0  # callers that seeded it
+    lease: str | None = None
+    sweeps: int = 0  # since the lease was renewed
 
 
 @dataclass(slots=True)
@@ -141,6 +150,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         *,
         once: bool = False,
         checkpoint: Mapping[str, Any] | None = None,
+        lease: str | None = None,
     ) -> None:
         """Start a session: its sandbox, if the row needs one, and its tools, with what the task puts there.
 
@@ -152,6 +162,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             row: the dataset row.
             once: the caller chose the key, and a key that was closed stays closed.
             checkpoint: of another session of the same row, which this one goes on from.
+            lease: what the caller will :meth:`renew` as long as it wants the session.
 
         Raises:
             CallerError: the row is wrong, or the key was closed, or the checkpoint is gone.
@@ -162,9 +173,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
         try:
             session = await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(lambda _: self._spawn(self.close_unclaimed(key)))
+            task.cancel()
+            task.add_done_callback(lambda _: self._spawn(self._give_back(key, task)))
             raise
-        session.claimed = True
+        session.lease = lease
 
     async def checkpoint(self, key: str, name: str) -> dict[str, Any]:
         """What another session can begin with that goes on from here; between two calls.
@@ -250,12 +262,6 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 self._closed.popitem(last=False)
         await asyncio.shield(self._spawn(self._close(key)))
 
-    async def close_unclaimed(self, key: str) -> None:
-        """Close a session whose seeding brought nobody an answer."""
-        session = self._sessions.get(key)
-        if session is not None and not session.claimed:
-            await self._close_quietly(key)
-
     async def verify(self, key: str, response: Mapping[str, Any]) -> Grade:
         """Grade the session, once; asked again, the same grade.
 
@@ -276,14 +282,24 @@ class Sessions[Opened: OpenTools, Artefacts]:
         tools = session.tools if session is not None else None
         return tools.tool_use() if isinstance(tools, CountsCalls) else {}
 
-    async def sweep(self) -> int:
-        """Close the sessions that nobody touched for the time to live; returns how many."""
+    def renew(self, leases: Collection[str]) -> None:
+        """Go on keeping the sessions with these leases."""
+        for session in self._sessions.values():
+            if session.lease in leases:
+                session.sweeps = 0
+
+    def sweep(self) -> None:
+        """Begin to close the sessions whose callers have vanished."""
         horizon = time.monotonic() - self._limits.session_ttl_s
-        idle = [key for key, session in self._sessions.items() if not session.calls and session.touched < horizon]
-        for key in idle:
-            logger.warning("session %s was not touched for %g s and is closed", key, self._limits.session_ttl_s)
-            await self._close_quietly(key)
-        return len(idle)
+        for key, session in self._sessions.items():
+            session.sweeps += session.lease is not None
+            if session.sweeps == LEASE_SWEEPS:
+                logger.warning("session %s is closed: its caller did not renew the lease", key)
+            elif not session.calls and session.touched < horizon:
+                logger.warning("session %s was not touched for %g s and is closed", key, self._limits.session_ttl_s)
+            else:
+                continue
+            self._spawn(self._close_quietly(key))
 
     async def aclose(self) -> None:
         """Close all sessions; sandboxes that are just starting are awaited and stopped."""
@@ -327,18 +343,26 @@ class Sessions[Opened: OpenTools, Artefacts]:
     ) -> _Session[Opened, Artefacts]:
         async with self._one_at_a_time(key):
             session = self._sessions.get(key)
-            if session is not None and session.open and session.row == row and checkpoint is None:
-                return session
-            if session is not None:
-                await self._close(key)
-            self._refuse_closed(key, once)
-            session = await self._start(row, needs, checkpoint)
-            if self._closing or (once and key in self._closed):
-                await self._end(session.sandbox, session.tools)
+            if session is None or not session.open or session.row != row or checkpoint is not None:
+                await self.close(key)
                 self._refuse_closed(key, once)
-                raise InfrastructureError("the server is shutting down", kind=FailureKind.SHUTDOWN)
-            self._sessions[key] = session
+                session = await self._start(row, needs, checkpoint)
+                if self._closing or (once and key in self._closed):
+                    await self._end(session.sandbox, session.tools)
+                    self._refuse_closed(key, once)
+                    raise InfrastructureError("the server is shutting down", kind=FailureKind.SHUTDOWN)
+                self._sessions[key] = session
+            session.claims += 1
             return session
+
+    async def _give_back(self, key: str, seeding: asyncio.Task[_Session[Opened, Artefacts]]) -> None:
+        """Close a session whose seeding brought nobody an answer."""
+        async with self._one_at_a_time(key):
+            if not seeding.cancelled() and seeding.exception() is None:
+                session = seeding.result()
+                session.claims -= 1
+                if not session.claims and self._sessions.get(key) is session:
+                    await self._close_quietly(key)
 
     @asynccontextmanager
     async def _one_at_a_time(self, key: str) -> AsyncIterator[None]:
@@ -358,9 +382,8 @@ class Sessions[Opened: OpenTools, Artefacts]:
             return
         # For a verdict that has not begun yet, too: it may still wait for the agent's sandbox to go.
         session.lost = session.lost or InfrastructureError("the session was closed", kind=FailureKind.SESSION_LOST)
-        if session.grading is not None:
-            session.grading.cancel()
-            session.grading = None
+        if session.work is not None:
+            session.work.cancel()
         await self._release(session, keep=False)
         self._sessions.pop(key, None)
 
@@ -370,29 +393,29 @@ class Sessions[Opened: OpenTools, Artefacts]:
             await self._release(session, keep=True)
             async with session.lock:
                 if session.grade is None:
-                    session.grade = await self._graded(session, response)
+                    session.grade = await self._until_closed(session, self._grade(session, response))
                     session.artefacts = None
                 return session.grade
         finally:
             session.calls -= 1
             session.touched = time.monotonic()
 
-    async def _graded(self, session: _Session[Opened, Artefacts], response: Mapping[str, Any]) -> Grade:
-        session.grading = grading = self._spawn(self._grade(session, response))
+    async def _until_closed[T](self, session: _Session[Opened, Artefacts], work: Coroutine[Any, Any, T]) -> T:
+        session.work = task = self._spawn(work)
         try:
-            return await grading
+            return await task
         except (RolloutError, asyncio.CancelledError):
             if session.lost is not None:
                 raise session.lost from None
             raise
         finally:
-            session.grading = None
+            session.work = None
 
     async def _start(
         self, row: Mapping[str, Any], needs: SandboxNeeds | None, checkpoint: Mapping[str, Any] | None
     ) -> _Session[Opened, Artefacts]:
         snapshot = checkpoint["snapshot"] if checkpoint else None
-        sandbox = None if needs is None else await self._open(needs, snapshot)
+        sandbox = None if needs is None else await self._opened(needs, snapshot)
         tools = None
         try:
             with _ours("the session could not be made ready", FailureKind.PROVIDER_UNAVAILABLE):
@@ -406,7 +429,21 @@ class Sessions[Opened: OpenTools, Artefacts]:
             raise
         return _Session(row, needs, sandbox, tools)
 
-    async def _open(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
+    async def _opened(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
+        """Start a sandbox; a cancelled caller waits until that sandbox is gone."""
+        opening = self._spawn(self._open(needs, snapshot))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._spawn(self._stop_opened(opening)))
+            raise
+
+    async def _stop_opened(self, opening: asyncio.Task[Sandbox]) -> None:
+        await asyncio.wait({opening})
+        if not opening.cancelled() and opening.exception() is None:
+            await self._stop_sandbox(opening.result())
+
+    async def _open(self, needs: SandboxNeeds, snapshot: str | None) -> Sandbox:
         try:
             if self._fetch_image is not None:
                 await self._fetch_image(needs)
@@ -427,9 +464,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
             if not session.open:
                 return
             try:
-                if keep:
+                if keep and session.lost is None:
                     with _ours("nothing could be taken out of the session", FailureKind.SESSION_LOST):
-                        session.artefacts = await self._task.artefacts(session.row, session.tools)
+                        taking = self._task.artefacts(session.row, session.tools)
+                        session.artefacts = await self._until_closed(session, taking)
                     sandbox = session.sandbox
                     if sandbox is not None and isinstance(sandbox, KnowsItsRoom) and not await sandbox.has_room():
                         # What is not there may not have found any.
@@ -451,25 +489,28 @@ class Sessions[Opened: OpenTools, Artefacts]:
     async def _end(self, sandbox: Sandbox | None, tools: Opened | None) -> None:
         try:
             if sandbox is not None:
-                await self._stop_sandbox(sandbox)
+                await asyncio.shield(self._spawn(self._stop_sandbox(sandbox)))
         finally:
             if tools is not None:
                 await tools.close()
 
-    async def _stop_opened(self, opening: asyncio.Task[Sandbox]) -> None:
-        await asyncio.wait({opening})
-        if not opening.cancelled() and opening.exception() is None:
-            await self._stop_sandbox(opening.result())
-
     async def _stop_sandbox(self, sandbox: Sandbox) -> None:
+        stopping = self._spawn(sandbox.stop())
         try:
             async with asyncio.timeout(self._limits.stop_timeout_s):
-                await sandbox.stop()
-        except (RuntimeError, OSError) as error:
+                await asyncio.shield(stopping)
+        except Exception as error:
+            self._spawn(self._stop_again(sandbox, stopping))
             raise InfrastructureError(
                 f"a sandbox could not be stopped: {type(error).__name__}: {error}",
                 kind=FailureKind.SESSION_RELEASE_FAILED,
             ) from error
+
+    async def _stop_again(self, sandbox: Sandbox, stopping: asyncio.Task[None]) -> None:
+        await asyncio.wait({stopping})
+        if stopping.cancelled() or stopping.exception() is not None:
+            await asyncio.sleep(STOP_AGAIN_S)
+            await self._stop_sandbox(sandbox)
 
     async def _grade(self, session: _Session[Opened, Artefacts], response: Mapping[str, Any]) -> Grade:
         if session.exhausted is not None:
@@ -479,11 +520,11 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
         @asynccontextmanager
         async def open_sandbox(needs: SandboxNeeds | None = None) -> AsyncIterator[Sandbox]:
-            opening = self._spawn(self._open(needs or session.needs or SandboxNeeds()))
+            sandbox = await self._opened(needs or session.needs or SandboxNeeds())
             try:
-                yield await asyncio.shield(opening)
+                yield sandbox
             finally:
-                await asyncio.shield(self._spawn(self._stop_opened(opening)))
+                await asyncio.shield(self._spawn(self._stop_sandbox(sandbox)))
 
         with _ours("it could not be graded", FailureKind.VERIFIER_ERROR):
             artefacts = cast(Artefacts, session.artefacts)  # None only if the task's own are

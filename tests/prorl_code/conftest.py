@@ -40,6 +40,7 @@ class Client:
 
     def __init__(self, base_url: str) -> None:
         self._base_url = base_url
+        self.headers: dict[str, str] = {}
 
     async def __aenter__(self) -> "Client":
         jar = aiohttp.CookieJar(unsafe=True)  # cookies of an IP address
@@ -51,7 +52,7 @@ class Client:
 
     async def post(self, path: str, body: Any = None) -> tuple[int, Any, str | None]:
         """Status, body (decoded if it is JSON) and the failure kind of the header."""
-        async with self._http.post(path, json={} if body is None else body) as response:
+        async with self._http.post(path, json={} if body is None else body, headers=self.headers) as response:
             text = await response.text()
             is_json = "json" in response.headers.get("Content-Type", "")
             return response.status, json.loads(text) if is_json else text, response.headers.get("X-ProRL-Failure-Kind")

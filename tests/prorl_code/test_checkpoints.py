@@ -6,6 +6,9 @@ import os
 import time
 from typing import Any
 
+import pytest
+
+from nemo_gym_prorl import task_server
 from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S
 from nemo_gym_prorl.sandbox.compose.snapshots import default_folder
 from tests.prorl_code.conftest import Client, row, serving
@@ -99,7 +102,7 @@ async def test_what_is_gone_is_refused_by_name(client: Client) -> None:
     assert (await client.post("/checkpoint_session"))[2] == "session_lost"
 
 
-async def test_only_what_no_service_renews_is_swept() -> None:
+async def test_only_what_no_service_renews_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     """However old it is, and whatever servers of other names keep."""
     async with serving() as url, Client(url) as client:
         await client.seed(TASK)
@@ -116,7 +119,8 @@ async def test_only_what_no_service_renews_is_swept() -> None:
         assert (await client.post("/checkpoint_session/renew", told))[0] == 200
         told = {"snapshots": [path.name for path in others]}
         assert (await client.post("/checkpoint_session/forget", told))[0] == 200
-    async with serving(session_ttl_s=2.0) as url, Client(url) as client:
+    monkeypatch.setattr(task_server, "SNAPSHOT_SWEEP_S", 0.5)
+    async with serving() as url, Client(url) as client:
         await client.seed(TASK)
         for _ in range(40):
             await client.tool("bash", command="sleep 0.1")

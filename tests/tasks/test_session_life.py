@@ -1,0 +1,676 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""The life of sessions under faults in any order: a sandbox that no live rollout works in is gone within seconds.
+
+In virtual time, with the real pipeline and handler on one side, the real server and its sessions on the other, and
+between them a wire that can lose what is asked and what is answered. Agents die, stand still and begin again; the
+provider's sandboxes come up late or not at all, and do not stop at once; each step of the task may never end.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import aiohttp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from multidict import CIMultiDict
+from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.sandbox.providers import register_provider
+from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec
+from nemo_gym.server_utils import ServerClient
+from omegaconf import OmegaConf
+
+from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.handlers.failure_rows import empty_response
+from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler, GymSession
+from nemo_gym_prorl.handlers.gym_http import (
+    LEASE_HEADER,
+    RENEW_S,
+    Address,
+    CookieJar,
+    GymServer,
+    HttpClient,
+    require_ok,
+)
+from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.job import Budgets, Job, Trajectory
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
+from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.sessions import LEASE_SWEEPS, STOP_AGAIN_S, SessionLimits, Sessions
+from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
+from tests.rollout.virtual_time import VirtualTimeLoop, run_in_virtual_time
+
+
+FOR_EVER = 1e7
+LEASE_S = LEASE_SWEEPS * RENEW_S
+BUDGETS = Budgets(init=60.0, run=60.0, eval=60.0)
+SETTINGS = PipelineSettings(budgets=BUDGETS, release_s=10.0, cancel_grace_s=5.0, max_attempts=2, unreachable_s=120.0)
+BEGIN_AGAIN_S = 3.0
+"""Until a dead agent is there again."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long each step of one rollout takes, and how its sandboxes behave."""
+
+    open: float = 0.0
+    prepare: float = 1.0
+    work: float = 5.0
+    artefacts: float = 0.0
+    grade: float = 5.0
+    create: float = 1.0
+    bad: bool = False
+    """It can't be made ready."""
+    refused: int = 0
+    """Creations that fail."""
+    close: float = 0.0
+    stuck: int = 0
+    """Closings that fail."""
+
+    @property
+    def bound_s(self) -> float:
+        """Until a sandbox of it is gone that no rollout works in any more."""
+        return LEASE_S + 2 * RENEW_S + self.create + (self.close + STOP_AGAIN_S) * (self.stuck + 1)
+
+
+FIRST, AT_ONCE = "first", Plan(prepare=0.0, work=0.0, grade=0.0, create=0.0)
+
+
+@dataclass(eq=False)
+class Box:
+    """A sandbox of the provider."""
+
+    row: str
+    number: int
+    unwanted_since: float | None = None
+
+
+class World:
+    """The provider's side."""
+
+    def __init__(self, plans: Mapping[str, Plan]) -> None:
+        self.plans = plans
+        self.boxes: list[Box] = []
+        self.made = 0
+        self.answered = False
+        self.refused = {name: plan.refused for name, plan in plans.items()}
+        self.stuck = {name: plan.stuck for name, plan in plans.items()}
+
+
+class Provider:
+    """Of sandboxes in which nothing can be done."""
+
+    world: ClassVar[World]
+
+    async def create(self, spec: SandboxSpec) -> SandboxHandle:
+        name = str(spec.image)
+        await asyncio.sleep(self.world.plans[name].create)
+        if self.world.refused[name]:
+            self.world.refused[name] -= 1
+            raise RuntimeError("no sandbox now")
+        self.world.made += 1
+        box = Box(name, self.world.made)
+        self.world.boxes.append(box)
+        return SandboxHandle(str(box.number), "moody", box)
+
+    async def close(self, handle: SandboxHandle) -> None:
+        box: Box = handle.raw
+        await asyncio.sleep(self.world.plans[box.row].close)
+        if self.world.stuck[box.row]:
+            self.world.stuck[box.row] -= 1
+            raise RuntimeError("it does not stop")
+        if box in self.world.boxes:
+            self.world.boxes.remove(box)
+
+    async def aclose(self) -> None:
+        pass
+
+
+register_provider("moody", Provider)
+
+
+class Work:
+    """The tools: one, which takes its time."""
+
+    over = False
+
+    def __init__(self) -> None:
+        self.schemas = [{"name": "work", "description": "Works."}]
+
+    async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> Self:
+        assert needs is not None
+        assert needs.image is not None
+        await asyncio.sleep(Provider.world.plans[needs.image].open)
+        return self
+
+    async def call(self, tool: str, arguments: object) -> str:
+        assert isinstance(arguments, dict)
+        await asyncio.sleep(arguments["seconds"])
+        return "done"
+
+    async def close(self) -> None:
+        pass
+
+
+class Steps:
+    """The task."""
+
+    def __init__(self) -> None:
+        self.tools = Work()
+
+    def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
+        return SandboxNeeds(image=row["name"])
+
+    async def prepare(self, row: Mapping[str, Any], tools: Work) -> None:
+        await asyncio.sleep(Provider.world.plans[row["name"]].prepare)
+        if Provider.world.plans[row["name"]].bad:
+            raise RuntimeError("it can't be prepared")
+
+    async def artefacts(self, row: Mapping[str, Any], tools: Work) -> str:
+        await asyncio.sleep(Provider.world.plans[row["name"]].artefacts)
+        return "taken"
+
+    async def grade(
+        self, row: Mapping[str, Any], artefacts: str, response: Mapping[str, Any], open_sandbox: OpenSandbox
+    ) -> Grade:
+        async with open_sandbox():
+            await asyncio.sleep(Provider.world.plans[row["name"]].grade)
+        return Grade(1.0, "right")
+
+
+class Server(TaskServer):
+    def make_task(self) -> Steps:
+        return Steps()
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[Any]:
+    """The application."""
+    config = {"host": "127.0.0.1", "port": 1, "name": "steps", "entrypoint": "app.py", "domain": "math"}
+    server = Server(
+        config=TaskServerConfig(**config, sandbox_provider={"moody": {}}, image="none", max_sandbox_starts=100),
+        server_client=ServerClient(
+            head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=OmegaConf.create({})
+        ),
+    )
+    app = server.setup_webserver()
+    async with app.router.lifespan_context(app):
+        yield app
+
+
+@dataclass
+class Answer:
+    """What :class:`GymServer` reads of an answer."""
+
+    status: int
+    body: bytes
+    headers: CIMultiDict[str]
+
+    async def read(self) -> bytes:
+        return self.body
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
+
+
+class Wire(GymServer):
+    """The way from one agent to the server."""
+
+    def __init__(self, app: Any) -> None:
+        super().__init__("steps", Address("http://steps"), HttpClient())
+        self._app = app
+        self._in_flight: set[asyncio.Future[None]] = set()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._passable = asyncio.Event()
+        self._passable.set()
+        self.dead = self.is_cut = False
+
+    def kill(self) -> None:
+        """Nothing is asked by this agent any more, and the server sees its connections close."""
+        self.dead = True
+        self._break()
+
+    async def cut(self, seconds: float) -> None:
+        """For so long all connections break."""
+        self.is_cut = True
+        self._break()
+        await asyncio.sleep(seconds)
+        self.is_cut = False
+
+    async def stand_still(self, seconds: float) -> None:
+        """For so long nothing is asked and no answer is read, but connections stay."""
+        self._passable.clear()
+        await asyncio.sleep(seconds)
+        self._passable.set()
+
+    def _break(self) -> None:
+        for broken in self._in_flight:
+            if not broken.done():
+                broken.set_result(None)
+
+    async def answers(self) -> bool:
+        return not self.is_cut
+
+    async def _request(self, method: str, url: str, data: bytes | None, headers: Mapping[str, str]) -> Any:
+        await self._passable.wait()
+        if self.dead:
+            await asyncio.Event().wait()
+        if self.is_cut:
+            raise aiohttp.ConnectionTimeoutError
+        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        gone = asyncio.Event()
+        answer = Answer(0, b"", CIMultiDict())
+        asked = [{"type": "http.request", "body": data or b"", "more_body": False}]
+
+        async def receive() -> Any:
+            if asked:
+                return asked.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                answer.status = message["status"]
+                answer.headers.extend((name.decode(), value.decode()) for name, value in message["headers"])
+            else:
+                answer.body += message.get("body", b"")
+
+        path = url.removeprefix(self.url)
+        scope = {
+            **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http"},
+            **{"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""},
+            **{"client": ("127.0.0.1", 2), "server": ("127.0.0.1", 1)},
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        }
+        served = asyncio.create_task(self._app(scope, receive, send))
+        self._serving.add(served)
+        served.add_done_callback(self._serving.discard)
+        self._in_flight.add(broken)
+        try:
+            await asyncio.wait({served, broken}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._in_flight.discard(broken)
+            gone.set()
+        await self._passable.wait()
+        if self.dead:
+            await asyncio.Event().wait()
+        if broken.done():
+            raise aiohttp.ServerDisconnectedError
+        served.result()
+        return answer
+
+
+class Doer(GymEnvironmentHandler):
+    """The agent, without a model."""
+
+    async def run(self, job: Job, session: GymSession) -> Trajectory:
+        response = empty_response(job.row["responses_create_params"])
+        job.trajectory = trajectory = Trajectory(response, evidence=session)
+        for seconds in job.row["work"]:
+            answer = await self._server.post("/work", {"seconds": seconds}, session.cookies)
+            require_ok(answer, "work", FailureKind.SESSION_LOST, InfrastructureError)
+        session.awaits_verdict = True
+        return trajectory
+
+
+class Agent:
+    """One life of an agent."""
+
+    def __init__(self, app: Any) -> None:
+        self.wire = Wire(app)
+        context = GymContext(self.wire, self.wire)
+        clock = asyncio.get_running_loop().time
+        self.pipeline = Pipeline(Environments.of(Doer(context)), SETTINGS, clock)
+        self.pipeline.loops.start("session-leases", context.farewells.renew)
+        self.jobs: dict[str, Job] = {}
+
+    @classmethod
+    async def begin(cls, app: Any) -> Self:
+        """One that has met the server, and so knows what the server can do."""
+        agent = cls(app)
+        agent.submit(FIRST, AT_ONCE)
+        while not agent.jobs[FIRST].state.terminal:
+            await asyncio.sleep(0)
+        del agent.jobs[FIRST]
+        return agent
+
+    def submit(self, name: str, plan: Plan) -> None:
+        row = {"name": name, "work": [plan.work] * 2, "responses_create_params": {"input": []}}
+        self.jobs[name] = self.pipeline.submit(JobRequest(row, id=name))
+
+
+@dataclass
+class Play:
+    """Rollouts of some plans, and what is done to them, at which second."""
+
+    plans: dict[str, Plan]
+    events: list[tuple[float, str, float]] = field(default_factory=list)
+    ended: dict[str, Job] = field(default_factory=dict)
+    agent: Agent = field(init=False)
+
+    async def run(self) -> dict[str, Job]:
+        """The rollouts as they ended."""
+        self.world = Provider.world = World(self.plans | {FIRST: AT_ONCE})
+        async with serving() as app:
+            self.app = app
+            self.agent = await Agent.begin(app)
+            for name, plan in self.plans.items():
+                self.agent.submit(name, plan)
+            doing = [asyncio.create_task(self._do(*event)) for event in self.events]
+            watching = asyncio.create_task(self._watch())
+            await asyncio.gather(*doing)
+            while not all(job.state.terminal for job in self.agent.jobs.values()):
+                await asyncio.sleep(1)
+            await asyncio.sleep(1 + max(plan.bound_s for plan in self.plans.values()))
+            assert not self.world.boxes, f"all rollouts have ended: {self.world.boxes}"
+            watching.cancel()
+            await asyncio.wait({watching})
+            if not watching.cancelled():
+                watching.result()
+            return {**self.ended, **self.agent.jobs}
+
+    async def _do(self, after: float, what: str, much: float) -> None:
+        await asyncio.sleep(after)
+        agent = self.agent
+        if what == "cancel":
+            if names := [*agent.jobs]:
+                await agent.pipeline.cancel(agent.jobs[names[int(much) % len(names)]])
+        elif what == "cut":
+            await agent.wire.cut(much)
+        elif what == "stop":
+            await agent.wire.stand_still(much)
+        elif what == "stall":  # of the server, with all else on the machine
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualTimeLoop)
+            loop._now += much
+            for box in self.world.boxes:
+                box.unwanted_since = box.unwanted_since and box.unwanted_since + much
+        elif not agent.wire.dead:
+            assert what == "kill"
+            agent.wire.kill()
+            await asyncio.sleep(BEGIN_AGAIN_S + much)
+            self.ended |= {name: job for name, job in agent.jobs.items() if job.state.terminal}
+            self.agent = await Agent.begin(self.app)
+            for name in agent.jobs.keys() - self.ended.keys():
+                self.agent.submit(name, self.plans[name])
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(1)
+            now = asyncio.get_running_loop().time()
+            for box in self.world.boxes:
+                job = self.agent.jobs.get(box.row)
+                lives = job is not None and not job.state.terminal and not self.agent.wire.dead
+                newest = max(other.number for other in self.world.boxes if other.row == box.row)
+                if lives and box.number == newest:
+                    box.unwanted_since = None
+                elif box.unwanted_since is None:
+                    box.unwanted_since = now
+                else:
+                    assert now - box.unwanted_since <= self.plans[box.row].bound_s, (box, job)
+
+
+def play(plans: Mapping[str, Plan], *events: tuple[float, str, float]) -> dict[str, Job]:
+    return run_in_virtual_time(Play(dict(plans), list(events)).run())
+
+
+PLAN = Plan()
+"""INIT until 2 s, RUN until 12 s, EVAL until 18 s."""
+
+
+@pytest.mark.parametrize(
+    ("plan", "events", "attempts"),
+    [
+        pytest.param(PLAN, [], 1, id="nothing happens"),
+        pytest.param(replace(PLAN, work=25, grade=50), [], 1, id="it works for longer than a lease"),
+        pytest.param(PLAN, [(0.5, "kill", 0)], 1, id="an agent dies while its sandbox comes up"),
+        pytest.param(PLAN, [(1.5, "kill", 0)], 1, id="... while its session is made ready"),
+        pytest.param(PLAN, [(2, "kill", 0)], 1, id="... as it is answered"),
+        pytest.param(PLAN, [(5, "kill", 0)], 1, id="... during a call"),
+        pytest.param(PLAN, [(14, "kill", 0)], 1, id="... during its verdict"),
+        pytest.param(PLAN, [(5, "kill", 0), (8, "cut", 2)], 1, id="... beside a partition"),
+        pytest.param(replace(PLAN, work=FOR_EVER), [(5, "kill", 600)], None, id="... for long, in an endless call"),
+        pytest.param(PLAN, [(1.5, "cut", 1)], 2, id="the answer of a seed is lost"),
+        pytest.param(PLAN, [(2, "cut", 1)], None, id="... or has just come"),
+        pytest.param(replace(PLAN, prepare=FOR_EVER), [(20, "cancel", 0)], None, id="a session is never made ready"),
+        pytest.param(replace(PLAN, prepare=FOR_EVER), [(20, "kill", 0)], None, id="... and its agent dies"),
+        pytest.param(replace(PLAN, open=FOR_EVER), [(20, "cancel", 0)], None, id="its tools never open"),
+        pytest.param(PLAN, [(7, "cancel", 0), (7, "cut", 3)], None, id="a release is lost"),
+        pytest.param(replace(PLAN, grade=100), [(15, "cancel", 0), (15, "cut", 3)], None, id="the close is lost"),
+        pytest.param(replace(PLAN, artefacts=FOR_EVER), [], None, id="nothing can be taken out"),
+        pytest.param(replace(PLAN, artefacts=FOR_EVER), [(15, "kill", 0)], None, id="... and the agent dies"),
+        pytest.param(replace(PLAN, grade=FOR_EVER), [(20, "cancel", 0)], None, id="a verdict never ends"),
+        pytest.param(replace(PLAN, grade=FOR_EVER), [(20, "kill", 0)], None, id="... and its agent dies"),
+        pytest.param(replace(PLAN, stuck=2), [], None, id="a sandbox does not stop at once"),
+        pytest.param(replace(PLAN, stuck=2), [(14, "kill", 0)], None, id="... nor one that is graded in"),
+        pytest.param(replace(PLAN, close=70), [], None, id="stopping takes longer than it may"),
+        pytest.param(replace(PLAN, refused=1), [(0.5, "kill", 0)], None, id="none comes up beside a kill"),
+        pytest.param(PLAN, [(5, "stop", LEASE_S - 2 * RENEW_S)], 1, id="an agent stands still for a while"),
+        pytest.param(PLAN, [(5, "stop", 600)], None, id="... for long"),
+        pytest.param(PLAN, [(5, "stall", 50)], 1, id="all stand still"),
+    ],
+)
+def test_no_sandbox_outlives_its_rollout(plan: Plan, events: list[tuple[float, str, float]], attempts: int) -> None:
+    """``attempts``: so many does the rollout take, and succeeds; ``None``: whatever becomes of it."""
+    [job] = play({"it": plan}, *events).values()
+    if attempts is not None:
+        assert job.outcome is not None
+        assert (job.outcome.reward, len(job.failures) + 1) == (1.0, attempts), job.failures
+
+
+@given(
+    st.lists(
+        st.builds(
+            Plan,
+            open=st.sampled_from([0.0] * 8 + [3.0, FOR_EVER]),
+            prepare=st.sampled_from([0.0, 1.0, 1.0, 30.0, FOR_EVER]),
+            work=st.sampled_from([0.0, 5.0, 5.0, 40.0, FOR_EVER]),
+            artefacts=st.sampled_from([0.0] * 6 + [5.0, FOR_EVER]),
+            grade=st.sampled_from([0.0, 5.0, 5.0, 40.0, FOR_EVER]),
+            create=st.sampled_from([0.0, 1.0, 1.0, 20.0, 90.0]),
+            refused=st.sampled_from([0, 0, 0, 1, 3]),
+            close=st.sampled_from([0.0, 0.0, 2.0, 70.0]),
+            stuck=st.sampled_from([0, 0, 0, 1, 3]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 12.0, 12.5, 15.0, 18.0, 33.0, 61.0, 70.0]),
+            st.sampled_from(["kill", "kill", "cut", "cut", "cancel", "stop", "stall"]),
+            st.sampled_from([0.0, 1.0, 2.0, 5.0, 25.0, 70.0]),
+        ),
+        max_size=5,
+    ),
+)
+@settings(max_examples=50, deadline=None)
+def test_whatever_happens_no_sandbox_outlives_its_rollout(
+    plans: list[Plan], events: list[tuple[float, str, float]]
+) -> None:
+    jobs = play({f"r{number}": plan for number, plan in enumerate(plans)}, *events)
+    assert all(job.state.terminal for job in jobs.values())
+
+
+class Caller:
+    """Whoever seeds sessions under names of its own, without leases, as Gym's environment servers do."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self.jar = CookieJar()
+
+    async def post(self, path: str, body: Any, hang_up_s: float = FOR_EVER) -> int | None:
+        """The status; ``None`` if the caller hung up before it came."""
+        wire = Wire(self._app)
+        try:
+            async with asyncio.timeout(hang_up_s):
+                return (await wire.post(path, body, self.jar)).status
+        except TimeoutError:
+            return None
+        except InfrastructureError as error:
+            return 410 if error.kind is FailureKind.SESSION_LOST else 500
+
+    async def seed(self, row: str, hang_up_s: float) -> int | None:
+        envelope = {"resources_session_id": "s1", "episode_id": "e", "task_id": "t", "task_data": {"name": row}}
+        return await self.post("/seed_session", envelope, hang_up_s)
+
+    async def works(self) -> bool:
+        return await self.post("/work", {"seconds": 0}) == 200
+
+
+async def seeds(app: Any, *callers: tuple[float, str, float]) -> list[Caller | None]:
+    """Who asks when for which row, and hangs up how much later; those that were answered."""
+
+    async def seed(after: float, row: str, hang_up_s: float) -> Caller | None:
+        await asyncio.sleep(after)
+        caller = Caller(app)
+        return caller if await caller.seed(row, hang_up_s) == 200 else None
+
+    return await asyncio.gather(*(seed(*caller) for caller in callers))
+
+
+MAKING = Plan(create=5.0, prepare=5.0)
+SEEDS = {
+    "one": [(0, "a", FOR_EVER)],
+    "who hangs up while its sandbox comes up": [(0, "a", 3)],
+    "who hangs up while it is made ready": [(0, "a", 7)],
+    "a retry before the first call was cut": [(0, "a", 7), (2, "a", FOR_EVER)],
+    "a retry after it was cut": [(0, "a", 7), (7.5, "a", FOR_EVER)],
+    "a retry as the first is answered and cut": [(0, "a", 10), (2, "a", FOR_EVER)],
+    "two that hang up": [(0, "a", 7), (2, "a", 30)],
+    "a retry that hangs up while the first waits": [(0, "a", FOR_EVER), (2, "a", 1)],
+    "a retry that hangs up as the first is answered": [(0, "a", FOR_EVER), (2, "a", 8)],
+    "another row in place of the first": [(0, "a", FOR_EVER), (2, "b", FOR_EVER)],
+    "another row that is given up": [(0, "a", FOR_EVER), (2, "b", 12)],
+    "who hangs up while the sandbox of a bad row goes": [(0, "bad", 12)],
+}
+
+
+@pytest.mark.parametrize("callers", SEEDS.values(), ids=SEEDS)
+def test_the_last_who_was_answered_has_the_one_sandbox(callers: list[tuple[float, str, float]]) -> None:
+    async def run() -> None:
+        world = Provider.world = World({"a": MAKING, "b": MAKING, "bad": replace(MAKING, bad=True, close=5.0)})
+        async with serving() as app:
+            answered = [caller for caller in await seeds(app, *callers) if caller is not None]
+            await asyncio.sleep(30)
+            replaced = {row for _, row, _ in callers} == {"a", "b"}
+            assert len(world.boxes) <= 1
+            assert replaced or bool(world.boxes) == bool(answered)
+            if answered and not replaced:
+                assert await answered[-1].works()
+            closer = Caller(app)
+            await closer.post("/close_session", {"resources_session_id": "s1"})
+            assert not world.boxes
+
+    run_in_virtual_time(run())
+
+
+@pytest.mark.parametrize("after_s", [0, 3, 7, 10, 12])
+def test_a_server_that_ends_takes_its_sandboxes_along(after_s: float) -> None:
+    """While one comes up, is made ready, is there."""
+
+    async def run() -> None:
+        world = Provider.world = World({"a": MAKING})
+        async with serving() as app:
+            seeding = asyncio.create_task(seeds(app, (0, "a", FOR_EVER)))
+            await asyncio.sleep(after_s)
+        assert not world.boxes
+        await seeding
+
+    run_in_virtual_time(run())
+
+
+def test_one_that_never_stops_keeps_no_other_alive() -> None:
+    async def run() -> None:
+        world = Provider.world = World({"a": Plan(close=FOR_EVER), "b": Plan()})
+        async with serving() as app:
+            for name in "ab":
+                lease = {LEASE_HEADER: name}
+                answer = await Wire(app).call("POST", "/seed_session", {"name": name}, CookieJar(), lease)
+                assert answer.json()["lease_path"] == "/renew_leases"
+            await asyncio.sleep(LEASE_S + 2 * RENEW_S)
+            assert [box.row for box in world.boxes] == ["a"]
+
+    run_in_virtual_time(run())
+
+
+class Started:
+    """A sandbox, as sessions have it."""
+
+    def __init__(self, handle: SandboxHandle) -> None:
+        self._handle = handle
+
+    async def stop(self) -> None:
+        await Provider().close(self._handle)
+
+
+async def start(needs: SandboxNeeds, snapshot: str | None) -> Any:
+    return Started(await Provider().create(SandboxSpec(image=needs.image)))
+
+
+async def seeded(sessions: Sessions[Any, str]) -> str:
+    await sessions.seed("s", {"name": "a"})
+    Provider.world.answered = True
+    return await sessions.call("s", "work", {"seconds": 0})
+
+
+async def graded(sessions: Sessions[Any, str]) -> float:
+    await sessions.seed("s", {"name": "a"})
+    Provider.world.answered = True
+    return (await sessions.verify("s", {})).reward
+
+
+@pytest.mark.parametrize("life", [seeded, graded])
+@pytest.mark.parametrize("cut", ["cancel", "close", "end"])
+@pytest.mark.parametrize("beside", [False, True])
+async def test_cut_at_any_step(life: Callable[..., Awaitable[Any]], cut: str, beside: bool) -> None:
+    """A caller is cancelled, the session is closed, or all are, at each step of the event loop; a second caller that
+    asks for the same session has it all the same if only the first was cancelled."""
+    for steps in range(60):
+        world = Provider.world = World({"a": AT_ONCE})
+        sessions: Sessions[Any, str] = Sessions(Steps(), start, SessionLimits())
+        first = asyncio.create_task(life(sessions))
+        second = asyncio.create_task(life(sessions)) if beside else None
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if cut == "cancel":
+            first.cancel()
+        elif cut == "close":
+            await sessions.close("s")
+        else:
+            await sessions.aclose()
+        ended = await asyncio.gather(*filter(None, (first, second)), return_exceptions=True)
+        if cut == "cancel" and second is not None:
+            assert second.result() in ("done", 1.0), (steps, ended)
+        while sessions._tasks:
+            await asyncio.wait(sessions._tasks)
+        owned = sum(session.sandbox is not None for session in sessions._sessions.values())
+        assert len(world.boxes) == owned, (steps, ended)
+        assert not owned or (cut != "end" and world.answered), (steps, ended)
+        await sessions.aclose()
+        assert not world.boxes, (steps, ended)
+
+
+async def test_a_session_without_a_lease_is_swept_when_nobody_works_in_it() -> None:
+    world = Provider.world = World({"a": AT_ONCE})
+    sessions: Sessions[Any, str] = Sessions(Steps(), start, SessionLimits(session_ttl_s=0.05))
+    await sessions.seed("s", {"name": "a"})
+    working = asyncio.create_task(sessions.call("s", "work", {"seconds": 0.5}))
+    while not working.done():
+        sessions.sweep()
+        await asyncio.sleep(0.1)
+    assert (await working, len(world.boxes)) == ("done", 1)
+    await asyncio.sleep(0.1)
+    sessions.sweep()
+    await sessions.aclose()
+    assert not world.boxes
