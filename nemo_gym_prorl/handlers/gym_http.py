@@ -335,8 +335,8 @@ RENEW_S = 5.0  # a server ends a session after six without a renewal
 class Farewells:
     """Best-effort cleanup requests of one service, sent in the background, and the leases of its sessions.
 
-    A cleanup request may be lost with the agent or on its way. So the agent chooses a lease for each session, names the
-    lease to the server when it seeds the session, and renews it. The server ends a session whose lease lapses.
+    A cleanup request may be lost with the agent or on its way. So the agent chooses a lease for each session, names
+    the lease to the server when it seeds the session, and renews it. The server ends a session whose lease lapses.
 
     Args:
         bound_s: seconds after which such work is given up, unless it is started with another bound.

@@ -25,7 +25,6 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.handlers.failure_rows import empty_response
 from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler, GymSession
 from nemo_gym_prorl.handlers.gym_http import (
     LEASE_HEADER,
@@ -36,7 +35,8 @@ from nemo_gym_prorl.handlers.gym_http import (
     HttpClient,
     require_ok,
 )
-from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.handlers.run_rows import empty_response
+from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Budgets, Job, Trajectory
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
