@@ -18,8 +18,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from jupyter_client.manager import start_new_async_kernel
-
 from benchmarks import processes
 from benchmarks.report import Row, parser, publish, quantile
 from benchmarks.sandboxes import (
@@ -103,6 +101,8 @@ async def cells(_image: Path, runtime: Runtime, *, quick: bool) -> list[Row]:
 
 async def jupyter_cells() -> AsyncIterator[Callable[[], Awaitable[str]]]:
     """Yield what runs a cell in a kernel of ``jupyter_client``'s own, on the bare machine."""
+    from jupyter_client.manager import start_new_async_kernel
+
     manager, client = await start_new_async_kernel()
     said: list[str] = []
 

@@ -64,6 +64,7 @@ NOT_RUN = {
     "pip": "installs this package; tests/gym/test_journey.py does it",
     "git": "clones NeMo RL",
     "export": "is of the shell",
+    "umask": "is of the shell",
     "bash": "submits to Slurm; tests/nemo_rl/test_slurm.py runs it",
     "python": "needs NeMo RL; tests/nemo_rl/test_recipes.py runs it",
     "ray": "needs the nodes of a cluster; tests/gym/test_fleet.py has two",

@@ -25,6 +25,7 @@ from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.store import Transition
+from nemo_gym_prorl.serving.problem_document import problem_of_answer
 from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.dapo.test_runner import SETTINGS, Scorer
 from tests.rollout.handlers import Bench
@@ -171,7 +172,7 @@ class Line(RolloutClient):
             status, headers, content = await self._machine.request(method, path, params, sent)
             if status >= 400:
                 pause = client_module._retry_after(headers.get("retry-after"))
-                raise ApiError(client_module._problem(status, content), pause)
+                raise ApiError(problem_of_answer(self.url, status, content), pause)
             return model.model_validate(orjson.loads(content))
 
     @override

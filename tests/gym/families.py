@@ -168,7 +168,7 @@ async def _judging() -> AsyncIterator[str]:
 def solved(change: Callable[[str], str] = str, first_s: float = 0.0, by_shell: bool = False) -> dict[str, Any]:
     """A problem with two tests, and a program that solves it, changed first; written after ``first_s`` seconds
     of thought, by the editor or a shell."""
-    row = next(row for row in rows_of("code", ORACLE, 2) if "unit_tests" in row["verifier_metadata"])
+    row = rows_of("code", ORACLE, 2)[1]
     tests = row["verifier_metadata"]["unit_tests"]
     row["verifier_metadata"]["unit_tests"] = {kind: values[:2] for kind, values in tests.items()}
     script = orjson.loads(row["responses_create_params"]["metadata"]["script"])

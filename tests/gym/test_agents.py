@@ -51,7 +51,7 @@ async def test_both_agents_earn_the_same(families: Families, tmp_path: Path) -> 
         (agent, plays): outcome
         for family, plays, outcome in (
             ("prorl_code", "reference", (1.0, "passed")),
-            ("prorl_code", "stub", (0.0, "failed")),
+            ("prorl_code", "stub", (0.0, "no_solution")),
             ("prorl_swe", "oracle", (1.0, "resolved")),
             ("prorl_swe", "null", (0.0, "no_patch")),
         )

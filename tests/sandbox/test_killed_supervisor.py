@@ -35,7 +35,7 @@ from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, make
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import draw
-from nemo_gym_prorl.sandbox.limits import cgroups
+from nemo_gym_prorl.sandbox.limits import cgroups, usage
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import ImageDefaults, order
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
@@ -108,10 +108,11 @@ class Crowd:
 def processes_of(folder: Path) -> Processes:
     """Whatever was started for an owner's ``folder``, inside or outside, by what the kernel says of each process.
 
-    Not by what the supervisor noted down, which is what is tried here. Each of its sandboxes shows a folder of the
-    owner's, and what was forked for one bears its path until it becomes a program of the sandbox.
+    Not by what the supervisor noted down, which is what is tried here: processes that bear the folder's path, and all
+    that descend from them.
     """
     found: Processes = {}
+    parents: dict[int, int] = {}
     for pid in state_dir.process_ids():
         started = state_dir.start_time(pid)
         texts = []
@@ -122,7 +123,12 @@ def processes_of(folder: Path) -> Processes:
                 continue
         if started and any(str(folder).encode() in text for text in texts):
             found[pid] = started
+        with contextlib.suppress(OSError):
+            parents[pid] = int(usage.status(pid)[usage.PARENT])
     found.pop(os.getpid(), None)
+    while below := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
+        found |= {pid: started for pid in below if (started := state_dir.start_time(pid))}
+        parents = {pid: parent for pid, parent in parents.items() if pid not in below}
     return found
 
 

@@ -39,11 +39,10 @@ BY_THE_RUNTIME_TOO = {
         "a_paused_sandbox_does_nothing_until_it_is_resumed",
     ),
     "shell": (
-        "state_lives_from_one_command_to_the_next",
+        "what_a_command_leaves_the_next_one_finds",
         "ctrl_c_ends_the_command_and_nothing_else",
         "the_hard_limit_gives_what_there_is_and_a_usable_shell[runtime-sleep",
         "an_end_of_the_shell_is_reported",
-        "no_program_can_open_the_way_of_the_commands",
         "an_end_of_file_can_be_typed_and_the_window_changed",
     ),
 }

@@ -43,7 +43,8 @@ TRIAL_TIMEOUT_S = 120.0
 def default_image_path() -> Path:
     """Where the default image lies, or would lie: the path to give as the image of a sandbox."""
     store = ImageStore()
-    places = [place(order, store) for order in _default_orders()]
+    # Built on another machine, with tools that this one may lack.
+    places = [place(_default_order(base), store) for base in (APT_BASE, REGISTRY_BASE)]
     return next((path for path in places if path.is_dir()), places[0])
 
 
@@ -97,9 +98,13 @@ def _named(name: str, image: Path) -> Path:
 
 
 def _default_orders() -> list[Order]:
-    """The ways to make it, the best one first."""
+    """Return the ways to build the default image here, the best one first."""
     bases = [REGISTRY_BASE] if debian.missing_tools() else [APT_BASE, REGISTRY_BASE]
-    return [Order(DEFAULT, base, DEFAULT, format="folder") for base in bases]
+    return [_default_order(base) for base in bases]
+
+
+def _default_order(base: str) -> Order:
+    return Order(DEFAULT, base, DEFAULT, format="folder")
 
 
 def _order_on(base: Path, name: str) -> Order:
