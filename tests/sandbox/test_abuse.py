@@ -85,7 +85,8 @@ NO_SIZE = Off(launcher=((" flags, data)", ' flags, same(kind, "tmpfs", 5) ? "" :
 NO_SYS = Off(launcher=(('if_allowed(CALL(mount, "sysfs", "/sys", "sysfs", MS_RDONLY, 0));', ""),))
 NO_FLAG = Off(launcher=(("must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));", ""),))
 OF_THE_HOST = Off(launcher=(("int sys = host_network ?", "int sys = 1 ?"),))
-NO_LIMIT = Off(
+LIMIT = 'write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);'
+NO_LIMIT = Off(launcher=((LIMIT, LIMIT.replace('"0"', '"9"')),))
     launcher=(
         (
             'write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);',
