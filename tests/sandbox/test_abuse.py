@@ -87,13 +87,6 @@ NO_FLAG = Off(launcher=(("must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));", 
 OF_THE_HOST = Off(launcher=(("int sys = host_network ?", "int sys = 1 ?"),))
 LIMIT = 'write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);'
 NO_LIMIT = Off(launcher=((LIMIT, LIMIT.replace('"0"', '"9"')),))
-    launcher=(
-        (
-            'write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);',
-            'write_to(must(setting(proc, "sys/user/max_user_namespaces")), "9", 1);',
-        ),
-    )
-)
 READABLE = Off("change = os.fchmod\nos.fchmod = lambda file, mode: change(file, 0o555 if mode == 0o111 else mode)")
 LEAKY = Off(
     """
