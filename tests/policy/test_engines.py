@@ -367,7 +367,7 @@ async def test_an_engine_with_a_smaller_context_is_asked_for_no_more_than_that(t
             assert await service.engine.load(url) is None
 
 
-async def test_after_a_weight_update_an_engine_is_met_again(tmp_path: Path) -> None:
+async def test_a_forgotten_engine_is_met_again(tmp_path: Path) -> None:
     engine = Replaced()
     async with policy_before(engine, tmp_path) as service:
         await service.turn(HI)

@@ -46,3 +46,22 @@ async def test_a_turn_runs_at_its_rollouts_run_only() -> None:
         with pytest.raises(BackendFailed, match=r"no backend of run 'x' served for 1 s \(there is none\)"):
             await waits
         assert not pool.waiting
+
+
+@pytest.mark.parametrize(
+    ("update", "met"),
+    [("label", {"y"}), ("resume", {"y"}), ("resume without a label", {"x", "y"})],
+)
+async def test_new_weights_have_engines_of_their_run_met_again(update: str, met: set[str]) -> None:
+    host = PolicyHost(PolicyConfig(base_url=[], model="m", engine="vllm_chat"))
+    async with host.lifespan():
+        # The load reports, which also forget an engine that does not answer, come later.
+        urls = {run: f"http://127.0.0.1:1/{run}" for run in ("x", "y")}
+        for run, url in urls.items():
+            await host.add(url, run=run)
+            host.engine.contexts[url] = 100
+        if update == "label":
+            host.label("2", run="x")
+        else:
+            await host.resume(weight_version="2" if update == "resume" else None, run="x")
+        assert {run for run, url in urls.items() if url in host.engine.contexts} == met

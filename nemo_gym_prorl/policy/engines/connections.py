@@ -3,8 +3,8 @@
 """Kept connections to engines.
 
 Engines close a connection that was idle for some seconds (vLLM: 5), perhaps just as it is used again. That says
-nothing about their health, so :class:`Dropped` tells whether an answer had begun. A request that is cancelled ends its
-connection, by which engines abort the request.
+nothing about their health, so a request whose connection ends before an answer is sent again. A request that is
+cancelled ends its connection, by which engines abort the request.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from yarl import URL
 from nemo_gym_prorl.serving.tracing import trace_headers
 
 
+_TRIES = 3
+"""Tries of a request whose connection ends before an answer."""
 _IDLE_S = 15.0
 """How long an idle connection is used again."""
 _CONNECT_S = 5.0
@@ -81,6 +83,18 @@ async def post(
         Dropped: the connection ended before the answer did, or what came is none.
         ValueError: a header cannot be sent.
     """
+    for left in reversed(range(_TRIES)):
+        try:
+            return await _post(session, url, headers, body)
+        except Dropped as dropped:
+            if dropped.begun or not left:
+                raise
+    raise AssertionError
+
+
+async def _post(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], body: Sequence[bytes]
+) -> tuple[int, bytes]:
     begun = False
     sent = session.post(
         URL(url, encoded=True),

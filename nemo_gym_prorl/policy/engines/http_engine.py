@@ -27,7 +27,7 @@ import orjson
 from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.policy.engines.addresses import origin_of, root_of
 from nemo_gym_prorl.policy.engines.answers import ContextFull, without_echo
-from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, post
+from nemo_gym_prorl.policy.engines.connections import Connections, post
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
@@ -53,9 +53,6 @@ _CONTROL_S = 60.0
 
 _RESET_S = 5.0  # an engine frees the blocks of an aborted request within a step
 """How long an engine may hold blocks of requests that have ended."""
-
-_TRIES = 3
-"""Tries of a request whose connection ends before an answer: engines close idle connections just as they are used."""
 
 _MEETING_S = 60.0
 """How long an engine, which may be busy, may take to say who it is."""
@@ -384,13 +381,7 @@ class HttpEngine:
         if ids is not None:
             parts = [b'{"%b":' % ids[0].encode(), *prompt, b"," + parts[0][1:]]
         url = f"{root_of(asked.url)}{self._route}"
-        for left in reversed(range(_TRIES)):
-            try:
-                status, raw = await post(self._connections.kept, url, self._headers_for(url), parts)
-                break
-            except Dropped as dropped:
-                if dropped.begun or not left:
-                    raise
+        status, raw = await post(self._connections.kept, url, self._headers_for(url), parts)
         if status == 200:
             try:
                 answer = orjson.loads(without_echo(raw, prompt if echoed else ()))
