@@ -1,11 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What pyproject.toml can't say: the launcher is compiled, for each architecture, into the wheel or beside its source
-where the package is installed editable."""
+"""Compile the sandbox launcher for each architecture, into the wheel or beside its source in an editable install.
+
+A wheel carries the launchers, so installing one needs no compiler. A source tree needs one unless its launchers are
+newer than their source.
+"""
 
 from __future__ import annotations
 
 import runpy
+import shutil
 from pathlib import Path
 
 from setuptools import Command, setup
@@ -13,7 +17,14 @@ from setuptools.command.build import build
 
 
 FOLDER = Path("nemo_gym_prorl/sandbox/launcher")
+SOURCES = [FOLDER / name for name in ("launcher.c", "files.c", "compiling.py")]
 COMPILING = runpy.run_path(str(FOLDER / "compiling.py"))
+COMPILED = {machine: FOLDER / f"launcher-{machine}" for machine in COMPILING["HEADERS"]}
+IS_CURRENT = all(
+    path.exists() and path.stat().st_mtime >= max(source.stat().st_mtime for source in SOURCES)
+    for path in COMPILED.values()
+)
+COMPILER = "ziglang==0.17.1"  # a C compiler that pip can install, for every architecture
 
 
 class BuildLauncher(Command):
@@ -32,7 +43,10 @@ class BuildLauncher(Command):
     def run(self) -> None:
         for machine, target in self._targets().items():
             target.parent.mkdir(parents=True, exist_ok=True)
-            COMPILING["compile_for"](machine, FOLDER / "launcher.c", target)
+            if not IS_CURRENT:
+                COMPILING["compile_for"](machine, FOLDER / "launcher.c", target)
+            elif target != COMPILED[machine]:
+                shutil.copy2(COMPILED[machine], target)
 
     def _targets(self) -> dict[str, Path]:
         folder = FOLDER if self.editable_mode else Path(str(self.build_lib)) / FOLDER
@@ -45,8 +59,8 @@ class BuildLauncher(Command):
         return {}
 
     def get_source_files(self) -> list[str]:
-        return [str(FOLDER / name) for name in ("launcher.c", "files.c")]
+        return [str(source) for source in SOURCES]
 
 
 build.sub_commands.append(("build_launcher", None))
-setup(cmdclass={"build_launcher": BuildLauncher})
+setup(cmdclass={"build_launcher": BuildLauncher}, setup_requires=[] if IS_CURRENT else [COMPILER])
