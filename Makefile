@@ -7,8 +7,6 @@
 BIN := .venv/bin
 # More than there are cores: most of the time a test waits for a container, an engine or a server.
 PARALLEL := --numprocesses=4 --no-loadscope-reorder
-# Hundreds of tests race with a real kernel, on a machine whose load is not theirs. The summary names who needed it (R).
-SECOND_TRY := --reruns=1
 MAKEFLAGS += --no-print-directory
 # A Gym deployment is ten processes that import the same 2,000 modules: half of its time goes if none keeps the bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -43,7 +41,7 @@ tiny-dapo: ## a policy of 370,000 parameters learns to use a shell, three seeds 
 test: setup-dev lint ## set up, lint, check types and import directions, run the tests (ARGS= for pytest)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest $(PARALLEL) $(SECOND_TRY) $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-long: setup-dev ## what "test" leaves out or has a short form of; by subject: ARGS=tests/gym (all: hours)
 	@PRORL_TEST_LONG=1 $(BIN)/python -m pytest -m "long or longer" --timeout=7200 $(ARGS)

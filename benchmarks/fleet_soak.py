@@ -42,7 +42,7 @@ from tests.gym.raylets import raylets
 SLOTS, DISK_MIB = 4, 256
 """Slots of each stage on a node, and the size of the node's disk."""
 INSIDE = "PRORL_SOAK"
-"""Set in the process that has a network of its own."""
+"""The process's own control group, or nothing; set in the process that has a network of its own."""
 OWN = (Path("/tmp"), Path("/dev/shm"))
 KINDS = {"reference": 60, "repair": 6, "stub": 16, "forge_tests": 8, "text_only": 4, "refused": 3, "mute": 3}
 REWARDS = {"reference": 1.0, "repair": 1.0, "stub": 0.0, "forge_tests": 0.0, "text_only": 0.0}
@@ -205,10 +205,10 @@ def leftovers(places: list[Place]) -> set[str]:
     found = {f"process {pid}" for pid in pids if processes.is_alive(pid)}
     paths = [path for folder in OWN for path in folder.iterdir()]
     paths += [path for place in places for path in place.folder.glob("*/*")]
-    # Gym imports wandb, whose folders go at its end, unless that is SIGKILL.
+    # SIGKILL leaves the folders of wandb, which Gym imports.
     found |= {f"{path}" for path in paths if "wandb" not in path.name}
     found |= {f"mount {line.split()[1]}" for line in Path("/proc/self/mounts").read_text().splitlines()}
-    found |= {f"cgroup {path}" for path in Path("/sys/fs/cgroup").rglob("*prorl*")}
+    found |= {f"cgroup {path}" for path in Path(os.environ[INSIDE] or "/nowhere").rglob("prorl-s-*")}
     for table in ("unix", "tcp", "tcp6"):
         for words in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
             if table == "unix" and len(words) > 7:
@@ -230,19 +230,19 @@ def main() -> int:
     if Path(__file__).is_relative_to("/tmp"):
         parser.error("the check has a /tmp of its own: run it from a clone that is not below /tmp")
     if INSIDE not in os.environ:
-        os.environ[INSIDE] = "1"
+        os.environ[INSIDE] = str(processes.own_cgroup() or "")
         os.execvp("unshare", ["unshare", "--net", "--mount", *sys.orig_argv])
     processes.subreaper()
-    for path in OWN:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", path], check=True)
-    for words in ("link set lo up", "route add 10.77.0.0/24 dev lo"):
-        subprocess.run(["ip", *words.split()], check=True)
+    commands = [f"mount -t tmpfs -o mode=1777 tmpfs {path}" for path in OWN]
+    for command in (*commands, "ip link set lo up", "ip route add 10.77.0.0/24 dev lo"):
+        subprocess.run(command.split(), check=True)
     folder = Path(tempfile.mkdtemp(prefix="prorl-soak-"))
     folder.chmod(0o711)
     book = asyncio.run(soak(options, folder))
-    told = f"{len(book.ended)} of {len(book.kinds)} rollouts have an outcome; failed: {dict(book.failed)}"
-    print(told, f"{len(book.wrong)} things are wrong", *book.wrong, sep="\n")
+    print(f"{len(book.ended)} of {len(book.kinds)} rollouts have an outcome; failed: {dict(book.failed)}")
+    print(f"{len(book.wrong)} things are wrong", *book.wrong, sep="\n")
     print((folder / "front.log").read_text() if book.wrong else "")
+    processes.leave_cgroup(os.environ[INSIDE])
     return int(bool(book.wrong) or len(book.ended) != len(book.kinds))
 
 

@@ -8,11 +8,14 @@ includes dead processes, as long as none of them is reparented outside; :func:`s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from nemo_gym_prorl.sandbox.limits.cgroups import own_group
 
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -39,6 +42,24 @@ def below(root: int) -> set[int]:
         found.add(pid)
         ahead += children.get(pid, [])
     return found
+
+
+def own_cgroup() -> Path | None:
+    """Move this process into a control group of its own, so that groups below are its own; ``None`` without rights."""
+    group = own_group(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+    if group is None or not os.access(group / "cgroup.procs", os.W_OK):
+        return None
+    own = group / f"benchmark-{os.getpid()}"
+    own.mkdir()
+    (own / "cgroup.procs").write_text(str(os.getpid()))
+    return own
+
+
+def leave_cgroup(own: str) -> None:
+    """Move this process out of its own control group and remove the group, unless others are in it."""
+    with contextlib.suppress(OSError):
+        (Path(own).parent / "cgroup.procs").write_text(str(os.getpid()))
+        Path(own).rmdir()
 
 
 def core_seconds(root: int) -> float:

@@ -39,7 +39,7 @@ OTHER_GROUP = 1_999_999_999
 
 def run_tests(runtime: Runtime, *words: str, first: Sequence[str] = ()) -> str:
     """Run pytest with these words as the user; ``first`` is what starts that as root. Returns what it says."""
-    usual = ("-m", "pytest", "-q", "-x", "--reruns=1", "-p", "no:cacheprovider", f"--basetemp={HOME}/t")
+    usual = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--basetemp={HOME}/t")
     return run(runtime, sys.executable, *usual, *words, first=first)
 
 
