@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 import orjson
 from rich.console import Console
 
-from nemo_gym_prorl.commands.files import json_lines
+from nemo_gym_prorl.commands.files import json_lines, json_value
 from nemo_gym_prorl.commands.rows import Refusal
 from nemo_gym_prorl.commands.show import visible
 from nemo_gym_prorl.failures import CallerError
@@ -181,7 +181,7 @@ def records(file: Path) -> Iterator[tuple[int, Any]]:
             case [*_, ".parquet"]:
                 yield from enumerate(_parquet(file), 1)
             case [*_, ".json"] if _is_array(file):
-                yield from enumerate(orjson.loads(file.read_bytes()), 1)
+                yield from enumerate(json_value(file.read_bytes()), 1)
             case [*_, ".jsonl" | ".json"] | [*_, ".jsonl", ".gz"]:
                 yield from json_lines(file)
             case [*_, ".csv"]:

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,19 @@ from typing import Any
 import orjson
 
 from nemo_gym_prorl.failures import CallerError
+
+
+_LONG_INTEGER = re.compile(rb"(?<![\d.eE])\d{19,}(?![\d.eE])")
+
+
+def json_value(text: bytes) -> Any:
+    """Return the value of JSON with its integers as they stand. orjson reads those beyond 64 bits as floats.
+
+    Raises:
+        JSONDecodeError: it is no JSON.
+    """
+    value = orjson.loads(text)
+    return json.loads(text) if _LONG_INTEGER.search(text) else value
 
 
 def json_lines(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]]:
@@ -31,7 +46,7 @@ def json_lines(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     try:
-                        yield number, orjson.loads(line)
+                        yield number, json_value(line)
                     except orjson.JSONDecodeError as error:
                         if growing and not line.endswith(b"\n"):
                             return

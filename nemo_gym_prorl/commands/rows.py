@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 from nemo_gym_prorl.commands.files import json_lines
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.rollout.request import row_digest
+from nemo_gym_prorl.rollout.rows import require_writable
 from nemo_gym_prorl.rollout.schemas import JobView, SubmitRequest
 from nemo_gym_prorl.rollout.steps import TRAJECTORY, WISHES, gym_reads_trajectories, ng_trajectory
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
@@ -68,6 +69,7 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[Refusal]]:
         try:
             if isinstance(row, CallerError):
                 raise row
+            require_writable(row)
             SubmitRequest.model_validate({"row": row})
         except CallerError as error:
             refused.append(Refusal(number, error.reason))

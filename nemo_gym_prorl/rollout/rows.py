@@ -84,9 +84,18 @@ def read_json(body: bytes) -> Any:
         raise CallerError(f"is nested deeper than {MAX_DEPTH} levels", field="body") from None
     except ValueError as error:  # also an integer with more digits than Python converts
         raise CallerError(f"is not JSON: {error}", field="body") from None
+    require_writable(value)
+    return value
+
+
+def require_writable(value: Any) -> None:
+    """Refuse a value that cannot be written as JSON again.
+
+    Raises:
+        CallerError: names the first field that cannot.
+    """
     for path, reason in _unwritable(value):
         raise CallerError(reason, field=path)
-    return value
 
 
 def check_row(row: Any) -> None:

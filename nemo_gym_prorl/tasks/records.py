@@ -15,6 +15,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from nemo_gym_prorl.failures import CallerError, is_text
@@ -41,8 +42,11 @@ NO_ANSWER = frozenset(
 
 _QUESTION = ("problem", "question", "problem_text", "question_stem", "query")
 _ANSWER = ("expected_answer", "answer", "final_answer", "ground_truth", "gt_answer", "reference_answer")
-_CONTEXT = ("body", "context", "passage")
-"""Text that a question refers to (SVAMP, OlympiadBench, DROP)."""
+_CONTEXT = ("body", "context", "passage", "article", "hint")
+"""Text that a question refers to (SVAMP, OlympiadBench, DROP, RACE, ScienceQA)."""
+
+_OPTION_FIELDS = ("op", "", "option_", "option", "choice_")
+"""What stands before the letter in the names of fields with an option each (MedMCQA, MMMLU, Global-MMLU)."""
 
 _PICTURE = ("image", "images", "image_1", "picture", "decoded_image")
 _DELIMITERS = re.compile(r"\\(?:boxed|text|mathrm)\b|[{}$\s]|\.$")
@@ -158,6 +162,19 @@ def question_of(record: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[st
     question = text_of(question, name)
     context = [text for field in _CONTEXT if isinstance(text := record.get(field), str) and text.strip()]
     return name, "\n\n".join([*map(str.strip, context), question])
+
+
+def options_by_field(record: Mapping[str, Any]) -> list[Any]:
+    """The options of a record that has a field for each, from A on; empty if it has none.
+
+    Args:
+        record: with names in lower case.
+    """
+    for before in _OPTION_FIELDS:
+        fields = (record.get(f"{before}{letter}") for letter in "abcdefghij")
+        if len(options := [*takewhile(lambda option: option not in (None, ""), fields)]) > 1:
+            return options
+    return []
 
 
 def text_of(value: Any, field: str, limit: int | None = None, *, number: bool = False) -> str:

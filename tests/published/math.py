@@ -50,6 +50,13 @@ MATH = [
         "dropped 1: solution: is worked out",
     ),
     Published(
+        "BeyondAIME",
+        "math",
+        [{"problem": f"{Q} ({at})", "answer": 10**29 + at} for at in range(2)],
+        [str(10**29), str(10**29 + 1)],
+        suffix=".json",
+    ),
+    Published(
         "GSM8K",
         "math",
         [

@@ -240,6 +240,66 @@ STEM = [
         1,
     ),
     Published(
+        "MMMLU",
+        "stem",
+        [{"Question": "Which gas?", "A": "O2", "B": "CO2", "C": "He", "D": "Ne", "Answer": "B", "Subject": "x"}],
+        ["B"],
+        says='options: [{"A":"O2"},{"B":"CO2"},{"C":"He"},{"D":"Ne"}]',
+        suffix=".csv",
+    ),
+    Published(
+        "Global-MMLU",
+        "stem",
+        [
+            {
+                "question": "Which?",
+                "option_a": "iron",
+                "option_b": "neon",
+                "option_c": "a",
+                "option_d": "b",
+                "answer": "B",
+            }
+        ],
+        ["B"],
+        says='options: [{"A":"iron"},{"B":"neon"},',
+    ),
+    Published(
+        "MMLU-Redux",
+        "stem",
+        [
+            {
+                "question": "Which?",
+                "choices": ["iron", "neon"],
+                "answer": 1,
+                "error_type": flaw,
+                "source": None,
+                "correct_answer": correct,
+            }
+            for flaw, correct in (("ok", None), ("wrong_groundtruth", "0"), ("no_correct_answer", None))
+        ],
+        ["B"],
+        2,
+        "dropped 1: error_type: the set says 'wrong_groundtruth'",
+    ),
+    Published(
+        "RACE",
+        "stem",
+        [{"article": "Tom is red.", "question": "Who?", "options": ["Ann", "Tom"], "answer": "B", "example_id": "1"}],
+        ["B"],
+        says="Tom is red.",
+    ),
+    Published(
+        "ScienceQA",
+        "stem",
+        [
+            {"image": image, "question": "Who?", "choices": ["Ann", "Tom"], "answer": 1, "hint": "Tom is red."}
+            for image in (None, {"bytes": "x"})
+        ],
+        ["B"],
+        1,
+        "Tom is red.",
+    ),
+    Published(
         "IFEval",
         "stem",
         [{"key": 1, "prompt": "Write.", "instruction_id_list": ["x"], "kwargs": [{}]}],

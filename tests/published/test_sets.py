@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from nemo_gym_prorl.tasks.code.rows import MAX_TEST_BYTES, read_metadata, read_p
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.task import row_of as math_row
 from nemo_gym_prorl.tasks.records import UnusableRecord
+from nemo_gym_prorl.tasks.stem.problems import row_of as stem_row
 from tests.published.code import CODE
 from tests.published.math import MATH
 from tests.published.sets import NAN, STDIN, Published, Q, verl
@@ -150,6 +152,15 @@ def test_what_is_no_final_answer_is_no_gold(answer: Any, field: str) -> None:
             record |= {field: answer}
     with pytest.raises(UnusableRecord):
         math_row(record)
+
+
+@pytest.mark.parametrize("names", ["ABCD", ("opa", "opb"), ("option_a", "option_b"), ("optionA", "optionB")])
+def test_options_may_have_a_field_each(names: Sequence[str]) -> None:
+    record = {"Question": Q, **{name: f"{at}" for at, name in enumerate(names)}, "answer": "B"}
+    with pytest.raises(UnusableRecord, match="multiple choice"):
+        math_row(record)
+    row = stem_row(record)
+    assert ([*map(list, row["options"])], row["expected_answer"]) == ([[one] for one in "ABCD"[: len(names)]], "B")
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ async def test_each_refused_row_is_named_by_its_line_and_the_others_run(
 ) -> None:
     rows = write(tmp_path / "rows.jsonl", GOOD, "{oops", {"task_id": 7}, "", "[1]", '{"a": "\\ud800"}', GOOD)
     write(rows, *rows.read_text().splitlines(), GOOD | {"rollout": {"priority": "high"}})
+    write(rows, *rows.read_text().splitlines(), GOOD | {"verifier_metadata": {"inputs": [[10**29]]}})
     output = tmp_path / "not" / "there" / "results.jsonl"
     async with service() as (url, bench):
         assert not await submit(Order(rows, run="r", output=output), url, TOKEN)
@@ -73,7 +74,8 @@ async def test_each_refused_row_is_named_by_its_line_and_the_others_run(
         assert "rows.jsonl:5: row: must be an object" in said
         assert "rows.jsonl:6: " in said
         assert "rows.jsonl:8: row.rollout.priority: Input should be a valid integer" in said
-        assert "2 succeeded, 5 rows refused" in said
+        assert "rows.jsonl:9: verifier_metadata.inputs.0.0: is an integer beyond 64 bits" in said
+        assert "2 succeeded, 6 rows refused" in said
         assert [line["rollout"]["source"]["line"] for line in lines_of(output)] in ([1, 7], [7, 1])
 
         # What only the service can refuse: the id belongs to another row.

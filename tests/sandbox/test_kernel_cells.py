@@ -284,7 +284,7 @@ async def test_a_kernel_that_is_closed_meanwhile_gives_what_there_was(kernel: Ke
 
 async def test_a_kernel_that_a_cell_has_left_is_over(kernel: Kernel) -> None:
     cell = await kernel.run("print('before'); exit()")
-    assert (cell.output, cell.error) == ("before\n", None)
+    assert (cell.output, cell.error, cell.died) == ("before\n", None, True)
     assert kernel._process
     await asyncio.wait_for(asyncio.shield(kernel._process.ended), 20)
     with pytest.raises(SandboxBroken, match="restart"):

@@ -253,10 +253,13 @@ class Driver:
         self.channel.mark = await self._next_request() or b""
         number = 0
         while True:
-            # The start counts as cell 0.
+            # The start counts as cell 0. A cell that asks for the end is told to have ended the kernel, as with
+            # ``os._exit``: the next one would else be lost with it.
             flush()
+            if self.shell.exit_now:
+                return
             self.channel.end(number)
-            request = None if self.shell.exit_now else await self._next_request()
+            request = await self._next_request()
             if request is None:
                 return
             number += 1

@@ -110,7 +110,17 @@ _DECORATION = re.compile(
     r"|\\(?:large|Large|LARGE|huge|Huge|small|normalsize|bf|rm|it|displaystyle|textstyle)(?![a-zA-Z])\s*"
     r"|\\(?:underline|mathtt|boldsymbol|bm)\s*\{\s*(?=-?[\d.]+\s*\}\s*$)"
 )
-_RELATIONS = ((r"\colon ", ":"), ("!=", r"\ne "), ("<=", r"\le "), (">=", r"\ge "))
+_RELATIONS = (
+    (r"\colon ", ":"),
+    ("{:}", ":"),
+    ("!=", r"\ne "),
+    ("<=", r"\le "),
+    (">=", r"\ge "),
+    (r"\text{\$}", r"\$"),
+)
+_ROW_END = re.compile(r"\\\\\*?\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in|mu|\\baselineskip)\s*\]")
+"""A row's end with the space below it."""
+
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|,?\\[,!;: ]|,\s*\\!| )\s*\d{3})+)(?![\d])")
 _ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
 _COMBINATIONS = re.compile(
@@ -161,7 +171,7 @@ def tidy(answer: str) -> str:
     text = _FULL_WIDTH.sub(lambda found: unicodedata.normalize("NFKC", found[0]), answer)
     text = _UNICODE_ROOT.sub(r"\\sqrt{\1}", text)
     text = unwrapped(_DECORATION.sub(r" \1", text.translate(_CHARACTERS)))
-    text = _PI.sub(r"\\pi ", text)
+    text = _PI.sub(r"\\pi ", _ROW_END.sub(r"\\\\", text))
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z(){}])", r"\\", text)
     text = _ROOT.sub(r"\\sqrt{\1}", text)

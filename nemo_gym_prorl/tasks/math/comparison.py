@@ -137,7 +137,7 @@ def judge(expected: str, said: str, question: str = "") -> Judged:
     Returns:
         The verdict, and why, for a person.
     """
-    gold_text, text = tidy(expected), tidy(said)
+    gold_text, text = (shapes.ascending(tidy(answer)) for answer in (expected, said))
     if r"\binom" in gold_text + text:
         gold_text, text = combinations(gold_text), combinations(text)
     if not text:

@@ -53,6 +53,11 @@ _TUPLE_OF_NAMES = re.compile(r"\(\s*([a-zA-Z](?:_\{?\w\}?)?(?:\s*,\s*[a-zA-Z](?:
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _SPACES = re.compile(r"^(?:\s|\\q?quad(?![a-z])|\\[,;:! ])+|(?:\s|\\q?quad|\\[,;:! ])+$")
 _STOPS = re.compile(r"^(?:\s|,|\\[,;:! ]|\\q?quad)+|(?:[\s.,;]|\\[,;:! ]|\\q?quad)+$")
+_GREATER = re.compile(r"(>|\\(?:gt|geq?|geqslant)(?![a-zA-Z]))")
+_NO_CHAIN = re.compile(
+    r"[<=,;|&]|\\(?:lt|leq?|leqslant|neq?|quad|qquad|to|rangle)(?![a-zA-Z])"
+    r"|\\text\s*\{(?!\w{1,12}\s*\})|(?<![a-zA-Z\\])(?:and|or|if|for)(?![a-zA-Z])"
+)
 _DOTS = re.compile(r"\\[lcv]?dots[cbm]?(?![a-zA-Z])|\.\.\.|…")
 
 
@@ -169,6 +174,15 @@ def chained(text: str) -> Shape | None:
     if len(names) < 2 or not value or not all(map(_IS_NAME.fullmatch, names)):
         return None
     return Shape(LIST, tuple(f"{name}={value}" for name in names))
+
+
+def ascending(text: str) -> str:
+    """``c > b \\ge a`` as ``a \\le b < c``: a chain of two relations or more, all of them of that kind."""
+    *parts, last = _GREATER.split(text)
+    if len(parts) < 4 or _NO_CHAIN.search(text):
+        return text
+    turned = {">": "<", r"\gt": "<"}
+    return "".join(turned.get(part, r"\le ") if at % 2 else part for at, part in enumerate([last, *reversed(parts)]))
 
 
 def goes_on(text: str) -> bool:

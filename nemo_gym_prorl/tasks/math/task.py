@@ -26,6 +26,7 @@ from nemo_gym_prorl.tasks.records import (
     lowered,
     missing,
     no_answer,
+    options_by_field,
     question_of,
     require_answerable,
     text_of,
@@ -76,7 +77,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     plain = lowered(record)
     require_answerable(plain)
     for name in ("options", "choices"):
-        if plain.get(name):
+        if plain.get(name) or (name == "options" and options_by_field(plain)):
             raise UnusableRecord("is a multiple choice; `prorl data stem` makes rows of those", field=name)
     for name in _VALIDITY:
         if isinstance(plain.get(name), str) and plain[name] != "Yes":

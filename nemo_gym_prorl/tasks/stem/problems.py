@@ -33,6 +33,7 @@ from nemo_gym_prorl.tasks.records import (
     gold,
     lowered,
     no_answer,
+    options_by_field,
     question_of,
     require_answerable,
     text_of,
@@ -50,6 +51,10 @@ _LETTER_AND_WORDS = re.compile(
     r"(?:(?:option|choice|answer)\s*:?\s*)?(?:[\(\[]\s*([A-Za-z])\s*[\)\]]|([A-Za-z])\s*[\).:])[\s:.-]*(\S.*)",
     re.IGNORECASE,
 )
+
+_LETTER_BESIDE_WORDS = re.compile(r"(?:(?:option|choice|answer)\s*:?\s*)?([A-Za-z])(?:\s*,)?\s+(\S.*)", re.IGNORECASE)
+_IN_BRACKETS = re.compile(r"[(\[]\s*(.*?)\s*[)\]]")
+_TEX_SPACE = re.compile(r"\\[,;:! ]|\\q?quad(?![a-zA-Z])|~")
 
 
 def options_in(question: str) -> tuple[str, dict[str, str]] | None:
@@ -86,12 +91,17 @@ def chosen(
     """
     if (letter := letter_of(answer)) is not None and letter in options:
         return letter
-    said = plain(answer)
-    if found := _LETTER_AND_WORDS.fullmatch(said):
-        letter = (found[1] or found[2]).upper()
-        if letter in options:
-            return letter if _meant(options, found[3], same) == letter else None
-    return _meant(options, said, same)
+    said = plain(_TEX_SPACE.sub(" ", answer))
+    if whole := _meant(options, said, same):
+        return whole
+    found = _LETTER_AND_WORDS.fullmatch(said) or _LETTER_BESIDE_WORDS.fullmatch(said)
+    if found is None:
+        return None
+    *letters, beside = found.groups()
+    letter = next(filter(None, letters)).upper()
+    inner = _IN_BRACKETS.fullmatch(beside)
+    said_of_it = {_meant(options, text, same) for text in (beside, inner[1] if inner else beside)}
+    return letter if letter in options and letter in said_of_it else None
 
 
 def _meant(options: Mapping[str, str], said: str, same: Callable[[str, str], bool]) -> str | None:
@@ -254,6 +264,9 @@ _SOLUTION = ("matched_solution", "solution")
 _LETTER_FIELDS = ("answer_letter", "answerkey", "answer_idx")
 _INDEX = ("answer_index", "cop")
 _RIGHT = ("correct answer", "correct_answer")
+_FLAW = "error_type"
+"""MMLU-Redux's own judgement: ``ok``, or what is wrong with a question or its answer."""
+
 _WRONG = re.compile(r"incorrect answer \d|distractor\d")
 _DELIMITED = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 
@@ -275,6 +288,8 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
         return {"data_source": DATA_SOURCE, **record}
     plain = lowered(record)
     require_answerable(plain)
+    if (flaw := plain.get(_FLAW)) not in (None, "", "ok"):
+        raise UnusableRecord(f"the set says {flaw!r}", field=_FLAW)
     _, question = question_of(plain, record)
     if (options := _options_of(plain, question)) is not None:
         expected = _letter(plain, options, record)
@@ -312,15 +327,13 @@ def _options_of(record: Mapping[str, Any], question: str) -> dict[str, str] | No
         texts = [record[right], *(text for name, text in record.items() if _WRONG.fullmatch(name) and text)]
         # A fixed order, in which the right one is not always the first.
         return _lettered(sorted(texts, key=lambda text: hashlib.sha256(f"{question}\0{text}".encode()).digest()))
-    if record.get("opa") is not None:
-        return _lettered([record.get(f"op{letter}") for letter in "abcd"])
     given = record.get("options") if record.get("options") is not None else record.get("choices")
     if isinstance(given, Mapping) and isinstance(given.get("text"), list):
         return _lettered(given["text"])
     if isinstance(given, Mapping):
         return {str(letter): text for letter, text in given.items() if text is not None}
     if not isinstance(given, list) or not given:
-        return None
+        return _lettered(texts) if (texts := options_by_field(record)) else None
     if all(isinstance(part, Mapping) and len(part) == 1 for part in given):
         return {letter: text for part in given for letter, text in part.items()}
     texts = list(given)

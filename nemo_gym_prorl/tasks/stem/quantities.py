@@ -89,6 +89,7 @@ class Quantity:
 
 
 _DOLLARS = re.compile(r"\$|\\[()]")
+_MICRO = re.compile(r"\\mu(?![A-Za-z])\s*")
 _SPACE = re.compile(r"\\[,;:! ]|\\q?quad|~|\\hspace\{[^}]*\}")
 _POWER = r"(?:\^|\*\*)\s*(?:\{\s*([+-]?[0-9]{1,4})\s*\}|\(\s*([+-]?[0-9]{1,4})\s*\)|([+-]?[0-9]{1,4}))"
 _NUMBER = re.compile(r"([+-]?)\s*([0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9]+\.?[0-9]*|\.[0-9]+)")
@@ -130,7 +131,6 @@ _ALIASES = {"AU": "au", "mph": "mile/hour", "cc": "cm^3", "Wh": "W hour", "kWh":
 _REWRITES = (
     (re.compile(rf"(?<![A-Za-z])(?:{'|'.join(_ALIASES)})(?![A-Za-z])"), lambda found: _ALIASES[found[0]]),
     (re.compile(r"\\(?:Omega|ohm)(?![A-Za-z])"), "ohm"),
-    (re.compile(r"\\mu(?![A-Za-z])\s*"), "µ"),
     (re.compile(r"\\(?:AA|angstrom)(?![A-Za-z])"), "angstrom"),
     (re.compile(r"\\(?:cdot|times)|[·×⋅]"), "*"),
     (re.compile(r"\\%"), "%"),
@@ -162,7 +162,8 @@ def read(text: str) -> Quantity | None:
     """
     if len(text) > 2 * MAX_CHARS:
         return None
-    text = plain(_DEGREES.sub("°", _SPACE.sub(" ", _DOLLARS.sub("", text).replace("{,}", ","))))
+    text = _MICRO.sub("µ", _DOLLARS.sub("", text)).replace("{,}", ",")
+    text = plain(_DEGREES.sub("°", _SPACE.sub(" ", text)))
     if len(text) > MAX_CHARS:
         return None
     text = _right_side(text)

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from nemo_gym_prorl.tasks.math.answers import tidy
+from nemo_gym_prorl.tasks.math.answers import canonical, tidy
 from nemo_gym_prorl.tasks.math.checker import ANOTHER_VALUE, MathChecker, Verdict
 from nemo_gym_prorl.tasks.stem import quantities
 from nemo_gym_prorl.tasks.stem.answers import plain, words
@@ -141,6 +141,8 @@ class Rules:
         return Ruled(Ruling.WRONG if wrong else Ruling.UNDECIDED, why)
 
     def _same(self, option: str, said: str) -> bool:
+        if canonical(tidy(option)) == canonical(tidy(said)):
+            return True
         one, other = quantities.read(option), quantities.read(said)
         return one is not None and other is not None and self._compare(one, other) is Comparison.SAME
 

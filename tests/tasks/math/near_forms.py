@@ -244,7 +244,19 @@ NEAR_FORMS: dict[str, list[Form]] = {
         (r"2e^{i\pi/2}", "2i", True, ""),
     ],
     "infinite": [(r"(1,\infty)", r"(1,\infty]", False, ""), (r"(1,\infty)", "x>1", True, "")],
+    "chains": [
+        *(("a < b < c", said, True, "") for said in ("c > b > a", r"a \lt b \lt c", r"c \gt b \gt a", "c>b>a")),
+        ("c<a<b", "b > a > c", True, ""),
+        (r"a \le b < c", r"c > b \ge a", True, ""),
+        (r"\text{Na} < \text{Mg} < \text{Al}", r"\text{Al} > \text{Mg} > \text{Na}", True, ""),
+        *(("a < b < c", said, False, "") for said in ("b > a > c", "c < b < a", r"c > b \ge a", "a > b > c", "b > a")),
+    ],
     "spelling": [
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\[4pt]3&4\end{pmatrix}", True, ""),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\ [1.5ex] 3&4\end{pmatrix}", True, ""),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\[0.3em]3\end{pmatrix}", False, ""),
+        ("11:30", "11{:}30", True, "At what time?"),
+        ("1234.5", r"\text{\$}1234.50", True, "How many dollars?"),
         *(
             ("5", said, True, "")
             for said in (

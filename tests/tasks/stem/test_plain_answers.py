@@ -21,6 +21,10 @@ VITAMIN = row_for("Which vitamin prevents scurvy?", "C")
 WATER = row_for("What is the formula of water?", "H_2O")
 SHOWN = row_for("Which is noble?\n(A) oxygen\n(B) iron\n(C) neon", "C")
 
+SPEED = row_for("How fast?", "B", {"A": "5 m/s", "B": "10 m/s", "C": "A", "D": "(a) and (c)"})
+ENERGY = row_for("What is it?", "A", {"A": r"$\frac{1}{2}mv^2$", "B": "$mgh$", "C": "$mv$"})
+BOTH = row_for("Which?", "A", {"A": "(a) and (c)", "B": "(b)"})
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def formulas() -> AsyncIterator[MathChecker]:
@@ -54,6 +58,36 @@ async def formulas() -> AsyncIterator[MathChecker]:
         (CHOICE, "Answer: C. Because it is so.", "right"),
         (CHOICE, "Answer: A. B. C. D.", "wrong"),
         (CHOICE, "\\boxed{A}\nAnswer: A, B, C, D", "wrong"),
+        *(
+            (SPEED, rf"\boxed{{{said}}}", "right")
+            for said in (
+                r"\text{B (10 m/s)}",
+                r"B \ (10\ \text{m/s})",
+                "B, 10 m/s",
+                r"\mathbf{B}\; 10\text{ m/s}",
+                "Option B (10 m/s)",
+                r"B. 10\text{ m/s}",
+            )
+        ),
+        *(
+            (SPEED, rf"\boxed{{{said}}}", "wrong")
+            for said in (
+                "B (5 m/s)",
+                "A, 10 m/s",
+                "A 10 m/s",
+                "B, A",
+                "A, B",
+                "B or C",
+                "B, not 10 m/s",
+                "B and 10 m/s",
+            )
+        ),
+        (ENERGY, r"\boxed{A: \frac12 m v^2}", "right"),
+        (ENERGY, r"\boxed{(A)\ \tfrac{1}{2}mv^2}", "right"),
+        (ENERGY, r"\boxed{\dfrac{1}{2} m v^2}", "right"),
+        (ENERGY, r"\boxed{A: mgh}", "wrong"),
+        (BOTH, r"\boxed{(a) and (c)}", "right"),
+        (BOTH, r"\boxed{(b)}", "wrong"),
         (SHOWN, r"\boxed{C}", "right"),
         (SHOWN, r"\boxed{neon}", "right"),
         (SHOWN, r"\boxed{(C) neon}", "right"),
