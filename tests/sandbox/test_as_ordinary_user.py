@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
+from nemo_gym_prorl.sandbox.images.rootfs import fuse_trouble
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import HELPERS
 from nemo_gym_prorl.sandbox.limits import cgroups

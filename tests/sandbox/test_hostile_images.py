@@ -22,7 +22,7 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images import validate
+from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor.creation import AT_ONCE
@@ -33,7 +33,7 @@ from tests.sandbox.tiny import pack
 pytestmark = pytest.mark.sandbox
 
 WAYS: tuple[Start, ...] = ("direct", "runtime")
-FUSE_TROUBLE = validate.fuse_trouble()
+FUSE_TROUBLE = rootfs.fuse_trouble()
 with_fuse = pytest.mark.skipif(bool(FUSE_TROUBLE), reason=str(FUSE_TROUBLE))
 BOTH_WAYS = pytest.mark.parametrize("start", WAYS)
 
@@ -71,7 +71,7 @@ def make(tiny_root: Path, open_folder: Path) -> Make:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """No image is looked at before it is started."""
-    monkeypatch.setattr(validate, "_check_places", lambda _root: None)
+    monkeypatch.setattr(rootfs, "_check_places", lambda _root: None)
 
 
 def put(root: Path, name: str, link: str) -> None:

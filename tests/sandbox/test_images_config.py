@@ -14,14 +14,14 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building.builder import Order, build
-from nemo_gym_prorl.sandbox.images.building.recipe import Format
-from nemo_gym_prorl.sandbox.images.cache import machine, silent
+from nemo_gym_prorl.sandbox.images.builder import Order, build
+from nemo_gym_prorl.sandbox.images.entries import machine, silent
 from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH
 from nemo_gym_prorl.sandbox.images.pull import Puller
+from nemo_gym_prorl.sandbox.images.recipe import Format
 from nemo_gym_prorl.sandbox.images.reference import registry
+from nemo_gym_prorl.sandbox.images.rootfs import fuse_trouble
 from nemo_gym_prorl.sandbox.images.store import ImageStore
-from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.registry import Registry, layer, serve

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.images.building import runtime_build
-from nemo_gym_prorl.sandbox.images.building.builder import Order, build
-from nemo_gym_prorl.sandbox.images.cache import machine, silent
+from nemo_gym_prorl.sandbox.images import programs, rootfs
+from nemo_gym_prorl.sandbox.images.builder import Order, build
+from nemo_gym_prorl.sandbox.images.entries import machine, silent
 from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.reference import Registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore
@@ -176,7 +175,7 @@ def test_a_link_in_place_of_what_was_built_is_not_followed(runtime: Runtime, tmp
         program.write_text(f"#!/bin/sh\nln -s {folder if unpacked else file} {tmp_path}/made\n")
         program.chmod(0o755)
         with pytest.raises(InfrastructureError, match="something else in place of the image"):
-            runtime_build.build(replace(runtime, path=program), tmp_path, "x.def", timeout_s=60, unpacked=unpacked)
+            programs.build(replace(runtime, path=program), tmp_path, "x.def", timeout_s=60, unpacked=unpacked)
         assert stat.S_IMODE(file.stat().st_mode) == 0o4000
     assert (tmp_path.stat().st_uid, stat.S_IMODE(tmp_path.stat().st_mode)) == (os.geteuid(), 0o700)
 

@@ -22,8 +22,7 @@ import pytest
 
 from nemo_gym_prorl.sandbox.images import entries as entries_module
 from nemo_gym_prorl.sandbox.images.entries import Entries
-from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT
-from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.images.store import INFO_FILE, ROOT, ImageStore
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 
 

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.disks import kind_of_disk
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.images import sif
-from nemo_gym_prorl.sandbox.images.building import recipe as recipes
-from nemo_gym_prorl.sandbox.images.building.recipe import Recipe, render, template_text
+from nemo_gym_prorl.sandbox.images import recipe as recipes
+from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.images.entries import Entry
-from nemo_gym_prorl.sandbox.images.info import Image, Info
+from nemo_gym_prorl.sandbox.images.recipe import Recipe, render, template_text
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, parse, registry, written
-from nemo_gym_prorl.sandbox.images.store import least_used
+from nemo_gym_prorl.sandbox.images.store import Image, Info, least_used
 
 
 # References
@@ -194,11 +193,11 @@ def sif_file(arch: bytes = b"02\0", fs: int = 1, role: int = 2, offset: int = 50
 
 
 def test_an_image_file_is_read() -> None:
-    assert sif.parse(sif_file()) == sif.Sif("x86_64", (b"i" * 16).hex(), 5000, 5100)
-    assert sif.parse(sif_file(arch=b"04\0")).machine == "aarch64"
-    assert sif.parse(sif_file(fs=5)).offset is None, "encrypted"
+    assert rootfs.parse_sif(sif_file()) == rootfs.Sif("x86_64", (b"i" * 16).hex(), 5000, 5100)
+    assert rootfs.parse_sif(sif_file(arch=b"04\0")).machine == "aarch64"
+    assert rootfs.parse_sif(sif_file(fs=5)).offset is None, "encrypted"
     with pytest.raises(ValueError, match="no root file system"):
-        sif.parse(sif_file(role=3))
+        rootfs.parse_sif(sif_file(role=3))
 
 
 @given(st.integers(0, 5200), st.integers(0, 255))
@@ -206,7 +205,7 @@ def test_no_damage_goes_further_than_a_clear_refusal(at: int, value: int) -> Non
     whole = sif_file()
     for data in (whole[:at], whole[:at] + bytes([value]) + whole[at + 1 :]):
         try:
-            sif.parse(data)
+            rootfs.parse_sif(data)
         except ValueError:
             continue
 
@@ -223,9 +222,9 @@ def test_no_damage_goes_further_than_a_clear_refusal(at: int, value: int) -> Non
 def test_unusable_image_files_are_refused(tmp_path: Path, data: bytes, reason: str) -> None:
     (tmp_path / "x.sif").write_bytes(data)
     with pytest.raises(CallerError, match=reason):
-        sif.read(tmp_path / "x.sif", "x86_64")
+        rootfs.read_sif(tmp_path / "x.sif", "x86_64")
     (tmp_path / "x.sif").write_bytes(sif_file())
-    assert sif.read(tmp_path / "x.sif", "x86_64").offset == 5000
+    assert rootfs.read_sif(tmp_path / "x.sif", "x86_64").offset == 5000
 
 
 # What is removed

@@ -15,11 +15,10 @@ import pytest
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.images import rootfs
+from nemo_gym_prorl.sandbox.images import programs, rootfs
 from nemo_gym_prorl.sandbox.images import store as images_module
-from nemo_gym_prorl.sandbox.images.building import runtime_build
-from nemo_gym_prorl.sandbox.images.building.builder import Order, build
-from nemo_gym_prorl.sandbox.images.cache import machine, silent
+from nemo_gym_prorl.sandbox.images.builder import Order, build
+from nemo_gym_prorl.sandbox.images.entries import machine, silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
@@ -214,7 +213,7 @@ def test_somebody_elses_root_folder_is_refused_with_the_way_out(store: ImageStor
 def test_without_unsquashfs_the_reason_is_said(
     store: ImageStore, tiny_sif: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_build, "find_unsquashfs", lambda runtime: None)
+    monkeypatch.setattr(programs, "find_unsquashfs", lambda runtime: None)
     monkeypatch.setattr(images_module, "fuse_trouble", lambda: "no FUSE")
     with pytest.raises(InfrastructureError, match=r"no unsquashfs \(package squashfs-tools\).*no FUSE"):
         store.open(tiny_sif, runtime)

@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.limits.report import By, Facts, limits
-from nemo_gym_prorl.sandbox.limits.rlimits import process_limit, process_limit_here
+from nemo_gym_prorl.sandbox.limits.rlimits import By, Facts, limits, process_limit, process_limit_here
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 

@@ -17,7 +17,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import has_one_id, is_machine_root
 from nemo_gym_prorl.sandbox.limits import usage
-from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
+from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.limits import walk as walk_module
-from nemo_gym_prorl.sandbox.limits.usage import Process
-from nemo_gym_prorl.sandbox.limits.walk import MIN_ENTRY_BYTES, DiskUsage, scan
+from nemo_gym_prorl.sandbox.limits import usage as walk_module
+from nemo_gym_prorl.sandbox.limits.usage import MIN_ENTRY_BYTES, DiskUsage, Process, scan
 from nemo_gym_prorl.sandbox.limits.watchdog import (
     MAX_SCAN_S,
     MOST_LOOKS_OVER,

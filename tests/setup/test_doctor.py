@@ -37,8 +37,8 @@ from nemo_gym_prorl.doctor import (
     state_check,
     user_namespaces_check,
 )
-from nemo_gym_prorl.sandbox.isolation.user_namespaces import APPARMOR, BY_USERS, MOST, Attempt, Ending, remedies
-from nemo_gym_prorl.sandbox.limits.report import Facts, limits, remedy
+from nemo_gym_prorl.sandbox.isolation.privilege import APPARMOR, BY_USERS, MOST, Attempt, Ending, remedies
+from nemo_gym_prorl.sandbox.limits.rlimits import Facts, limits, remedy
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 

@@ -15,10 +15,10 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building import apt_base
-from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, KERNEL, default_image_path, ensure_image, try_image
-from nemo_gym_prorl.sandbox.images.cache import silent
+from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, default_image_path, ensure_image, try_image
+from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -59,7 +59,7 @@ def test_a_second_call_builds_nothing(image: Path) -> None:
 
 def test_a_changed_recipe_is_another_image(monkeypatch: pytest.MonkeyPatch) -> None:
     before = default_image_path()
-    monkeypatch.setattr(apt_base, "PACKAGES", (*apt_base.PACKAGES, "make"))
+    monkeypatch.setattr(debian, "PACKAGES", (*debian.PACKAGES, "make"))
     assert default_image_path() != before
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image, try_image
-from nemo_gym_prorl.sandbox.images.cache import silent
+from nemo_gym_prorl.sandbox.images.builder import DEFAULT, ensure_image, try_image
+from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.runtime import debian, install
 from nemo_gym_prorl.sandbox.runtime.apptainer import MARKER, find_runtime, private_prefix
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime

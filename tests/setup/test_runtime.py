@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.sandbox.runtime.apptainer import (
     MARKER,
     Runtime,

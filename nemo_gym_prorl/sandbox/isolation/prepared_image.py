@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_gym_prorl.sandbox.isolation import accounts, network, syscalls, user_ids
+from nemo_gym_prorl.sandbox.isolation import mounts, syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import (
     SMALL_TMPFS,
     Bind,
@@ -109,7 +109,7 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
     request.limits(_of_all_users(order) if several else [])
     for kind, ranges in zip(("uid", "gid"), prepared.ranges, strict=True):
         request.text(user_ids.map_of(user_ids.spans(order[f"host_{kind}"], uid, several=several, ranges=ranges)))
-    request.words(FRESH | network.namespace(host_network))
+    request.words(FRESH | mounts.network_namespace(host_network))
     request.words(uid, uid, host_network, several, is_machine_root_outside())
     # Root's is given it, and must not find it by itself, with owners that are nobody there.
     request.text(folder, "" if root else order["image"])
@@ -120,7 +120,7 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
     request.text(f"{SMALL_TMPFS},mode=755", terminal_options(several_users=several))
     request.text(f"{shared_memory_options(order['shared_memory_mib'])},mode=1777")
     request.texts(shown)
-    request.text(accounts.HOST_NAME)
+    request.text(mounts.HOST_NAME)
     request.settings(order)
     request.rules()
     return request
