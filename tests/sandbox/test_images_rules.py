@@ -86,11 +86,6 @@ def test_any_text_is_understood_or_refused(text: str) -> None:
             assert not found.entry("x86_64").startswith((".", "-"))
 
 
-def test_entries_of_different_images_and_machines_differ() -> None:
-    one, other = Registry("docker://docker.io/a/b-c:1"), Registry("docker://docker.io/a-b/c:1")
-    assert len({one.entry("x86_64"), other.entry("x86_64"), one.entry("aarch64")}) == 3
-
-
 # Recipes
 
 names = st.text("abc", min_size=1, max_size=3)
@@ -117,14 +112,6 @@ def facts(one: Recipe) -> tuple[object, ...]:
 @given(recipe_strategy, recipe_strategy)
 def test_keys_are_equal_exactly_when_what_they_stand_for_is(one: Recipe, other: Recipe) -> None:
     assert (one.key == other.key) == (facts(one) == facts(other))
-
-
-@given(recipe_strategy, st.permutations(["c", "a", "b"]))
-def test_the_order_in_which_things_were_named_is_nothing(one: Recipe, order: list[str]) -> None:
-    def ordered(words: list[str]) -> Recipe:
-        return replace(one, apt=frozenset(words), locks={word: b"" for word in words}, variables=dict.fromkeys(words))  # type: ignore[arg-type]
-
-    assert ordered(order).key == ordered(["a", "b", "c"]).key
 
 
 def test_a_changed_lock_file_or_package_template_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from nemo_gym_prorl.sandbox.limits.watchdog import (
     SCAN_PAUSE_S,
     Watched,
     WatchList,
-    goes_fast,
 )
 
 
@@ -232,12 +231,6 @@ def test_more_folders_than_a_scan_keeps_end_the_sandbox(tmp_path: Path, monkeypa
     found = scanned(tmp_path)
     assert found.crowded
     assert "folders" in box().disk_violation(found)
-
-
-def test_everybody_is_looked_at_when_memory_goes_fast() -> None:
-    assert goes_fast(1000, 970, 1000)
-    assert not goes_fast(1000, 990, 1000)
-    assert not goes_fast(970, 1000, 1000)
 
 
 def test_files_of_memory_count_once_and_cost_who_holds_them_its_life() -> None:

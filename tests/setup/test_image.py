@@ -69,11 +69,6 @@ def test_a_broken_image_fails_its_trial(runtime: Runtime, tmp_path: Path) -> Non
         try_image(tmp_path / "root", runtime)
 
 
-def test_without_a_runtime_nothing_is_built(empty_cache: Path) -> None:
-    with pytest.raises(InfrastructureError, match="prorl setup"):
-        ensure_image(DEFAULT, silent)
-
-
 @pytest.mark.parametrize("name", [DEFAULT, KERNEL])
 async def test_a_fresh_sandbox_compiles_no_python(name: str, runtime: Runtime) -> None:
     modules = "asyncio, email.message, http.server, json, sqlite3, ssl, subprocess, unittest, xml.etree.ElementTree"
@@ -86,15 +81,6 @@ async def test_a_fresh_sandbox_compiles_no_python(name: str, runtime: Runtime) -
     told = done.stdout.splitlines()
     assert any("__pycache__" in line and " matches " in line for line in told), "it tells what it takes"
     assert [line for line in told if line.startswith("# wrote") or re.search(r"code object from '.*\.py'", line)] == []
-
-
-def test_they_are_images_as_any_other(image: Path) -> None:
-    kernel = ensure_image(KERNEL, silent)
-    known = {name: one for one in ImageStore().all() for name in one.names}
-    for name, path in (("default", image), ("kernel", kernel)):
-        assert path.parent.name == known[name].entry.name
-        assert (known[name].info.kind, known[name].info.format) == ("image", "folder")
-        assert ImageStore().find(name) == path
 
 
 def test_set_up_gives_the_names_back_to_its_own_images(

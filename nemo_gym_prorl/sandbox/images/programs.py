@@ -129,11 +129,12 @@ def _is_news(line: str) -> bool:
     return bool(line.strip()) and not line.startswith(("INFO:", "WARNING:", "+ "))
 
 
-_PACKAGES = str(Path(__file__).parents[4])
+_PACKAGES = str(Path(__file__).parents[3])
 _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
-sys.exit(main(sys.argv[1:]))
+from nemo_gym_prorl.sandbox.images import programs
+sys.exit(programs.main(sys.argv[1:]))
 """
 
 
