@@ -110,7 +110,7 @@ async def test_links_to_open_files_lead_to_nothing_of_the_host(
     """By way of whatever file the process that makes the sandbox has open: all of them by one name, some by others."""
     victim = host_folder(open_folder)
     before = seen(victim)
-    for number in range(3, 13) if name == "etc" else (4, 5, 8):
+    for number in (3, 4, 5, 8):
         root = make()
         put(root, name, f"/proc/self/fd/{number}{victim}{'/passwd' if name == 'etc/passwd' else ''}")
         try:
@@ -233,7 +233,7 @@ async def test_an_image_that_fits_no_sandbox_is_refused_by_name(make: Make, runt
     path.unlink(missing_ok=True)
     replace(path)
     async with asyncio.timeout(10):
-        with pytest.raises(CallerError, match=rf"^image: {root} .*/{name.removeprefix('usr')} ") as caught:
+        with pytest.raises(CallerError, match=rf"^image: {root} .*/{name.removeprefix('usr/')} ") as caught:
             await Container.start(ContainerSpec(image=root), runtime)
     assert caught.value.field == "image"
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_gym_prorl import bpf
@@ -89,6 +89,7 @@ CONDITIONS = st.builds(ByArgument, st.integers(0, 5), st.frozensets(WORDS, max_s
 ARGUMENTS = st.tuples(*[st.integers(0, 2**64 - 1)] * 6)
 
 
+@settings(max_examples=30)
 @given(
     st.dictionaries(st.integers(0, 300), SIMPLE | CONDITIONS, max_size=300),
     st.integers(0, 300),
@@ -314,9 +315,7 @@ async def test_who_may_trace_everything_gains_nothing_by_the_first_process(image
 WORK = {
     "cc": "echo 'int main(){return 0;}' > t.c && cc -pthread -o t t.c && ./t",
     "git": "git init -q . && git -c user.name=a -c user.email=a@b commit -q --allow-empty -m x && git log --oneline",
-    "node": 'node -e \'const c=require("child_process"); require("fs").writeFileSync("a", c.execSync("echo b"))\'',
-    "python3": "python3 -m venv --without-pip v && "
-    "v/bin/python -c 'import multiprocessing as m; m.Pool(2).map(len, [[]])'",
+    "python3": "python3 -c 'import multiprocessing as m; m.Pool(2).map(len, [[]])'",
 }
 """Daily work, by the program it needs."""
 
