@@ -95,6 +95,7 @@ class Stranger:
             await asyncio.sleep(0.3)
 
 
+@pytest.mark.long("tests/gym takes the golden path")
 @pytest.mark.gym
 @pytest.mark.sandbox
 @pytest.mark.timeout(1500)
