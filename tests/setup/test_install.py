@@ -124,6 +124,7 @@ def test_a_machine_that_is_not_debian_gets_the_other_ways_named(
 
 
 @needs_debian
+@pytest.mark.long("it reads a mirror's package lists")
 def test_an_unknown_package_fails_with_apts_own_words(tmp_path: Path) -> None:
     # The fixes to a release are a short list.
     sources = [one for one in debian.host_sources() if one.suite.endswith("-updates")] or debian.host_sources()
