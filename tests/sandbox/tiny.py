@@ -50,7 +50,7 @@ def pack(root: Path, target: Path, runtime: Runtime) -> None:
     subprocess.run([found, root, partition, *options], check=True, stdout=subprocess.DEVNULL)
     content = partition.read_bytes()
     partition.unlink()
-    arch = next(number for number, name in rootfs.MACHINES.items() if name == os.uname().machine)
+    arch = next(number for number, name in rootfs._SIF_PROCESSORS.items() if name == os.uname().machine)
     table, begin = 4096, 1 << 16
     extra = rootfs._PARTITION.pack(rootfs._SQUASHFS, rootfs._SYSTEM, arch)
     group = -0x0FFFFFFF

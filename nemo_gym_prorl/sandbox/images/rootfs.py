@@ -164,27 +164,14 @@ def inside(root: Path, path: str) -> Path:
     return root.joinpath(*done)
 
 
-MAGIC = b"SIF_MAGIC\0"
-
-MACHINES = {
-    b"01": "i686",
-    b"02": "x86_64",
-    b"03": "armv7l",
-    b"04": "aarch64",
-    b"05": "ppc64",
-    b"06": "ppc64le",
-    b"11": "s390x",
-    b"12": "riscv64",
-}
-"""The header's numbers of processors, by the names that ``uname -m`` has for them."""
+_SIF_PROCESSORS = {b"02": "x86_64", b"04": "aarch64"}
+"""The header's numbers of processors, by the names that ``uname -m`` has for them; others are not checked."""
 
 _HEADER = struct.Struct("<32s10s3s3s16s8q")
 _DESCRIPTOR = struct.Struct("<i?iiiqqqqqqq128s384s")
 _PARTITION = struct.Struct("<ii3s")
-_READ = 1 << 16
-_PARTITION_KIND = 0x4004
-_SQUASHFS = 1
-_SYSTEM = 2
+_READ_BYTES = 1 << 16
+_PARTITION_KIND, _SQUASHFS, _SYSTEM = 0x4004, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +179,7 @@ class Sif:
     """An image file.
 
     Attributes:
-        machine: the processor it is for, as ``uname -m`` says it; empty if it does not say.
+        machine: the processor it is for, as ``uname -m`` says it; empty if not known.
         identity: the random number that it got when it was made.
         offset: where its root file system begins; ``None`` if that is not squashfs, or encrypted.
         size: how many bytes belong to it.
@@ -204,41 +191,30 @@ class Sif:
     size: int
 
 
-def is_sif(head: bytes) -> bool:
-    """Whether a file that begins so is meant to be one."""
-    return head[32:42] == MAGIC
-
-
 def parse_sif(head: bytes) -> Sif:
     """Read the beginning of an image file.
 
     Raises:
         ValueError: it is not one, or its table is damaged; says what is wrong.
     """
-    if len(head) < _HEADER.size or not is_sif(head):
+    if len(head) < _HEADER.size or head[32:42] != b"SIF_MAGIC\0":
         raise ValueError("not a Singularity image file")
     header = _HEADER.unpack_from(head)
-    arch, identity = header[3].rstrip(b"\0"), header[4].hex()
     total, table = header[8], header[9]
     if not 0 <= total * _DESCRIPTOR.size <= len(head) - table or table < _HEADER.size:
         raise ValueError("its table of contents is damaged or cut off")
-    offset, size = None, table + total * _DESCRIPTOR.size
-    system = False
-    for number in range(total):
-        kind, used, *_ids, at, length = _DESCRIPTOR.unpack_from(head, table + number * _DESCRIPTOR.size)[:7]
-        if not used:
-            continue
-        size = max(size, at + length)
-        if kind == _PARTITION_KIND:
-            extra = _DESCRIPTOR.unpack_from(head, table + number * _DESCRIPTOR.size)[-1]
-            file_system, role, own_arch = _PARTITION.unpack_from(extra)
+    end = size = table + total * _DESCRIPTOR.size
+    system: tuple[int | None, bytes] | None = None
+    for kind, used, *_ids, offset, length, _, _, _, _, _, _, extra in _DESCRIPTOR.iter_unpack(head[table:end]):
+        size = max(size, offset + length) if used else size
+        if used and kind == _PARTITION_KIND:
+            file_system, role, processor = _PARTITION.unpack_from(extra)
             if role == _SYSTEM:
-                system = True
-                arch = own_arch.rstrip(b"\0") or arch
-                offset = at if file_system == _SQUASHFS else None
-    if not system:
+                system = offset if file_system == _SQUASHFS else None, processor
+    if system is None:
         raise ValueError("there is no root file system in it")
-    return Sif(MACHINES.get(arch, ""), identity, offset, size)
+    processor = system[1].rstrip(b"\0") or header[3].rstrip(b"\0")
+    return Sif(_SIF_PROCESSORS.get(processor, ""), header[4].hex(), system[0], size)
 
 
 def read_sif(path: Path, machine: str) -> Sif:
@@ -249,7 +225,7 @@ def read_sif(path: Path, machine: str) -> Sif:
     """
     try:
         with path.open("rb") as file:
-            head = file.read(_READ)
+            head = file.read(_READ_BYTES)
             length = file.seek(0, 2)
     except PermissionError as error:
         raise CallerError(f"{path} can't be read by you: chmod a+r it", field="image") from error

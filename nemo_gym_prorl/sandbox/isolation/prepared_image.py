@@ -71,7 +71,7 @@ def preliminaries(
     root, several = is_machine_root(), order["users"]
     host = order["host_uid"], order["host_gid"]
     owned = root and not several and prepared.owner != (order["uid"], order["uid"])
-    shown = root and shown_mounts(order)
+    shown = root and order["binds"]
     if not owned and not several and not shown:
         return None
 
@@ -103,7 +103,7 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
     if several and prepared.one_user:
         raise PermissionError(errno.EPERM, prepared.one_user)
     binds = [] if root else [Bind.parse(text) for text in order["binds"]]
-    shown = [Bind.parse(text).target for text in shown_mounts(order)] if root else []
+    shown = [Bind.parse(text).target for text in order["binds"]] if root else []
     request = Request(Kind.MAKE)
     request.words(len(uncovered()))
     request.limits(_of_all_users(order) if several else [])
@@ -134,13 +134,8 @@ def _of_all_users(order: dict[str, Any]) -> list[tuple[int, int, int]]:
     return [(resource.RLIMIT_NPROC, processes, processes)]
 
 
-def shown_mounts(order: dict[str, Any]) -> list[str]:
-    """Return what root shows a sandbox with other owners: its binds."""
-    return list(order["binds"])
-
-
 def held_mounts(order: dict[str, Any]) -> list[int]:
-    """By root: :func:`shown_mounts` as mounts that are nowhere yet, in which the owner's files are the sandbox's own.
+    """By root: the binds as mounts that are nowhere yet, in which the owner's files are the sandbox's own.
 
     The owner of a bind is who has its uppermost folder on the host. One that can be written to stays nobody's if that
     is root, or root's group: a sandbox could leave programs there that run as root on the host. Files that belong to

@@ -97,18 +97,6 @@ GRANTED = {"NET_ADMIN": 12, "SYS_PTRACE": 19}
 """Those that are added when asked for: all of one's own network devices, and looking into all processes of one's own.
 The supervisor's helpers stay closed even to that: their memory belongs to the namespace that they came from."""
 
-_REFUSED = {
-    "ALL": "name those that are needed",
-    "SYS_ADMIN": "it would let the sandbox mount file systems and undo its walls",
-    "SYS_RESOURCE": "it would let the sandbox lift its limits",
-    "DAC_READ_SEARCH": "it would let the sandbox open files by number, past its root folder",
-    "SYS_RAWIO": "there are no devices in a sandbox",
-    "CHECKPOINT_RESTORE": "it would let the sandbox choose the numbers of its processes",
-    "BPF": "programs in the kernel would be shared with the machine",
-    "PERFMON": "what it measures belongs to the machine",
-}
-_WITHOUT_EFFECT = "the kernel asks for it in the machine's own user namespace, so in a sandbox it has no effect"
-
 
 def numbers(names: Iterable[str], *, root: bool, host_network: bool) -> frozenset[int]:
     """The numbers of capabilities that are to be added, by names as in Compose files, with or without ``CAP_``.
@@ -122,8 +110,7 @@ def numbers(names: Iterable[str], *, root: bool, host_network: bool) -> frozense
         if name in KEPT:
             continue
         if name not in GRANTED:
-            reason = _REFUSED.get(name, _WITHOUT_EFFECT)
-            raise CallerError(f"{given} is not given to sandboxes: {reason}", field="capabilities")
+            raise CallerError(f"{given} is not given to sandboxes; {', '.join(GRANTED)} can be", field="capabilities")
         if not root:
             raise CallerError(f"{given} is for root inside; the sandbox has root: false", field="capabilities")
         if name == "NET_ADMIN" and host_network:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import mounts, seccomp, syscalls
-from nemo_gym_prorl.sandbox.isolation.prepared_image import held_mounts, shown_mounts
+from nemo_gym_prorl.sandbox.isolation.prepared_image import held_mounts
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
 from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
 from nemo_gym_prorl.sandbox.launcher.requests import MOST_VARIABLES
@@ -134,7 +134,7 @@ def _show_image(image: str, folder: Path, uid: int, gid: int) -> str:
 def _show_mounts(order: Message, folder: Path) -> list[str]:
     """As root: the same for binds; returns where they are then."""
     shown = []
-    for number, (bind, tree) in enumerate(zip(shown_mounts(order), held_mounts(order), strict=True)):
+    for number, (bind, tree) in enumerate(zip(order["binds"], held_mounts(order), strict=True)):
         host, _, rest = bind.partition(":")
         place = folder / f"mount-{number}"
         if Path(host).is_dir():
