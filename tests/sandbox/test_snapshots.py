@@ -239,6 +239,7 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "its header alone": lambda whole: whole[:1024],
     "half of it": lambda whole: whole[: len(whole) // 2],
     "without its end": lambda whole: whole[:-10_240],
+    "cut after an entry": lambda whole: whole[: whole.index(b"second")],
     "a header of a gigabyte": lambda whole: whole.replace(
         b"%011o\0" % len(whole[512:1024].rstrip(b"\0")), b"7777777777\0\0"
     ),
