@@ -26,7 +26,7 @@ from benchmarks import processes
 from benchmarks.report import Row, parser, publish, quantile
 from benchmarks.sandboxes import GYM, SWE_REX, Action, gym_apptainer, latencies, our_exec, swe_rex
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
+from nemo_gym_prorl.sandbox.images.builder import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 

@@ -34,7 +34,7 @@ from benchmarks.sandboxes import (
 )
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, KERNEL, ensure_image
+from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel

@@ -25,7 +25,7 @@ from nemo_gym.sandbox import SandboxSpec
 from benchmarks import processes
 from benchmarks.report import Row, median, parser, publish
 from benchmarks.swe_rollouts import Meter, in_tree, staged
-from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
+from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.sandbox.started import StartedSandbox, Starter
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade_in

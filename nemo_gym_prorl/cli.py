@@ -70,7 +70,7 @@ def setup() -> None:
     from rich.console import Console
 
     from nemo_gym_prorl.commands.images import shown_step
-    from nemo_gym_prorl.sandbox.images.building.default import (
+    from nemo_gym_prorl.sandbox.images.builder import (
         DEFAULT,
         default_image_path,
         ensure_image,

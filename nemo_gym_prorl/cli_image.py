@@ -11,7 +11,7 @@ import typer
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.sandbox.images.building.recipe import Format
+    from nemo_gym_prorl.sandbox.images.recipe import Format
 
 app = typer.Typer(
     name="image", help="Build, pull, list and remove the images that sandboxes start from.", no_args_is_help=True
@@ -49,9 +49,9 @@ def build_image(
 
     from nemo_gym_prorl.commands.images import shown_step
     from nemo_gym_prorl.failures import CallerError
-    from nemo_gym_prorl.sandbox.images.building import builder as build
-    from nemo_gym_prorl.sandbox.images.building import recipe
-    from nemo_gym_prorl.sandbox.images.building.default import SHIPPED, ensure_image
+    from nemo_gym_prorl.sandbox.images import builder as build
+    from nemo_gym_prorl.sandbox.images import recipe
+    from nemo_gym_prorl.sandbox.images.builder import SHIPPED, ensure_image
     from nemo_gym_prorl.sandbox.images.store import ImageStore
     from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 

@@ -26,18 +26,20 @@ from nemo_gym_prorl.disks import in_memory, kind_under
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.gym.venvs import cut_at_a_space
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building.default import KERNEL, default_image_path, image_path
-from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.images.builder import KERNEL, default_image_path, image_path
+from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.sandbox.isolation.mounts import covers, uncovered
 from nemo_gym_prorl.sandbox.isolation.privilege import (
+    Attempt,
+    Ending,
     has_one_id,
     in_user_namespace,
     is_machine_root,
     is_machine_root_outside,
+    remedies,
 )
-from nemo_gym_prorl.sandbox.isolation.user_namespaces import Attempt, Ending, remedies
 from nemo_gym_prorl.sandbox.limits import cgroups
-from nemo_gym_prorl.sandbox.limits.report import By, Facts, Limit, limits, remedy_here, shortcomings
+from nemo_gym_prorl.sandbox.limits.rlimits import By, Facts, Limit, limits, remedy_here, shortcomings
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import HOW_TO_GET_IT, Runtime, find_runtime
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link

@@ -19,7 +19,7 @@ from nemo_gym.sandbox.providers.base import SandboxResources
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import started
 from nemo_gym_prorl.sandbox.gym import options as gym_options
-from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, KERNEL, ensure_image
+from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 

@@ -45,8 +45,8 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.handlers.gym_http import LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S
 from nemo_gym_prorl.rollout.shared_checkpoints import CHECKPOINT_FOLDER
-from nemo_gym_prorl.sandbox.compose.snapshots import is_named
-from nemo_gym_prorl.sandbox.images.building.default import KERNEL
+from nemo_gym_prorl.sandbox.images.builder import KERNEL
+from nemo_gym_prorl.sandbox.snapshots import is_named
 from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.serving import open_files
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
-from nemo_gym_prorl.sandbox.images.cache import silent
+from nemo_gym_prorl.sandbox.images.builder import DEFAULT, ensure_image
+from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted.server import ScriptedConfig

@@ -36,8 +36,8 @@ from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.steps import gym_reads_trajectories
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
-from nemo_gym_prorl.sandbox.images.cache import silent
+from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
+from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.scripted.policy import ScriptedConfig, ScriptedPolicy
 from nemo_gym_prorl.scripted.server import serve as serve_scripted

@@ -27,7 +27,7 @@ from nemo_gym_prorl.commands.submit import Order, submit
 from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.gym.deployment import GymDeployment
-from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
+from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME

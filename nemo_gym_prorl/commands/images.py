@@ -15,11 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.images.building.default import SHIPPED, image_path
-from nemo_gym_prorl.sandbox.images.info import Image
+from nemo_gym_prorl.sandbox.images.builder import SHIPPED, image_path
 from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_of, pull_all
 from nemo_gym_prorl.sandbox.images.reference import Registry, registry
-from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.images.store import Image, ImageStore
 
 
 GIB = 1 << 30

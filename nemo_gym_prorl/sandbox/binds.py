@@ -25,7 +25,7 @@ from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.isolation import accounts
+from nemo_gym_prorl.sandbox.isolation import mounts
 from nemo_gym_prorl.sandbox.isolation.mounts import Bind
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
@@ -181,7 +181,7 @@ def _check_place(shown: _Shown, place: str) -> None:
         raise shown.refused("would hide the image: name a folder inside, /mnt say")
     if own := next((own for own in OWN if place == own or place.startswith(f"{own}/")), ""):
         raise shown.refused(f"{own} is the sandbox's own: name another place, /mnt say")
-    if place == "/etc" or place in accounts.OF_THE_RUNTIME:
+    if place == "/etc" or place in mounts.OF_THE_RUNTIME:
         raise shown.refused(
             f"{place} has files that are made for each sandbox: bind single others of /etc, or upload what is needed "
             "once it runs"

@@ -28,7 +28,7 @@ from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.arguments import check_bounds, check_path, check_program, check_variables
 from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.limits import report
+from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.sessions.commands import (
     DEATH_S,
@@ -86,9 +86,15 @@ class Container:
         link.watch(name, self._on_event)
 
     @classmethod
-    async def start(cls, spec: ContainerSpec, runtime: Runtime | None = None, held: Sequence[int] = ()) -> Container:
+    async def start(
+        cls,
+        spec: ContainerSpec,
+        runtime: Runtime | None = None,
+        held: Sequence[int] = (),
+        snapshot: Path | None = None,
+    ) -> Container:
         """Start a sandbox; some 20 ms directly, 90 by the runtime. Files that are ``held`` stay open
-        until it is gone.
+        until it is gone. With a ``snapshot`` it begins with the files of another one of the same image.
 
         Raises:
             CallerError: the specification is wrong; names the field.
@@ -103,7 +109,7 @@ class Container:
         container = cls(f"b-{secrets.token_hex(6)}", spec, link, host_id)
         try:
             start = order(container.name, container._host_id, spec, runtime, defaults)
-            answer, _files = await link.ask(start, held)
+            answer, _files = await link.ask({**start, "snapshot": str(snapshot or "")}, held)
         except SandboxRefused as error:
             link.watch(container.name, None)
             raise start_error(error, spec, runtime) from error
@@ -112,9 +118,9 @@ class Container:
             raise
         try:
             LOGGER.debug("sandbox %s is up: %s", container.name, answer["steps"])
-            report.say_once(frozenset(answer["controllers"]), in_memory=answer["in_memory"])
+            rlimits.say_once(frozenset(answer["controllers"]), in_memory=answer["in_memory"])
             container.way, container.fallback = answer["start"], answer["fallback"]
-            report.say_once_why_slow(container.fallback)
+            rlimits.say_once_why_slow(container.fallback)
             container.environment = defaults.environment(answer["environment"], root=spec.root)
             published = defaults.config.workdir if defaults.config else ""
             await container.configure(spec.env, spec.workdir or published)

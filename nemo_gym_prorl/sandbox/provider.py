@@ -3,7 +3,7 @@
 """NeMo Gym's ``SandboxProvider`` named ``singularity``: Gym's words on one side, :mod:`.container` on the other.
 
 What Gym defines beyond the common core is there as methods of the same names, since Gym finds capabilities by looking
-for them: snapshots are in :mod:`.compose.provider`, the rest is here.
+for them: snapshots are in :mod:`.snapshots`, the rest is here.
 
 A command that ran has ``error_type`` ``None`` and its own exit code. One that was stopped when its time was up has
 ``timeout``, 124 and the output so far; one that could not run has ``sandbox``, 125 and the reason as its stderr.
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_gym.sandbox.providers.base import (
     SandboxCreateError,
@@ -31,21 +31,17 @@ from nemo_gym.sandbox.providers.base import (
 
 from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox import transfer
-from nemo_gym_prorl.sandbox.compose.provider import SnapshotSupport
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.gym import options as gym_options
 from nemo_gym_prorl.sandbox.gym.options import container_of
-from nemo_gym_prorl.sandbox.images.async_store import AsyncImageStore
+from nemo_gym_prorl.sandbox.images.pull import AsyncImageStore
 from nemo_gym_prorl.sandbox.images.reference import Reference, parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
+from nemo_gym_prorl.sandbox.snapshots import Snapshot, SnapshotSupport
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
-
-
-if TYPE_CHECKING:
-    from nemo_gym_prorl.sandbox.compose.snapshots import Snapshot
 
 
 TIMED_OUT = 124
@@ -92,12 +88,12 @@ class SingularityProvider(SnapshotSupport):
             wanted, snapshot, image = await self._wanted(spec)
             runtime = await self._require_runtime()
             wanted = replace(wanted, image=await self._images.locate(image, runtime))
-            container = await self._start(wanted)
+            if snapshot:
+                await asyncio.to_thread(snapshot.base.check, wanted)
+            container = await self._start(wanted, snapshot.path if snapshot else None)
             # It may have been started from an unpacked copy, which comes and goes.
             container.image = wanted.image
             try:
-                if snapshot:
-                    await snapshot.restore(container)
                 if spec.entrypoint:
                     await self._enter(container, spec.entrypoint)
             except BaseException:
@@ -278,9 +274,9 @@ class SingularityProvider(SnapshotSupport):
         finally:
             os.close(null)
 
-    async def _start(self, spec: ContainerSpec) -> Container:
+    async def _start(self, spec: ContainerSpec, snapshot: Path | None) -> Container:
         assert self._runtime
         async with self._images.start(spec.image, self._runtime) as start:
             held = [start.lock.descriptor] if start.lock else []
             async with _starts.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(STARTS)):
-                return await Container.start(replace(spec, image=start.path), self._runtime, held)
+                return await Container.start(replace(spec, image=start.path), self._runtime, held, snapshot)

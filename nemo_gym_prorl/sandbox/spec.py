@@ -19,17 +19,17 @@ from pydantic import Strict, TypeAdapter
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import fields
 from nemo_gym_prorl.sandbox.images import oci_config
-from nemo_gym_prorl.sandbox.images.info import config_of
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
-from nemo_gym_prorl.sandbox.images.validate import check_image
-from nemo_gym_prorl.sandbox.isolation import capabilities
-from nemo_gym_prorl.sandbox.isolation.accounts import SANDBOX_UID
+from nemo_gym_prorl.sandbox.images.rootfs import check_image
+from nemo_gym_prorl.sandbox.images.store import config_of
+from nemo_gym_prorl.sandbox.isolation import privilege
+from nemo_gym_prorl.sandbox.isolation.mounts import SANDBOX_UID
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.runtime.command import image_variables
+from nemo_gym_prorl.sandbox.runtime.launch import image_variables
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 
 
@@ -194,7 +194,7 @@ def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, defaul
         "shared_memory_mib": spec.shared_memory_mib,
         "ttl_s": spec.ttl_s,
         "start_timeout_s": spec.start_timeout_s,
-        "capabilities": sorted(capabilities.numbers(spec.capabilities, root=spec.root, host_network=spec.network)),
+        "capabilities": sorted(privilege.numbers(spec.capabilities, root=spec.root, host_network=spec.network)),
     }
 
 
@@ -205,8 +205,8 @@ def _may_trace(spec: ContainerSpec) -> bool:
     Raises:
         CallerError: capabilities that can't be had.
     """
-    added = capabilities.numbers(spec.capabilities, root=spec.root, host_network=spec.network)
-    return capabilities.GRANTED["SYS_PTRACE"] in added
+    added = privilege.numbers(spec.capabilities, root=spec.root, host_network=spec.network)
+    return privilege.GRANTED["SYS_PTRACE"] in added
 
 
 def image_identity(image: Path) -> str:

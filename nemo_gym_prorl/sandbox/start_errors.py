@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.images.validate import UNPACK
+from nemo_gym_prorl.sandbox.images.rootfs import UNPACK
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import ContainerSpec
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused

@@ -15,9 +15,9 @@ from typing import Any
 from nemo_gym.sandbox.providers import create_provider
 from nemo_gym.sandbox.providers.base import SandboxExecResult, SandboxHandle, SandboxSpec, SandboxStatus
 
-from nemo_gym_prorl.sandbox.compose.snapshots import Taken
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
+from nemo_gym_prorl.sandbox.snapshots import SnapshotInfo
 
 
 class StartedSandbox:
@@ -89,9 +89,9 @@ class SandboxWithSessions(StartedSandbox):
         has_room: bool = await self._provider.has_room(self._handle)
         return has_room
 
-    async def checkpoint(self, name: str) -> Taken:
+    async def checkpoint(self, name: str) -> SnapshotInfo:
         """Keep what it has written, for others that go on from there."""
-        taken: Taken = await self._provider.checkpoint(self._handle, name)
+        taken: SnapshotInfo = await self._provider.checkpoint(self._handle, name)
         return taken
 
 

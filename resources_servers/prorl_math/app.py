@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from nemo_gym_prorl.sandbox.images.building.default import MATH
+from nemo_gym_prorl.sandbox.images.builder import MATH
 from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker
 from nemo_gym_prorl.tasks.math.task import Math

@@ -15,7 +15,7 @@ from nemo_gym.config_types import ModelServerRef
 from omegaconf import OmegaConf
 from pydantic import Field
 
-from nemo_gym_prorl.sandbox.images.building.default import MATH
+from nemo_gym_prorl.sandbox.images.builder import MATH
 from nemo_gym_prorl.task_models import TaskModel
 from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker

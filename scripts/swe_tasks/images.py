@@ -14,11 +14,9 @@ import subprocess
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images import sif
-from nemo_gym_prorl.sandbox.images.building.builder import Order, build
-from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
-from nemo_gym_prorl.sandbox.images.cache import Progress, machine
-from nemo_gym_prorl.sandbox.images.entries import Entries
+from nemo_gym_prorl.sandbox.images import rootfs
+from nemo_gym_prorl.sandbox.images.builder import DEFAULT, Order, build, ensure_image
+from nemo_gym_prorl.sandbox.images.entries import Entries, Progress, machine
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
@@ -79,7 +77,7 @@ class Stack:
         runtime = str(self._runtime.path)
         self._run([runtime, "sif", "new", str(made)])
         self._run([runtime, "sif", "add", *_SIF_ADD, "--partarch", _PROCESSORS[machine()], str(made), str(packed)])
-        sif.read(made, machine())
+        rootfs.read_sif(made, machine())
         made.rename(target)
 
     def pack(self) -> None:

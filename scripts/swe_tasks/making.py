@@ -20,8 +20,7 @@ from typing import Any
 import orjson
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images.cache import Progress, cache_dir
-from nemo_gym_prorl.sandbox.images.entries import Entries
+from nemo_gym_prorl.sandbox.images.entries import Entries, Progress, cache_dir
 from nemo_gym_prorl.sandbox.images.reference import written
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.tasks.swe.instance import SweInstance

@@ -17,7 +17,7 @@ import orjson
 from nemo_gym_prorl.gym.command_line import GymCli
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.scripted.server import serve
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from tests.gym.gym_command import gym as gym_command

@@ -23,7 +23,7 @@ from nemo_gym_prorl.gym.command_line import MARK_NAME
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems

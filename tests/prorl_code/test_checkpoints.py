@@ -10,7 +10,7 @@ import pytest
 
 from nemo_gym_prorl import task_server
 from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S
-from nemo_gym_prorl.sandbox.compose.snapshots import default_folder
+from nemo_gym_prorl.sandbox.snapshots import default_folder
 from tests.prorl_code.conftest import Client, row, serving
 
 

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.sandbox.isolation.syscalls import mount, mount_for, private_mounts, walled_in
 from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime

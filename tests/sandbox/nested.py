@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_gym_prorl import bpf
-from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
 from nemo_gym_prorl.sandbox.isolation.user_ids import Span, write_maps
 from nemo_gym_prorl.sandbox.runtime.apptainer import ROOT_CACHE

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
+from nemo_gym_prorl.sandbox.images.rootfs import fuse_trouble
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import HELPERS
 from nemo_gym_prorl.sandbox.limits import cgroups
@@ -102,13 +102,12 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         # Files that are no snapshot are refused by the same lines.
         "snapshots": (
-            "odd_names_and_attributes_and_holes_are_kept",
-            "no_snapshot_is_restored_over_another_image",
-            "what_is_set_in_a_snapshot_raises_nobody",
-            "what_the_next_sandbox_has_mounted_stays_as_it_is",
-            "no_program_is_taken_for_the_sandboxs_own_and_left_running",
-            "what_forks_for_ever_is_paused",
-            "who_reads_a_sandboxs_layer_ends_with_the_supervisor",
+            "a_snapshot_keeps_names_attributes_holes_and_deletions",
+            "a_snapshot_keeps_owners",
+            "a_snapshot_is_restored_only_over_its_image",
+            "entries_of_a_snapshot_have_no_rights_outside",
+            "a_bind_of_the_next_sandbox_stays_as_it_is",
+            "a_pause_stops_every_program",
         ),
     },
 }
@@ -120,8 +119,6 @@ SAME_FOR_A_USER = (
     "unprotected",
     # Images are looked at before there is anything of a user's.
     "refused_by_name",
-    "in_place_of_a",
-    "test_a_shell_that_is_no_file",
     # Accounts are read by the server, or looked for inside.
     "test_an_unknown_user_is_a_result",
     "test_a_line_that_is_no_account_is_nobodys",

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.limits import cgroups, report
-from nemo_gym_prorl.sandbox.limits.report import By, Facts
+from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, step_down
@@ -83,17 +82,6 @@ def test_only_limits_that_were_asked_for_and_can_be_kept_are_written(
         quota, period = map(int, wanted["cpu.max"].split())
         assert quota >= 1000, "the kernel takes no less"
         assert abs(quota / period - cpus) <= 0.01
-
-
-@given(st.frozensets(st.sampled_from(sorted(cgroups.CONTROLLERS))), st.sampled_from([(4, 18), (5, 14), (6, 1)]))
-def test_what_the_kernel_does_not_keep_is_said(controllers: frozenset[str], kernel: tuple[int, int]) -> None:
-    found = {limit.name: limit for limit in report.limits(Facts(controllers, kernel))}
-    assert (found["memory"].by is By.KERNEL) is ("memory" in controllers)
-    assert (found["cpu"].by is By.NOTHING) is ("cpu" not in controllers)
-    assert (found["processes"].by is By.KERNEL) is ("pids" in controllers or kernel >= (5, 14))
-    said = report.shortcomings(list(found.values()))
-    assert all((limit.name + " (" in said) is (limit.by is not By.KERNEL) for limit in found.values())
-    assert "\n" not in said
 
 
 @given(starter=st.booleans(), init=st.none() | st.booleans(), closing_s=st.floats(0, 100))

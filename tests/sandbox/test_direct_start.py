@@ -18,7 +18,7 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.launcher import program as launching
-from nemo_gym_prorl.sandbox.limits import report
+from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import prepared_images
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
@@ -80,7 +80,7 @@ async def test_where_it_cannot_be_made_directly_the_runtime_starts_it_and_the_re
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(report, "_said_why_slow", False)
+    monkeypatch.setattr(rlimits, "_said_why_slow", False)
     without(Off(launcher=(('doing("pivot_root", "");', 'doing("mounts are forbidden here", ""), must(-EPERM);'),)))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -13,7 +13,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.compose import snapshots
+from nemo_gym_prorl.sandbox import snapshots
 from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.sessions.bash_channel import BashChannel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell

@@ -17,10 +17,9 @@ import pytest
 from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.images.building import apt_base
-from nemo_gym_prorl.sandbox.images.building import builder as build_module
-from nemo_gym_prorl.sandbox.images.building.builder import Order, build
-from nemo_gym_prorl.sandbox.images.cache import machine, silent
+from nemo_gym_prorl.sandbox.images import builder as build_module
+from nemo_gym_prorl.sandbox.images.builder import Order, build
+from nemo_gym_prorl.sandbox.images.entries import machine, silent
 from nemo_gym_prorl.sandbox.images.reference import parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
@@ -138,7 +137,7 @@ def test_an_image_on_one_of_a_registry(order: Order, store: ImageStore, tiny_roo
 def test_packages_of_the_machines_distribution_are_a_base(
     order: Order, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apt_base, "PACKAGES", ("base-files", "base-passwd", "dash", "coreutils"))
+    monkeypatch.setattr(debian, "PACKAGES", ("base-files", "base-passwd", "dash", "coreutils"))
     said: list[str] = []
     built = build(replace(order, base="apt:", apt=["make"]), store, runtime, said.append)
     assert (built / "usr/bin/make").exists()
@@ -186,7 +185,7 @@ def test_a_killed_build_leaves_no_image_and_the_next_one_makes_it(
 ) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from nemo_gym_prorl.sandbox.images.building.builder import Order, build\n"
+        "from nemo_gym_prorl.sandbox.images.builder import Order, build\n"
         "from nemo_gym_prorl.sandbox.images.store import ImageStore\n"
         "from nemo_gym_prorl.sandbox.runtime.apptainer import *\n"
         "folder = Path(sys.argv[1]); store = ImageStore(folder / 'images', folder / 'unpacked')\n"

@@ -14,14 +14,14 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building.builder import Order, build
-from nemo_gym_prorl.sandbox.images.building.recipe import Format
-from nemo_gym_prorl.sandbox.images.cache import machine, silent
+from nemo_gym_prorl.sandbox.images.builder import Order, build
+from nemo_gym_prorl.sandbox.images.entries import machine, silent
 from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH
 from nemo_gym_prorl.sandbox.images.pull import Puller
+from nemo_gym_prorl.sandbox.images.recipe import Format
 from nemo_gym_prorl.sandbox.images.reference import registry
+from nemo_gym_prorl.sandbox.images.rootfs import fuse_trouble
 from nemo_gym_prorl.sandbox.images.store import ImageStore
-from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.registry import Registry, layer, serve
@@ -59,8 +59,6 @@ VARIABLES = {
     "the language": ("LANG=de_DE.UTF-8", {"LANG": "de_DE.UTF-8"}),
     "the terminal": ("TERM=xterm-256color", {"TERM": "xterm-256color"}),
     "the home folder": ("HOME=/srv", {"HOME": "/srv"}),
-    "no name": ("=x", {}),
-    "no value": ("A", {}),
 }
 
 
@@ -84,17 +82,6 @@ async def _variables(container: Container) -> dict[str, str]:
     return dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
 
 
-@pytest.mark.parametrize("entry", VARIABLES)
-async def test_a_variable_arrives_as_it_was_published(
-    entry: str, served: Registry, published: bytes, store: ImageStore, runtime: Runtime
-) -> None:
-    written, expected = VARIABLES[entry]
-    wanted = registry(served.add("us/tiny", [published], machine(), Env=[written]))
-    path = Puller(store, runtime).pull(wanted)
-    async with await Container.start(ContainerSpec(image=path), runtime) as container:
-        assert await _variables(container) == {**USUAL, **expected}
-
-
 EVERY = {
     name: value for _written, expected in VARIABLES.values() for name, value in expected.items() if name != "PATH"
 } | {"PATH": "/opt/x/bin:/usr/bin:/bin"}
@@ -115,7 +102,7 @@ async def test_all_variables_arrive_from_every_kind_of_image(
         pytest.skip("only the runtime mounts a SIF")
     if not unpack and (trouble := fuse_trouble()):
         pytest.skip(trouble)
-    env = [f"{name}={value}" for name, value in EVERY.items()]
+    env = [f"{name}={value}" for name, value in EVERY.items()] + ["=x", "A_NAME_ALONE"]
     wanted = registry(served.add("us/tiny", [published], machine(), Env=env, WorkingDir="/srv/app", User="1234"))
     path = Puller(store, runtime, format=kept).pull(wanted)
     start = store.open(path, runtime, unpack=unpack)
@@ -155,13 +142,10 @@ async def test_what_is_built_on_a_published_image_starts_from_its_variables(
 USERS = {
     # The published user, then: user, home folder and working folder of root, and of a sandbox that is not root's.
     "none": ("", "0 /root /root", "1000 /tmp /tmp"),
-    "root by name": ("root", "0 /root /root", "1000 /tmp /tmp"),
     "a name": ("app", "0 /home/app /root", "1234 /home/app /tmp"),
-    "a name and a group": ("app:app", "0 /home/app /root", "1234 /home/app /tmp"),
     "a number": ("1234", "0 /home/app /root", "1234 /home/app /tmp"),
     "a number without an account": ("4321:1", "0 / /root", "4321 / /tmp"),
     "a name without an account": ("nobody-here", "0 /root /root", "1000 /tmp /tmp"),
-    "no name at all": ("$(id)", "0 /root /root", "1000 /tmp /tmp"),
 }
 
 
@@ -196,8 +180,6 @@ async def test_what_a_caller_asks_for_goes_before_what_was_published(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a NUL in a variable": ({"Env": ["A=a\0b"]}, "Env: 'A' must not hold a NUL"),
-    "half a pair": ({"Env": ["A=\ud800"]}, "Env: 'A' holds half a surrogate pair"),
-    "a long variable": ({"Env": ["A=" + "x" * (1 << 18)]}, "Env: 'A' is longer than"),
     "many variables": ({"Env": [f"A{n}=" + "x" * 100_000 for n in range(30)]}, "Env: holds more than 2 MiB"),
 }
 

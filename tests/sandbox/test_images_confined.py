@@ -15,17 +15,13 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.images.building import runtime_build
-from nemo_gym_prorl.sandbox.images.building.builder import Order, build
-from nemo_gym_prorl.sandbox.images.cache import machine, silent
-from nemo_gym_prorl.sandbox.images.pull import Puller
-from nemo_gym_prorl.sandbox.images.reference import Registry
+from nemo_gym_prorl.sandbox.images import programs, rootfs
+from nemo_gym_prorl.sandbox.images.builder import Order, build
+from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from tests.sandbox.registry import layer, serve
 
 
 pytestmark = pytest.mark.sandbox
@@ -176,7 +172,7 @@ def test_a_link_in_place_of_what_was_built_is_not_followed(runtime: Runtime, tmp
         program.write_text(f"#!/bin/sh\nln -s {folder if unpacked else file} {tmp_path}/made\n")
         program.chmod(0o755)
         with pytest.raises(InfrastructureError, match="something else in place of the image"):
-            runtime_build.build(replace(runtime, path=program), tmp_path, "x.def", timeout_s=60, unpacked=unpacked)
+            programs.build(replace(runtime, path=program), tmp_path, "x.def", timeout_s=60, unpacked=unpacked)
         assert stat.S_IMODE(file.stat().st_mode) == 0o4000
     assert (tmp_path.stat().st_uid, stat.S_IMODE(tmp_path.stat().st_mode)) == (os.geteuid(), 0o700)
 
@@ -217,15 +213,3 @@ def test_nothing_that_a_recipe_starts_outlives_its_build(
         except OSError:
             continue
     assert left == []
-
-
-def test_what_a_registry_serves_is_settled_too(store: ImageStore, tiny_root: Path, runtime: Runtime) -> None:
-    def of_many(entry):  # type: ignore[no-untyped-def]
-        entry.uid = entry.gid = 33
-        entry.mode |= 0o6000 if entry.isreg() else 0
-        return entry
-
-    with serve() as registry:
-        uri = registry.add("us/many:1", [layer(tiny_root, of_many)], machine())
-        pulled = Puller(store, runtime, format="folder").pull(Registry(uri))
-    assert_settled(pulled)

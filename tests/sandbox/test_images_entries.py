@@ -8,7 +8,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -22,8 +21,7 @@ import pytest
 
 from nemo_gym_prorl.sandbox.images import entries as entries_module
 from nemo_gym_prorl.sandbox.images.entries import Entries
-from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT
-from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.images.store import INFO_FILE, ROOT, ImageStore
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 
 
@@ -102,22 +100,6 @@ def test_what_is_being_made_or_removed_is_closed_to_others(tmp_path: Path, monke
     put(entries, "thing")
     assert entries.remove("thing")
     assert modes == [0o700, 0o700]
-
-
-def test_a_shared_disk_is_never_told_to_hurry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every machine that uses it would wait."""
-    told = []
-    monkeypatch.setattr(entries_module.ctypes, "CDLL", lambda *_arguments, **_options: told.append("syncfs"))
-    monkeypatch.setattr(os, "sync", lambda: told.append("sync"))
-    monkeypatch.setattr(entries_module, "on_shared_disk", lambda _path: True)
-    entries_module.flush(tmp_path)
-    assert told == []
-
-
-def test_a_local_disk_writes_down_what_it_was_given(tmp_path: Path) -> None:
-    entries_module.flush(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        entries_module.flush(tmp_path / "nothing")
 
 
 def test_of_many_processes_one_makes_a_thing(tmp_path: Path) -> None:
@@ -202,26 +184,6 @@ def test_users_and_removers_at_once_meet_a_whole_thing_or_none(tmp_path: Path) -
         seen = set(pool.map(use, range(300)))
         list(changes)
     assert seen <= {"none", "whole"}
-
-
-def test_makers_at_once_replace_what_is_good_for_nothing_and_only_that(tmp_path: Path) -> None:
-    entries = Entries(tmp_path)
-
-    def make(number: int) -> bool:
-        with entries.making("thing", sound=(entries.path("thing") / "file").exists) as work:
-            if work is None:
-                return False
-            (work / "made").mkdir()
-            (work / "made" / "file").write_text(str(number))
-            entries.publish(work / "made", "thing")
-            return True
-
-    for _ in range(50):
-        shutil.rmtree(entries.path("thing"), ignore_errors=True)
-        entries.path("thing").mkdir()
-        with ThreadPoolExecutor(6) as pool:
-            assert sum(pool.map(make, range(6))) == 1
-        assert (entries.path("thing") / "file").exists()
 
 
 def test_without_locks_whatever_was_first_stays_and_recent_things_count_as_used(

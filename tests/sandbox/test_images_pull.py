@@ -19,7 +19,7 @@ import pytest
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.images.cache import machine
+from nemo_gym_prorl.sandbox.images.entries import machine
 from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_of, pull_all
 from nemo_gym_prorl.sandbox.images.reference import registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore

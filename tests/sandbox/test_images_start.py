@@ -17,9 +17,8 @@ from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.images import store as images_module
-from nemo_gym_prorl.sandbox.images.building import runtime_build
-from nemo_gym_prorl.sandbox.images.building.builder import Order, build
-from nemo_gym_prorl.sandbox.images.cache import machine, silent
+from nemo_gym_prorl.sandbox.images.builder import Order, build
+from nemo_gym_prorl.sandbox.images.entries import machine, silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
@@ -69,20 +68,6 @@ async def test_what_takes_long_about_an_image_can_be_done_ahead(
     images = ImageStore(tmp_path / "images", tmp_path / "unpacked")
     assert len(images.all_copies()) == 1
     assert images.is_ready(tiny_sif)
-
-
-async def test_what_a_sandbox_uses_outlives_the_object_that_asked_for_it(
-    provider: SingularityProvider, tiny_sif: Path, tmp_path: Path
-) -> None:
-    """The supervisor holds the lock, not the provider."""
-    handle = await provider.create(SandboxSpec(image=str(tiny_sif)))
-    opened = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}  # noqa: PTH115, ASYNC240
-    assert not any(".locks" in name and "unpacked" in name for name in opened)
-    copies = ImageStore(tmp_path / "images", tmp_path / "unpacked").copies
-    (entry,) = copies.all()
-    assert not copies.remove(entry.name)
-    await provider.close(handle)
-    assert copies.remove(entry.name)
 
 
 def test_an_unpacked_copy_is_the_callers_own_and_harmless(
@@ -209,17 +194,6 @@ async def test_damaged_images_are_refused_at_create_and_leave_nothing(
 def test_somebody_elses_root_folder_is_refused_with_the_way_out(store: ImageStore, runtime: Runtime) -> None:
     with pytest.raises(CallerError, match=r"belongs to user 0.*prorl image build plain --base /"):
         store.open(Path("/"), runtime)
-
-
-def test_without_unsquashfs_the_reason_is_said(
-    store: ImageStore, tiny_sif: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runtime_build, "find_unsquashfs", lambda runtime: None)
-    monkeypatch.setattr(images_module, "fuse_trouble", lambda: "no FUSE")
-    with pytest.raises(InfrastructureError, match=r"no unsquashfs \(package squashfs-tools\).*no FUSE"):
-        store.open(tiny_sif, runtime)
-    with pytest.raises(InfrastructureError, match=r"switched off.*no FUSE"):
-        store.open(tiny_sif, runtime, unpack=False)
 
 
 def test_links_of_an_image_lead_nowhere_else(tmp_path: Path) -> None:

@@ -134,13 +134,6 @@ async def test_bad_specs_are_refused_at_create(
     assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
 
 
-def test_single_sandboxes_import_nothing_of_compose() -> None:
-    program = "import sys, nemo_gym_prorl.sandbox.provider; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    ours = [name for name in done.stdout.split() if name.startswith("nemo_gym_prorl.sandbox.compose.")]
-    assert ours == ["nemo_gym_prorl.sandbox.compose.provider"]
-
-
 def test_unknown_options_are_named() -> None:
     for option, nearest in (("memory_mb", "memory_mib"), ("exec_timeout", "exec_timeout_s"), ("fakroot", "root")):
         with pytest.raises(CallerError, match=rf"did you mean {nearest}\?\); there are .*unpack") as caught:

@@ -17,7 +17,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import has_one_id, is_machine_root
 from nemo_gym_prorl.sandbox.limits import usage
-from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
+from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
@@ -137,11 +137,6 @@ async def test_the_runtime_can_not(image: Path, tiny_sif: Path, runtime: Runtime
             await Container.start(spec, runtime)
 
 
-async def test_one_user_is_the_rule(image: Path, runtime: Runtime) -> None:
-    async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        assert (await container.run("touch /tmp/x && chown 33 /tmp/x")).exit_code != 0
-
-
 def test_a_range_is_read_by_name_or_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
     monkeypatch.setattr(user_ids.pwd, "getpwuid", lambda uid: type("Entry", (), {"pw_name": "someone"}))
@@ -164,16 +159,6 @@ def test_where_ids_of_a_sandbox_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     assert user_ids.spans(block, 0, several=True, ranges=parent)[0][2] == user_ids.BLOCK
     assert (block - user_ids.FIRST_ID) % user_ids.BLOCK == 0
     assert not block <= one < block + user_ids.BLOCK
-
-
-def test_a_failing_helper_leaves_a_domain_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_machine_root():
-        pytest.skip("root needs no helper")
-    monkeypatch.setattr(user_ids, "ranges", lambda kind, own: [(0, own, 1), (1, 100000, 65536)])
-    monkeypatch.setattr(user_ids, "HELPERS", ("false", "false"))
-    parent, one_user = user_ids.make_parent_namespace()
-    os.close(parent)
-    assert one_user
 
 
 MOMENT = "from nemo_gym_prorl.sandbox.limits import cgroups, usage\n"

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.images import sif
+from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -50,15 +50,15 @@ def pack(root: Path, target: Path, runtime: Runtime) -> None:
     subprocess.run([found, root, partition, *options], check=True, stdout=subprocess.DEVNULL)
     content = partition.read_bytes()
     partition.unlink()
-    arch = next(number for number, name in sif.MACHINES.items() if name == os.uname().machine)
+    arch = next(number for number, name in rootfs._SIF_PROCESSORS.items() if name == os.uname().machine)
     table, begin = 4096, 1 << 16
-    extra = sif._PARTITION.pack(sif._SQUASHFS, sif._SYSTEM, arch)
+    extra = rootfs._PARTITION.pack(rootfs._SQUASHFS, rootfs._SYSTEM, arch)
     group = -0x0FFFFFFF
-    entry = (sif._PARTITION_KIND, True, 1, group, 0, begin, len(content), len(content), 0, 0, 0, 0, b"root", extra)
-    described = sif._DESCRIPTOR.pack(*entry)
+    entry = (rootfs._PARTITION_KIND, True, 1, group, 0, begin, len(content), len(content), 0, 0, 0, 0, b"root", extra)
+    described = rootfs._DESCRIPTOR.pack(*entry)
     sizes = (0, 0, 0, 1, table, len(described), begin, len(content))
     launcher = b"#!/usr/bin/env run-singularity\n"
-    header = sif._HEADER.pack(launcher, sif.MAGIC, b"01", arch, os.urandom(16), *sizes)
+    header = rootfs._HEADER.pack(launcher, rootfs.MAGIC, b"01", arch, os.urandom(16), *sizes)
     target.write_bytes((header.ljust(table, b"\0") + described).ljust(begin, b"\0") + content)
 
 

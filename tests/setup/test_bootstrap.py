@@ -52,6 +52,7 @@ def bootstrap(root: Path, *arguments: str, **environ: str) -> subprocess.Complet
     )
 
 
+@pytest.mark.long("it installs packages")
 def test_environment_is_made_once_and_again_when_the_project_changes(project: Path) -> None:
     first = bootstrap(project, "dev")
     assert first.returncode == 0, first.stderr
@@ -94,10 +95,8 @@ def test_a_wrong_python_is_refused_by_name(project: Path) -> None:
     ("there", "brought", "chosen"),
     [
         (["3.12.1", "3.13.0", "3.13.14"], None, "3.13.14"),
-        (["3.12.1", "3.14.0"], None, "3.14.0"),
         (["3.12.1", "3.13.0"], "3.13.15", "3.13.15"),
         (["3.12.1", "3.13.0"], None, "3.12.1"),
-        (["3.13.0"], None, "3.13.0"),
     ],
 )
 def test_it_takes_a_python_for_the_newest_gym_where_one_can_be_had(

@@ -15,10 +15,10 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building import apt_base
-from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, KERNEL, default_image_path, ensure_image, try_image
-from nemo_gym_prorl.sandbox.images.cache import silent
+from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, default_image_path, ensure_image, try_image
+from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -59,7 +59,7 @@ def test_a_second_call_builds_nothing(image: Path) -> None:
 
 def test_a_changed_recipe_is_another_image(monkeypatch: pytest.MonkeyPatch) -> None:
     before = default_image_path()
-    monkeypatch.setattr(apt_base, "PACKAGES", (*apt_base.PACKAGES, "make"))
+    monkeypatch.setattr(debian, "PACKAGES", (*debian.PACKAGES, "make"))
     assert default_image_path() != before
 
 
@@ -67,11 +67,6 @@ def test_a_broken_image_fails_its_trial(runtime: Runtime, tmp_path: Path) -> Non
     (tmp_path / "root" / "bin").mkdir(parents=True)
     with pytest.raises(InfrastructureError, match=r"apptainer test failed|singularity test failed"):
         try_image(tmp_path / "root", runtime)
-
-
-def test_without_a_runtime_nothing_is_built(empty_cache: Path) -> None:
-    with pytest.raises(InfrastructureError, match="prorl setup"):
-        ensure_image(DEFAULT, silent)
 
 
 @pytest.mark.parametrize("name", [DEFAULT, KERNEL])
@@ -86,15 +81,6 @@ async def test_a_fresh_sandbox_compiles_no_python(name: str, runtime: Runtime) -
     told = done.stdout.splitlines()
     assert any("__pycache__" in line and " matches " in line for line in told), "it tells what it takes"
     assert [line for line in told if line.startswith("# wrote") or re.search(r"code object from '.*\.py'", line)] == []
-
-
-def test_they_are_images_as_any_other(image: Path) -> None:
-    kernel = ensure_image(KERNEL, silent)
-    known = {name: one for one in ImageStore().all() for name in one.names}
-    for name, path in (("default", image), ("kernel", kernel)):
-        assert path.parent.name == known[name].entry.name
-        assert (known[name].info.kind, known[name].info.format) == ("image", "folder")
-        assert ImageStore().find(name) == path
 
 
 def test_set_up_gives_the_names_back_to_its_own_images(

@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,15 +21,12 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image, try_image
-from nemo_gym_prorl.sandbox.images.cache import silent
+from nemo_gym_prorl.sandbox.images.builder import DEFAULT, ensure_image, try_image
+from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.runtime import debian, install
 from nemo_gym_prorl.sandbox.runtime.apptainer import MARKER, find_runtime, private_prefix
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
-from tests.sandbox.tiny import make_tiny_root
 
-
-LONG = bool(os.environ.get("PRORL_TEST_LONG"))
 
 needs_debian = pytest.mark.skipif(
     debian.distribution() != "debian" or bool(debian.missing_tools()), reason="a private Apptainer is for Debian"
@@ -39,6 +35,7 @@ needs_debian = pytest.mark.skipif(
 
 @pytest.mark.sandbox
 @needs_debian
+@pytest.mark.long("it installs a runtime")
 def test_two_setups_at_once_install_it_once_and_replace_a_torso(empty_cache: Path, image: Path) -> None:
     torso = private_prefix() / "usr/bin/apptainer"
     torso.parent.mkdir(parents=True)
@@ -60,28 +57,21 @@ def test_two_setups_at_once_install_it_once_and_replace_a_torso(empty_cache: Pat
 
 @pytest.mark.sandbox
 @needs_debian
-@pytest.mark.longer("the default image, too")
+@pytest.mark.long("it installs a runtime")
 def test_an_ordinary_user_sets_up_from_nothing_and_runs_containers(
-    as_ordinary_user: Callable[[Callable[[Path], Any]], Any], image: Path
+    as_ordinary_user: Callable[[Callable[[Path], Any]], Any],
 ) -> None:
     def set_up(home: Path) -> tuple[int, str]:
         runtime = ensure_runtime(silent)
         runtime.activate()
-        # As somebody else's, its own folders could not be written to.
-        made = ensure_image(DEFAULT, silent) if LONG else shutil.copytree(tiny, home / "root", symlinks=True)
-        assert not LONG or "git version" in try_image(made, runtime)
+        made = ensure_image(DEFAULT, silent)
+        assert "git version" in try_image(made, runtime)
         script = "id -u; cat /proc/net/dev; touch /made-here && echo writable"
         options = ["--containall", "--fakeroot", "--net", "--network", "none", "--writable-tmpfs"]
-        # The machine's command for that would need programs of the image.
-        options += [] if LONG else ["--ignore-fakeroot-command"]
         command = ["apptainer", "exec", *options, made, "sh", "-c", script]
         return os.getuid(), subprocess.check_output(command, text=True, stderr=subprocess.STDOUT)
 
-    with tempfile.TemporaryDirectory(prefix="prorl-i-", dir="/tmp") as folder:
-        Path(folder).chmod(0o755)
-        tiny = Path(folder, "root")
-        make_tiny_root(image, tiny)
-        uid, said = as_ordinary_user(set_up)
+    uid, said = as_ordinary_user(set_up)
     assert uid != 0
     words = said.split()
     assert "lo:" in words
@@ -113,17 +103,6 @@ def test_a_package_comes_from_whichever_mirror_has_the_one_that_is_listed(tmp_pa
     assert list(work.iterdir()) == []
 
 
-def test_packages_come_side_by_side_and_progress_has_their_sizes(tmp_path: Path) -> None:
-    (work := tmp_path / "work").mkdir()
-    listed: dict[str, str] = {}
-    for number in range(20):
-        listed |= package(tmp_path / "archive", f"p{number}", bytes([number]) * 100_000)
-    said: list[str] = []
-    found = install.fetch_pinned(install.Pins("", listed), [(tmp_path / "archive").as_uri()], work, said.append)
-    assert {path.name for path in found} == {path.rpartition("/")[2] for path in listed}
-    assert (said[0], said[-1]) == ("downloading 20 packages", "downloading: 20 of 20 packages, 2.0 MB")
-
-
 def test_where_packages_are_looked_for_and_what_is_listed() -> None:
     listed = json.loads(Path(install.__file__).with_name("pinned.json").read_text())
     assert set(listed["packages"]) == {"x86_64", "aarch64"}
@@ -145,6 +124,7 @@ def test_a_machine_that_is_not_debian_gets_the_other_ways_named(
 
 
 @needs_debian
+@pytest.mark.long("it reads a mirror's package lists")
 def test_an_unknown_package_fails_with_apts_own_words(tmp_path: Path) -> None:
     # The fixes to a release are a short list.
     sources = [one for one in debian.host_sources() if one.suite.endswith("-updates")] or debian.host_sources()

@@ -14,7 +14,7 @@ from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.sandbox import started
-from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
+from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import SPACE_FILE, state_root
 

@@ -1,18 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of complete things that several processes and machines fill, use and clear at the same time.
+"""The user's cache folder, and folders in it that several processes and machines fill, use and clear at the same time.
 
-Images, on a file system that may be shared, and their unpacked copies, on each machine's own disk, follow one set of
-rules. Invariants:
+The cache holds everything that set-up builds and can build again. Images, on a file system that may be shared, and
+their unpacked copies, on each machine's own disk, follow one set of rules. Invariants:
 
-- What has a name is complete, since names are given by renaming a folder that was made beside its place, and a folder
-  can't be renamed over another that has something in it: the first one made stays, whoever else made it too. This
-  holds on any file system, whatever becomes of the locks and of the makers.
-- Each name has two lock files, of which the kernel lets go at their holder's death. Its maker holds the one, so nobody
-  makes a thing twice. Users share the other, and who removes a thing needs that alone; its time stamp says when the
-  thing was last used. One for both would have the next maker wait for users of what is there by then.
+- An entry becomes visible only after it is complete: it is made in a folder beside its place, which is then renamed.
+  A folder can't be renamed over another that has something in it, so the entry that was made first stays. This holds
+  on any file system, whatever becomes of the locks and of the makers.
+- Each entry has two lock files, which the kernel releases when their holder dies. The maker holds one, so an entry is
+  made once. Users share the other, and removal needs it exclusively; its time stamp is the last use of the entry.
 - What a killed maker or remover left has no name, and is swept when its lock can be had.
-- What has no name yet, or none any more, is closed to everybody else: nobody runs a half-made image's programs.
+- What has no name yet, or none any more, is closed to other users, who must not run a half-made image's programs.
 
 Where a file system has no locks (Lustre mounted without ``flock``, say), or is shared and may not show them to other
 machines, they only save double work: there, whatever was touched within :data:`UNSEEN_S` counts as used.
@@ -25,6 +24,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import platform
 import shutil
 import tempfile
 import time
@@ -35,8 +35,32 @@ from pathlib import Path
 
 from nemo_gym_prorl.disks import on_shared_disk
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images.cache import Progress, silent
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
+
+
+Progress = Callable[[str], None]
+"""Told one short line, without a full stop, whenever a longer step begins."""
+
+
+def silent(_message: str) -> None:
+    """The :data:`Progress` of those who do not want to know."""
+
+
+def cache_dir() -> Path:
+    """The cache folder: ``$PRORL_CACHE``, else ``$XDG_CACHE_HOME/nemo-gym-prorl``, else ``~/.cache/nemo-gym-prorl``.
+
+    A relative ``XDG_CACHE_HOME`` is ignored, as its specification asks. The folder need not exist yet.
+    """
+    if own := os.environ.get("PRORL_CACHE"):
+        return Path(own).expanduser().absolute()
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(xdg) if Path(xdg).is_absolute() else Path("~/.cache").expanduser()
+    return base / "nemo-gym-prorl"
+
+
+def machine() -> str:
+    """The processor architecture, e.g. ``x86_64``: part of every name, since unlike nodes may share a home folder."""
+    return platform.machine()
 
 
 UNSEEN_S = 24 * 3600.0

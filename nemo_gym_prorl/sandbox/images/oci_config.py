@@ -4,7 +4,7 @@
 
 Apptainer turns the variables into a shell script and loses the rest. The script is no faithful copy: values are
 escaped twice, commands in values run, and names that a shell does not accept are dropped. So the configuration is read
-from the blobs that a pull leaves behind, kept beside the image (:mod:`.info`), and applied without a shell.
+from the blobs that a pull leaves behind, kept beside the image (:mod:`.store`), and applied without a shell.
 
 Contents are untrusted: whoever published the image controls them.
 """

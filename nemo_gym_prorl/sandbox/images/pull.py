@@ -1,18 +1,24 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Images from registries: one, or all that a dataset names.
+"""Images from registries: one, or all that a dataset names; and the store of images for an event loop.
 
-Anonymous unless asked otherwise: nothing that the user has stored for a registry is sent. What is there is not pulled
-again, so a run that was interrupted goes on where it was, image by image. Trouble of networks and registries is tried
-again after a growing pause; what a registry denies is not.
+Pulls are anonymous unless asked otherwise: no stored login is sent. An image that is there is not pulled again, so a
+run that was interrupted goes on image by image. Trouble of networks and registries is retried after a growing pause;
+what a registry denies is not.
+
+:class:`AsyncImageStore` pulls and unpacks in threads, once for all who wait. A caller who goes away leaves the work
+going for the next caller. It ends with the process, and leaves nothing under a name that means complete.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import time
-from collections.abc import Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import AsyncIterator, Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +26,13 @@ from typing import Any
 import tenacity
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
-from nemo_gym_prorl.sandbox.images.building import programs, runtime_build
-from nemo_gym_prorl.sandbox.images.building.recipe import Format
-from nemo_gym_prorl.sandbox.images.cache import Progress, machine, silent
-from nemo_gym_prorl.sandbox.images.info import Info
+from nemo_gym_prorl.sandbox.images import programs
+from nemo_gym_prorl.sandbox.images.entries import Progress, machine, silent
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig, of_pull
-from nemo_gym_prorl.sandbox.images.reference import Registry, registry
-from nemo_gym_prorl.sandbox.images.store import ImageStore
-from nemo_gym_prorl.sandbox.images.validate import check_made
+from nemo_gym_prorl.sandbox.images.recipe import Format
+from nemo_gym_prorl.sandbox.images.reference import Reference, Registry, registry
+from nemo_gym_prorl.sandbox.images.rootfs import check_made
+from nemo_gym_prorl.sandbox.images.store import ImageStore, Info, OpenImage
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -103,13 +108,13 @@ class Puller:
         except InfrastructureError as error:
             raise _explained(wanted, error, self.credentials) from error
         check_made(made)
-        config = of_pull(work / runtime_build.DOWNLOADS)
+        config = of_pull(work / programs.DOWNLOADS)
         if kind == "folder":
             config.rewrite_script(made)
         return made, config
 
     def _try(self, wanted: Registry, work: Path, unpacked: bool) -> Path:
-        return runtime_build.build(
+        return programs.build(
             self.runtime,
             work,
             wanted.uri,
@@ -196,3 +201,117 @@ def _explained(wanted: Registry, error: InfrastructureError, credentials: bool) 
         hint = "your login is not enough" if credentials else "if it is private, log in and pull with --credentials"
         return CallerError(f"{wanted.uri} is denied: {hint}: {error.reason}", field="image")
     return InfrastructureError(f"{wanted.uri} could not be pulled: {error.reason}")
+
+
+_running: dict[str, Future[None]] = {}
+"""What is being pulled or unpacked, and who waits for it."""
+
+_places = threading.Semaphore(4)
+"""Images that are pulled or unpacked at a time: more only share the same line and disk."""
+
+
+class AsyncImageStore:
+    """See the module.
+
+    Args:
+        store: the images.
+        pull: pull what is not there.
+        unpack: start SIFs from an unpacked copy where there is room for one.
+    """
+
+    def __init__(self, store: ImageStore, *, pull: bool = True, unpack: bool = True) -> None:
+        self._store = store
+        self._pull = pull
+        self._unpack = unpack
+        self._default: Path | None = None
+
+    async def locate(self, wanted: Reference | None, runtime: Runtime) -> Path:
+        """Where an image lies, pulled if need be; the default image if none is named.
+
+        Raises:
+            CallerError: there is no such image.
+            InfrastructureError: it could not be pulled.
+        """
+        if wanted is None:
+            return await asyncio.to_thread(self._find_default)
+        path = await asyncio.to_thread(self._store.locate, wanted)
+        if path is not None:
+            return path
+        assert isinstance(wanted, Registry)
+        if not self._pull:
+            raise CallerError(f"{wanted.uri} is not there: prorl image pull {wanted.uri}", field="image")
+        await _once(wanted.uri, lambda: Puller(self._store, runtime).pull(wanted))
+        return await self.locate(wanted, runtime)
+
+    async def fetch(self, wanted: Reference | None, runtime: Runtime) -> None:
+        """Have an image here and unpacked, so that a start from it waits for neither.
+
+        Raises:
+            CallerError, InfrastructureError: as :meth:`locate` and :meth:`.store.ImageStore.open`.
+        """
+        await self._unpack_once(await self.locate(wanted, runtime), runtime)
+
+    async def _unpack_once(self, image: Path, runtime: Runtime) -> None:
+        if self._unpack and not await asyncio.to_thread(self._store.is_ready, image):
+            await _once(str(image), lambda: self._store.open(image, runtime).release())
+
+    def _find_default(self) -> Path:
+        from nemo_gym_prorl.sandbox.images.builder import default_image_path  # which pulls its base by this module
+
+        # Once, since working out its name takes milliseconds.
+        if not self._default or not self._default.is_dir():
+            self._default = default_image_path()
+            if not self._default.is_dir():
+                raise CallerError("the default image is not built: run 'prorl setup'", field="image")
+        return self._default
+
+    @asynccontextmanager
+    async def start(self, image: Path, runtime: Runtime) -> AsyncIterator[OpenImage]:
+        """What a sandbox of ``image`` starts from; kept there for the block, and by whoever got a copy of the lock.
+
+        Raises:
+            CallerError, InfrastructureError: as :meth:`.store.ImageStore.open`.
+        """
+        await self._unpack_once(image, runtime)
+        opening = asyncio.ensure_future(asyncio.to_thread(self._store.open, image, runtime, unpack=self._unpack))
+        try:
+            start = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # Its lock would be nobody's.
+            opening.add_done_callback(_drop)
+            raise
+        try:
+            yield start
+        finally:
+            start.release()
+
+
+async def _once(what: str, work: Callable[[], object]) -> None:
+    """Do ``work`` in a thread, unless that is being done: then wait for its end. Either way with its outcome."""
+    future = _running.get(what)
+    if future is None:
+        future = _running[what] = Future()
+        # Who goes away cancels nothing.
+        future.set_running_or_notify_cancel()
+        # Not one of the loop's own threads: those are few, and waited for when the process ends.
+        threading.Thread(target=_do, args=(what, work, future), name=f"image {what}", daemon=True).start()
+    await asyncio.wrap_future(future)
+
+
+def _do(what: str, work: Callable[[], object], future: Future[None]) -> None:
+    error: Exception | None = None
+    try:
+        with _places:
+            work()
+    except Exception as caught:
+        error = caught
+    del _running[what]
+    if error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+def _drop(opening: asyncio.Future[OpenImage]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().release()

@@ -8,31 +8,109 @@ over it takes, and needs no FUSE; but many small files are the worst that a shar
 travel and are stored as one file where the cache is shared, and are unpacked once per machine, as far as there is
 room.
 
-What an entry of either is, is written down in it (:mod:`.info`).
+An entry of either is a folder with the image, ``root`` or ``image.sif``, and ``image.json``, which describes it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
 import time
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
 from nemo_gym_prorl.disks import on_shared_disk
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.images import rootfs, sif
-from nemo_gym_prorl.sandbox.images.building import programs, runtime_build
-from nemo_gym_prorl.sandbox.images.building.recipe import Format
-from nemo_gym_prorl.sandbox.images.cache import Progress, cache_dir, machine, silent
-from nemo_gym_prorl.sandbox.images.entries import Entries, Lock, flush, free_bytes
-from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT, SIF, Image, Info, config_of, read_info, write_info
+from nemo_gym_prorl.sandbox.images import programs, rootfs
+from nemo_gym_prorl.sandbox.images.entries import (
+    Entries,
+    Entry,
+    Lock,
+    Progress,
+    cache_dir,
+    flush,
+    free_bytes,
+    machine,
+    silent,
+)
+from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
+from nemo_gym_prorl.sandbox.images.recipe import Format
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Reference, Registry, parse
-from nemo_gym_prorl.sandbox.images.validate import check_made, fuse_trouble
+from nemo_gym_prorl.sandbox.images.rootfs import check_made, fuse_trouble
 from nemo_gym_prorl.sandbox.isolation.privilege import user_outside
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+
+
+INFO_FILE = "image.json"
+ROOT = "root"
+SIF = "image.sif"
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What is noted down about an image when it is made.
+
+    Attributes:
+        kind: ``image`` (built), ``pulled`` or ``copy`` (unpacked).
+        source: what it was made from, for people.
+        format: what it is.
+        bytes: its size on disk.
+        made: when; seconds since 1970.
+        config: of the registry's image that it is or was made from, if it is or was.
+    """
+
+    kind: str
+    source: str
+    format: Format
+    bytes: int
+    made: float
+    config: OciConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One image that is there.
+
+    Attributes:
+        entry: where it lies, and when it was used.
+        info: what was noted down about it.
+        names: what users call it.
+        unpacked: this machine has an unpacked copy of it, or it is a folder.
+    """
+
+    entry: Entry
+    info: Info
+    names: tuple[str, ...] = ()
+    unpacked: bool = False
+
+
+def write_info(folder: Path, info: Info) -> None:
+    """Note down what an entry is, before it gets its name."""
+    config = info.config.to_json() if info.config else None
+    (folder / INFO_FILE).write_text(json.dumps({**asdict(info), "config": config}))
+
+
+def read_info(folder: Path) -> Info | None:
+    """What an entry is; ``None`` if it went away, or there is no such note in it, as where it was made by a version of
+    this package that knew none. What a later version has noted down besides is none of ours."""
+    try:
+        noted = json.loads((folder / INFO_FILE).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    if any(field.name not in noted for field in fields(Info) if field.default is MISSING):
+        return None
+    known = {field.name: noted[field.name] for field in fields(Info) if field.name in noted}
+    config = known.get("config")
+    return Info(**{**known, "config": OciConfig.parse(config) if config else None})
+
+
+def config_of(image: Path) -> OciConfig | None:
+    """Return the configuration that was kept beside a root folder or SIF of a store; ``None`` elsewhere."""
+    info = read_info(image.parent) if image.name in (ROOT, SIF) else None
+    return info.config if info else None
 
 
 EXPANSION = 4
@@ -138,7 +216,7 @@ class ImageStore:
         if image.is_dir():
             check_made(image)
             return OpenImage(image, self._lock(image))
-        found = sif.read(image, machine())
+        found = rootfs.read_sif(image, machine())
         if unpack:
             entry = copy_name(image)
             start = self._copy(entry) or self._unpack(image, found, entry, runtime, progress)
@@ -157,7 +235,7 @@ class ImageStore:
             return f"entry:{image.relative_to(self.images.folder).parts[0]}"
         if image.is_dir():
             return f"folder:{image.resolve()} {image.stat().st_mtime_ns}"
-        return f"sif:{sif.read(image, machine()).identity}"
+        return f"sif:{rootfs.read_sif(image, machine()).identity}"
 
     def is_ready(self, image: Path) -> bool:
         """Whether :meth:`open` has nothing to unpack."""
@@ -257,10 +335,10 @@ class ImageStore:
         return OpenImage(self.copies.path(entry) / ROOT, hold) if hold else None
 
     def _unpack(
-        self, image: Path, found: sif.Sif, entry: str, runtime: Runtime, progress: Progress
+        self, image: Path, found: rootfs.Sif, entry: str, runtime: Runtime, progress: Progress
     ) -> OpenImage | str:
         """Make the unpacked copy; or say why that is not possible, so that the image is mounted instead."""
-        program = runtime_build.find_unsquashfs(runtime)
+        program = programs.find_unsquashfs(runtime)
         if program is None:
             return "there is no unsquashfs (package squashfs-tools) to unpack it with"
         if found.offset is None:
@@ -277,8 +355,8 @@ class ImageStore:
                 command = [program, "-no-progress", "-no-xattrs", "-offset", str(found.offset)]
                 try:
                     # 2: owners and devices, which are not wanted, could not be made.
-                    environ = runtime_build.build_environ(runtime, work, credentials=False)
-                    reads = [image, *runtime_build.closed_parts(runtime)]
+                    environ = programs.build_environ(runtime, work, credentials=False)
+                    reads = [image, *programs.closed_parts(runtime)]
                     command += ["-dest", str(root), str(image)]
                     programs.run(command, environ, UNPACK_TIMEOUT_S, work, fine=(0, 2), reads=reads)
                 except InfrastructureError as error:

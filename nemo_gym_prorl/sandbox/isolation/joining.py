@@ -1,27 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a sandbox is: by whom it can be joined, and how, by what is not the launcher's.
+"""The namespaces of a running sandbox, as far as the launcher must know them to join it (``launcher/launcher.c``).
 
-Joining the namespaces of a running container takes well under a millisecond, where a second ``apptainer exec`` takes
-fifty. The launcher does so for whatever is done in a sandbox (``launcher/launcher.c``), but for packing and unpacking
-its layer: that do children forked for it (:mod:`.files.snapshots`), with the same invariants against a container whose
-every process is hostile:
-
-- The child makes itself undumpable *before* it joins, so nothing inside can trace it, read its memory or open its
-  files.
-- Names are looked up by the kernel inside the container's root: no link, ``..`` or mount leads out of it.
+Joining them takes well under a millisecond, where a second ``apptainer exec`` takes fifty.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-
-from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Unreachable
 
 
 NAMESPACES = {
@@ -80,74 +67,3 @@ def spaces_of(process: ProcessFolder) -> int:
         flag for name, flag in NAMESPACES.items() if process.namespace(name) != os.stat(f"/proc/self/ns/{name}").st_ino
     )
     return sum(differing)
-
-
-@contextlib.contextmanager
-def reaching() -> Iterator[None]:
-    """Errors in the block are the container's, which may have ended meanwhile: nothing in it depends on a request."""
-    try:
-        yield
-    except OSError as error:
-        raise Unreachable(f"the sandbox can't be joined: {error}") from error
-
-
-@reaching()
-def join(place: Place) -> None:
-    """Become a process in the container's namespaces; children forked later are in its PID namespace too.
-
-    Raises:
-        Unreachable: it has ended.
-    """
-    parent = os.getppid()
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-    _enter(place, place.spaces)
-    with contextlib.suppress(PermissionError):
-        # Refused in namespaces of ordinary users, whose groups mean nothing inside.
-        os.setgroups([])
-    # Where there are several users this may be a change from root to another, which has a program to start first.
-    syscalls.prctl(syscalls.PR_SET_SECUREBITS, syscalls.NO_SETUID_FIXUP)
-    os.setresgid(place.uid, place.uid, place.uid)
-    os.setresuid(place.uid, place.uid, place.uid)
-    # Changed ids made the kernel forget it.
-    syscalls.end_with(parent)
-    # Changed ids make a process dumpable or not by a system setting; ours is not up to it.
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-    if not place.rooted:
-        # Only now: a root that the runtime mounted with FUSE is open to nobody but the container's user.
-        root = os.open("root", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=place.process.number)
-        os.fchdir(root)
-        os.chroot(".")
-
-
-@contextlib.contextmanager
-def by_names_inside() -> Iterator[None]:
-    """What goes wrong in the block is by names and files of those inside, whatever they made of them: none of it is a
-    failure of ours, which would be tried again. What the machine is short of says so by its number."""
-    try:
-        yield
-    except MemoryError as error:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
-    except (OSError, Unreachable):
-        raise
-    except Exception as error:
-        raise OSError(errno.EINVAL, f"{type(error).__name__}: {error}") from error
-
-
-@reaching()
-def join_users(place: Place) -> None:
-    """Become one of the container's users, with every right over what is theirs, but join nothing else of it."""
-    parent = os.getppid()
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-    _enter(place, os.CLONE_NEWUSER)
-    # New rights made the kernel forget it.
-    syscalls.end_with(parent)
-
-
-def _enter(place: Place, spaces: int) -> None:
-    descriptors = [
-        os.open(f"ns/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=place.process.number)
-        for name, flag in NAMESPACES.items()
-        if flag & place.spaces & spaces
-    ]
-    for descriptor in descriptors:
-        os.setns(descriptor)

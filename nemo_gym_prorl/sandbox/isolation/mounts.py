@@ -1,12 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is mounted in a sandbox, whoever made it: files of the host, and the options of file systems in memory."""
+"""What a sandbox sees beside its image: files of the host, file systems in memory, files of ``/etc``, the network.
+
+- *Files of /etc* about users, hosts and names are the image's own or written for the sandbox, never the host's. The
+  launcher writes them into the sandbox's own layer. The container runtime shows the host's account, nameservers, hosts
+  and time zone; the launcher takes these away.
+- *Network*: a loopback device in a network namespace of its own, unless ``network: true`` shares the host's network
+  and nameservers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -114,3 +122,51 @@ class Bind:
     def attributes(self) -> int:
         """``ATTRIBUTE_*`` of its mount: devices and changes of user mean nothing in it."""
         return ATTRIBUTE_NOSUID | ATTRIBUTE_NODEV | (ATTRIBUTE_RDONLY if self.read_only else 0)
+
+
+HOST_NAME = "sandbox"
+
+SANDBOX_UID = 1000
+"""User id of commands that are not root's, where the image names no user of its own."""
+
+HOSTS = f"127.0.0.1\tlocalhost {HOST_NAME}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
+
+OF_THE_RUNTIME = ("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/localtime")
+"""What runtimes mount over the image's, with the host's contents."""
+
+OF_ACCOUNTS = ("/etc/passwd", "/etc/group")
+"""What a sandbox's user may have to be added to."""
+
+COPIED_BY_THE_RUNTIME = ("/etc/localtime",)
+"""What they copy from the host besides, into images that have none."""
+
+
+def own_files(resolver: str) -> Iterator[tuple[str, str]]:
+    """The files that are a sandbox's own, and what is in them."""
+    yield "/etc/hosts", HOSTS
+    yield "/etc/hostname", f"{HOST_NAME}\n"
+    yield "/etc/resolv.conf", resolver
+
+
+def account_lines(uid: int, gid: int) -> Iterator[tuple[str, str, int]]:
+    """Tables, lines that give a sandbox's user and his group a name there, and the numbers that may have one."""
+    name, home = ("root", "/root") if uid == 0 else (HOST_NAME, "/tmp")
+    yield "/etc/passwd", f"{name}:x:{uid}:{gid}::{home}:/bin/sh\n", uid
+    yield "/etc/group", f"{name}:x:{gid}:\n", gid
+
+
+NONE_BY_THE_RUNTIME = ("--net", "--network", "none")
+"""What the container runtime is told for a sandbox without."""
+
+
+def network_namespace(host: bool) -> int:
+    """The ``CLONE_NEW*`` flag of its own network, or none."""
+    return 0 if host else os.CLONE_NEWNET
+
+
+def resolver(host: bool) -> str:
+    """Text of ``/etc/resolv.conf``: the host's for a sandbox on its network, else empty."""
+    with contextlib.suppress(OSError):
+        if host:
+            return Path("/etc/resolv.conf").read_text()
+    return ""

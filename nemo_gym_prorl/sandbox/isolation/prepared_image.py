@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_gym_prorl.sandbox.isolation import accounts, network, syscalls, user_ids
+from nemo_gym_prorl.sandbox.isolation import mounts, syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import (
     SMALL_TMPFS,
     Bind,
@@ -71,7 +71,7 @@ def preliminaries(
     root, several = is_machine_root(), order["users"]
     host = order["host_uid"], order["host_gid"]
     owned = root and not several and prepared.owner != (order["uid"], order["uid"])
-    shown = root and shown_mounts(order)
+    shown = root and order["binds"]
     if not owned and not several and not shown:
         return None
 
@@ -103,13 +103,13 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
     if several and prepared.one_user:
         raise PermissionError(errno.EPERM, prepared.one_user)
     binds = [] if root else [Bind.parse(text) for text in order["binds"]]
-    shown = [Bind.parse(text).target for text in shown_mounts(order)] if root else []
+    shown = [Bind.parse(text).target for text in order["binds"]] if root else []
     request = Request(Kind.MAKE)
     request.words(len(uncovered()))
     request.limits(_of_all_users(order) if several else [])
     for kind, ranges in zip(("uid", "gid"), prepared.ranges, strict=True):
         request.text(user_ids.map_of(user_ids.spans(order[f"host_{kind}"], uid, several=several, ranges=ranges)))
-    request.words(FRESH | network.namespace(host_network))
+    request.words(FRESH | mounts.network_namespace(host_network))
     request.words(uid, uid, host_network, several, is_machine_root_outside())
     # Root's is given it, and must not find it by itself, with owners that are nobody there.
     request.text(folder, "" if root else order["image"])
@@ -120,7 +120,7 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
     request.text(f"{SMALL_TMPFS},mode=755", terminal_options(several_users=several))
     request.text(f"{shared_memory_options(order['shared_memory_mib'])},mode=1777")
     request.texts(shown)
-    request.text(accounts.HOST_NAME)
+    request.text(mounts.HOST_NAME)
     request.settings(order)
     request.rules()
     return request
@@ -134,13 +134,8 @@ def _of_all_users(order: dict[str, Any]) -> list[tuple[int, int, int]]:
     return [(resource.RLIMIT_NPROC, processes, processes)]
 
 
-def shown_mounts(order: dict[str, Any]) -> list[str]:
-    """Return what root shows a sandbox with other owners: its binds."""
-    return list(order["binds"])
-
-
 def held_mounts(order: dict[str, Any]) -> list[int]:
-    """By root: :func:`shown_mounts` as mounts that are nowhere yet, in which the owner's files are the sandbox's own.
+    """By root: the binds as mounts that are nowhere yet, in which the owner's files are the sandbox's own.
 
     The owner of a bind is who has its uppermost folder on the host. One that can be written to stays nobody's if that
     is root, or root's group: a sandbox could leave programs there that run as root on the host. Files that belong to

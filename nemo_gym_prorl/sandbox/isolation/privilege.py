@@ -1,17 +1,34 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether we are root of the machine, or only of a user namespace, as in containers of enroot, Pyxis and Apptainer.
+"""Rights: what this process may do on the machine, and what root may do in a sandbox.
 
-Only the former may give files to ids that nobody has, map ranges of them without help, and show a folder under other
-owners (which the kernel asks in the namespace that its disk was mounted in). So root of a namespace, however many ids
-that has, is an ordinary user in all that sandboxes need, and what asks for user number 0 alone would promise it more.
-Root of a container without a user namespace of its own, as Docker's by default, is root of the machine here.
+*Machine root.* Only root outside of any user namespace may give files to ids that no user has, map ranges of ids
+without help, and show a folder under other owners. Root of a namespace, as in containers of enroot, Pyxis and
+Apptainer, is an ordinary user in all that sandboxes need. Root of a container without a user namespace of its own, as
+Docker's by default, is machine root here.
+
+*User namespaces.* Every sandbox begins with one, made by the supervisor before any container runtime is started: an
+Apptainer that is installed with setuid needs none, but gives none to whoever joins later. So a machine without user
+namespaces can have no sandboxes. Which of four settings forbids them is told from what fails.
+
+*Capabilities* of a sandbox hold in its own user namespace only. Most are asked of the machine's own namespace, where
+no process of a sandbox ever has any, so granting them would be an empty promise.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Self
+
+from nemo_gym_prorl.failures import CallerError
 
 
 INITIAL_NAMESPACE = 0xEFFFFFFD
@@ -55,3 +72,143 @@ def user_outside() -> int:
     them may be number 0 in a container of his own."""
     user = os.geteuid()
     return next((outside + user - own for own, outside, count in mapped() if own <= user < own + count), user)
+
+
+KEPT = {
+    "CHOWN": 0,
+    "DAC_OVERRIDE": 1,
+    "FOWNER": 3,
+    "FSETID": 4,
+    "KILL": 5,
+    "SETGID": 6,
+    "SETUID": 7,
+    "SETPCAP": 8,
+    "NET_BIND_SERVICE": 10,
+    "NET_RAW": 13,
+    "SYS_CHROOT": 18,
+    "MKNOD": 27,
+    "AUDIT_WRITE": 29,
+    "SETFCAP": 31,
+}
+"""Those that root has in every sandbox, as is customary for containers. Without SYS_ADMIN nothing can be mounted,
+without SYS_PTRACE nothing that has more rights can be looked into, and without SYS_RESOURCE limits can't be lifted."""
+
+GRANTED = {"NET_ADMIN": 12, "SYS_PTRACE": 19}
+"""Those that are added when asked for: all of one's own network devices, and looking into all processes of one's own.
+The supervisor's helpers stay closed even to that: their memory belongs to the namespace that they came from."""
+
+
+def numbers(names: Iterable[str], *, root: bool, host_network: bool) -> frozenset[int]:
+    """The numbers of capabilities that are to be added, by names as in Compose files, with or without ``CAP_``.
+
+    Raises:
+        CallerError: one can't be had; says why.
+    """
+    found = set()
+    for given in names:
+        name = given.upper().removeprefix("CAP_")
+        if name in KEPT:
+            continue
+        if name not in GRANTED:
+            raise CallerError(f"{given} is not given to sandboxes; {', '.join(GRANTED)} can be", field="capabilities")
+        if not root:
+            raise CallerError(f"{given} is for root inside; the sandbox has root: false", field="capabilities")
+        if name == "NET_ADMIN" and host_network:
+            raise CallerError(f"{given} is for a network of one's own, not for network: true", field="capabilities")
+        found.add(GRANTED[name])
+    return frozenset(found)
+
+
+MOST = "user.max_user_namespaces"
+BY_USERS = "kernel.unprivileged_userns_clone"
+"""Debian's and its descendants' own."""
+APPARMOR = "kernel.apparmor_restrict_unprivileged_userns"
+"""Ubuntu's own, on since 23.10: namespaces can be made, but without rights in them."""
+
+PROBE = """
+import os
+uid, step = os.getuid(), "make"
+try:
+    os.unshare(os.CLONE_NEWUSER)
+    step = "use"
+    open("/proc/self/uid_map", "w").write(f"0 {uid} 1")
+    os.unshare(os.CLONE_NEWNS)
+    step = "done"
+except OSError as error:
+    print(error.errno, end=" ")
+print(step)
+"""
+"""In a process of its own, which stays in what it makes."""
+
+
+class Ending(StrEnum):
+    """How far the attempt got."""
+
+    DONE = "done"
+    MAKE = "make"
+    """None can be made."""
+    USE = "use"
+    """One can be made, but gives no rights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What came of making one, and what decides over it.
+
+    Attributes:
+        ending: how far it got.
+        number: the ``errno`` of what failed, or 0.
+        root: whether it was root who tried.
+        filtered: whether system calls are filtered here, as in most containers.
+        settings: those of the machine's settings that there are, by name.
+    """
+
+    ending: Ending
+    number: int
+    root: bool
+    filtered: bool
+    settings: Mapping[str, str]
+
+    @classmethod
+    def here(cls) -> Self:
+        """Try it. Some 30 ms."""
+        said = subprocess.run(
+            [sys.executable, "-ISc", PROBE], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+        )
+        *number, step = said.stdout.split()
+        filtered = re.search(r"^Seccomp:\s*2$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return cls(Ending(step), int(number[0]) if number else 0, is_machine_root(), filtered is not None, _settings())
+
+
+def remedies(attempt: Attempt) -> list[str]:
+    """What an administrator can do so that it works; empty if it does."""
+    if attempt.ending is Ending.DONE:
+        return []
+    found = []
+    if attempt.settings.get(MOST) == "0":
+        found.append(f"sysctl {MOST}=15000")
+    if not attempt.root and attempt.settings.get(BY_USERS) == "0":
+        found.append(f"sysctl {BY_USERS}=1")
+    if not attempt.root and attempt.settings.get(APPARMOR) == "1":
+        found.append(
+            f"sysctl {APPARMOR}=0, or an AppArmor profile with 'userns,' for {os.path.realpath(sys.executable)} "
+            "(one for the container runtime does not do: the namespace is made before it starts)"
+        )
+    if attempt.number == errno.EINVAL:
+        found.append("a kernel with CONFIG_USER_NS")
+    if found:
+        return found
+    if attempt.number == errno.ENOSPC:
+        return [f"raise {MOST}, here or in the container around this one"]
+    return [
+        "this process seems to be in a container that forbids it: start that one with --security-opt "
+        "seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined (Docker, "
+        "Podman), or as privileged"
+        if attempt.filtered or attempt.root
+        else "let this user make user namespaces ('unshare --user --map-root-user --mount true' must work)"
+    ]
+
+
+def _settings() -> dict[str, str]:
+    files = {name: Path("/proc/sys", *name.split(".")) for name in (MOST, BY_USERS, APPARMOR)}
+    return {name: file.read_text().strip() for name, file in files.items() if file.exists()}

@@ -10,6 +10,7 @@ which the kernel refuses without them: so they are used where they are, also for
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pwd
@@ -157,6 +158,34 @@ def parent_namespace_below(parent: int, ranges: Sequence[Sequence[Span]]) -> int
     join(parent)
     maps = [[(own, own, count) for own, _outside, count in spans] for spans in ranges]
     return namespace(lambda pid: write_maps(pid, *maps))
+
+
+def become_root_of_sandbox(uid: int, gid: int, *, several: bool) -> None:
+    """Make this process root of a new user namespace that has a sandbox's ids and no others.
+
+    Args:
+        uid: the sandbox's user id on the host, the first one if ``several``; ``gid`` its group.
+        gid: see ``uid``.
+        several: whether the sandbox has several users.
+
+    Raises:
+        PermissionError: this process's user can have no sandboxes with several users.
+    """
+    if several:
+        parent, trouble = make_parent_namespace()
+        if trouble:
+            raise PermissionError(errno.EPERM, trouble)
+        own = ((uid, ranges("uid", os.geteuid())), (gid, ranges("gid", os.getegid())))
+        maps = [spans(first, 0, several=True, ranges=there) for first, there in own]
+        join(parent)
+        os.setns(namespace(lambda pid: write_maps(pid, *maps)), os.CLONE_NEWUSER)
+    else:
+        os.setns(user_namespace(0, uid, gid), os.CLONE_NEWUSER)
+    with contextlib.suppress(PermissionError):
+        # Refused in namespaces of ordinary users, whose groups mean nothing inside.
+        os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
 
 
 def fork_as_all_users(action: Callable[[], object]) -> int:

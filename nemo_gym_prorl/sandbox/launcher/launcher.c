@@ -9,8 +9,6 @@
  *   make     start the first process of a new sandbox, in namespaces of its own, which makes the sandbox from inside
  *   spawn    join a sandbox, start a process there, and become the program that is asked for
  *   prepare  join what the container runtime has started, and make it as others are
- *   connect  join a sandbox, and connect to what listens there
- *   socket   join a sandbox, and open a socket; network: one in a network namespace of its own
  *   put, get join a sandbox, and copy a file in or out
  *   stop     join a sandbox, and stop all that runs in it
  *   erase    remove what an ended sandbox left

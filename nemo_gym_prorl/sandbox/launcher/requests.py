@@ -20,13 +20,12 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.sandbox.isolation import accounts, network, seccomp
-from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
+from nemo_gym_prorl.sandbox.isolation import mounts, seccomp
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, shared_memory_options, terminal_options
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root_outside
-from nemo_gym_prorl.sandbox.limits import descriptors
-from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
+from nemo_gym_prorl.sandbox.isolation.privilege import KEPT, is_machine_root_outside
+from nemo_gym_prorl.sandbox.limits import rlimits
+from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, exhausted
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, Packet, PeerGone, close_all, receive_packet
 
@@ -127,12 +126,12 @@ class Request:
 
     def settings(self, order: Mapping[str, Any]) -> None:
         """Add the files of ``/etc`` that each sandbox has of its own, whoever makes it."""
-        files = list(accounts.own(network.resolver(order["network"])))
+        files = list(mounts.own_files(mounts.resolver(order["network"])))
         self.words(len(files))
         for path, content in files:
             self.text(path)
             self.content(os.fsencode(content))
-        names = list(accounts.names(order["uid"], order["uid"]))
+        names = list(mounts.account_lines(order["uid"], order["uid"]))
         self.words(len(names))
         for path, line, number in names:
             self.text(path, line)
@@ -176,7 +175,7 @@ def spawn(place: Place, order: Mapping[str, Any]) -> Request:
     request.words(order["tty"] is not None, rows, columns, order.get("echo", True))
     request.text(order["cwd"])
     request.words(_rights(place))
-    files = descriptors.of_commands()
+    files = rlimits.of_commands()
     limits = [(resource.RLIMIT_NOFILE, *files)] if files else []
     request.limits([*limits, *((name, most, most) for name, most in place.limits.items())])
     request.words(order["user"] is not None)
@@ -222,8 +221,8 @@ def prepare(place: Place, order: Mapping[str, Any]) -> Request:
     _place(request, place)
     request.words(math.ceil(order["start_timeout_s"]), MOST_VARIABLES)
     request.text(SMALL_TMPFS, shared_memory_options(order["shared_memory_mib"]), terminal_options())
-    request.texts(accounts.OF_THE_RUNTIME)
-    request.texts([path for path in accounts.COPIED_BY_THE_RUNTIME if not os.path.lexists(order["image"] + path)])
+    request.texts(mounts.OF_THE_RUNTIME)
+    request.texts([path for path in mounts.COPIED_BY_THE_RUNTIME if not os.path.lexists(order["image"] + path)])
     request.words(is_machine_root_outside())
     request.settings(order)
     return request

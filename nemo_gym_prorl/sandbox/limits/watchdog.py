@@ -23,8 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nemo_gym_prorl.sandbox.limits.usage import Process
-from nemo_gym_prorl.sandbox.limits.walk import MAX_FOLDERS, DiskUsage
+from nemo_gym_prorl.sandbox.limits.usage import MAX_FOLDERS, DiskUsage, Process
 
 
 TICK_S = 0.5

@@ -10,8 +10,7 @@ Root is not always root. In a container, root often lacks some capabilities, and
 ("Requesting capability set ..."), while its rootless path works. So root with less than all capabilities is sent
 down the rootless path by an environment variable.
 
-How one is started is in :mod:`.command` (its words) and :mod:`.launch` (what becomes of it); another runtime would be
-told from the others here, and have words of its own there.
+How one is started is in :mod:`.launch`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.images.cache import cache_dir, machine
+from nemo_gym_prorl.sandbox.images.entries import cache_dir, machine
 
 
 Flavor = Literal["apptainer", "singularity"]

@@ -32,9 +32,8 @@ from importlib import resources
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images.building import programs
-from nemo_gym_prorl.sandbox.images.cache import Progress, machine
-from nemo_gym_prorl.sandbox.images.entries import Entries
+from nemo_gym_prorl.sandbox.images import programs
+from nemo_gym_prorl.sandbox.images.entries import Entries, Progress, machine
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import (
     HOW_TO_GET_IT,

@@ -1,26 +1,34 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a forked child of the supervisor becomes the container runtime, and what the container's first process is."""
+"""Start of a sandbox by the container runtime: its command line, its variables, its log, its first process.
+
+The supervisor makes command lines and variables itself from an order's plain values, so no order can have anything
+else executed. The log is a memory file of fixed size: the image's own ``sh`` writes to it, too.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import re
 import resource
 import signal
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
-from nemo_gym_prorl.sandbox.isolation.prepared_image import held_mounts, shown_mounts
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
+from nemo_gym_prorl.sandbox.isolation import mounts, seccomp, syscalls
+from nemo_gym_prorl.sandbox.isolation.prepared_image import held_mounts
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
 from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
-from nemo_gym_prorl.sandbox.limits import descriptors
-from nemo_gym_prorl.sandbox.runtime.command import runtime_environment
+from nemo_gym_prorl.sandbox.launcher.requests import MOST_VARIABLES
+from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import OWNER_VARIABLE
 
 
 IDLE = "exec 3<&0 2>/dev/null; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"
@@ -49,7 +57,7 @@ def become_runtime(
 
     Args:
         order: of :func:`.spec.order`.
-        command: of :func:`.command.runtime_command`.
+        command: of :func:`runtime_command`.
         folder: the sandbox's, for what has to be shown elsewhere.
         channel: input and output of the container's first process.
         log: where the runtime's complaints go.
@@ -82,7 +90,7 @@ def become_runtime(
         log = 2
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        descriptors.usual_limit()
+        rlimits.usual_limit()
         words = [*command, *(f"--bind={bind}" for bind in binds), *bounds, image, "/bin/sh", "-c", IDLE]
         os.execve(command[0], words, runtime_environment(folder.parent))
     except OSError as error:
@@ -126,7 +134,7 @@ def _show_image(image: str, folder: Path, uid: int, gid: int) -> str:
 def _show_mounts(order: Message, folder: Path) -> list[str]:
     """As root: the same for binds; returns where they are then."""
     shown = []
-    for number, (bind, tree) in enumerate(zip(shown_mounts(order), held_mounts(order), strict=True)):
+    for number, (bind, tree) in enumerate(zip(order["binds"], held_mounts(order), strict=True)):
         host, _, rest = bind.partition(":")
         place = folder / f"mount-{number}"
         if Path(host).is_dir():
@@ -153,3 +161,76 @@ def show_fuse(place: Path, uid: int, gid: int) -> None:
         return
     os.chown(device, uid, gid)
     syscalls.bind(str(device), "/dev/fuse")
+
+
+_OF_THE_RUNTIME = re.compile(r"(APPTAINER|SINGULARITY)_.*|PS1|PROMPT_COMMAND|PWD|OLDPWD|SHLVL|HOME|_", re.DOTALL)
+"""Names of variables that say something of the runtime, or of the host, and are not the image's."""
+
+LOCKED = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys")
+"""What the machine's root, whom the kernel sees in root of a user namespace that he has made himself, could change
+there: until the sandbox has its own, and an image's first process is its maker's."""
+
+_EXEC = ("exec", "--userns", "--containall", "--cleanenv", "--no-init", "--no-mount", "home,tmp,bind-paths")
+
+
+def runtime_command(order: Message, folder: Path) -> list[str]:
+    """What starts a sandbox, less the image and the program in it.
+
+    Args:
+        order: of :func:`..spec.order`, its binds checked.
+        folder: the sandbox's own.
+    """
+    command = [order["runtime"], *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
+    if not order["network"]:
+        command += mounts.NONE_BY_THE_RUNTIME
+    locked = [f"{path}:{path}:ro" for path in LOCKED if Path(path).exists()] if is_machine_root_outside() else []
+    # Root shows them itself, with other owners.
+    for bind in (*([] if is_machine_root() else order["binds"]), *locked):
+        command += ["--bind", bind]
+    return command
+
+
+def runtime_environment(folder: Path) -> dict[str, str]:
+    """The runtime's own variables; ``folder`` is the owner's, by which its helpers are known."""
+    return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/", OWNER_VARIABLE: str(folder)}
+
+
+def image_variables(reported: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a waiting shell that are the image's; ``LANG`` is ``C`` where the image sets none."""
+    found = {name: value for name, value in reported.items() if not _OF_THE_RUNTIME.fullmatch(name)}
+    return {name: value for name, value in found.items() if (name, value) != ("LANG", "C")}
+
+
+def read_environment(path: str) -> dict[str, str]:
+    """The variables in a file, as the kernel has a process's.
+
+    Raises:
+        OSError: they are more than :data:`MOST_VARIABLES`.
+    """
+    with Path(path).open("rb") as file:
+        variables = file.read(MOST_VARIABLES + 1)
+    if len(variables) > MOST_VARIABLES:
+        raise OSError(errno.E2BIG, f"the image sets more than {MOST_VARIABLES >> 20} MiB of variables")
+    pairs = variables.decode("utf-8", "surrogateescape").split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+ROOM = 64 << 10
+"""Bytes that are kept of it."""
+
+SHOWN = 4000
+"""Bytes of its end that are shown."""
+
+
+def create_log() -> int:
+    """Return a new log of fixed size, to be written to as a file."""
+    log = os.memfd_create("log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(log, 0o600)
+    os.ftruncate(log, ROOM)
+    fcntl.fcntl(log, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return log
+
+
+def read_log(log: int) -> str:
+    """Return the end of what was written to a log."""
+    return os.pread(log, ROOM, 0).rstrip(b"\0")[-SHOWN:].decode("utf-8", "replace").strip()

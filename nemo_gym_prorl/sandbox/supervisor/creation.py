@@ -17,14 +17,16 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.background import run_uncancellable
-from nemo_gym_prorl.sandbox.isolation import accounts, joining, mounts
+from nemo_gym_prorl.failures import OF_THE_MACHINE
+from nemo_gym_prorl.sandbox.isolation import joining, layer_archive, mounts
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, image_for, make, preliminaries
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups
-from nemo_gym_prorl.sandbox.runtime.command import read_environment
+from nemo_gym_prorl.sandbox.runtime.launch import read_environment
 from nemo_gym_prorl.sandbox.supervisor import runtime_start
 from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES
 from nemo_gym_prorl.sandbox.supervisor.prepared_images import PreparedImages
@@ -118,7 +120,7 @@ class Creation:
                 path = self._groups / cgroups.name_of(sandbox.folder)
                 state_dir.note_group(sandbox.folder, path)
                 sandbox.group = cgroups.Group.make(path)
-            runtime_start.lay_out(sandbox)
+            await self._lay_out(sandbox)
         if order["start"] == "runtime" or (order["start"] == "auto" and self._why_not_direct):
             sandbox.fallback = self._why_not_direct if order["start"] == "auto" else ""
             await self._by_runtime(sandbox)
@@ -206,7 +208,27 @@ class Creation:
         for entry in sandbox.folder.iterdir():
             if entry.is_dir():
                 await self._launcher.run(requests.erase(entry, None))
+        await self._lay_out(sandbox)
+
+    async def _lay_out(self, sandbox: Sandbox) -> None:
+        """Make what is on disk of it: an empty layer, or one that is filled from a snapshot.
+
+        The time in which a sandbox has to come up does not include filling its layer.
+        """
         runtime_start.lay_out(sandbox)
+        order = sandbox.order
+        if not order.get("snapshot"):
+            return
+        action = partial(layer_archive.unpack, order["snapshot"], sandbox.folder / "overlay" / "upper", order)
+        sandbox.wanted.reschedule(None)
+        try:
+            await self._children.run(action)
+        except Refused as error:
+            if error.answer.get("errno") in OF_THE_MACHINE or error.answer.get("killed"):
+                raise
+            reason = f"{order['snapshot']} can't be restored: {error.answer['error']}"
+            raise Refused({"error": reason, "field": "snapshot_id"}) from error
+        sandbox.wanted.reschedule(asyncio.get_running_loop().time() + order["start_timeout_s"])
 
     # By the container runtime
 
@@ -214,7 +236,7 @@ class Creation:
         sandbox.way, sandbox.prepared = "runtime", None
         if sandbox.order["uid"]:
             # Apptainer starts only as a user with an account on the host, which an image's own user need not have.
-            sandbox.order["uid"] = accounts.SANDBOX_UID
+            sandbox.order["uid"] = mounts.SANDBOX_UID
         with sandbox.step("runtime"):
             space = await runtime_start.start(self._children, sandbox)
         with sandbox.step("setup inside"), _setting_up():

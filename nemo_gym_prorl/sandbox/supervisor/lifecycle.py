@@ -33,8 +33,8 @@ from nemo_gym_prorl.sandbox.binds import check_image_folder, checked
 from nemo_gym_prorl.sandbox.isolation.mounts import TERMINALS
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
-from nemo_gym_prorl.sandbox.limits import descriptors, usage
-from nemo_gym_prorl.sandbox.limits.report import file_size_reached
+from nemo_gym_prorl.sandbox.limits import rlimits, usage
+from nemo_gym_prorl.sandbox.limits.rlimits import file_size_reached
 from nemo_gym_prorl.sandbox.supervisor import limit_watch
 from nemo_gym_prorl.sandbox.supervisor.creation import Creation, Turns
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
@@ -168,7 +168,7 @@ class Sandboxes:
         """
         if not _NAME.fullmatch(order["sandbox"]) or order["sandbox"] in self._all:
             raise ValueError(f"no name for a sandbox: {order['sandbox']}")
-        if trouble := descriptors.shortage(len(self._all)):
+        if trouble := rlimits.shortage(len(self._all)):
             raise Refused({"error": trouble, "quota": True})
         folder = self._folder / order["sandbox"]
         try:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from nemo_gym_prorl.sandbox.limits import usage
-from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts, file_size_reached
-from nemo_gym_prorl.sandbox.limits.walk import DiskUsage, scan
+from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts, file_size_reached
+from nemo_gym_prorl.sandbox.limits.usage import DiskUsage, scan
 from nemo_gym_prorl.sandbox.limits.watchdog import (
     CENSUS_SHARE,
     COLD_SHARE_S,

@@ -18,7 +18,7 @@ from pathlib import Path
 from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_task
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, open_image, received
 from nemo_gym_prorl.sandbox.launcher import requests
-from nemo_gym_prorl.sandbox.runtime.command import read_environment
+from nemo_gym_prorl.sandbox.runtime.launch import read_environment
 from nemo_gym_prorl.sandbox.supervisor import runtime_start
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import mounts
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.runtime import log as logs
-from nemo_gym_prorl.sandbox.runtime.command import runtime_command
-from nemo_gym_prorl.sandbox.runtime.launch import become_runtime
+from nemo_gym_prorl.sandbox.runtime import launch
+from nemo_gym_prorl.sandbox.runtime.launch import become_runtime, runtime_command
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import drop, ready
@@ -57,7 +56,7 @@ async def start(children: Children, sandbox: Sandbox) -> state_dir.Space:
         Refused: it does not; says why.
     """
     with open_channel(sandbox, socket.SOCK_STREAM) as theirs:
-        sandbox.log = logs.create()
+        sandbox.log = launch.create_log()
         command = runtime_command(sandbox.order, sandbox.folder)
         uncovered = mounts.uncovered()
         program = partial(become_runtime, sandbox.order, command, sandbox.folder, theirs, sandbox.log, uncovered)

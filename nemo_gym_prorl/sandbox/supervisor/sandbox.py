@@ -17,7 +17,7 @@ from pathlib import Path
 from nemo_gym_prorl.sandbox.isolation import joining
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.limits import cgroups
-from nemo_gym_prorl.sandbox.runtime import log as logs
+from nemo_gym_prorl.sandbox.runtime import launch
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Child
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
@@ -191,7 +191,7 @@ class Sandbox:
             return ""
         log, self.log = self.log, None
         try:
-            return logs.said(log)
+            return launch.read_log(log)
         finally:
             os.close(log)
 

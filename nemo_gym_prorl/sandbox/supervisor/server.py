@@ -30,11 +30,10 @@ from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
-from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.isolation.files import snapshots
+from nemo_gym_prorl.sandbox.isolation import layer_archive, syscalls
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
-from nemo_gym_prorl.sandbox.limits import cgroups, descriptors
+from nemo_gym_prorl.sandbox.limits import cgroups, rlimits
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
 from nemo_gym_prorl.sandbox.supervisor.processes import freezer
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
@@ -190,9 +189,9 @@ class Supervisor:
         at_rest = not sandbox.paused and order.get("at_rest", False)
         if not (sandbox.paused or at_rest) or sandbox.place is None or sandbox.space is None:
             raise OSError("only a sandbox that is paused can be copied")
-        layer, limit = str(sandbox.folder / "overlay" / "upper"), sandbox.order["disk_mib"] << 20
+        layer = sandbox.folder / "overlay" / "upper"
         ours, space = os.getpid(), sandbox.space
-        pack = partial(snapshots.pack, sandbox.place, layer, order["header"], limit, files[0])
+        pack = partial(layer_archive.pack, sandbox.place, layer, sandbox.order, order["header"], files[0])
 
         def action() -> Answer:
             programs, busy = freezer.not_started_by(space, ours)
@@ -202,13 +201,6 @@ class Supervisor:
             return {**answer, "programs": programs}, none
 
         return await self._children.run(action, [files[0], sandbox.place.process.number])
-
-    async def _do_restore(self, _client: Client, order: Message, files: list[int]) -> Answer:
-        sandbox = self._sandboxes.up(order["sandbox"])
-        limit = sandbox.order["disk_mib"] << 20
-        place = sandbox.place_to_join()
-        action = partial(snapshots.unpack, place, limit, files[0])
-        return await self._children.run(action, [files[0], place.process.number], sandbox.group)
 
     async def _do_put(self, _client: Client, order: Message, files: list[int]) -> Answer:
         return await self._launcher.run(requests.put(self._place(order), order["path"], order["mode"]), files[:1])
@@ -245,7 +237,7 @@ def main() -> None:
     """``supervisor FOLDER OWNER LISTENER``: the numbers of the open socket to the owner, and of the one for others."""
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     # Nothing of ours is for the runtime: with the lock, what it leaves behind would seem to have a live owner.
-    descriptors.raise_limit()
+    rlimits.raise_limit()
     for inherited in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(inherited), int(inherited) <= 2)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.sandbox.images.building.builder import APT_BASE, Order, build
+from nemo_gym_prorl.sandbox.images.builder import APT_BASE, Order, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.started import StartedSandbox

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.limits import descriptors
+from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, Refused, failure, no_process, print_without_source
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, pack, receive, send, socket_pair
@@ -216,7 +216,7 @@ def _become(program: Callable[[], object], files: Sequence[int], parent: int) ->
         gc.disable()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        descriptors.close_all_but([0, 1, 2, *files])
+        rlimits.close_all_but([0, 1, 2, *files])
         program()
         os._exit(0)
     except BaseException as error:

@@ -1,10 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Carrying out a recipe: from a template and a base to an image in the store.
+"""Building of images from recipes: a template and a base become an image in the store; and the package's own images.
 
 Every step happens in a folder beside the image's place, and nothing of it is seen before it is complete: a build that
 fails, is interrupted or killed leaves no image. The runtime always builds from a root folder or a registry, never from
 a SIF, which some machines let it read by mounting only.
+
+The package's own images are *default*, for tasks that bring no image of their own; *kernel*, which is that one with
+IPython and numpy in it; and *math*, which is *kernel* with scipy and sympy. The default image is made of the machine's
+own distribution's packages where apt is at hand, and of a public image elsewhere. All are root folders: those start
+fastest, and need no FUSE. A changed recipe has another key, so it makes a new image. Where several versions of this
+package share a cache, the names are those of the version that was set up last.
 """
 
 from __future__ import annotations
@@ -21,9 +27,11 @@ from pathlib import Path
 import uv
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.images.building import apt_base, programs, runtime_build
-from nemo_gym_prorl.sandbox.images.building.recipe import (
+from nemo_gym_prorl.sandbox.images import programs, rootfs
+from nemo_gym_prorl.sandbox.images.entries import Progress, free_bytes, machine
+from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
+from nemo_gym_prorl.sandbox.images.pull import Puller
+from nemo_gym_prorl.sandbox.images.recipe import (
     PACKAGES_TEMPLATE,
     Format,
     Recipe,
@@ -31,15 +39,11 @@ from nemo_gym_prorl.sandbox.images.building.recipe import (
     render,
     template_text,
 )
-from nemo_gym_prorl.sandbox.images.cache import Progress, machine
-from nemo_gym_prorl.sandbox.images.entries import free_bytes
-from nemo_gym_prorl.sandbox.images.info import ROOT, SIF, Info, config_of
-from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
-from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.reference import Registry, check_name, parse
-from nemo_gym_prorl.sandbox.images.store import ImageStore
-from nemo_gym_prorl.sandbox.images.validate import check_made
-from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.images.rootfs import check_made
+from nemo_gym_prorl.sandbox.images.store import ROOT, SIF, ImageStore, Info, config_of
+from nemo_gym_prorl.sandbox.runtime import debian
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 
 
 APT_BASE = "apt:"
@@ -181,7 +185,7 @@ class _Build:
     def _base(self, work: Path, held: ExitStack) -> _Source:
         """Return the root folder of the order's base."""
         if self.order.base == APT_BASE:
-            return _Source(apt_base.make_root(sorted(self.recipe.apt), work, self.progress))
+            return _Source(debian.make_root(sorted(self.recipe.apt), work, self.progress))
         reference = parse(self.order.base, "base")
         base: Path | None = None
         if not (isinstance(reference, Registry) and self.order.fresh):
@@ -211,7 +215,7 @@ class _Build:
             _unpack_wheels(recipe.wheels, source.root, work / "wheels")
         definition = work / "image.def"
         definition.write_text(render(template, f"Bootstrap: localimage\nFrom: {source.root}", recipe))
-        made = runtime_build.build(
+        made = programs.build(
             self.runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=source.root
         )
         if unpacked:
@@ -226,7 +230,7 @@ def _entry(order: Order, recipe: Recipe) -> str:
 def _identity(base: str, store: ImageStore) -> str:
     """Return what names the content of a base, as well as it can be known without reading the base."""
     if base == APT_BASE:
-        return apt_base.identity()
+        return debian.identity()
     reference = parse(base, "base")
     if isinstance(reference, Registry):
         return reference.uri
@@ -287,3 +291,89 @@ def _check_space(work: Path) -> None:
             f"only {free >> 20} MiB are free on the disk of {work.parent}: 'prorl image gc' makes room, and "
             "PRORL_CACHE names another folder"
         )
+
+
+REGISTRY_BASE = "docker://docker.io/library/python:3.12-slim"
+
+DEFAULT, KERNEL, MATH = "default", "kernel", "math"
+
+SHIPPED = (DEFAULT, KERNEL, MATH)
+
+ON_OTHERS = {
+    KERNEL: (DEFAULT, ("ipython>=8.18,<10", "numpy>=2,<3")),
+    MATH: (KERNEL, ("numpy>=2,<3", "scipy>=1.14,<2", "sympy>=1.13,<2")),
+}
+"""Those that are made of another one, and the wheels that are added."""
+
+TRIAL_TIMEOUT_S = 120.0
+
+
+def default_image_path() -> Path:
+    """Where the default image lies, or would lie: the path to give as the image of a sandbox."""
+    store = ImageStore()
+    # Built on another machine, with tools that this one may lack.
+    places = [place(_default_order(base), store) for base in (APT_BASE, REGISTRY_BASE)]
+    return next((path for path in places if path.is_dir()), places[0])
+
+
+def image_path(name: str) -> Path | None:
+    """Where the image of that name lies; ``None`` if it is not built."""
+    if name == DEFAULT:
+        path = default_image_path()
+    elif base := image_path(ON_OTHERS[name][0]):
+        path = place(_order_on(base, name), ImageStore())
+    else:
+        return None
+    return path if path.is_dir() else None
+
+
+def ensure_image(name: str, progress: Progress) -> Path:
+    """Build the image of that name unless it is there, and those that it is made of, and give it its name. Takes about
+    10 s with apt, and 10 s for each that is made of it; at once afterwards.
+
+    Raises:
+        InfrastructureError: no runtime, no wheels, or no way to build worked; the message says why for each way tried.
+    """
+    if path := image_path(name):
+        return _named(name, path)
+    orders = _default_orders() if name == DEFAULT else [_order_on(ensure_image(ON_OTHERS[name][0], progress), name)]
+    runtime = require_runtime()
+    reasons = []
+    for order in orders:
+        try:
+            return build(order, ImageStore(), runtime, progress)
+        except InfrastructureError as error:
+            reasons.append(f"from {order.base}: {error.reason}")
+    raise InfrastructureError(f"the {name} sandbox image could not be built; " + "; ".join(reasons))
+
+
+def try_image(image: Path, runtime: Runtime) -> str:
+    """Start a container of an image, let it run its own test, and return what that said.
+
+    Raises:
+        InfrastructureError: the container does not start, or something is missing in it.
+    """
+    return programs.run([str(runtime.path), "test", "--containall", str(image)], runtime.environ(), TRIAL_TIMEOUT_S)
+
+
+def _named(name: str, image: Path) -> Path:
+    """The image, called ``name`` from now on: another version of this package may have taken the name since."""
+    store = ImageStore()
+    # A cache that others keep for us is not ours to write.
+    if store.entry_named(name) != image.parent.name and os.access(store.images.folder, os.W_OK):
+        store.name(name, image.parent.name)
+    return image
+
+
+def _default_orders() -> list[Order]:
+    """Return the ways to build the default image here, the best one first."""
+    bases = [REGISTRY_BASE] if debian.missing_tools() else [APT_BASE, REGISTRY_BASE]
+    return [_default_order(base) for base in bases]
+
+
+def _default_order(base: str) -> Order:
+    return Order(DEFAULT, base, DEFAULT, format="folder")
+
+
+def _order_on(base: Path, name: str) -> Order:
+    return Order(name, str(base), name, wheels=ON_OTHERS[name][1], format="folder")

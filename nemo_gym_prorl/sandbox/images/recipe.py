@@ -140,7 +140,7 @@ def template_text(name: str) -> str:
     Raises:
         CallerError: there is none of that name.
     """
-    folder = resources.files("nemo_gym_prorl.sandbox.images.building") / "templates"
+    folder = resources.files("nemo_gym_prorl.sandbox.images") / "templates"
     file = folder / f"{name}.def.j2"
     if not file.is_file():
         known = sorted(entry.name.removesuffix(".def.j2") for entry in folder.iterdir())

@@ -1,18 +1,22 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots of sandboxes: what one has written, kept in a file from which others can go on.
+"""Snapshots of sandboxes: files that hold what a sandbox has written, from which other sandboxes can go on.
 
-Files only: what runs in a sandbox is not in it, nor what it has in memory or from the host. A snapshot
-belongs to the image that it was taken over, and over no other is it restored; it outlives the sandbox, the server and
-the machine's next start: whoever takes one has to delete it.
+A snapshot has files only: no processes, no memory, nothing that is mounted from the host. It belongs to the image that
+it was taken over, and is restored over no other. It outlives the sandbox, the server and the machine's next start, so
+whoever takes one has to delete it.
 
-A snapshot that can't be taken is the agent's doing where the agent wrote what can't be kept; one that can't be
-restored is the caller's, who named it.
+Failing to take a snapshot counts as the agent's failure where the agent wrote what can't be kept. Failing to restore
+one is the caller's, who named it.
+
+Gym finds the capability ``SupportsSandboxSnapshot`` by its methods, so on a Gym that does not know it
+:class:`SnapshotSupport` only adds methods.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import errno
 import json
@@ -21,18 +25,19 @@ import re
 import secrets
 import tarfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
+from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec
 from pydantic import Strict, TypeAdapter
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.gym.options import SNAPSHOT
+from nemo_gym_prorl.sandbox.gym.options import SNAPSHOT, container_of
 from nemo_gym_prorl.sandbox.images.store import ImageStore
-from nemo_gym_prorl.sandbox.isolation.files.snapshots import HEADER
+from nemo_gym_prorl.sandbox.isolation.layer_archive import HEADER
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import state_root
@@ -67,15 +72,16 @@ class Base:
 
     @classmethod
     def of(cls, image: Path, spec: ContainerSpec) -> Self:
-        """That of a sandbox of ``image`` that was ordered as ``spec``."""
+        """Return the base of a sandbox of ``image`` that was ordered as ``spec``."""
         return cls(str(image), ImageStore().identity(image), spec.root, spec.users)
 
-    def check(self, other: Base) -> None:
+    def check(self, spec: ContainerSpec) -> None:
         """Refuse to go on from here in a sandbox of another base.
 
         Raises:
-            CallerError: that would be no continuation; names both.
+            CallerError: the sandbox would be no continuation; names both.
         """
+        other = Base.of(spec.image, spec)
         if self.identity != other.identity:
             same = self.image == other.image
             reason = f"the image at {self.image} was changed since" if same else f"this sandbox is of {other.image}"
@@ -101,24 +107,6 @@ class Snapshot:
     path: Path
     base: Base
 
-    async def restore(self, container: Container) -> None:
-        """Do to a fresh sandbox of the same image what was done to the one that this was taken of.
-
-        Raises:
-            CallerError: it is damaged, of another image, or has more than the sandbox may write.
-            SandboxRefused: the machine has no room for it.
-        """
-        self.base.check(await asyncio.to_thread(Base.of, container.image, container.spec))
-        source = await asyncio.to_thread(os.open, self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            await container.ask("restore", [source])
-        except SandboxRefused as error:
-            if error.number and error.number not in OF_THE_MACHINE:
-                raise CallerError(f"{self.path} can't be restored: {error.reason}", field=SNAPSHOT) from error
-            raise
-        finally:
-            os.close(source)
-
 
 def default_folder() -> Path:
     """Where they are kept if nobody says otherwise: beside the sandboxes, on this machine's disk."""
@@ -126,7 +114,7 @@ def default_folder() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class SnapshotInfo:
     """A snapshot that was just taken.
 
     Attributes:
@@ -140,7 +128,7 @@ class Taken:
     programs: int
 
 
-async def take(container: Container, folder: Path, name: str, *, at_rest: bool = False) -> Taken:
+async def take(container: Container, folder: Path, name: str, *, at_rest: bool = False) -> SnapshotInfo:
     """Write down in ``folder`` what a sandbox has written; it stands still meanwhile. Who has nothing running in it
     but shells that wait (``at_rest``) need not have it stopped, which takes longer than to copy what most write.
 
@@ -173,7 +161,7 @@ async def take(container: Container, folder: Path, name: str, *, at_rest: bool =
         raise
     finally:
         os.close(target)
-    return Taken(snapshot, answer["bytes"], answer["programs"])
+    return SnapshotInfo(snapshot, answer["bytes"], answer["programs"])
 
 
 @contextlib.asynccontextmanager
@@ -237,9 +225,58 @@ def read(path: Path) -> Snapshot:
                 raise ValueError("it begins otherwise")
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:") as archive:
-                told = archive.pax_headers[HEADER]
+                told = base64.b64decode(archive.pax_headers[HEADER], validate=True)
         return Snapshot(path, _BASE.validate_json(told))
     except OSError as error:
         raise CallerError(f"{path} can't be read: {error.strerror}", field=SNAPSHOT) from error
     except (tarfile.TarError, EOFError, KeyError, ValueError) as error:
         raise CallerError(f"{path} is no snapshot of a sandbox", field=SNAPSHOT) from error
+
+
+class SnapshotSupport:
+    """See the module; a part of :class:`.provider.SingularityProvider`."""
+
+    _kept: str | None
+    """Folder of snapshots, if not the usual one."""
+
+    async def snapshot(self, handle: SandboxHandle, name: str = "snapshot") -> str:
+        """Keep what the sandbox has written; it stands still meanwhile. ``create`` takes the result as the option
+        ``snapshot_id``, in place of an image; see :mod:`.snapshots`."""
+        return (await take(container_of(handle), self._snapshots_folder(), name)).name
+
+    async def checkpoint(self, handle: SandboxHandle, name: str) -> SnapshotInfo:
+        """As :meth:`snapshot`, of one in which nobody has anything running but a shell that waits, unless that left
+        something in the background; and what there is to tell of it."""
+        return await take(container_of(handle), self._snapshots_folder(), name, at_rest=True)
+
+    async def delete_old_snapshots(self, name: str, age_s: float) -> None:
+        """Delete the snapshots that were taken under that name, or renewed, more than so many seconds ago."""
+        await asyncio.to_thread(sweep, self._snapshots_folder(), name, age_s)
+
+    async def delete_snapshot(self, snapshot_id: str) -> None:
+        """Delete a snapshot; one that is not there is deleted already."""
+        await self._with_snapshot(snapshot_id, lambda path: path.unlink(missing_ok=True))
+
+    async def renew_snapshot(self, snapshot_id: str) -> None:
+        """Have a snapshot count as new for :meth:`delete_old_snapshots`, if it is there."""
+        await self._with_snapshot(snapshot_id, os.utime)
+
+    async def _with_snapshot(self, snapshot_id: str, work: Callable[[Path], None]) -> None:
+        with contextlib.suppress(CallerError, FileNotFoundError):
+            path = await asyncio.to_thread(find, self._snapshots_folder(), snapshot_id)
+            await asyncio.to_thread(work, path)
+
+    def snapshot_to_restore(self, spec: SandboxSpec) -> Snapshot | None:
+        """The snapshot that a specification names in place of an image.
+
+        Raises:
+            CallerError: there is none, or there is an image besides.
+        """
+        if (named := spec.provider_options.get(SNAPSHOT)) is None:
+            return None
+        if spec.image:
+            raise CallerError("a snapshot stands in place of an image; give one of both", field=SNAPSHOT)
+        return read(find(self._snapshots_folder(), named))
+
+    def _snapshots_folder(self) -> Path:
+        return Path(self._kept) if self._kept else default_folder()
