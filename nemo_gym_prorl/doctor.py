@@ -40,8 +40,8 @@ from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.limits.report import By, Facts, Limit, limits, remedy_here, shortcomings
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import HOW_TO_GET_IT, Runtime, find_runtime
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor.client import Link
 from nemo_gym_prorl.serving import open_files
 
 

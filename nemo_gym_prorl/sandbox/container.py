@@ -40,9 +40,9 @@ from nemo_gym_prorl.sandbox.sessions.commands import (
 )
 from nemo_gym_prorl.sandbox.spec import ContainerSpec, ImageDefaults, check, order
 from nemo_gym_prorl.sandbox.start_errors import start_error
+from nemo_gym_prorl.sandbox.supervisor.client import Link, Process
+from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxExhausted, SandboxLost, SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link, Process
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.transfer import FILE_LIMIT
 
 

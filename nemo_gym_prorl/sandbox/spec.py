@@ -30,7 +30,7 @@ from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.command import image_variables
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.connection import Message
 
 
 Start = Literal["auto", "direct", "runtime"]

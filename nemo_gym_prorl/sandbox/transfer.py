@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE, CallerError
 from nemo_gym_prorl.sandbox.arguments import check_path
+from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from tests.sandbox.tiny import make_tiny_root
 from tests.sandbox.ways import is_long
 from tests.sandbox.without import Off, Supervisors, Without

@@ -19,7 +19,7 @@ from pathlib import Path
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor
 from nemo_gym_prorl.serving import open_files
 
 

@@ -22,8 +22,7 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
 
 
 pytestmark = pytest.mark.sandbox

@@ -19,8 +19,8 @@ from nemo_gym_prorl.sandbox.limits import cgroups, report
 from nemo_gym_prorl.sandbox.limits.report import By, Facts
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
+from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, step_down
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
 GRANTED = cgroups.delegation()

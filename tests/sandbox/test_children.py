@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import failure
+from nemo_gym_prorl.sandbox.supervisor.errors import failure
 
 
 pytestmark = pytest.mark.sandbox
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.sandbox
 REUSE = """
 import asyncio, os, sys
 from pathlib import Path
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
+from nemo_gym_prorl.sandbox.supervisor.processes import Children
 
 # As the first process of its own process numbers it adopts every orphan, and may say which number is next.
 os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWPID)

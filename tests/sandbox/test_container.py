@@ -13,8 +13,8 @@ import pytest
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor.client import SandboxLost
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]

@@ -20,8 +20,7 @@ from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.launcher import program as launching
 from nemo_gym_prorl.sandbox.limits import report
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import prepared_images
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor import creation, state_dir
 from tests.sandbox.ways import BY_THE_RUNTIME_TOO
 from tests.sandbox.without import Off, Without
 
@@ -251,12 +250,12 @@ async def test_a_prepared_image_is_kept_as_long_as_a_sandbox_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sandbox uses the files of its prepared image a while after it asked for the image."""
-    monkeypatch.setattr(prepared_images, "MOST", 2)
+    monkeypatch.setattr(creation, "MOST_PREPARED", 2)
     made = {"owner": [0, 0], "one_user": "", "ranges": []}
     children = Mock()
     held: list[PreparedImage] = []
     children.run = AsyncMock(side_effect=lambda _action: (made, [os.open("/", os.O_PATH), os.open("/", os.O_PATH)]))
-    kept = prepared_images.PreparedImages(tmp_path, children, Mock(), lambda: held)
+    kept = creation.PreparedImages(tmp_path, children, Mock(), lambda: held)
 
     async def ask(image: str) -> PreparedImage:
         return await kept.get({"image": image, "image_identity": image, "scripted": False})

@@ -22,7 +22,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import program
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
+from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 from tests.sandbox.without import Off, Without
 
 

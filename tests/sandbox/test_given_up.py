@@ -18,7 +18,7 @@ from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.sessions.bash_channel import BashChannel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.supervisor import creation, lifecycle, sandbox
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link
+from nemo_gym_prorl.sandbox.supervisor.client import Link
 
 
 pytestmark = pytest.mark.sandbox

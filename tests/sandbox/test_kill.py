@@ -15,7 +15,7 @@ import pytest
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor
 
 
 pytestmark = pytest.mark.sandbox

@@ -38,11 +38,9 @@ from nemo_gym_prorl.sandbox.isolation.user_ids import draw
 from nemo_gym_prorl.sandbox.limits import cgroups, usage
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import ImageDefaults, order
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
-from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
-from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
+from nemo_gym_prorl.sandbox.supervisor.client import SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.processes import Children, Launcher
 from tests.sandbox import elf
 
 
@@ -184,7 +182,7 @@ def test_a_supervisor_of_many_that_is_killed_leaves_nothing(image: Path, runtime
             while crowd.folder.exists():
                 assert time.monotonic() - begin < FILES_GONE_WITHIN_S, list(crowd.folder.iterdir())
                 if with_server:
-                    cleanup.sweep(state)
+                    state_dir.sweep(state)
                 time.sleep(0.01)
             files.append(time.monotonic() - begin)
             assert not groups_of(crowd.folder)
@@ -208,7 +206,7 @@ import asyncio, json, sys
 from pathlib import Path
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor
 
 async def main():
     box = await Container.start(ContainerSpec(image=Path(sys.argv[1])), require_runtime())
@@ -235,7 +233,7 @@ asyncio.run(main())
                 assert kept.exists(), "or it was none"
             finally:
                 fcntl.ioctl(file, SET_FLAGS, struct.pack("l", 0))
-    cleanup.sweep(Path(folder).parent)
+    state_dir.sweep(Path(folder).parent)
     assert not Path(folder).exists()
 
 

@@ -23,10 +23,9 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import program, requests
 from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request, receive
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor.processes import launcher
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
-from nemo_gym_prorl.sandbox.supervisor.processes.launcher import CHANNEL, Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone
+from nemo_gym_prorl.sandbox.supervisor import processes as launcher
+from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone
+from nemo_gym_prorl.sandbox.supervisor.processes import CHANNEL, Children, Launcher
 from tests.sandbox.without import Off, Without
 
 
@@ -182,7 +181,7 @@ async def test_many_are_asked_for_before_the_first_is_answered(bench: Bench) -> 
 
 
 TELL = """
-from nemo_gym_prorl.sandbox.supervisor.processes import launcher
+from nemo_gym_prorl.sandbox.supervisor import processes as launcher
 running = launcher.Launcher._running
 def tell(self):
     channel = running(self)

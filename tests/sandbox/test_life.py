@@ -27,11 +27,9 @@ from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.supervisor import lifecycle, sandbox
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
-from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
-from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
+from nemo_gym_prorl.sandbox.supervisor import lifecycle, own_supervisor, sandbox, state_dir
+from nemo_gym_prorl.sandbox.supervisor.client import SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 
 
 SERVER = Path(__file__).with_name("server.py")
@@ -96,7 +94,7 @@ class Server:
         self.process.stdout.close()
         deadline = time.monotonic() + gone_within_s()
         while (self.folder.exists() or any(self.remains().values())) and time.monotonic() < deadline:
-            cleanup.sweep(self.folder.parent)
+            state_dir.sweep(self.folder.parent)
             time.sleep(0.02)
         assert not any(self.remains().values())
 
@@ -142,12 +140,12 @@ def test_a_terminated_supervisor_cleans_up(server: Server) -> None:
 def test_a_folder_that_somebody_has_cleared_away_is_no_error_at_the_end(state: Path) -> None:
     folder, lock = state_dir.take(state)
     remove_tree(folder)
-    cleanup.clear(folder)
+    state_dir.clear(folder)
     os.close(lock)
 
 
 def test_a_sweep_touches_nothing_of_a_live_owner(server: Server, state: Path) -> None:
-    assert cleanup.sweep(state) == []
+    assert state_dir.sweep(state) == []
     # Others come and go by themselves.
     assert all(state_dir.start_time(pid) == server.inside[pid] for pid in server.facts["inits"])
     assert len(list(server.folder.glob("b-*"))) == len(server.facts["inits"])

@@ -15,15 +15,16 @@ import pytest
 
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection, ready
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import (
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.connection import (
     LARGEST_INLINE,
     LARGEST_MESSAGE,
     MAX_FILES,
+    Connection,
     PeerGone,
     close_all,
     pack,
+    ready,
     receive,
     send,
     socket_pair,

@@ -38,7 +38,7 @@ from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
 
 
 REPOSITORY = Path(__file__).parents[2]

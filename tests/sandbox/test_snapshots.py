@@ -31,9 +31,9 @@ from nemo_gym_prorl.sandbox.isolation.files.snapshots import END, HEADER
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
+from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.processes.pidfd import start_time
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.signals import start_time
 
 
 pytestmark = pytest.mark.sandbox

@@ -20,11 +20,10 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.sandbox import spec as specs
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import limit_watch
+from nemo_gym_prorl.sandbox.supervisor import limit_watch, own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.client import Link
+from nemo_gym_prorl.sandbox.supervisor.connection import pack, send, socket_pair
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import pack, send, socket_pair
 
 
 pytestmark = pytest.mark.sandbox

@@ -19,8 +19,8 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 
 
 pytestmark = pytest.mark.sandbox

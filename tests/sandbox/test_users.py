@@ -19,9 +19,8 @@ from nemo_gym_prorl.sandbox.isolation.privilege import has_one_id, is_machine_ro
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted, SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from tests.sandbox.without import Off, Without
 
 
@@ -178,7 +177,7 @@ def test_a_failing_helper_leaves_a_domain_of_one(monkeypatch: pytest.MonkeyPatch
 
 MOMENT = "from nemo_gym_prorl.sandbox.limits import cgroups, usage\n"
 MOMENT += "usage.threads_in, cgroups.Group.full = lambda space: 1, lambda group: False\n"
-NO_ROOM = "from nemo_gym_prorl.sandbox.supervisor.processes.children import Children\n"
+NO_ROOM = "from nemo_gym_prorl.sandbox.supervisor.processes import Children\n"
 NO_ROOM += "Children.can_fork = lambda children: False\n"
 
 

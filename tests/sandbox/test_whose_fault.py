@@ -28,10 +28,8 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import Start
-from nemo_gym_prorl.sandbox.supervisor import lifecycle, sandbox
+from nemo_gym_prorl.sandbox.supervisor import lifecycle, own_supervisor, sandbox, state_dir
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost, SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from tests.sandbox.without import Off, Without
 
 
@@ -389,12 +387,12 @@ async def test_a_program_that_goes_with_its_sandbox_on_its_way_in_is_no_killed_h
         Off(
             "import os\n"
             "from nemo_gym_prorl.sandbox.supervisor import programs\n"
-            "from nemo_gym_prorl.sandbox.supervisor.processes import pidfd\n"
+            "from nemo_gym_prorl.sandbox.supervisor import signals\n"
             "async def go_with_it(self, program, request, *_):\n"
             "    folder = os.readlink(f'/proc/self/fd/{request.place.process.number}')\n"
             "    first = int(folder.rpartition('/')[2])\n"
             "    os.kill(first, 9)\n"
-            "    while not pidfd.is_exiting(first):\n"
+            "    while not signals.is_exiting(first):\n"
             "        pass\n"
             "    raise programs.Refused(programs.KILLED)\n"
             "programs.Programs._start = go_with_it"

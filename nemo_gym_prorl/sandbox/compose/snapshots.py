@@ -33,9 +33,9 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.gym.options import SNAPSHOT
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.files.snapshots import HEADER
+from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
-from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import state_root
+from nemo_gym_prorl.sandbox.supervisor.state_dir import state_root
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")

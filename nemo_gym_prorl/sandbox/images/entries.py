@@ -36,7 +36,7 @@ from pathlib import Path
 from nemo_gym_prorl.disks import on_shared_disk
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.cache import Progress, silent
-from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
+from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 
 
 UNSEEN_S = 24 * 3600.0

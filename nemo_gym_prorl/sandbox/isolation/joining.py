@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Unreachable
+from nemo_gym_prorl.sandbox.supervisor.errors import Unreachable
 
 
 NAMESPACES = {

@@ -27,8 +27,8 @@ from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, shared_memory_o
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root_outside
 from nemo_gym_prorl.sandbox.limits import descriptors
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, exhausted
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, Packet, PeerGone, close_all, receive_packet
+from nemo_gym_prorl.sandbox.supervisor.connection import Message, Packet, PeerGone, close_all, receive_packet
+from nemo_gym_prorl.sandbox.supervisor.errors import KILLED, exhausted
 
 
 class Kind(IntEnum):

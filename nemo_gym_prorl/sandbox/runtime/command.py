@@ -16,8 +16,8 @@ from pathlib import Path
 from nemo_gym_prorl.sandbox.isolation import network
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
 from nemo_gym_prorl.sandbox.launcher.requests import MOST_VARIABLES
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
-from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import OWNER_VARIABLE
+from nemo_gym_prorl.sandbox.supervisor.connection import Message
+from nemo_gym_prorl.sandbox.supervisor.state_dir import OWNER_VARIABLE
 
 
 _OF_THE_RUNTIME = re.compile(r"(APPTAINER|SINGULARITY)_.*|PS1|PROMPT_COMMAND|PWD|OLDPWD|SHLVL|HOME|_", re.DOTALL)

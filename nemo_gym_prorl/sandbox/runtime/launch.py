@@ -20,7 +20,7 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
 from nemo_gym_prorl.sandbox.limits import descriptors
 from nemo_gym_prorl.sandbox.runtime.command import runtime_environment
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.connection import Message
 
 
 IDLE = "exec 3<&0 2>/dev/null; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from nemo_gym_prorl.sandbox.arguments import check_command
 from nemo_gym_prorl.sandbox.sessions.output import HeadTail
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process
+from nemo_gym_prorl.sandbox.supervisor.client import Process
 
 
 OUTPUT_LIMIT = 1 << 20

@@ -35,16 +35,12 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import descriptors, usage
 from nemo_gym_prorl.sandbox.limits.report import file_size_reached
-from nemo_gym_prorl.sandbox.supervisor import limit_watch
-from nemo_gym_prorl.sandbox.supervisor.creation import Creation, Turns
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
-from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure, in_words
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import drop
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
-from nemo_gym_prorl.sandbox.supervisor.runtime_start import look_for_first
+from nemo_gym_prorl.sandbox.supervisor import limit_watch, state_dir
+from nemo_gym_prorl.sandbox.supervisor.connection import Message, close_all, drop
+from nemo_gym_prorl.sandbox.supervisor.creation import Creation, Turns, look_for_first
+from nemo_gym_prorl.sandbox.supervisor.errors import Refused, failure, in_words
+from nemo_gym_prorl.sandbox.supervisor.processes import Answer, Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, Stage, step_down
-from nemo_gym_prorl.sandbox.supervisor.storage import erase
 
 
 TICK_S = 0.5
@@ -399,11 +395,11 @@ class Sandboxes:
         try:
             await self._launcher.run(request)
         except Refused as error:
-            if error.answer.get("errno") not in erase.OTHERS or is_machine_root():
+            if error.answer.get("errno") not in state_dir.OTHERS or is_machine_root():
                 raise
             await self._children.run(partial(_remove_tree, sandbox.folder))
 
 
 def _remove_tree(folder: Path) -> Answer:
-    erase.remove_tree(folder)
+    state_dir.remove_tree(folder)
     return {}, []

@@ -31,11 +31,10 @@ from nemo_gym_prorl.sandbox.limits.watchdog import (
     WatchList,
     goes_fast,
 )
-from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Children, tell
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, receive, socket_pair
+from nemo_gym_prorl.sandbox.supervisor import signals
+from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message, PeerGone, receive, socket_pair
+from nemo_gym_prorl.sandbox.supervisor.errors import Refused
+from nemo_gym_prorl.sandbox.supervisor.processes import Children, tell
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 
 
@@ -192,7 +191,7 @@ class Watch:
         victims, reason = over
         self._tell(box, "memory", reason, ended=not victims)
         for victim in victims:
-            pidfd.send(victim, signal.SIGKILL, partial(_is_still, inside[victim], box))
+            signals.send(victim, signal.SIGKILL, partial(_is_still, inside[victim], box))
 
     def _look_for_full(self, box: Watched, processes: list[usage.Process]) -> None:
         if box.outside and (runtime := usage.look(box.outside)):

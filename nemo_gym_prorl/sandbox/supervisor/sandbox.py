@@ -18,11 +18,10 @@ from nemo_gym_prorl.sandbox.isolation import joining
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import log as logs
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Child
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message
+from nemo_gym_prorl.sandbox.supervisor.errors import Refused
+from nemo_gym_prorl.sandbox.supervisor.processes import Child
 
 
 Client = Connection[Message, list[int]]

@@ -8,11 +8,15 @@ child of a small single-threaded process. It is started by :mod:`.own_supervisor
 - the *server* dies: the socket closes; every container is killed, proven gone, its files removed; then this ends too;
 - this process dies: each container's PID 1 sees its end of a socket close and exits, and the runtime's starter is
   killed by the kernel; the server's :mod:`.client` removes the files;
-- both die at once: the same, and the files go with the next start of any supervisor (:func:`.cleanup.sweep`).
+- both die at once: the same, and the files go with the next start of any supervisor (:func:`.state_dir.sweep`).
 
 One loop, no threads, no blocking call: what may take long (joining, copying, deleting) happens in children.
-This module takes the questions, and answers each, with an error if need be: none of them, and nothing that goes wrong
-for one sandbox, ends the others. What becomes of a sandbox is :mod:`.lifecycle`'s.
+This module takes requests and answers each, with an error if need be. No request, and no failure of one sandbox, ends
+the others. The life of a sandbox is in :mod:`.lifecycle`.
+
+Requests are accepted only from processes of the supervisor's own user in its own namespaces, since whoever can speak
+to a supervisor can have anything done as its user. Its socket lies in a folder that no sandbox is shown (:mod:`..binds`);
+this check is the second wall: a process inside a sandbox is in other namespaces.
 """
 
 from __future__ import annotations
@@ -22,8 +26,10 @@ import contextlib
 import errno
 import gc
 import os
+import select
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -35,17 +41,13 @@ from nemo_gym_prorl.sandbox.isolation.files import snapshots
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, descriptors
+from nemo_gym_prorl.sandbox.supervisor import programs, state_dir
+from nemo_gym_prorl.sandbox.supervisor.connection import PAUSE_S, Connection, Message, PeerGone, close_all, ready
+from nemo_gym_prorl.sandbox.supervisor.errors import Refused, failure
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.processes import freezer
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
-from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
+from nemo_gym_prorl.sandbox.supervisor.processes import Answer, Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.programs import Programs
-from nemo_gym_prorl.sandbox.supervisor.rpc import peers
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import PAUSE_S, Connection, ready
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Client
-from nemo_gym_prorl.sandbox.supervisor.storage import cleanup
 
 
 Handler = Callable[[Client, Message, list[int]], Awaitable[Answer]]
@@ -74,13 +76,13 @@ class Supervisor:
         spawn_task(self._children.run(partial(_sweep, self.folder.parent)), expected=Refused)
         self._add_client(self._owner, self._ending.set)
         self._listener.setblocking(False)
-        PROCESS_LOOPS.start("accept", partial(self._accept, peers.peer(self._owner)[0]))
+        PROCESS_LOOPS.start("accept", partial(self._accept, peer(self._owner)[0]))
         # What is there by now stays as it is: a forked child is to copy none of it for want of counting it.
         gc.collect()
         gc.freeze()
         await self._ending.wait()
         await self._sandboxes.close_all()
-        cleanup.clear(self.folder)
+        state_dir.clear(self.folder)
 
     def _orphan_ended(self, pid: int) -> None:
         self._sandboxes.orphan_ended(pid)
@@ -101,7 +103,7 @@ class Supervisor:
         except OSError:
             return PAUSE_S
         with log_exceptions():  # a client's error must not slow the loop down for the others
-            if peers.trusted(connection, owner):
+            if trusted(connection, owner):
                 self._add_client(connection, lambda: None)
             else:
                 connection.close()
@@ -171,7 +173,7 @@ class Supervisor:
             # From now on, or what is started meanwhile would run on.
             sandbox.paused = True
             try:
-                return await freezer.pause(self._children, self._launcher, sandbox.space, sandbox.place)
+                return await programs.pause(self._children, self._launcher, sandbox.space, sandbox.place)
             except BaseException:
                 sandbox.paused = False
                 raise
@@ -181,7 +183,7 @@ class Supervisor:
         assert sandbox.space
         async with sandbox.pausing:
             sandbox.paused = False
-            return await self._children.run(partial(freezer.resume, sandbox.space))
+            return await self._children.run(partial(programs.resume, sandbox.space))
 
     async def _do_snapshot(self, _client: Client, order: Message, files: list[int]) -> Answer:
         """Of one that is paused, or it would change meanwhile; or, if it may be ``at_rest``, of one in which nothing
@@ -195,11 +197,11 @@ class Supervisor:
         pack = partial(snapshots.pack, sandbox.place, layer, order["header"], limit, files[0])
 
         def action() -> Answer:
-            programs, busy = freezer.not_started_by(space, ours)
-            if at_rest and (programs or busy):
+            others, busy = programs.not_started_by(space, ours)
+            if at_rest and (others or busy):
                 return {"busy": True}, []
             answer, none = pack()
-            return {**answer, "programs": programs}, none
+            return {**answer, "programs": others}, none
 
         return await self._children.run(action, [files[0], sandbox.place.process.number])
 
@@ -237,7 +239,7 @@ def _groups() -> Path | None:
 
 
 def _sweep(root: Path) -> Answer:
-    cleanup.sweep(root)
+    state_dir.sweep(root)
     return {}, []
 
 
@@ -260,3 +262,54 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+_CREDENTIALS = struct.Struct("3i")
+_PEER_PIDFD = 77
+"""``SO_PEERPIDFD``, from Linux 6.5 on."""
+
+NAMESPACES = ("pid", "user")
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Number and user of the process at the other end, as the kernel noted them down when it connected."""
+    pid, uid, _gid = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return pid, uid
+
+
+def trusted(connection: socket.socket, owner: int) -> bool:
+    """Whether the process that connected is a trusted one.
+
+    Where the kernel can (Linux 6.5), it also tells whether that process still lives, so that what is read of it is not
+    another's who got its number. The owner, whose number is its own as long as we live, may have changed its user in
+    a way that closes its part of /proc to us.
+    """
+    pid, uid = peer(connection)
+    if pid == owner:
+        return True
+    if uid not in (os.geteuid(), 0) or pid <= 0:
+        return False
+    try:
+        same = all(os.stat(f"/proc/{pid}/ns/{name}") == _own(name) for name in NAMESPACES)
+    except OSError:
+        return False
+    return same and _lives(connection)
+
+
+def _own(name: str) -> os.stat_result:
+    return os.stat(f"/proc/self/ns/{name}")
+
+
+def _lives(connection: socket.socket) -> bool:
+    try:
+        process = connection.getsockopt(socket.SOL_SOCKET, _PEER_PIDFD)
+    except OSError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        return not poll.poll(0)
+    finally:
+        os.close(process)

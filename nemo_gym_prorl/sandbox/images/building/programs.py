@@ -21,7 +21,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
 from nemo_gym_prorl.sandbox.images.building import build_namespace
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
+from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 
 
 WORDS_KEPT = 800

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message, PeerGone, close_all
 from nemo_gym_prorl.sandbox.supervisor.errors import (
     SHORTAGES,
     SandboxBroken,
@@ -28,9 +30,6 @@ from nemo_gym_prorl.sandbox.supervisor.errors import (
     SandboxLost,
     SandboxRefused,
 )
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
 
 
 __all__ = ["Link", "Process", "SandboxExhausted", "SandboxLost", "SandboxRefused"]
