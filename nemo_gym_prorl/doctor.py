@@ -236,7 +236,7 @@ async def _try_sandbox(runtime: Runtime, image: Path) -> tuple[str, str]:
         raise InfrastructureError(f"it has network devices: {' '.join(devices)}")
     first, second = took_ms
     said = f"{system}; first command after {first:.0f} ms, in the next one after {second:.0f} ms; writable, no network"
-    return said, sandbox.fallback
+    return said, sandbox.fallback_reason
 
 
 def _fuse() -> Check:
@@ -333,7 +333,7 @@ def state_check(folder: str, kind: str, free: int) -> Check:
     name = "State folder"
     found = f"{folder}, {kind}, {free / 1e9:.0f} GB free"
     if in_memory(kind):
-        each = ContainerSpec(Path()).disk_mib * 2**20 / 1e9
+        each = ContainerSpec(image=Path()).disk_mib * 2**20 / 1e9
         found += f": what sandboxes write takes memory, up to {each:.0f} GB each unless disk_mib says otherwise"
         return Check(name, Level.WARN, found, _STATE)
     return Check(name, Level.OK, found)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ async def test_a_wrong_value_is_refused_by_the_name_of_its_field(
     image: Path, runtime: Runtime, state: Path, field: str, value: object
 ) -> None:
     with pytest.raises(CallerError) as caught:
-        await Container.start(replace(ContainerSpec(image=image), **{field: value}), runtime)
+        await Container.start(ContainerSpec(**{"image": image, field: value}), runtime)
     assert caught.value.field is not None
     assert caught.value.field.split(".")[0] == field
     assert len(caught.value.reason) < 1000

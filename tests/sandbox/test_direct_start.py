@@ -21,6 +21,7 @@ from nemo_gym_prorl.sandbox.launcher import program as launching
 from nemo_gym_prorl.sandbox.limits import report
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import creation, state_dir
+from tests.sandbox.requests import request_for
 from tests.sandbox.ways import BY_THE_RUNTIME_TOO
 from tests.sandbox.without import Off, Without
 
@@ -44,7 +45,7 @@ async def test_both_ways_give_the_same_variables(other_image: Path, runtime: Run
     for start in ("direct", "runtime"):
         spec = ContainerSpec(image=other_image, start=start)  # type: ignore[arg-type]
         async with await Container.start(spec, runtime) as container:
-            assert container.way == start
+            assert container.start_method == start
             found.append(container.environment)
     assert found[0] == found[1]
     assert found[0]["OF_THE_IMAGE"] == "it's\n42"
@@ -85,7 +86,7 @@ async def test_where_it_cannot_be_made_directly_the_runtime_starts_it_and_the_re
         for _ in range(2):
             async with await Container.start(ContainerSpec(image=image), runtime) as container:
                 assert (await container.run("echo works")).stdout == "works\n"
-                assert container.way == "runtime"
+                assert container.start_method == "runtime"
     told = [record.getMessage() for record in caplog.records if "by the container runtime" in record.getMessage()]
     assert len(told) == 1
     assert "mounts are forbidden here" in told[0]
@@ -109,7 +110,7 @@ async def test_once_a_sandbox_was_made_directly_the_runtime_is_not_tried(
         )
     )
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        assert container.way == "direct"
+        assert container.start_method == "direct"
     with pytest.raises(InfrastructureError, match="no second one"):
         await Container.start(ContainerSpec(image=image), runtime)
 
@@ -142,7 +143,7 @@ async def test_trouble_of_the_machine_is_an_error_and_decides_nothing(
         await Container.start(ContainerSpec(image=image), runtime)
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
         assert (await container.run("echo works")).stdout == "works\n"
-        assert container.way == "direct"
+        assert container.start_method == "direct"
 
 
 async def test_an_image_file_starts_by_the_runtime(tiny_sif: Path, runtime: Runtime) -> None:
@@ -258,7 +259,7 @@ async def test_a_prepared_image_is_kept_as_long_as_a_sandbox_has_it(
     kept = creation.PreparedImages(tmp_path, children, Mock(), lambda: held)
 
     async def ask(image: str) -> PreparedImage:
-        return await kept.get({"image": image, "image_identity": image, "scripted": False})
+        return await kept.get(request_for(Path(image)))
 
     before = open_files()
     held.append(await ask("held"))

@@ -19,6 +19,7 @@ from nemo_gym_prorl.sandbox.sessions.bash_channel import BashChannel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.supervisor import creation, lifecycle, sandbox
 from nemo_gym_prorl.sandbox.supervisor.client import Link
+from tests.sandbox.requests import request_for
 
 
 pytestmark = pytest.mark.sandbox
@@ -29,15 +30,15 @@ async def test_an_end_that_is_asked_for_as_the_turn_comes_is_not_forgotten(
 ) -> None:
     """It would be up, while its end waits for that of its first process for ever."""
     client: Any = Mock()
-    box = sandbox.Sandbox("b-1", tmp_path, {}, [client], [])
+    box = sandbox.Sandbox("b-1", tmp_path, request_for(), [client], [])
     children = Mock(fork=Mock(side_effect=OSError))
     boxes = lifecycle.Sandboxes(tmp_path, children, None, AsyncMock())
     boxes._all[box.name], boxes._creation = box, AsyncMock()
     monkeypatch.setattr(boxes, "_accepted", lambda *_order: box)
-    others = [boxes._turns.of(str(number)) for number in range(2 * creation.AT_ONCE)]
+    others = [boxes._starts.of(str(number)) for number in range(2 * creation.AT_ONCE)]
     for other in others:
         await other.__aenter__()
-    creating = asyncio.create_task(boxes.create(client, {"image": "", "start_timeout_s": 9, "ttl_s": 0}, []))
+    creating = asyncio.create_task(boxes.create(client, request_for(), []))
     await asyncio.sleep(0.01)
     await others[0].__aexit__(None, None, None)
     closing = asyncio.create_task(boxes.destroy(box.name))

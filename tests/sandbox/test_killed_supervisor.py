@@ -34,14 +34,14 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, make
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.isolation.user_ids import draw
 from nemo_gym_prorl.sandbox.limits import cgroups, usage
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.spec import ImageDefaults, order
 from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.messages import PutRequest
 from nemo_gym_prorl.sandbox.supervisor.processes import Children, Launcher
 from tests.sandbox import elf
+from tests.sandbox.requests import request_for
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -241,7 +241,7 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime
     parent, _trouble = user_ids.make_parent_namespace()
     ranges = [user_ids.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
     prepared = PreparedImage(parent, (0, 0), parent, "", {}, ranges)
-    given = order("b-1", draw(several=False), ContainerSpec(image=tmp_path), runtime, ImageDefaults()) | {}
+    given = request_for(tmp_path)
     alive, lives = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:
@@ -333,7 +333,7 @@ async def test_a_helper_inside_ends_with_the_supervisor(container: Container) ->
     assert own_supervisor._current
     source, nothing_comes = os.pipe()
     try:
-        copying = asyncio.create_task(container.ask("put", [source], path="/x", mode=0o644))
+        copying = asyncio.create_task(container.ask(PutRequest(container.name, "/x", 0o644), [source]))
         while (await container.run("ls -A / | grep -cE '^[.][0-9a-f]{32}$'")).stdout != "1\n":
             await asyncio.sleep(0.01)
         os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)

@@ -30,6 +30,7 @@ from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.supervisor import lifecycle, own_supervisor, sandbox, state_dir
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
+from tests.sandbox.requests import request_for
 
 
 SERVER = Path(__file__).with_name("server.py")
@@ -299,7 +300,7 @@ async def test_an_end_goes_on_whatever_fails_at_its_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     """Others have their turn, and it is tried again until nothing is left, where there is no room for a note, say."""
-    box = sandbox.Sandbox("b-1", tmp_path, {}, [], [], stage=sandbox.Stage.UP)
+    box = sandbox.Sandbox("b-1", tmp_path, request_for(), [], [], stage=sandbox.Stage.UP)
     box.created.set()
     box.space = Mock(init=1, alive=False)
     boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)

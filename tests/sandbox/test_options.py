@@ -14,7 +14,7 @@ from typing import Any
 from nemo_gym.sandbox.providers.base import SandboxResources, SandboxSpec
 
 from nemo_gym_prorl.sandbox.container import ContainerSpec
-from nemo_gym_prorl.sandbox.gym.options import SPEC_OPTIONS, Settings
+from nemo_gym_prorl.sandbox.spec import SPEC_OPTIONS, ProviderOptions
 
 
 TEXT = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text()
@@ -42,7 +42,7 @@ def kind_of(hint: Any) -> str:
 def fields() -> dict[str, tuple[str, Any]]:
     """Every option with its type and its default; the provider's word for the image is the one that users meet."""
     found = {}
-    for owner in (ContainerSpec, Settings):
+    for owner in (ContainerSpec, ProviderOptions):
         hints = typing.get_type_hints(owner)
         for field in dataclasses.fields(owner):
             default = field.default_factory() if callable(field.default_factory) else field.default
@@ -62,7 +62,7 @@ def test_every_option_is_in_the_table_with_its_type_and_default() -> None:
             assert written not in ("none", "empty"), name
         else:
             assert written == as_written(default), name
-        own = {field.name for field in dataclasses.fields(Settings)}
+        own = {field.name for field in dataclasses.fields(ProviderOptions)} - {*SPEC_OPTIONS}
         only = "the provider's" if name in own - {"image"} else "one sandbox's"
         assert (f"{only} only" in what) == (name not in (*SPEC_OPTIONS, "image")), name
 

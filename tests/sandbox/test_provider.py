@@ -20,11 +20,11 @@ from nemo_gym.sandbox.providers import base
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxHandle, SandboxSpec, SandboxStatus
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.gym.options import container_spec
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions import commands
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
+from nemo_gym_prorl.sandbox.spec import ProviderOptions, container_spec
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -151,7 +151,7 @@ def test_unknown_options_are_named() -> None:
     assert caught.value.field == "xyz"
     spec = SandboxSpec(provider_options={"binnds": [], "proceses": 1})
     with pytest.raises(CallerError, match="did you mean binds") as caught:
-        container_spec(spec, {})
+        container_spec(spec, ProviderOptions())
     assert caught.value.field == "provider_options.binnds"
 
 

@@ -33,6 +33,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.messages import Request, SnapshotRequest
 from nemo_gym_prorl.sandbox.supervisor.signals import start_time
 
 
@@ -127,10 +128,10 @@ async def test_files_that_change_while_they_are_kept_are_no_failure_of_the_machi
     """As whoever was handed a folder can have them do."""
     ask = container.ask
 
-    async def refused(do: str, files: Sequence[int] = (), **details: Any) -> tuple[Message, list[int]]:
-        if do == "snapshot":
+    async def refused(request: Request, files: Sequence[int] = ()) -> tuple[Message, list[int]]:
+        if isinstance(request, SnapshotRequest):
             raise SandboxRefused("changed", number)
-        return await ask(do, files, **details)
+        return await ask(request, files)
 
     monkeypatch.setattr(container, "ask", refused)
     with pytest.raises(expected):

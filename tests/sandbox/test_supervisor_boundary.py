@@ -24,6 +24,7 @@ from nemo_gym_prorl.sandbox.supervisor import limit_watch, own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.client import Link
 from nemo_gym_prorl.sandbox.supervisor.connection import pack, send, socket_pair
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.messages import DestroyRequest, encode
 
 
 pytestmark = pytest.mark.sandbox
@@ -49,11 +50,11 @@ async def test_no_request_ends_the_supervisor(container: Container) -> None:
     for request in BAD:
         with pytest.raises((SandboxRefused, SandboxLost, CallerError)):
             async with asyncio.timeout(20):
-                await link.ask(request)
+                await link._ask(request, [])
     for order in ({"argv": ["true"]}, {"argv": [], "env": {}, "cwd": "/", "tty": None}, {"tty": 5}):
         with pytest.raises((SandboxRefused, SandboxLost)):
             async with asyncio.timeout(20):
-                await link.ask({"do": "spawn", "spawn": "x", "sandbox": container.name, **order})
+                await link._ask({"do": "spawn", "spawn": "x", "sandbox": container.name, **order}, [])
     assert (await container.run("echo alive")).stdout == "alive\n"
 
 
@@ -62,13 +63,13 @@ async def test_an_order_that_lacks_a_part_leaves_no_sandbox(
 ) -> None:
     """One that could never be ended would keep its supervisor from ending."""
     link, wanted = await Link.get(), ContainerSpec(image=image)
-    whole = specs.order("b-000000000002", container._host_id, wanted, runtime, specs.ImageDefaults())
+    whole = encode(specs.create_request("b-000000000002", wanted, runtime)[0])
     # In the order in which they are read, the last last.
     for lacking in ("image", "binds", "start_timeout_s", "memory_mib"):
         with pytest.raises(SandboxRefused):
-            await link.ask({key: value for key, value in whole.items() if key != lacking})
+            await link._ask({key: value for key, value in whole.items() if key != lacking}, [])
         async with asyncio.timeout(20):
-            await link.ask({"do": "destroy", "sandbox": whole["sandbox"]})
+            await link.ask(DestroyRequest(whole["sandbox"]))
         assert not (link.folder / whole["sandbox"]).exists()
 
 
@@ -183,7 +184,7 @@ async def test_no_bind_shows_the_way_to_the_host(
         assert refused.value.field == "binds"
         # The supervisor relies on nobody's having looked.
         with pytest.raises(CallerError, match="bind"):
-            await chain.ask(specs.order("b-000000000001", container._host_id, wanted, runtime, specs.ImageDefaults()))
+            await chain.ask(specs.create_request("b-000000000001", wanted, runtime)[0])
     async with await Container.start(ContainerSpec(image=image, binds=[f"{harmless}:/outside"]), runtime) as live:
         assert (await live.run("ls -d /outside")).stdout == "/outside\n"
 

@@ -18,6 +18,7 @@ from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.messages import PutRequest
 
 
 pytestmark = pytest.mark.sandbox
@@ -133,7 +134,7 @@ async def test_a_copy_that_lasts_holds_up_no_command(container: Container) -> No
     try:
         for _ in range(30):
             running = asyncio.create_task(container.run("true", timeout_s=20))
-            copying.append(asyncio.create_task(container.ask("put", [source], path="/x", mode=0o644)))
+            copying.append(asyncio.create_task(container.ask(PutRequest(container.name, "/x", 0o644), [source])))
             assert not (await running).timed_out
     finally:
         os.close(nothing_comes)

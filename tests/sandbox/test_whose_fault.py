@@ -30,6 +30,7 @@ from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor import lifecycle, own_supervisor, sandbox, state_dir
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost, SandboxRefused
+from tests.sandbox.requests import request_for
 from tests.sandbox.without import Off, Without
 
 
@@ -340,7 +341,7 @@ async def test_what_the_kernel_kills_for_the_machines_memory_is_not_the_agents_d
     (tmp_path / "memory.events").write_text(f"low 0\nhigh 0\nmax 5\noom {ooms}\noom_kill 1\noom_group_kill 0\n")
     told: list[str] = []
     client: Any = SimpleNamespace(post=lambda message: told.append(message["reason"]))
-    box = sandbox.Sandbox("b-1", tmp_path, {"memory_mib": 9}, [client], [], stage=sandbox.Stage.UP)
+    box = sandbox.Sandbox("b-1", tmp_path, request_for(memory_mib=9), [client], [], stage=sandbox.Stage.UP)
     box.group = MemoryGroup(tmp_path, frozenset({"memory"}))
     boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
     boxes._loop = asyncio.get_running_loop()
@@ -399,9 +400,8 @@ async def test_a_program_that_goes_with_its_sandbox_on_its_way_in_is_no_killed_h
         )
     )
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        asked = {"do": "spawn", "spawn": "x", "sandbox": container.name, "tty": None}
         with pytest.raises(SandboxLost):
-            await container._link.ask({**asked, **container.program(["true"])})
+            await container.spawn(["true"])
 
 
 END_AS_IF_KILLED = """

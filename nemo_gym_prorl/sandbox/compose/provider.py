@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.gym.options import SNAPSHOT, container_of
+from nemo_gym_prorl.sandbox.container import container_of
+from nemo_gym_prorl.sandbox.spec import SNAPSHOT
 
 
 if TYPE_CHECKING:

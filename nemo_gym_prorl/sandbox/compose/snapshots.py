@@ -30,11 +30,12 @@ from pydantic import Strict, TypeAdapter
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.gym.options import SNAPSHOT
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.files.snapshots import HEADER
+from nemo_gym_prorl.sandbox.spec import SNAPSHOT
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.messages import RestoreRequest, SnapshotRequest
 from nemo_gym_prorl.sandbox.supervisor.state_dir import state_root
 
 
@@ -111,7 +112,7 @@ class Snapshot:
         self.base.check(await asyncio.to_thread(Base.of, container.image, container.spec))
         source = await asyncio.to_thread(os.open, self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            await container.ask("restore", [source])
+            await container.ask(RestoreRequest(container.name), [source])
         except SandboxRefused as error:
             if error.number and error.number not in OF_THE_MACHINE:
                 raise CallerError(f"{self.path} can't be restored: {error.reason}", field=SNAPSHOT) from error
@@ -159,10 +160,10 @@ async def take(container: Container, folder: Path, name: str, *, at_rest: bool =
         try:
             answer: Message = {"busy": True}
             if at_rest and not container.paused:
-                answer, _files = await container.ask("snapshot", [target], header=header, at_rest=True)
+                answer, _files = await container.ask(SnapshotRequest(container.name, header, at_rest=True), [target])
             if "busy" in answer:
                 async with _standing_still(container):
-                    answer, _files = await container.ask("snapshot", [target], header=header)
+                    answer, _files = await container.ask(SnapshotRequest(container.name, header), [target])
         except SandboxRefused as error:
             if error.number and error.number not in _NOT_THE_AGENTS:
                 raise AgentError(f"no snapshot can be taken: {error.reason}") from error

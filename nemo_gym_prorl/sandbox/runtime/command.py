@@ -12,12 +12,16 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_gym_prorl.sandbox.isolation import network
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
 from nemo_gym_prorl.sandbox.launcher.requests import MOST_VARIABLES
-from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.state_dir import OWNER_VARIABLE
+
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
 
 
 _OF_THE_RUNTIME = re.compile(r"(APPTAINER|SINGULARITY)_.*|PS1|PROMPT_COMMAND|PWD|OLDPWD|SHLVL|HOME|_", re.DOTALL)
@@ -30,19 +34,19 @@ there: until the sandbox has its own, and an image's first process is its maker'
 _EXEC = ("exec", "--userns", "--containall", "--cleanenv", "--no-init", "--no-mount", "home,tmp,bind-paths")
 
 
-def runtime_command(order: Message, folder: Path) -> list[str]:
+def runtime_command(order: CreateRequest, folder: Path) -> list[str]:
     """What starts a sandbox, less the image and the program in it.
 
     Args:
-        order: of :func:`..spec.order`, its binds checked.
+        order: what it is to be, its binds checked.
         folder: the sandbox's own.
     """
-    command = [order["runtime"], *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
-    if not order["network"]:
+    command = [order.runtime, *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
+    if not order.network:
         command += network.NONE_BY_THE_RUNTIME
     locked = [f"{path}:{path}:ro" for path in LOCKED if Path(path).exists()] if is_machine_root_outside() else []
     # Root shows them itself, with other owners.
-    for bind in (*([] if is_machine_root() else order["binds"]), *locked):
+    for bind in (*([] if is_machine_root() else order.binds), *locked):
         command += ["--bind", bind]
     return command
 

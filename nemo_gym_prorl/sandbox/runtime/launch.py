@@ -12,7 +12,7 @@ import socket
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
 from nemo_gym_prorl.sandbox.isolation.prepared_image import held_mounts, shown_mounts
@@ -20,7 +20,10 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
 from nemo_gym_prorl.sandbox.limits import descriptors
 from nemo_gym_prorl.sandbox.runtime.command import runtime_environment
-from nemo_gym_prorl.sandbox.supervisor.connection import Message
+
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
 
 
 IDLE = "exec 3<&0 2>/dev/null; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"
@@ -38,7 +41,7 @@ FUSE_DEVICE = os.makedev(10, 229)
 
 
 def become_runtime(
-    order: Message,
+    order: CreateRequest,
     command: Sequence[str],
     folder: Path,
     channel: socket.socket,
@@ -48,7 +51,7 @@ def become_runtime(
     """Execute the runtime, as the only user of a new user namespace. What goes wrong is written to ``log``.
 
     Args:
-        order: of :func:`.spec.order`.
+        order: what it is to be.
         command: of :func:`.command.runtime_command`.
         folder: the sandbox's, for what has to be shown elsewhere.
         channel: input and output of the container's first process.
@@ -59,8 +62,8 @@ def become_runtime(
         parent = os.getppid()
         syscalls.end_with(parent)
         os.setsid()
-        image, inside, binds = order["image"], order["uid"], list[str]()
-        host = order["host_uid"], order["host_gid"]
+        image, inside, binds = order.image, order.uid, list[str]()
+        host = order.host_uid, order.host_gid
         owner = user_namespace(inside, *host)
         if is_machine_root():
             image = _show_image(image, folder, *host)
@@ -123,7 +126,7 @@ def _show_image(image: str, folder: Path, uid: int, gid: int) -> str:
     return str(shown)
 
 
-def _show_mounts(order: Message, folder: Path) -> list[str]:
+def _show_mounts(order: CreateRequest, folder: Path) -> list[str]:
     """As root: the same for binds; returns where they are then."""
     shown = []
     for number, (bind, tree) in enumerate(zip(shown_mounts(order), held_mounts(order), strict=True)):

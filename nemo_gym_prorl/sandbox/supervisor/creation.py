@@ -21,6 +21,7 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,7 @@ from nemo_gym_prorl.sandbox.runtime.launch import become_runtime
 from nemo_gym_prorl.sandbox.supervisor import signals, state_dir
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone, close_all, drop, ready
 from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES, Refused, failure, in_words
+from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
 from nemo_gym_prorl.sandbox.supervisor.processes import TRIES, Answer, Child, Children, Launcher, LauncherLost
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Sandbox
 
@@ -52,8 +54,8 @@ AT_ONCE = 2 * (os.cpu_count() or 1)
 as many again may be, each the only one of its image."""
 
 
-class Turns:
-    """Whose turn it is to be created."""
+class StartLimiter:
+    """Limits concurrent sandbox starts, first come, first served."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
@@ -128,10 +130,10 @@ class Creation:
                 state_dir.note_group(sandbox.folder, path)
                 sandbox.group = cgroups.Group.make(path)
             lay_out(sandbox)
-        if order["start"] == "runtime" or (order["start"] == "auto" and self._why_not_direct):
-            sandbox.fallback = self._why_not_direct if order["start"] == "auto" else ""
+        if order.start == "runtime" or (order.start == "auto" and self._why_not_direct):
+            sandbox.fallback_reason = self._why_not_direct if order.start == "auto" else ""
             await self._by_runtime(sandbox)
-        elif order["start"] == "direct" or self._direct_works:
+        elif order.start == "direct" or self._direct_works:
             await self._directly(sandbox)
         else:
             await self._try_both(sandbox)
@@ -147,17 +149,17 @@ class Creation:
             if _of_the_machine(failure(error)):
                 raise
             trouble = error.answer if isinstance(error, Refused) else {"error": in_words(error)}
-            sandbox.fallback = str(trouble.get("log") or trouble["error"])
+            sandbox.fallback_reason = str(trouble.get("log") or trouble["error"])
             with sandbox.step("undoing"):
                 await self._undo(sandbox)
             await self._by_runtime(sandbox)
             # An image that cannot be started by the runtime either says nothing of the machine.
-            self._why_not_direct = sandbox.fallback
+            self._why_not_direct = sandbox.fallback_reason
 
     # Directly
 
     async def _directly(self, sandbox: Sandbox) -> None:
-        sandbox.way, order = "direct", sandbox.order
+        sandbox.start_method, order = "direct", sandbox.order
         with sandbox.step("direct"):
             prepared = sandbox.prepared = await self._prepared.get(order)
         sandbox.environment = prepared.environment
@@ -186,7 +188,7 @@ class Creation:
     async def _start_first(self, sandbox: Sandbox, prepared: PreparedImage, files: list[int]) -> Child:
         """Have its first process started, which waits for the image then."""
         request = make(prepared, sandbox.order, str(sandbox.folder))
-        parent, *shown = files if sandbox.order["users"] else [prepared.parent_namespace, *files]
+        parent, *shown = files if sandbox.order.users else [prepared.parent_namespace, *files]
         for left in reversed(range(TRIES)):
             with (
                 open_channel(sandbox, socket.SOCK_SEQPACKET) as channel,
@@ -220,10 +222,10 @@ class Creation:
     # By the container runtime
 
     async def _by_runtime(self, sandbox: Sandbox) -> None:
-        sandbox.way, sandbox.prepared = "runtime", None
-        if sandbox.order["uid"]:
+        sandbox.start_method, sandbox.prepared = "runtime", None
+        if sandbox.order.uid:
             # Apptainer starts only as a user with an account on the host, which an image's own user need not have.
-            sandbox.order["uid"] = accounts.SANDBOX_UID
+            sandbox.order = replace(sandbox.order, uid=accounts.SANDBOX_UID)
         with sandbox.step("runtime"):
             space = await start_by_runtime(self._children, sandbox)
         with sandbox.step("setup inside"), _setting_up():
@@ -232,7 +234,7 @@ class Creation:
             sandbox.environment = await self._prepare(sandbox.place, sandbox.order)
         sandbox.take_log()
 
-    async def _prepare(self, place: joining.Place, order: Message) -> dict[str, str]:
+    async def _prepare(self, place: joining.Place, order: CreateRequest) -> dict[str, str]:
         """Have it made as others are; the variables that its image sets."""
         variables = os.memfd_create("variables", os.MFD_CLOEXEC)
         try:
@@ -243,7 +245,6 @@ class Creation:
 
     def _note(self, sandbox: Sandbox, pid: int) -> None:
         """Its first process is known."""
-        limits = {int(key): value for key, value in sandbox.order["limits"].items()}
         process = joining.ProcessFolder(pid)
         space = state_dir.Space.of(pid)
         if sandbox.space not in (space, None):
@@ -253,9 +254,11 @@ class Creation:
         sandbox.space = space
         space.note(sandbox.folder)
         spaces = joining.spaces_of(process)
-        added = frozenset(sandbox.order["capabilities"])
-        rooted = sandbox.way == "direct"
-        sandbox.place = joining.Place(process, sandbox.order["uid"], limits, spaces, rooted=rooted, capabilities=added)
+        added = frozenset(sandbox.order.capabilities)
+        rooted = sandbox.start_method == "direct"
+        sandbox.place = joining.Place(
+            process, sandbox.order.uid, sandbox.order.limits, spaces, rooted=rooted, capabilities=added
+        )
 
 
 def _of_the_machine(trouble: Message) -> bool:
@@ -307,7 +310,7 @@ async def _end_of(first: Child) -> Refused:
 
 
 MOST_PREPARED = 256
-"""Prepared images that are kept; the one that was not used for longest goes first, of those of which no sandbox is left."""
+"""Prepared images that are kept. The least recently used one goes first, of those of which no sandbox is left."""
 
 
 class PreparedImages:
@@ -331,13 +334,13 @@ class PreparedImages:
         """The last in order is the last used."""
         self._making: dict[str, asyncio.Task[PreparedImage]] = {}
 
-    async def get(self, order: Message) -> PreparedImage:
+    async def get(self, order: CreateRequest) -> PreparedImage:
         """The prepared image for an order.
 
         Raises:
             Refused: there is none; says why.
         """
-        key = order["image_identity"]
+        key = order.image_identity
         if prepared := self._made.pop(key, None):
             self._made[key] = prepared
             return prepared
@@ -346,31 +349,31 @@ class PreparedImages:
             self._making[key].add_done_callback(lambda _task: self._making.pop(key))
         return await asyncio.shield(self._making[key])
 
-    async def _make(self, key: str, order: Message) -> PreparedImage:
-        environment = await self._variables(order) if order["scripted"] else {}
-        made = received(environment, *await self._children.run(partial(open_image, order["image"])))
+    async def _make(self, key: str, order: CreateRequest) -> PreparedImage:
+        environment = await self._variables(order) if order.scripted else {}
+        made = received(environment, *await self._children.run(partial(open_image, order.image)))
         self._made[key] = made
         self._forget_oldest()
         return made
 
-    async def _variables(self, order: Message) -> dict[str, str]:
+    async def _variables(self, order: CreateRequest) -> dict[str, str]:
         """What scripts of the image's own set, as only its runtime knows.
 
         It is started once, with no network, no file of the host, and nothing in it but the waiting shell, whose
         variables are read.
         """
         folder = self._folder / f"m-{secrets.token_hex(6)}"
-        alone = {**order, "uid": 0, "network": False, "binds": []}
+        alone = replace(order, uid=0, network=False, binds=[])
         asked = Sandbox(folder.name, folder, alone, [], [])
         try:
-            async with asyncio.timeout(order["start_timeout_s"]):
+            async with asyncio.timeout(order.start_timeout_s):
                 make_folder(folder, order)
                 lay_out(asked)
                 space = await start_by_runtime(self._children, asked)
                 return (await self._children.run(partial(_read, space.init)))[0]
         except TimeoutError:
             raise Refused(
-                {"error": f"the runtime did not start the image within {order['start_timeout_s']:g} s"}
+                {"error": f"the runtime did not start the image within {order.start_timeout_s:g} s"}
             ) from None
         finally:
             with log_exceptions():
@@ -405,11 +408,11 @@ def _read(first: int) -> Answer:
     return read_environment(f"/proc/{first}/environ"), []
 
 
-def make_folder(path: Path, order: Message) -> None:
+def make_folder(path: Path, order: CreateRequest) -> None:
     """Make a folder of a sandbox's user."""
     path.mkdir(mode=0o700)
     if is_machine_root():
-        os.chown(path, order["host_uid"], order["host_gid"])
+        os.chown(path, order.host_uid, order.host_gid)
 
 
 def lay_out(sandbox: Sandbox) -> None:
@@ -455,7 +458,7 @@ async def start_by_runtime(children: Children, sandbox: Sandbox) -> state_dir.Sp
 
 def look_for_first(sandbox: Sandbox) -> bool:
     """Note the namespace that the runtime has made down, if it has."""
-    if sandbox.way == "runtime" and sandbox.starter and sandbox.starter.alive and sandbox.space is None:
+    if sandbox.start_method == "runtime" and sandbox.starter and sandbox.starter.alive and sandbox.space is None:
         sandbox.space = state_dir.Space.below(sandbox.starter.pid)
         if sandbox.space:
             sandbox.space.note(sandbox.folder)

@@ -3,8 +3,8 @@
 """The supervisor's children: every process that ends with it, and what became of each. They are reaped here only.
 
 What may take long, or must join a container, runs in a child: forked from the supervisor, or by its *launcher*. A
-child sends one message and ends; its end is what counts, so no message is ever waited for. It has no open file but those it
-was given.
+child sends one message and ends; its end is what counts, so no message is ever waited for. It has no open file but
+those it was given.
 
 The kernel gives a process's number away again as soon as it is reaped. So a signal goes to a :class:`Child` that is
 not reaped yet, and an end is never taken for that of another process which bore the number before

@@ -36,9 +36,10 @@ from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.supervisor import signals, state_dir
-from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone, close_all, ready
+from nemo_gym_prorl.sandbox.supervisor.connection import PeerGone, close_all, ready
 from nemo_gym_prorl.sandbox.supervisor.errors import EXHAUSTED, KILLED, Refused, no_process
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
+from nemo_gym_prorl.sandbox.supervisor.messages import SpawnRequest
 from nemo_gym_prorl.sandbox.supervisor.processes import TRIES, Adopt, Answer, Child, Children, Launcher, LauncherLost
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 
@@ -84,12 +85,11 @@ class Programs:
         self._all: dict[str, Program] = {}
 
     async def start(
-        self, name: str, sandbox: Sandbox, order: Message, files: list[int], ended: Callable[[int], object]
+        self, sandbox: Sandbox, order: SpawnRequest, files: list[int], ended: Callable[[int], object]
     ) -> tuple[int, list[int]]:
         """Start a program; its number when it runs, with its terminal if it has one.
 
         Args:
-            name: by which it can be signalled.
             sandbox: where, which is told of it, and of its end.
             order: as for :func:`.requests.spawn`.
             files: its open files; the caller's.
@@ -98,6 +98,7 @@ class Programs:
         Raises:
             Refused: it does not run.
         """
+        name = order.spawn
         if name in self._all:
             raise OSError(f"there is a program {name} already")
         place = sandbox.place_to_join()

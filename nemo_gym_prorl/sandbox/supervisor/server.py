@@ -15,8 +15,8 @@ This module takes requests and answers each, with an error if need be. No reques
 the others. The life of a sandbox is in :mod:`.lifecycle`.
 
 Requests are accepted only from processes of the supervisor's own user in its own namespaces, since whoever can speak
-to a supervisor can have anything done as its user. Its socket lies in a folder that no sandbox is shown (:mod:`..binds`);
-this check is the second wall: a process inside a sandbox is in other namespaces.
+to a supervisor can have anything done as its user. Its socket lies in a folder that no sandbox is shown
+(:mod:`..binds`); this check is the second wall: a process inside a sandbox is in other namespaces.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ import contextlib
 import errno
 import gc
 import os
-import select
 import signal
 import socket
 import struct
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -45,12 +44,23 @@ from nemo_gym_prorl.sandbox.supervisor import programs, state_dir
 from nemo_gym_prorl.sandbox.supervisor.connection import PAUSE_S, Connection, Message, PeerGone, close_all, ready
 from nemo_gym_prorl.sandbox.supervisor.errors import Refused, failure
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
+from nemo_gym_prorl.sandbox.supervisor.messages import (
+    CheckRequest,
+    CreateRequest,
+    DestroyRequest,
+    GetRequest,
+    PauseRequest,
+    PutRequest,
+    RestoreRequest,
+    ResumeRequest,
+    SignalRequest,
+    SnapshotRequest,
+    SpawnRequest,
+    decode,
+)
 from nemo_gym_prorl.sandbox.supervisor.processes import Answer, Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.programs import Programs
-from nemo_gym_prorl.sandbox.supervisor.sandbox import Client
-
-
-Handler = Callable[[Client, Message, list[int]], Awaitable[Answer]]
+from nemo_gym_prorl.sandbox.supervisor.sandbox import Client, Sandbox
 
 
 class Supervisor:
@@ -62,9 +72,6 @@ class Supervisor:
         self._launcher = Launcher(self._children, folder)
         self._sandboxes = Sandboxes(folder, self._children, _groups(), self._launcher)
         self._programs = Programs(self._children, self._launcher, self._sandboxes)
-        self._handlers: dict[str, Handler] = {
-            name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
-        }
         self._ending = asyncio.Event()
         self._owner = owner
         self._listener = listener
@@ -128,45 +135,48 @@ class Supervisor:
     async def _do(self, client: Client, message: Message, files: list[int]) -> Answer:
         if message.get("torn"):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        handler = self._handlers.get(str(message.get("do")))
-        if handler is None:
-            raise Refused({"error": f"there is no request {message.get('do')!r}"})
-        return await handler(client, message, files)
+        match decode(message):
+            case CreateRequest() as request:
+                if self._ending.is_set():
+                    raise OSError("the supervisor is ending")
+                return await self._sandboxes.create(client, request, files)
+            case CheckRequest() as request:
+                return await self._sandboxes.check(client, request.sandbox, memory=request.memory)
+            case DestroyRequest() as request:
+                return await self._sandboxes.destroy(request.sandbox)
+            case SpawnRequest() as request:
+                return await self._spawn(client, request, files)
+            case SignalRequest() as request:
+                self._programs.signal(request.spawn, request.signal)
+                return {}, []
+            case PutRequest() as request:
+                put = requests.put(self._place(request.sandbox), request.path, request.mode)
+                return await self._launcher.run(put, files[:1])
+            case GetRequest() as request:
+                get = requests.get(self._place(request.sandbox), request.path, request.limit)
+                return await self._launcher.run(get, files[:1])
+            case PauseRequest() as request:
+                return await self._pause(self._sandboxes.up(request.sandbox))
+            case ResumeRequest() as request:
+                return await self._resume(self._sandboxes.up(request.sandbox))
+            case SnapshotRequest() as request:
+                return await self._snapshot(self._sandboxes.up(request.sandbox), request, files[0])
+            case RestoreRequest() as request:
+                return await self._restore(self._sandboxes.up(request.sandbox), files[0])
 
-    # Their questions
-
-    async def _do_create(self, client: Client, order: Message, files: list[int]) -> Answer:
-        if self._ending.is_set():
-            raise OSError("the supervisor is ending")
-        return await self._sandboxes.create(client, order, files)
-
-    async def _do_check(self, client: Client, order: Message, _files: list[int]) -> Answer:
-        """Whoever asks is told of its end."""
-        return await self._sandboxes.check(client, order["sandbox"], memory=order.get("memory", False))
-
-    async def _do_destroy(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        return await self._sandboxes.destroy(order["sandbox"])
-
-    async def _do_spawn(self, client: Client, order: Message, files: list[int]) -> Answer:
+    async def _spawn(self, client: Client, request: SpawnRequest, files: list[int]) -> Answer:
         """Answered with the process's number; its end is told by an ``exit`` event under the name that was chosen."""
-        name, sandbox = str(order["spawn"]), self._sandboxes.up(order["sandbox"])
 
         def ended(code: int) -> None:
-            client.post({"event": "exit", "spawn": name, "status": code})
+            client.post({"event": "exit", "spawn": request.spawn, "status": code})
 
-        pid, terminal = await self._programs.start(name, sandbox, order, files, ended)
+        pid, terminal = await self._programs.start(self._sandboxes.up(request.sandbox), request, files, ended)
         return {"pid": pid}, terminal
 
-    def _place(self, order: Message) -> Place:
-        return self._sandboxes.up(order["sandbox"]).place_to_join()
+    def _place(self, sandbox: str) -> Place:
+        return self._sandboxes.up(sandbox).place_to_join()
 
-    async def _do_signal(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        """Signal the process group of a program by its name; SIGKILL also if it is only on its way."""
-        self._programs.signal(order["spawn"], order["signal"])
-        return {}, []
-
-    async def _do_pause(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        sandbox = self._sandboxes.up(order["sandbox"])
+    async def _pause(self, sandbox: Sandbox) -> Answer:
         assert sandbox.space
         assert sandbox.place
         async with sandbox.pausing:
@@ -178,23 +188,21 @@ class Supervisor:
                 sandbox.paused = False
                 raise
 
-    async def _do_resume(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        sandbox = self._sandboxes.up(order["sandbox"])
+    async def _resume(self, sandbox: Sandbox) -> Answer:
         assert sandbox.space
         async with sandbox.pausing:
             sandbox.paused = False
             return await self._children.run(partial(programs.resume, sandbox.space))
 
-    async def _do_snapshot(self, _client: Client, order: Message, files: list[int]) -> Answer:
-        """Of one that is paused, or it would change meanwhile; or, if it may be ``at_rest``, of one in which nothing
-        runs but what was started from here and waits. Where something does, that is the answer."""
-        sandbox = self._sandboxes.up(order["sandbox"])
-        at_rest = not sandbox.paused and order.get("at_rest", False)
+    async def _snapshot(self, sandbox: Sandbox, request: SnapshotRequest, file: int) -> Answer:
+        """Of a paused sandbox, or it would change meanwhile; or of one in which nothing runs but what was started from
+        here and waits. Where something else does, that is the answer."""
+        at_rest = not sandbox.paused and request.at_rest
         if not (sandbox.paused or at_rest) or sandbox.place is None or sandbox.space is None:
             raise OSError("only a sandbox that is paused can be copied")
-        layer, limit = str(sandbox.folder / "overlay" / "upper"), sandbox.order["disk_mib"] << 20
+        layer, limit = str(sandbox.folder / "overlay" / "upper"), sandbox.order.disk_mib << 20
         ours, space = os.getpid(), sandbox.space
-        pack = partial(snapshots.pack, sandbox.place, layer, order["header"], limit, files[0])
+        pack = partial(snapshots.pack, sandbox.place, layer, request.header, limit, file)
 
         def action() -> Answer:
             others, busy = programs.not_started_by(space, ours)
@@ -203,20 +211,12 @@ class Supervisor:
             answer, none = pack()
             return {**answer, "programs": others}, none
 
-        return await self._children.run(action, [files[0], sandbox.place.process.number])
+        return await self._children.run(action, [file, sandbox.place.process.number])
 
-    async def _do_restore(self, _client: Client, order: Message, files: list[int]) -> Answer:
-        sandbox = self._sandboxes.up(order["sandbox"])
-        limit = sandbox.order["disk_mib"] << 20
+    async def _restore(self, sandbox: Sandbox, file: int) -> Answer:
         place = sandbox.place_to_join()
-        action = partial(snapshots.unpack, place, limit, files[0])
-        return await self._children.run(action, [files[0], place.process.number], sandbox.group)
-
-    async def _do_put(self, _client: Client, order: Message, files: list[int]) -> Answer:
-        return await self._launcher.run(requests.put(self._place(order), order["path"], order["mode"]), files[:1])
-
-    async def _do_get(self, _client: Client, order: Message, files: list[int]) -> Answer:
-        return await self._launcher.run(requests.get(self._place(order), order["path"], order["limit"]), files[:1])
+        action = partial(snapshots.unpack, place, sandbox.order.disk_mib << 20, file)
+        return await self._children.run(action, [file, place.process.number], sandbox.group)
 
 
 async def _send(client: Client, answer: Message, files: list[int]) -> None:
@@ -265,9 +265,6 @@ if __name__ == "__main__":
 
 
 _CREDENTIALS = struct.Struct("3i")
-_PEER_PIDFD = 77
-"""``SO_PEERPIDFD``, from Linux 6.5 on."""
-
 NAMESPACES = ("pid", "user")
 
 
@@ -282,9 +279,7 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 def trusted(connection: socket.socket, owner: int) -> bool:
     """Whether the process that connected is a trusted one.
 
-    Where the kernel can (Linux 6.5), it also tells whether that process still lives, so that what is read of it is not
-    another's who got its number. The owner, whose number is its own as long as we live, may have changed its user in
-    a way that closes its part of /proc to us.
+    The owner may have changed its user in a way that closes its part of /proc to us.
     """
     pid, uid = peer(connection)
     if pid == owner:
@@ -295,21 +290,8 @@ def trusted(connection: socket.socket, owner: int) -> bool:
         same = all(os.stat(f"/proc/{pid}/ns/{name}") == _own(name) for name in NAMESPACES)
     except OSError:
         return False
-    return same and _lives(connection)
+    return same
 
 
 def _own(name: str) -> os.stat_result:
     return os.stat(f"/proc/self/ns/{name}")
-
-
-def _lives(connection: socket.socket) -> bool:
-    try:
-        process = connection.getsockopt(socket.SOL_SOCKET, _PEER_PIDFD)
-    except OSError:
-        return True
-    try:
-        poll = select.poll()
-        poll.register(process, select.POLLIN)
-        return not poll.poll(0)
-    finally:
-        os.close(process)
