@@ -94,8 +94,7 @@ def of_session(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("before", ["", "true | "], ids=["", "without its first"])
-@pytest.mark.parametrize("kernel", ["this", "old"])
+@pytest.mark.parametrize(("kernel", "before"), [("this", ""), ("this", "true | "), ("old", "")], ids=str)
 @pytest.mark.parametrize("text", PROGRAMS.values(), ids=PROGRAMS)
 async def test_nothing_of_a_command_whose_time_is_up_is_left(
     image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, text: str, kernel: str, before: str

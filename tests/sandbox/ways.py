@@ -16,7 +16,6 @@ BY_THE_RUNTIME_TOO = {
         "variables_and_folders",
         "the_time_limit_ends_the_command_and_keeps_its_output",
         "a_cancelled_command_is_ended",
-        "files_go_in_and_come_out_unchanged",
         "links_lead_nowhere_outside",
         "without_root",
         "the_time_to_live",

@@ -25,7 +25,6 @@ from nemo_gym_prorl.sandbox.supervisor import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message, PeerGone, close_all
 from nemo_gym_prorl.sandbox.supervisor.errors import (
     SHORTAGES,
-    SandboxBroken,
     SandboxExhausted,
     SandboxLost,
     SandboxRefused,
@@ -122,7 +121,6 @@ class Link:
         Raises:
             SandboxRefused: it could not be done.
             SandboxExhausted: not with what the sandbox may use.
-            SandboxBroken: not with what became of it inside.
             SandboxLost: the supervisor is gone.
         """
         message = encode(request)
@@ -241,8 +239,6 @@ def _refusal(answer: Message) -> RolloutError:
         return SandboxLost(answer["error"])
     if answer.get("exhausted"):
         return SandboxExhausted(answer["error"], answer["exhausted"])
-    if answer.get("broken"):
-        return SandboxBroken(answer["error"])
     if answer.get("field"):
         return CallerError(answer["error"], field=answer["field"])
     # Nothing of the agent's kills the helper, which is the machine's.

@@ -12,14 +12,12 @@ In the supervisor and its children a :class:`Refused` has the answer of a reques
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import sys
 import traceback
-from collections.abc import Iterator
 from typing import Literal
 
-from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import AgentError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
 
@@ -105,19 +103,6 @@ def no_process(error: OSError, group: Group | None) -> Refused:
     if isinstance(error, BlockingIOError) and group and group.full():
         return Refused(EXHAUSTED)
     return Refused({"error": f"no process can be started: {in_words(error)}", "errno": error.errno})
-
-
-@contextlib.contextmanager
-def of_those_inside() -> Iterator[None]:
-    """What can't be done in the block to a file of a sandbox, which nobody named but us, is the machine's want by its
-    number, or else the doing of those inside."""
-    try:
-        yield
-    except Refused as error:
-        number = error.answer.get("errno") or 0
-        if not number or number in OF_THE_MACHINE or number in SHORTAGES:
-            raise
-        raise Refused({"error": error.answer["error"], "broken": True}) from error
 
 
 def in_words(error: OSError) -> str:
