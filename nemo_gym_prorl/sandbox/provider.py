@@ -38,7 +38,7 @@ from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.spec import ContainerSpec, container_spec, provider_options
+from nemo_gym_prorl.sandbox.spec import SNAPSHOT, container_spec, provider_options
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
 
 
@@ -80,7 +80,8 @@ class SingularityProvider(SnapshotSupport):
             SandboxStartError: it did not start, or the request is wrong; nothing of it is left.
         """
         with _start_errors():
-            wanted, snapshot, image = await self._wanted(spec)
+            wanted = container_spec(spec, self._settings)
+            snapshot, image = await self._base(spec.provider_options.get(SNAPSHOT), spec.image)
             runtime = await self._require_runtime()
             located = await self._images.locate(image, runtime)
             async with self._images.start(located, runtime) as start:
@@ -105,7 +106,8 @@ class SingularityProvider(SnapshotSupport):
             SandboxStartError: no such sandbox could start.
         """
         with _start_errors():
-            _, _, image = await self._wanted(spec)
+            container_spec(spec, self._settings)
+            _, image = await self._base(spec.provider_options.get(SNAPSHOT), spec.image)
             await self._images.fetch(image, await self._require_runtime())
 
     async def exec(
@@ -245,12 +247,11 @@ class SingularityProvider(SnapshotSupport):
         finally:
             await self.close(handle)
 
-    async def _wanted(self, spec: SandboxSpec) -> tuple[ContainerSpec, Snapshot | None, Reference | None]:
-        """What a specification asks for: a container, what to put into it, and the name of its image."""
-        wanted = container_spec(spec, self._settings)
-        snapshot = await asyncio.to_thread(self.snapshot_to_restore, spec)
-        named = (snapshot.base.image if snapshot else spec.image) or self._settings.image
-        return wanted, snapshot, parse(named) if named else None
+    async def _base(self, snapshot_id: str | None, image: str | None) -> tuple[Snapshot | None, Reference | None]:
+        """Return what a sandbox starts from: what to put into it, and the name of its image."""
+        snapshot = await asyncio.to_thread(self.snapshot_to_restore, snapshot_id, image)
+        named = (snapshot.base.image if snapshot else image) or self._settings.image
+        return snapshot, parse(named) if named else None
 
     async def _require_runtime(self) -> Runtime:
         if self._runtime is None:

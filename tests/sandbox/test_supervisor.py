@@ -27,7 +27,7 @@ from nemo_gym_prorl.sandbox import spec as specs
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import limit_watch, own_supervisor
+from nemo_gym_prorl.sandbox.supervisor import client, limit_watch, own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.client import Link
 from nemo_gym_prorl.sandbox.supervisor.connection import (
     LARGEST_INLINE,
@@ -52,48 +52,35 @@ as_root = pytest.mark.skipif(not is_machine_root(), reason="of root's sandboxes"
 as_user = pytest.mark.skipif(is_machine_root(), reason="of an ordinary user's sandboxes")
 
 
-BAD: list[dict[str, Any]] = [
-    {"do": "nonsense"},
-    {"do": None},
-    {},
-    {"do": "spawn"},
-    {"do": "spawn", "sandbox": ["b"]},
-    {"do": "create", "sandbox": "../../etc", "binds": []},
-    {"do": "create", "sandbox": "b-000000000000"},
-    {"do": "create", "sandbox": "b-000000000000", "binds": []},
-    {"do": "create", "sandbox": "b-000000000000", "binds": 5, "start_timeout_s": "x"},
-    {"do": "signal", "spawn": "none"},
-    {"do": "attach", "sandbox": "none", "session": 5},
-    {"do": "put", "sandbox": "none"},
-]
-
-
-async def test_no_request_ends_the_supervisor(container: Container) -> None:
-    link = await Link.get()
-    for request in BAD:
-        with pytest.raises((SandboxRefused, SandboxLost, CallerError)):
-            async with asyncio.timeout(20):
-                await link._ask(request, [])
-    for order in ({"argv": ["true"]}, {"argv": [], "env": {}, "cwd": "/", "tty": None}, {"tty": 5}):
-        with pytest.raises((SandboxRefused, SandboxLost)):
-            async with asyncio.timeout(20):
-                await link._ask({"do": "spawn", "spawn": "x", "sandbox": container.name, **order}, [])
-    assert (await container.run("echo alive")).stdout == "alive\n"
-
-
-async def test_an_order_that_lacks_a_part_leaves_no_sandbox(
-    image: Path, runtime: Runtime, container: Container
+async def test_no_request_ends_the_supervisor(
+    image: Path, runtime: Runtime, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that could never be ended would keep its supervisor from ending."""
-    link, wanted = await Link.get(), ContainerSpec(image=image)
-    whole = encode(specs.create_request("b-000000000002", wanted, runtime)[0])
-    # In the order in which they are read, the last last.
-    for lacking in ("image", "binds", "start_timeout_s", "memory_mib"):
-        with pytest.raises(SandboxRefused):
-            await link._ask({key: value for key, value in whole.items() if key != lacking}, [])
-        async with asyncio.timeout(20):
-            await link.ask(DestroyRequest(whole["sandbox"]))
-        assert not (link.folder / whole["sandbox"]).exists()
+    """Nor leaves a sandbox that could never be ended, for want of a part of its request."""
+    link = await Link.get()
+    whole = encode(specs.create_request("b-000000000002", ContainerSpec(image=image), runtime)[0])
+    spawn = {"do": "spawn", "spawn": "x", "sandbox": container.name, "argv": ["true"], "env": {}, "cwd": "/"}
+    bad: list[Any] = [
+        *(
+            {},
+            {"do": None},
+            {"do": "nonsense"},
+            {"do": "attach", "sandbox": "none"},
+            {"do": "spawn", "sandbox": ["b"]},
+        ),
+        *({"do": "put", "sandbox": "none"}, {"do": "signal", "spawn": "none"}, {**spawn, "argv": []}),
+        *({**spawn, "tty": 5}, {**spawn, "more": 1}, {**whole, "sandbox": "../../etc"}, {**whole, "cpus": "1"}),
+        *({key: value for key, value in whole.items() if key != lacking} for lacking in whole),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "encode", lambda request: request)
+        for request in bad:
+            with pytest.raises((SandboxRefused, SandboxLost, CallerError)):
+                async with asyncio.timeout(20):
+                    await link.ask(request)
+    async with asyncio.timeout(20):
+        await link.ask(DestroyRequest(whole["sandbox"]))
+    assert not (link.folder / whole["sandbox"]).exists()
+    assert (await container.run("echo alive")).stdout == "alive\n"
 
 
 def supervisor() -> int:

@@ -60,13 +60,15 @@ async def odd(image: Path, runtime: Runtime, tmp_path_factory: pytest.TempPathFa
             "cd /tmp; mkdir -p folder/x; mkfifo fifo; ln -s loop loop; truncate -s 9G huge; ln -s huge link; "
             "echo x > x; mknod null c 1 3; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"socket\")'"
         )
+        links = "import os; [os.symlink(f'l{number + 1}', f'/tmp/l{number}') for number in range(1, 1500)]"
+        assert (await box.execute(["python3", "-c", links], timeout_s=60)).exit_code == 0
         yield box, folder
 
 
 INTO = ["/tmp/folder", "/tmp/folder/", "/", "/tmp/..", "/tmp/x/below", "/dev", "/" + "x" * 300, "/proc/x", "/sys/x"]
-INTO += ["relative", "/with\0nul"]
+INTO += ["relative", "/with\0nul", "/tmp/l1"]
 FROM = ["folder", "fifo", "loop", "null", "socket", "missing", "missing/below", "x" * 300, "huge", "link", "/dev/zero"]
-FROM += ["/proc/self/fd/0", "/proc/1/mem", "/proc/1/environ"]
+FROM += ["l1", "/proc/self/fd/0", "/proc/1/mem", "/proc/1/environ"]
 HOST_SOURCES = [".", "fifo", "loop", "/dev/zero", "a\0b", "x" * 300, "huge", "none"]
 HOST_TARGETS = [".", "file/below", "/proc/none/x", "a\0b", "x" * 300]
 

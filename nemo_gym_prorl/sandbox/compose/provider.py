@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec
+from nemo_gym.sandbox.providers.base import SandboxHandle
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import container_of
@@ -67,19 +67,19 @@ class SnapshotSupport:
             path = await asyncio.to_thread(snapshots.find, self._snapshots_folder(), snapshot_id)
             await asyncio.to_thread(work, path)
 
-    def snapshot_to_restore(self, spec: SandboxSpec) -> snapshots.Snapshot | None:
+    def snapshot_to_restore(self, snapshot_id: str | None, image: str | None) -> snapshots.Snapshot | None:
         """The snapshot that a specification names in place of an image.
 
         Raises:
             CallerError: there is none, or there is an image besides.
         """
-        if (named := spec.provider_options.get(SNAPSHOT)) is None:
+        if snapshot_id is None:
             return None
-        if spec.image:
+        if image:
             raise CallerError("a snapshot stands in place of an image; give one of both", field=SNAPSHOT)
         from nemo_gym_prorl.sandbox.compose import snapshots
 
-        return snapshots.read(snapshots.find(self._snapshots_folder(), named))
+        return snapshots.read(snapshots.find(self._snapshots_folder(), snapshot_id))
 
     def _snapshots_folder(self) -> Path:
         from nemo_gym_prorl.sandbox.compose import snapshots

@@ -22,7 +22,7 @@ from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
 from nemo_gym_prorl.sandbox.supervisor import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message, PeerGone, close_all
+from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message, PeerGone, close_all, pack
 from nemo_gym_prorl.sandbox.supervisor.errors import (
     SHORTAGES,
     SandboxExhausted,
@@ -123,19 +123,18 @@ class Link:
             SandboxExhausted: not with what the sandbox may use.
             SandboxLost: the supervisor is gone.
         """
-        message = encode(request)
         for _ in range(RETRIES):
             with contextlib.suppress(_TooManyOnTheWay):
-                return await self._ask(message, files)
+                return await self._ask(request, files)
             await asyncio.sleep(RETRY_S)
-        return await self._ask(message, files)
+        return await self._ask(request, files)
 
-    async def _ask(self, message: Message, files: Sequence[int]) -> tuple[Message, list[int]]:
+    async def _ask(self, request: Request, files: Sequence[int]) -> tuple[Message, list[int]]:
         self._number += 1
         number = self._number
         future = self._answers[number] = self._loop.create_future()
         try:
-            await self._connection.send({**message, "id": number}, files)
+            await self._connection.send_packet(pack({**encode(request), "id": number}, files))
             answer, received = await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and not future.exception():
