@@ -158,15 +158,11 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_launcher_that_does_not_answer_is_told_of_and_the_next_works(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, deed: signal.Signals
-) -> None:
-    monkeypatch.setattr(launcher, "ANSWER_S", 0.5)
+async def test_a_launcher_that_was_killed_is_told_of_and_the_next_works(bench: Bench) -> None:
     request = made_of(Kind.STOP, b"")
     assert await bench.answer(request) == (127, NOTHING)
     pid = bench.pid
-    os.kill(pid, deed)
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(launcher.LauncherLost):
         await bench.launcher.begin(request, [], None)
     assert await bench.answer(request) == (127, NOTHING)

@@ -13,7 +13,7 @@ not reaped yet, and an end is never taken for that of another process which bore
 To fork the supervisor takes the kernel a millisecond, and both sides as long again to copy shared memory. The launcher
 (``launcher/launcher.c``) is a tiny process that forks in its place. Its children are the supervisor's, born in the
 sandbox's control group. It cannot be seen from inside any sandbox, holds no file but its channel, and ends with the
-supervisor. A launcher that was killed, or does not answer, is replaced when it is needed.
+supervisor. A launcher that was killed is replaced when it is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_gym_prorl.background import spawn_task
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.launcher import program
 from nemo_gym_prorl.sandbox.launcher.requests import GO, Request
@@ -257,13 +256,6 @@ def _answer(action: Action, channel: socket.socket) -> None:
     tell(channel, answer, files)
 
 
-ANSWER_S = 5.0
-"""How long it may say nothing while it is asked to fork, which takes a fraction of a millisecond, before it counts as
-dead."""
-
-LOOKS = 10
-"""In that time, at what it has said: on a busy machine we are the slow one."""
-
 TRIES = 5
 """To have something done, each time by another launcher."""
 
@@ -293,9 +285,6 @@ class Launcher:
         self._process: Child | None = None
         self._connection: Connection[int] | None = None
         self._asked: deque[asyncio.Future[int | None]] = deque()
-        self._silent = 0
-        """At so many looks in a row it had said nothing."""
-        self._looking = spawn_task(self._look(), expected=Refused)
 
     async def begin(self, request: Request, files: Sequence[int], group: Group | None) -> tuple[Child, socket.socket]:
         """Have a request carried out by a child in ``group``; returns that, and the channel on which it answers, the
@@ -371,8 +360,6 @@ class Launcher:
         # Before it is sent, since what it says comes in that order.
         answer: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._asked.append(answer)
-        if self._looking.done():
-            self._looking = spawn_task(self._look(), expected=Refused)
         try:
             await connection.send_packet(packet)
             pid = await answer
@@ -407,25 +394,12 @@ class Launcher:
         return self._connection
 
     def _answered(self, pid: int) -> None:
-        self._silent = 0
         if self._asked and not (answer := self._asked.popleft()).done():
             answer.set_result(pid)
 
-    async def _look(self) -> None:
-        """See that it answers while it is asked."""
-        self._silent = 0
-        while self._asked:
-            await asyncio.sleep(ANSWER_S / LOOKS)
-            self._silent += 1
-            if self._silent > LOOKS:
-                self._lose()
-
     def _lose(self) -> None:
-        """What does not answer does not live; the next is another."""
-        if self._connection and self._process:
-            self._process.kill()
-            self._connection.close()
-            self._connection = None
+        """It was killed; the next is another."""
+        self._connection = None
         asked, self._asked = self._asked, deque()
         for answer in asked:
             if not answer.done():
