@@ -20,7 +20,7 @@ import aiohttp
 from benchmarks.fleet import UP_S, FrontProcess
 from nemo_gym_prorl import proc_files
 from nemo_gym_prorl.processes import ProcessMark
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
 from tests.gym.raylets import Raylets
 
 

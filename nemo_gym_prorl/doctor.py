@@ -42,8 +42,8 @@ from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.limits.rlimits import By, Facts, Limit, limits, remedy_here, shortcomings
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import HOW_TO_GET_IT, Runtime, find_runtime
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor.client import Link
 from nemo_gym_prorl.serving import open_files
 
 
@@ -238,7 +238,7 @@ async def _try_sandbox(runtime: Runtime, image: Path) -> tuple[str, str]:
         raise InfrastructureError(f"it has network devices: {' '.join(devices)}")
     first, second = took_ms
     said = f"{system}; first command after {first:.0f} ms, in the next one after {second:.0f} ms; writable, no network"
-    return said, sandbox.fallback
+    return said, sandbox.fallback_reason
 
 
 def _fuse() -> Check:
@@ -335,7 +335,7 @@ def state_check(folder: str, kind: str, free: int) -> Check:
     name = "State folder"
     found = f"{folder}, {kind}, {free / 1e9:.0f} GB free"
     if in_memory(kind):
-        each = ContainerSpec(Path()).disk_mib * 2**20 / 1e9
+        each = ContainerSpec(image=Path()).disk_mib * 2**20 / 1e9
         found += f": what sandboxes write takes memory, up to {each:.0f} GB each unless disk_mib says otherwise"
         return Check(name, Level.WARN, found, _STATE)
     return Check(name, Level.OK, found)

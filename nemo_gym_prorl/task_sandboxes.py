@@ -17,8 +17,8 @@ from nemo_gym.sandbox import SandboxSpec
 from nemo_gym.sandbox.providers.base import SandboxResources
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox import spec as specs
 from nemo_gym_prorl.sandbox import started
-from nemo_gym_prorl.sandbox.gym import options as gym_options
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.task import SandboxNeeds
@@ -59,7 +59,7 @@ class TaskSandboxes:
     ) -> None:
         [self._name] = provider
         if self._name == OURS:
-            gym_options.settings(provider[OURS] or {})  # refuses what every sandbox would be refused for
+            specs.provider_options(provider[OURS] or {})  # refuses what every sandbox would be refused for
         if image is None and not rows_name_images and self._name not in LOCAL_PROVIDERS:
             raise ValueError(f"image: name one, the sandbox provider {self._name!r} has no default")
         self._provider = provider
@@ -114,7 +114,7 @@ class TaskSandboxes:
         try:
             return await self._of_row(needs, lambda starter, spec: starter.start(_from(spec, snapshot)))
         except Exception as error:
-            if isinstance(cause := error.__cause__, CallerError) and cause.field == gym_options.SNAPSHOT:
+            if isinstance(cause := error.__cause__, CallerError) and cause.field == specs.SNAPSHOT:
                 raise CallerError(cause.complaint, field="checkpoint.snapshot") from error
             raise
 
@@ -167,7 +167,7 @@ def _from(spec: SandboxSpec, snapshot: str | None) -> SandboxSpec:
     """It belongs to the image that it was taken over, which so is not named."""
     if snapshot is None:
         return spec
-    options = {**spec.provider_options, gym_options.SNAPSHOT: snapshot}
+    options = {**spec.provider_options, specs.SNAPSHOT: snapshot}
     return dataclasses.replace(spec, image=None, provider_options=options)
 
 

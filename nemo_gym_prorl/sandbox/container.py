@@ -16,17 +16,18 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from nemo_gym_prorl.failures import AgentError, CallerError
+from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox import transfer
-from nemo_gym_prorl.sandbox.arguments import check_bounds, check_path, check_program, check_variables
-from nemo_gym_prorl.sandbox.isolation import user_ids
+from nemo_gym_prorl.sandbox.fields import Bounds, Program, SandboxPath, checked
+from nemo_gym_prorl.sandbox.images.rootfs import UNPACK
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
@@ -38,12 +39,25 @@ from nemo_gym_prorl.sandbox.sessions.commands import (
     complete,
     shell_command,
 )
-from nemo_gym_prorl.sandbox.spec import ContainerSpec, ImageDefaults, check, order
-from nemo_gym_prorl.sandbox.start_errors import start_error
+from nemo_gym_prorl.sandbox.spec import ContainerSpec, create_request
+from nemo_gym_prorl.sandbox.supervisor.client import Link, Process
+from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxExhausted, SandboxLost, SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link, Process
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.messages import (
+    CheckRequest,
+    DestroyRequest,
+    PauseRequest,
+    Request,
+    ResumeRequest,
+    SignalRequest,
+    SpawnRequest,
+    StartReply,
+)
 from nemo_gym_prorl.sandbox.transfer import FILE_LIMIT
+
+
+if TYPE_CHECKING:
+    from nemo_gym.sandbox.providers.base import SandboxHandle
 
 
 __all__ = ["DEFAULT_EXEC_TIMEOUT_S", "OUTPUT_LIMIT", "Completed", "Container", "ContainerSpec"]
@@ -69,7 +83,7 @@ class Container:
         """As it was named, wherever it was started from."""
         self.notes: list[str] = []
         """Limits that the sandbox ran into, as told by the supervisor."""
-        self.way: Literal["direct", "runtime"] = "runtime"
+        self.start_method: Literal["direct", "runtime"] = "runtime"
         """How it was made."""
         self.alive = True
         self._fault: AgentError | None = None
@@ -79,7 +93,7 @@ class Container:
         """Programs that have served as sessions in it."""
         self.environment: dict[str, str] = {}
         self.workdir = "/root" if spec.root else "/tmp"
-        self.fallback = ""
+        self.fallback_reason = ""
         """Why it was not made directly, which would be faster."""
         self._on_end: list[Callable[[], None]] = []
         self._link = link
@@ -102,28 +116,26 @@ class Container:
         """
         if runtime is None:
             runtime = await asyncio.to_thread(require_runtime)
-        await asyncio.to_thread(check, spec, runtime)
-        defaults = await asyncio.to_thread(ImageDefaults.of, spec.image)
+        name = f"b-{secrets.token_hex(6)}"
+        request, defaults = await asyncio.to_thread(create_request, name, spec, runtime)
         link = await Link.get()
-        host_id = user_ids.draw(several=spec.users)
-        container = cls(f"b-{secrets.token_hex(6)}", spec, link, host_id)
+        container = cls(name, spec, link, request.host_uid)
         try:
-            start = order(container.name, container._host_id, spec, runtime, defaults)
-            answer, _files = await link.ask({**start, "snapshot": str(snapshot or "")}, held)
+            answer, _files = await link.ask(replace(request, snapshot=str(snapshot or "")), held)
         except SandboxRefused as error:
-            link.watch(container.name, None)
-            raise start_error(error, spec, runtime) from error
+            link.watch(name, None)
+            raise _start_error(error, spec, runtime) from error
         except BaseException:
             await container.close()
             raise
         try:
-            LOGGER.debug("sandbox %s is up: %s", container.name, answer["steps"])
-            rlimits.say_once(frozenset(answer["controllers"]), in_memory=answer["in_memory"])
-            container.way, container.fallback = answer["start"], answer["fallback"]
-            rlimits.say_once_why_slow(container.fallback)
-            container.environment = defaults.environment(answer["environment"], root=spec.root)
-            published = defaults.config.workdir if defaults.config else ""
-            await container.configure(spec.env, spec.workdir or published)
+            reply = StartReply(**answer)
+            LOGGER.debug("sandbox %s is up: %s", name, reply.steps)
+            rlimits.say_once(frozenset(reply.controllers), in_memory=reply.in_memory)
+            container.start_method, container.fallback_reason = reply.start_method, reply.fallback_reason
+            rlimits.say_once_why_slow(reply.fallback_reason)
+            container.environment = {**defaults.environment(reply.environment, root=spec.root), **spec.env}
+            await container.configure({}, spec.workdir or (defaults.config.workdir if defaults.config else ""))
         except BaseException:
             await container.close()
             raise
@@ -135,10 +147,9 @@ class Container:
         Raises:
             CallerError: the folder can't be made.
         """
-        check_variables(env)
         self.environment = {**self.environment, **env}
         if workdir:
-            check_path(workdir, "workdir")
+            checked(workdir, SandboxPath, "workdir")
             self.workdir = workdir
             if workdir != "/":
                 made = await self.execute(["mkdir", "-p", "--", workdir], cwd="/", timeout_s=30.0)
@@ -179,7 +190,7 @@ class Container:
         container.environment = dict(description["environment"])
         container.workdir = description["workdir"]
         container.image = Path(description["image"])
-        await link.ask({"do": "check", "sandbox": container.name})
+        await link.ask(CheckRequest(container.name))
         return container
 
     async def run(
@@ -223,7 +234,7 @@ class Container:
         user: str | int | None = None,
     ) -> Completed:
         """As :meth:`run`, for a program and its arguments. ``files`` become its open files 3, 4, ..."""
-        check_bounds(timeout_s, output_limit)
+        Bounds(timeout_s=timeout_s, output_limit=output_limit)
 
         async def spawn(streams: Sequence[int]) -> Process:
             null, *outputs = streams
@@ -263,11 +274,20 @@ class Container:
         Raises:
             CallerError: there is no such program, folder or user.
         """
-        message = {"do": "spawn", "sandbox": self.name, "tty": terminal, "echo": echo}
-        message |= self.program(argv, cwd=cwd, env=env, user=user)
+        program = Program(argv=argv, cwd=cwd, env=env or {}, user=user)
+        request = SpawnRequest(
+            sandbox=self.name,
+            spawn=self._link.new_name(),
+            argv=list(program.argv),
+            env={**self.environment, **program.env},
+            cwd=program.cwd or self.workdir,
+            user=program.user,
+            tty=list(terminal) if terminal else None,
+            echo=echo,
+        )
         self.check_alive()
         try:
-            return await self._link.spawn(message, files)
+            return await self._link.spawn(request, files)
         except SandboxLost:
             self.check_alive()
             raise
@@ -275,19 +295,6 @@ class Container:
             if error.number:
                 raise CallerError(error.reason, field="cwd" if "working folder" in error.reason else None) from error
             raise
-
-    def program(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | int | None = None,
-    ) -> dict[str, Any]:
-        """What :func:`.requests.spawn` is told of a program: with the sandbox's own variables and folder."""
-        check_program(argv, cwd, env, user)
-        variables = {**self.environment, **(env or {})}
-        return {"argv": list(argv), "env": variables, "cwd": cwd or self.workdir, "user": user}
 
     def give(self, descriptor: int) -> int:
         """Let the sandbox's user open a pipe or memory file of ours by its name under ``/dev/fd``, as shells do."""
@@ -302,7 +309,7 @@ class Container:
         if not process.ended.done():
             # A process that went with its supervisor has ended; whoever waits for its end is told so.
             with contextlib.suppress(SandboxLost):
-                await self._link.ask({"do": "signal", "spawn": process.name, "signal": int(number)})
+                await self._link.ask(SignalRequest(process.name, int(number)))
 
     def kill(self, process: Process) -> None:
         """End a spawned process, with its group, wherever it is on its way; waits for nothing."""
@@ -323,7 +330,7 @@ class Container:
         """Copy a file of the sandbox to the host; see :func:`.transfer.download`."""
         await transfer.download(self, source, target, limit)
 
-    async def ask(self, do: str, files: Sequence[int] = (), **details: Any) -> tuple[Message, list[int]]:
+    async def ask(self, request: Request, files: Sequence[int] = ()) -> tuple[Message, list[int]]:
         """Ask the supervisor something about this sandbox; the files of its answer are the caller's to close.
 
         Raises:
@@ -332,15 +339,11 @@ class Container:
         """
         self.check_alive()
         try:
-            return await self._link.ask({"do": do, "sandbox": self.name, **details}, files)
+            return await self._link.ask(request, files)
         except SandboxLost:
             # Why was told before.
             self.check_alive()
             raise
-
-    def post(self, do: str, **details: Any) -> None:
-        """Have the supervisor do something about this sandbox, and wait for nothing."""
-        self._link.post({"do": do, "sandbox": self.name, **details})
 
     async def check(self) -> None:
         """Whether it lives, and is not about to end.
@@ -350,7 +353,7 @@ class Container:
             SandboxLost: it ended otherwise; or what was ended in it was so for want of the machine's memory; or the
                 machine's disk is full.
         """
-        await self.ask("check", memory=True)
+        await self.ask(CheckRequest(self.name, memory=True))
         if not await self.has_room():
             raise SandboxLost(f"sandbox {self.name}: {NO_ROOM}")
 
@@ -369,7 +372,7 @@ class Container:
             AgentError: what ran in it has ended it.
             SandboxLost: it ended otherwise.
         """
-        await self.ask("check")
+        await self.ask(CheckRequest(self.name))
 
     async def pause(self) -> None:
         """Stop all that runs inside; commands are refused until :meth:`resume`. It goes on if this is cancelled.
@@ -378,16 +381,16 @@ class Container:
             SandboxRefused: something does not stop.
         """
         try:
-            await self.ask("pause")
+            await self.ask(PauseRequest(self.name))
         except asyncio.CancelledError:
-            self.post("resume")
+            self._link.post(ResumeRequest(self.name))
             self.paused = False
             raise
         self.paused = True
 
     async def resume(self) -> None:
         """Let everything go on."""
-        await self.ask("resume")
+        await self.ask(ResumeRequest(self.name))
         self.paused = False
 
     def on_end(self, callback: Callable[[], None]) -> None:
@@ -403,7 +406,7 @@ class Container:
         self._ended()
         self._link.watch(self.name, None)
         try:
-            await asyncio.shield(self._link.ask({"do": "destroy", "sandbox": self.name}))
+            await asyncio.shield(self._link.ask(DestroyRequest(self.name)))
         except SandboxLost:
             # It went with its supervisor.
             return
@@ -440,3 +443,35 @@ class Container:
             raise self._fault
         if not self.alive:
             raise SandboxLost(f"sandbox {self.name} has ended" + "".join(f"; {note}" for note in self.notes))
+
+
+def container_of(handle: SandboxHandle) -> Container:
+    """Return our own object behind Gym's handle.
+
+    Raises:
+        CallerError: it is another provider's.
+    """
+    if not isinstance(handle.raw, Container):
+        raise CallerError(f"{handle.sandbox_id} is not a sandbox of this provider", field="handle")
+    return handle.raw
+
+
+KNOWN_CAUSES = {
+    "no user namespaces": "'prorl doctor' says what an administrator can do",
+    "function not implemented": "sandboxes of root need Linux 5.19; an ordinary user's do not",
+    "no space left|disk quota": "make room where PRORL_STATE is, or set it to a folder on another local disk",
+    "it can't be prepared": "set PRORL_STATE to a folder of yours on a local disk",
+    "squashfuse|squashfs|/dev/fuse": "the image is damaged, or FUSE is not to be had here: build it "
+    f"again, or unpack it with '{UNPACK} IMAGE' and name FOLDER",
+    "other owners|value too large": "the file system of the image can't show other owners: copy it to a local disk",
+    "overlay": "PRORL_STATE must be a folder on a local disk that can carry an overlay (ext4, xfs, tmpfs; not NFS)",
+}
+"""Fixes by regular expression of what the runtime or the kernel said; the first that matches counts."""
+
+
+def _start_error(error: SandboxRefused, spec: ContainerSpec, runtime: Runtime) -> InfrastructureError:
+    """Return why a sandbox did not start, in the runtime's words, with what to do about the causes that are known."""
+    said = "; ".join(line for line in error.log.splitlines() if line.strip())[-800:] or error.reason
+    fix = next((f"; {fix}" for sign, fix in KNOWN_CAUSES.items() if re.search(sign, said, re.IGNORECASE)), "")
+    kind = error.kind if error.kind is FailureKind.PROVIDER_QUOTA_EXHAUSTED else None
+    return InfrastructureError(f"{runtime.flavor} could not start a sandbox of {spec.image}: {said}{fix}", kind=kind)

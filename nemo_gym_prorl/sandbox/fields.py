@@ -1,63 +1,44 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What may stand in a field that comes from outside: types for it, and one way to say what is wrong, with the fix.
+"""Types of fields that come from outside, and the one error for a value that is refused.
 
-Types are strict: a number in quotes or ``true`` for 1 is a mistake in somebody's configuration, and guessing what was
-meant would hide it. Numbers have a least and a most, since what no machine has is a mistake, too, and some of it the
-kernel would only refuse when half of a sandbox is there.
+Types are strict: a number in quotes or ``true`` for 1 is a mistake in a configuration, and guessing what was meant
+would hide it. Numbers have a least and a most, since the kernel would refuse some of them only when half of a sandbox
+is there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from functools import cache
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from nemo_gym_prorl.failures import CallerError
 
 
-MOST_MIB = 1 << 24
-"""16 TiB; beyond that it is bytes that somebody meant."""
+MAX_MIB = 1 << 24  # 16 TiB; beyond that somebody wrote bytes
 
-MOST_SECONDS = 366 * 86400.0
+MAX_SECONDS = 366 * 86400.0
 
-LONGEST_PATH = 4095
-"""Bytes of a path that the kernel takes."""
+MAX_PATH_BYTES = 4095  # the kernel takes no longer ones
 
-LONGEST_VARIABLE = (1 << 17) - 1
-"""Bytes of one variable with its name, and of one argument, that the kernel takes."""
+MAX_VARIABLE_BYTES = (1 << 17) - 1  # of one variable with its name, and of one argument: as above
 
-SHOWN = 100
-"""Characters of a wrong value that are told."""
+MAX_COMMAND_CHARS = 64 << 20  # longer ones are programs, and belong into files
 
+MAX_OUTPUT_BYTES = 1 << 32
 
-def between(least: float, most: float, zero: str = "") -> Any:
-    """A check of a number's size; ``zero`` is what 0 means where that is allowed and not obvious."""
-
-    def check(value: float) -> float:
-        # Says no to NaN, too.
-        if not least <= value <= most:
-            raise ValueError(f"must be a number from {least:g}{f' ({zero})' if zero else ''} to {most:.12g}")
-        return value
-
-    return AfterValidator(check)
+EXCERPT_CHARS = 100
+"""Characters of a wrong value that an error shows."""
 
 
-def above_zero(most: float) -> Any:
-    """As :func:`between`, for what may be small, but not nothing."""
-
-    def check(value: float) -> float:
-        if not 0 < value <= most:
-            raise ValueError(f"must be more than 0, and {most:.12g} at most")
-        return value
-
-    return AfterValidator(check)
-
-
-def no_text_trouble(text: str) -> str:
-    """The same text, if the kernel can be given it.
+def kernel_text(text: str) -> str:
+    """Return the same text, if the kernel can be given it.
 
     Raises:
         ValueError: it can't; says why.
@@ -81,9 +62,21 @@ def _filled(text: str) -> str:
 def _absolute(path: str) -> str:
     if not path.startswith("/"):
         raise ValueError("must be an absolute path in the sandbox")
-    if len(os.fsencode(path)) > LONGEST_PATH:
-        raise ValueError(f"is longer than the {LONGEST_PATH} bytes that a path may have")
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ValueError(f"is longer than the {MAX_PATH_BYTES} bytes that a path may have")
     return path
+
+
+def _command(text: str) -> str:
+    if len(text) > MAX_COMMAND_CHARS:
+        raise ValueError(f"has {len(text)} characters; upload a script of that size")
+    return text
+
+
+def _has_program(argv: Sequence[str]) -> Sequence[str]:
+    if not argv or not argv[0]:
+        raise ValueError("must begin with the name of a program")
+    return argv
 
 
 def _listed(value: object) -> object:
@@ -96,11 +89,11 @@ def variable_trouble(name: str, value: str) -> str:
     if not name or "=" in name:
         return f"{name!r} can't be the name of a variable"
     try:
-        size = len(os.fsencode(no_text_trouble(f"{name}={value}")))
+        size = len(os.fsencode(kernel_text(f"{name}={value}")))
     except ValueError as error:
         return f"{name!r} {error}"
-    if size > LONGEST_VARIABLE:
-        return f"{name!r} is longer than the {LONGEST_VARIABLE} bytes that a variable may have; write it to a file"
+    if size > MAX_VARIABLE_BYTES:
+        return f"{name!r} is longer than the {MAX_VARIABLE_BYTES} bytes that a variable may have; write it to a file"
     return ""
 
 
@@ -113,49 +106,78 @@ def _variables(env: Mapping[str, str]) -> Mapping[str, str]:
 
 Flag = Annotated[bool, Strict()]
 Whole = Annotated[int, Strict()]
-Number = Annotated[float, Strict()]
-AnyText = Annotated[str, Strict(), AfterValidator(no_text_trouble)]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+AnyText = Annotated[str, Strict(), AfterValidator(kernel_text)]
 Text = Annotated[AnyText, AfterValidator(_filled)]
+Command = Annotated[AnyText, AfterValidator(_command)]
 SandboxPath = Annotated[AnyText, AfterValidator(_absolute)]
 Texts = Annotated[Sequence[Text], BeforeValidator(_listed)]
+Argv = Annotated[Sequence[AnyText], AfterValidator(_has_program)]
 Variables = Annotated[Mapping[Annotated[str, Strict()], Annotated[str, Strict()]], AfterValidator(_variables)]
-Mib = Annotated[Whole, between(0, MOST_MIB, "no limit")]
-Seconds = Annotated[Number, above_zero(MOST_SECONDS)]
-UserId = Annotated[Whole, between(0, (1 << 32) - 2)]
+Mib = Annotated[Whole, Field(ge=0, le=MAX_MIB)]
+Seconds = Annotated[Number, Field(gt=0, le=MAX_SECONDS)]
+OutputBytes = Annotated[Whole, Field(ge=0, le=MAX_OUTPUT_BYTES)]
+User = Annotated[Whole, Field(ge=0, lt=(1 << 32) - 1)] | Text
 
 
-def checked[T](adapter: TypeAdapter[T], value: object, field: str = "", inside: str = "") -> T:
-    """The value, as it was or as a type makes it.
+class Checked:
+    """Base of dataclasses whose constructor refuses a wrong field with a :class:`.CallerError` that names it."""
 
-    Args:
-        adapter: of the type that it is to have.
-        value: what came.
-        field: its name, or empty if it holds the fields.
-        inside: of what the fields are, if the caller knows them by a longer name.
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse(cls, values: object, construct: Callable[[object], Self]) -> Self:
+        try:
+            return construct(values)
+        except ValidationError as error:
+            raise _refusal(error) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program(Checked):
+    """A program to be started, and how: its arguments, folder, variables and user."""
+
+    argv: Argv
+    cwd: SandboxPath | None = None
+    env: Variables = field(default_factory=dict)
+    user: User | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds(Checked):
+    """How long a command may run, and how many bytes are kept of each stream of its output."""
+
+    timeout_s: Annotated[Number, Field(ge=0, le=MAX_SECONDS)] | None
+    output_limit: OutputBytes
+
+
+def checked[T](value: T, kind: Any, field: str) -> T:
+    """Return a value, if it is one of a type of this module.
 
     Raises:
-        CallerError: it is wrong; names the field, what is there and what could be.
+        CallerError: it is none; names the field.
     """
     try:
-        return adapter.validate_python(value)
+        _adapter(kind).validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        names = [name for name in (inside, field, *map(str, first["loc"])) if name]
-        raise CallerError(_complaint(first), field=_name(names)) from error
+        raise _refusal(error, field) from error
+    return value
 
 
-def _name(names: list[str]) -> str | None:
-    # The name of a type that was tried, and the place in a mapping, which is no field.
-    plain = [name for name in names if "[" not in name and "-" not in name]
-    return ".".join(plain)[:SHOWN] or None
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
-def _complaint(error: Any) -> str:
-    own = error.get("ctx", {}).get("error")
-    reason = str(own or error["msg"]).replace("Input should be", "must be")
-    value = error["input"]
-    if not isinstance(value, str | int | float | None):
-        # What is in it may be nobody's business: variables, say.
-        return f"{reason}; this is a {type(value).__name__}" if own is None else reason
-    shown = repr(value)
-    return f"{reason}, not {shown if len(shown) <= SHOWN else f'{shown[:SHOWN]}…'}"
+def _refusal(error: ValidationError, field: str = "") -> CallerError:
+    first = error.errors(include_url=False)[0]
+    # The name of a type that was tried, and the place in a mapping, is no field.
+    names = [name for name in (field, *map(str, first["loc"])) if name and not {"[", "-"} & set(name)]
+    own = first.get("ctx", {}).get("error")
+    reason, value = str(own or first["msg"]).replace("Input should be", "must be"), first["input"]
+    if isinstance(value, str | int | float | None):
+        shown = repr(value)
+        reason += f", not {shown if len(shown) <= EXCERPT_CHARS else f'{shown[:EXCERPT_CHARS]}…'}"
+    elif own is None:
+        # Its contents may be private: variables, say.
+        reason += f"; this is a {type(value).__name__}"
+    return CallerError(reason, field=".".join(names)[:EXCERPT_CHARS] or None)

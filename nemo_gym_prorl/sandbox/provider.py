@@ -15,8 +15,7 @@ import asyncio
 import contextlib
 import os
 import socket
-import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,7 @@ from nemo_gym.sandbox.providers.base import (
 
 from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox import transfer
-from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.gym import options as gym_options
-from nemo_gym_prorl.sandbox.gym.options import container_of
+from nemo_gym_prorl.sandbox.container import Container, container_of
 from nemo_gym_prorl.sandbox.images.pull import AsyncImageStore
 from nemo_gym_prorl.sandbox.images.reference import Reference, parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore
@@ -41,6 +38,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.snapshots import Snapshot, SnapshotSupport
+from nemo_gym_prorl.sandbox.spec import SNAPSHOT, container_spec, provider_options
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
 
 
@@ -53,18 +51,11 @@ class SandboxStartError(InfrastructureError, SandboxCreateError):  # type: ignor
     in what was asked for, if anything is."""
 
 
-STARTS = 2 * (os.cpu_count() or 1)
-"""Most sandboxes that start at a time in a process: the time limit of a start is for starting, not for waiting."""
-
-_starts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
-
-
 class SingularityProvider(SnapshotSupport):
     """See the module.
 
     Args:
-        options: of :class:`.gym.options.Settings`, and as defaults for every sandbox those in
-            :data:`.gym.options.SPEC_OPTIONS`.
+        options: of :class:`.spec.ProviderOptions`.
 
     Raises:
         CallerError: an option is unknown, and which there are; or is wrong, and what it could be.
@@ -73,7 +64,7 @@ class SingularityProvider(SnapshotSupport):
     name = "singularity"
 
     def __init__(self, **options: Any) -> None:
-        self._settings, self._defaults = gym_options.settings(options)
+        self._settings = provider_options(options)
         self._runtime: Runtime | None = None
         self._kept = self._settings.snapshots
         self._images = AsyncImageStore(ImageStore(), pull=self._settings.pull, unpack=self._settings.unpack)
@@ -84,23 +75,25 @@ class SingularityProvider(SnapshotSupport):
         Raises:
             SandboxStartError: it did not start, or the request is wrong; nothing of it is left.
         """
-        try:
-            wanted, snapshot, image = await self._wanted(spec)
+        with _start_errors():
+            wanted = container_spec(spec, self._settings)
+            snapshot, image = await self._base(spec.provider_options.get(SNAPSHOT), spec.image)
             runtime = await self._require_runtime()
-            wanted = replace(wanted, image=await self._images.locate(image, runtime))
+            located = await self._images.locate(image, runtime)
             if snapshot:
-                await asyncio.to_thread(snapshot.base.check, wanted)
-            container = await self._start(wanted, snapshot.path if snapshot else None)
+                await asyncio.to_thread(snapshot.base.check, replace(wanted, image=located))
+            async with self._images.start(located, runtime) as start:
+                held = [start.lock.descriptor] if start.lock else []
+                path = snapshot.path if snapshot else None
+                container = await Container.start(replace(wanted, image=start.path), runtime, held, path)
             # It may have been started from an unpacked copy, which comes and goes.
-            container.image = wanted.image
+            container.image = located
             try:
                 if spec.entrypoint:
                     await self._enter(container, spec.entrypoint)
             except BaseException:
                 await container.close()
                 raise
-        except RolloutError as error:
-            raise SandboxStartError(error.reason, kind=error.kind, field=error.field) from error
         return SandboxHandle(sandbox_id=container.name, provider_name=self.name, raw=container)
 
     async def fetch_image(self, spec: SandboxSpec) -> None:
@@ -109,11 +102,10 @@ class SingularityProvider(SnapshotSupport):
         Raises:
             SandboxStartError: no such sandbox could start.
         """
-        try:
-            _, _, image = await self._wanted(spec)
+        with _start_errors():
+            container_spec(spec, self._settings)
+            _, image = await self._base(spec.provider_options.get(SNAPSHOT), spec.image)
             await self._images.fetch(image, await self._require_runtime())
-        except RolloutError as error:
-            raise SandboxStartError(error.reason, kind=error.kind, field=error.field) from error
 
     async def exec(
         self,
@@ -252,12 +244,11 @@ class SingularityProvider(SnapshotSupport):
         finally:
             await self.close(handle)
 
-    async def _wanted(self, spec: SandboxSpec) -> tuple[ContainerSpec, Snapshot | None, Reference | None]:
-        """What a specification asks for: a container, what to put into it, and the name of its image."""
-        wanted = gym_options.container_spec(spec, self._defaults)
-        snapshot = await asyncio.to_thread(self.snapshot_to_restore, spec)
-        named = (snapshot.base.image if snapshot else spec.image) or self._settings.image
-        return wanted, snapshot, parse(named) if named else None
+    async def _base(self, snapshot_id: str | None, image: str | None) -> tuple[Snapshot | None, Reference | None]:
+        """Return what a sandbox starts from: what to put into it, and the name of its image."""
+        snapshot = await asyncio.to_thread(self.snapshot_to_restore, snapshot_id, image)
+        named = (snapshot.base.image if snapshot else image) or self._settings.image
+        return snapshot, parse(named) if named else None
 
     async def _require_runtime(self) -> Runtime:
         if self._runtime is None:
@@ -274,9 +265,11 @@ class SingularityProvider(SnapshotSupport):
         finally:
             os.close(null)
 
-    async def _start(self, spec: ContainerSpec, snapshot: Path | None) -> Container:
-        assert self._runtime
-        async with self._images.start(spec.image, self._runtime) as start:
-            held = [start.lock.descriptor] if start.lock else []
-            async with _starts.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(STARTS)):
-                return await Container.start(replace(spec, image=start.path), self._runtime, held, snapshot)
+
+@contextlib.contextmanager
+def _start_errors() -> Iterator[None]:
+    """Errors in the block are raised as Gym's error of a start, too."""
+    try:
+        yield
+    except RolloutError as error:
+        raise SandboxStartError(error.reason, kind=error.kind, field=error.field) from error

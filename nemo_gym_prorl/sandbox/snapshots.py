@@ -30,17 +30,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
-from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec
+from nemo_gym.sandbox.providers.base import SandboxHandle
 from pydantic import Strict, TypeAdapter
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, CallerError
-from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.gym.options import SNAPSHOT, container_of
+from nemo_gym_prorl.sandbox.container import Container, container_of
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.layer_archive import HEADER
+from nemo_gym_prorl.sandbox.spec import SNAPSHOT, ContainerSpec
+from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
-from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import state_root
+from nemo_gym_prorl.sandbox.supervisor.messages import SnapshotRequest
+from nemo_gym_prorl.sandbox.supervisor.state_dir import state_root
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -147,10 +148,10 @@ async def take(container: Container, folder: Path, name: str, *, at_rest: bool =
         try:
             answer: Message = {"busy": True}
             if at_rest and not container.paused:
-                answer, _files = await container.ask("snapshot", [target], header=header, at_rest=True)
+                answer, _files = await container.ask(SnapshotRequest(container.name, header, at_rest=True), [target])
             if "busy" in answer:
                 async with _standing_still(container):
-                    answer, _files = await container.ask("snapshot", [target], header=header)
+                    answer, _files = await container.ask(SnapshotRequest(container.name, header), [target])
         except SandboxRefused as error:
             if error.number and error.number not in _NOT_THE_AGENTS:
                 raise AgentError(f"no snapshot can be taken: {error.reason}") from error
@@ -266,17 +267,17 @@ class SnapshotSupport:
             path = await asyncio.to_thread(find, self._snapshots_folder(), snapshot_id)
             await asyncio.to_thread(work, path)
 
-    def snapshot_to_restore(self, spec: SandboxSpec) -> Snapshot | None:
+    def snapshot_to_restore(self, snapshot_id: str | None, image: str | None) -> Snapshot | None:
         """The snapshot that a specification names in place of an image.
 
         Raises:
             CallerError: there is none, or there is an image besides.
         """
-        if (named := spec.provider_options.get(SNAPSHOT)) is None:
+        if snapshot_id is None:
             return None
-        if spec.image:
+        if image:
             raise CallerError("a snapshot stands in place of an image; give one of both", field=SNAPSHOT)
-        return read(find(self._snapshots_folder(), named))
+        return read(find(self._snapshots_folder(), snapshot_id))
 
     def _snapshots_folder(self) -> Path:
         return Path(self._kept) if self._kept else default_folder()

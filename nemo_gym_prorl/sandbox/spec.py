@@ -1,130 +1,208 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a sandbox is to be, whether that can be, and the supervisor's order to start it.
+"""What a sandbox is to be: checked once, when a :class:`ContainerSpec` is made, and turned into a request to start it.
 
-Nothing here starts or asks anything. What is wrong with a specification is found before anything is begun.
+The words of a configuration and of NeMo Gym's ``SandboxSpec`` become a :class:`ContainerSpec` here
+(:func:`container_spec`). Gym's classes hold whatever they were made with, so this is the border: from here on every
+value has its type, and a wrong one is refused by the name under which its author knows it.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Strict, TypeAdapter
+from pydantic import Field, Strict
+from pydantic import dataclasses as pydantic_dataclasses
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox import fields
+from nemo_gym_prorl.sandbox.fields import (
+    MAX_MIB,
+    Argv,
+    Checked,
+    Flag,
+    Mib,
+    Number,
+    OutputBytes,
+    SandboxPath,
+    Seconds,
+    Text,
+    Texts,
+    Variables,
+    Whole,
+    checked,
+)
 from nemo_gym_prorl.sandbox.images import oci_config
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
 from nemo_gym_prorl.sandbox.images.rootfs import check_image
 from nemo_gym_prorl.sandbox.images.store import config_of
-from nemo_gym_prorl.sandbox.isolation import privilege
+from nemo_gym_prorl.sandbox.isolation import privilege, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import SANDBOX_UID
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
-from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
-from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.launch import image_variables
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.sessions.commands import OUTPUT_LIMIT
+from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest, Start
 
 
-Start = Literal["auto", "direct", "runtime"]
-
-MOST_CPUS = 4096
-MOST_PROCESSES = 1 << 22
-"""The kernel has no more numbers for them."""
-
-MOST_START_TIMEOUT_S = 86400.0
+if TYPE_CHECKING:
+    from nemo_gym.sandbox.providers.base import SandboxSpec
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerSpec:
-    """What a sandbox is to be. A limit is the kernel's where this machine lets us have that, and watched otherwise,
-    which is no wall; what holds here is said when the first sandbox starts (:mod:`.limits.report`).
+MAX_CPUS = 4096
+
+MAX_PROCESSES = 1 << 22  # the kernel has no more numbers for them
+
+MAX_START_TIMEOUT_S = 86400.0
+
+SNAPSHOT = "snapshot_id"
+"""The option of a specification that names a snapshot, as Gym's checkpoints give it."""
+
+
+@pydantic_dataclasses.dataclass(frozen=True, kw_only=True)
+class SandboxOptions(Checked):
+    """Options that can be set for the provider, and per sandbox in ``provider_options``. A limit is the kernel's where
+    this machine lets us have that, and watched otherwise (:mod:`.limits.report`).
+
+    Attributes:
+        network: share the host's network; otherwise there is only a loopback device.
+        root: be root inside. Without it commands run as the user that the image was published with, else under user
+            id 1000.
+        users: have all user ids inside, not only one: for package managers, services, files of several users. Needs
+            an unpacked image, and of an ordinary user a range of ids; see :mod:`.user_ids`.
+        start: ``direct``: made by ourselves, by what the runtime said once of the image, fastest; ``runtime``:
+            one process of the runtime's for each sandbox; ``auto``: the former where it works.
+        binds: more of the host's files, as ``HOST:INSIDE`` or ``HOST:INSIDE:ro``.
+        capabilities: of the kernel, that root inside is to have beyond the usual: ``SYS_PTRACE``, ``NET_ADMIN``.
+        memory_mib: the largest process is killed when all together use more; 0 for no limit.
+        cpus: most processors' worth of time; needs control groups. 0 for no limit.
+        processes: most processes and threads at a time.
+        disk_mib: the sandbox is ended when it has written more; no single file can be larger. 0 for no limit.
+        shared_memory_mib: size of ``/dev/shm``.
+    """
+
+    network: Flag = False
+    root: Flag = True
+    users: Flag = False
+    start: Start = "auto"
+    binds: Texts = ()
+    capabilities: Texts = ()
+    memory_mib: Mib = 8192
+    cpus: Annotated[Number, Field(ge=0, le=MAX_CPUS)] = 0.0
+    processes: Annotated[Whole, Field(ge=1, le=MAX_PROCESSES)] = 512
+    disk_mib: Mib = 10240
+    shared_memory_mib: Annotated[Whole, Field(ge=1, le=MAX_MIB)] = 64
+
+
+@pydantic_dataclasses.dataclass(frozen=True, kw_only=True)
+class ContainerSpec(SandboxOptions):
+    """What a sandbox is to be.
 
     Attributes:
         image: path of an unpacked root folder (fastest) or of a SIF.
         env: variables of every command, over those that the image sets.
         workdir: where commands start; made if it is not there. If not given, the one that the image was published
             with, else ``/root``, or ``/tmp`` without root.
-        network: share the host's network; otherwise there is only a loopback device.
-        root: be root inside. Without it commands run as the user that the image was published with, else under user
-            id 1000.
-        binds: more of the host's files, as ``HOST:INSIDE`` or ``HOST:INSIDE:ro``.
-        memory_mib: the largest process is killed when all together use more; 0 for no limit.
-        cpus: most processors' worth of time; needs control groups. 0 for no limit.
-        processes: most processes and threads at a time.
-        disk_mib: the sandbox is ended when it has written more; no single file can be larger. 0 for no limit.
-        shared_memory_mib: size of ``/dev/shm``.
         ttl_s: seconds after which the sandbox is ended, however busy it is.
         start_timeout_s: how long the runtime may take to start it.
-        start: ``direct``: made by ourselves, by what the runtime said once of the image, fastest; ``runtime``:
-            one process of the runtime's for each sandbox; ``auto``: the former where it works.
-        users: have all user ids inside, not only one: for package managers, services, files of several users. Needs
-            an unpacked image, and of an ordinary user a range of ids; see :mod:`.user_ids`.
-        capabilities: of the kernel, that root inside is to have beyond the usual: ``SYS_PTRACE``, ``NET_ADMIN``.
     """
 
     image: Annotated[Path, Strict()]
-    env: fields.Variables = field(default_factory=dict)
-    workdir: fields.SandboxPath | None = None
-    network: fields.Flag = False
-    root: fields.Flag = True
-    binds: fields.Texts = ()
-    memory_mib: fields.Mib = 8192
-    cpus: Annotated[fields.Number, fields.between(0, MOST_CPUS, "no limit")] = 0.0
-    processes: Annotated[fields.Whole, fields.between(1, MOST_PROCESSES)] = 512
-    disk_mib: fields.Mib = 10240
-    shared_memory_mib: Annotated[fields.Whole, fields.between(1, fields.MOST_MIB)] = 64
-    ttl_s: fields.Seconds | None = None
-    start_timeout_s: Annotated[fields.Number, fields.above_zero(MOST_START_TIMEOUT_S)] = 60.0
-    start: Start = "auto"
-    users: fields.Flag = False
-    capabilities: fields.Texts = ()
+    env: Variables = field(default_factory=dict)
+    workdir: SandboxPath | None = None
+    ttl_s: Seconds | None = None
+    start_timeout_s: Annotated[Number, Field(gt=0, le=MAX_START_TIMEOUT_S)] = 60.0
 
 
-def check_fields(values: Mapping[str, object], inside: str = "") -> None:
-    """Refuse values that fields of :class:`ContainerSpec` can't have, each by itself.
+@pydantic_dataclasses.dataclass(frozen=True, kw_only=True)
+class ProviderOptions(SandboxOptions):
+    """The provider's options; those of :class:`SandboxOptions` are defaults for its sandboxes.
 
-    Args:
-        values: of fields, by name; ``image`` may be missing.
-        inside: what they are fields of, for the caller.
+    Attributes:
+        image: for sandboxes that name none; the default image if not given.
+        exec_timeout_s: for commands without a time limit of their own; none if not given. Gym itself gives a command
+            180 s, unless it is told that there is no limit, as for the services of its Compose.
+        output_limit: bytes kept of each output stream of a command.
+        pull: get images of registries that are not there yet.
+        unpack: start SIFs from an unpacked copy on this machine's disk, where there is room for one.
+        snapshots: folder for snapshots of sandboxes; one below the sandboxes' own if not given.
+    """
+
+    image: Text | None = None
+    exec_timeout_s: Seconds | None = None
+    output_limit: OutputBytes = OUTPUT_LIMIT
+    pull: Flag = True
+    unpack: Flag = True
+    snapshots: Text | None = None
+
+
+SPEC_OPTIONS = tuple(option.name for option in fields(SandboxOptions))
+
+
+def provider_options(options: Mapping[str, Any]) -> ProviderOptions:
+    """Return the provider's options.
 
     Raises:
-        CallerError: one is wrong; names it.
+        CallerError: one is unknown or wrong; names it.
     """
-    fields.checked(_SPEC, {"image": Path(), **values}, inside=inside)
+    _refuse_unknown(options, [option.name for option in fields(ProviderOptions)])
+    return ProviderOptions(**options)
 
 
-def check(spec: ContainerSpec, runtime: Runtime) -> None:
-    """Refuse what can't be started.
+def container_spec(spec: SandboxSpec, defaults: ProviderOptions) -> ContainerSpec:
+    """Return what Gym's specification asks for, but for the image, which may have to be pulled first.
 
     Raises:
-        CallerError: the specification is wrong; names the field.
-        InfrastructureError: sandboxes of this user can't be started with this runtime, or of such images.
+        CallerError: a field is wrong; names it as Gym does.
     """
-    check_fields({field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
-    # An image is shown to the sandbox's user elsewhere, but the runtime finds its parts by its own path.
-    if is_machine_root() and (wall := walled_in(runtime.path)):
-        raise InfrastructureError(
-            f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
-            "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
+    options, resources = spec.provider_options, spec.resources
+    if not isinstance(options, Mapping):
+        raise CallerError(
+            f"must be a mapping of options; this is a {type(options).__name__}", field="provider_options"
         )
-    if spec.start == "direct" and spec.image.is_file():
-        raise CallerError("only an unpacked image can be started directly", field="start")
-    if spec.users:
-        if spec.start == "runtime" or spec.image.is_file():
-            raise CallerError("several users need an unpacked image, and not start: runtime", field="users")
-        if trouble := no_several_users():
-            raise CallerError(trouble, field="users")
-    check_image(spec.image)
-    if _may_trace(spec) and (spec.start == "runtime" or not spec.image.is_dir()):
-        raise CallerError("SYS_PTRACE needs an unpacked image, and not start: runtime", field="capabilities")
+    _refuse_unknown(options, [*SPEC_OPTIONS, SNAPSHOT], "provider_options.")
+    for value, kind, name in (
+        (spec.image, Text | None, "image"),
+        (spec.entrypoint, Argv | None, "entrypoint"),
+        (options.get(SNAPSHOT), Text | None, f"provider_options.{SNAPSHOT}"),
+        (resources.cpu, Annotated[Number, Field(gt=0)] | None, "resources.cpu"),
+        (resources.memory_mib, Annotated[Whole, Field(gt=0)] | None, "resources.memory_mib"),
+        (resources.disk_gib, Annotated[Whole, Field(gt=0)] | None, "resources.disk_gib"),
+    ):
+        checked(value, kind, name)
+    if resources.gpu:
+        raise CallerError("this provider gives sandboxes no GPU; leave it out", field="resources.gpu")
+    gyms = {
+        "workdir": ("workdir", spec.workdir),
+        "ttl_s": ("ttl_s", spec.ttl_s),
+        "start_timeout_s": ("ready_timeout_s", spec.ready_timeout_s),
+        "cpus": ("resources.cpu", resources.cpu),
+        "memory_mib": ("resources.memory_mib", resources.memory_mib),
+        "disk_mib": ("resources.disk_gib", resources.disk_gib and resources.disk_gib << 10),
+    }
+    values = {name: getattr(defaults, name) for name in SPEC_OPTIONS}
+    values |= {name: value for name, value in options.items() if name != SNAPSHOT}
+    values |= {name: value for name, (_gyms, value) in gyms.items() if value is not None}
+    try:
+        return ContainerSpec(image=Path(), env=spec.env, **values)
+    except CallerError as error:
+        ours = (error.field or "").partition(".")[0]
+        if ours in gyms and gyms[ours][1] is not None:
+            raise CallerError(error.complaint, field=gyms[ours][0]) from error
+        raise CallerError(error.complaint, field=f"provider_options.{ours}" if ours in options else ours) from error
+
+
+def _refuse_unknown(options: Mapping[str, Any], known: list[str], inside: str = "") -> None:
+    if unknown := sorted(map(str, set(options) - {*known})):
+        near = difflib.get_close_matches(unknown[0], sorted(known), 1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        reason = f"there is no such option{meant}; there are {', '.join(sorted(known))}"
+        raise CallerError(reason, field=f"{inside}{unknown[0]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,52 +239,62 @@ class ImageDefaults:
         return {**usual, **(self.config.environment(own) if self.config else own)}
 
 
-def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, defaults: ImageDefaults) -> Message:
-    """The supervisor's order to start a container: plain values, of which it makes command lines itself.
+def create_request(name: str, spec: ContainerSpec, runtime: Runtime) -> tuple[CreateRequest, ImageDefaults]:
+    """Return the supervisor's request to start a sandbox, if it can be had, and what its image sets.
 
     Args:
         name: the sandbox's.
-        host_id: the user id that it runs under on the host.
-        spec: what it is to be; checked.
+        spec: what it is to be.
         runtime: what starts it, or says what the image sets.
-        defaults: of its image.
-    """
-    start = "direct" if spec.users or _may_trace(spec) else spec.start if spec.image.is_dir() else "runtime"
-    return {
-        "do": "create",
-        "sandbox": name,
-        "runtime": str(runtime.path),
-        "start": start,
-        "users": spec.users,
-        "network": spec.network,
-        "binds": list(spec.binds),
-        "image": str(spec.image),
-        "image_identity": image_identity(spec.image) if start != "runtime" else "",
-        "scripted": defaults.config is None or defaults.config.extended,
-        "uid": 0 if spec.root else defaults.uid or SANDBOX_UID,
-        "host_uid": host_id,
-        "host_gid": host_id if is_machine_root() else os.getegid(),
-        "limits": rlimits.of_programs(spec.processes, spec.disk_mib),
-        "memory_mib": spec.memory_mib,
-        "cpus": spec.cpus,
-        "processes": spec.processes,
-        "disk_mib": spec.disk_mib,
-        "shared_memory_mib": spec.shared_memory_mib,
-        "ttl_s": spec.ttl_s,
-        "start_timeout_s": spec.start_timeout_s,
-        "capabilities": sorted(privilege.numbers(spec.capabilities, root=spec.root, host_network=spec.network)),
-    }
-
-
-def _may_trace(spec: ContainerSpec) -> bool:
-    """Whether what runs inside may take over any process there. A runtime's first process has every right inside and
-    no filter of system calls; one that is made directly has no right and is under the filter.
 
     Raises:
-        CallerError: capabilities that can't be had.
+        CallerError: no such sandbox can be had; names the field.
+        InfrastructureError: sandboxes of this user can't be started with this runtime, or of such images.
     """
+    # An image is shown to the sandbox's user elsewhere, but the runtime finds its parts by its own path.
+    if is_machine_root() and (wall := walled_in(runtime.path)):
+        raise InfrastructureError(
+            f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
+            "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
+        )
+    check_image(spec.image)
     added = privilege.numbers(spec.capabilities, root=spec.root, host_network=spec.network)
-    return privilege.GRANTED["SYS_PTRACE"] in added
+    # A runtime's first process has every right inside and no filter of system calls, so what may take over any process
+    # must not meet one. A first process that is made directly has no right and is under the filter.
+    traces = privilege.GRANTED["SYS_PTRACE"] in added
+    only_direct = {"start": spec.start == "direct", "users": spec.users, "capabilities": traces}
+    if spec.start == "runtime" or spec.image.is_file():
+        for wanted in (option for option, given in only_direct.items() if given):
+            said = "SYS_PTRACE" if wanted == "capabilities" else str(getattr(spec, wanted)).lower()
+            raise CallerError(f"{said} needs an unpacked image, and not start: runtime", field=wanted)
+    if spec.users and (trouble := user_ids.no_several_users()):
+        raise CallerError(trouble, field="users")
+    defaults = ImageDefaults.of(spec.image)
+    start: Start = "direct" if any(only_direct.values()) else spec.start if spec.image.is_dir() else "runtime"
+    host_id = user_ids.draw(several=spec.users)
+    request = CreateRequest(
+        sandbox=name,
+        runtime=str(runtime.path),
+        start=start,
+        image=str(spec.image),
+        image_identity=image_identity(spec.image) if start != "runtime" else "",
+        scripted=defaults.config is None or defaults.config.extended,
+        uid=0 if spec.root else defaults.uid or SANDBOX_UID,
+        host_uid=host_id,
+        host_gid=host_id if is_machine_root() else os.getegid(),
+        users=spec.users,
+        network=spec.network,
+        binds=list(spec.binds),
+        capabilities=sorted(added),
+        memory_mib=spec.memory_mib,
+        cpus=spec.cpus,
+        processes=spec.processes,
+        disk_mib=spec.disk_mib,
+        shared_memory_mib=spec.shared_memory_mib,
+        ttl_s=spec.ttl_s,
+        start_timeout_s=spec.start_timeout_s,
+    )
+    return request, defaults
 
 
 def image_identity(image: Path) -> str:
@@ -214,6 +302,3 @@ def image_identity(image: Path) -> str:
     parts = [image, image / ".singularity.d" / "env", *sorted((image / ".singularity.d" / "env").glob("*"))]
     found = [path.stat() for path in parts if path.exists()]
     return f"{image} {[(stat.st_dev, stat.st_ino, stat.st_mtime_ns) for stat in found]}"
-
-
-_SPEC = TypeAdapter(ContainerSpec)

@@ -17,12 +17,13 @@ import os
 import stat
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE, CallerError
-from nemo_gym_prorl.sandbox.arguments import check_path
+from nemo_gym_prorl.sandbox.fields import SandboxPath, checked
+from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.messages import GetRequest, PutRequest, Request
 
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ async def upload(container: Container, source: Path, target: str, limit: int = F
         CallerError: not a file, too large for the ``limit`` or the sandbox, or the path inside is not one for a file.
         SandboxRefused: the machine has no room for it.
     """
-    check_path(target, "target_path")
+    checked(target, SandboxPath, "target_path")
     descriptor = await asyncio.to_thread(_open_source, source, limit, container.spec.disk_mib)
     try:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-        await _transfer(container, "put", descriptor, "target_path", path=target, mode=mode)
+        await _transfer(container, PutRequest(container.name, target, mode), descriptor, "target_path")
     finally:
         os.close(descriptor)
 
@@ -57,10 +58,10 @@ async def download(container: Container, source: str, target: Path, limit: int =
             ``target``.
         SandboxRefused: the machine has no room for it.
     """
-    check_path(source, "source_path")
+    checked(source, SandboxPath, "source_path")
     descriptor, fresh = await asyncio.to_thread(_open_target, target)
     try:
-        await _transfer(container, "get", descriptor, "source_path", path=source, limit=limit)
+        await _transfer(container, GetRequest(container.name, source, limit), descriptor, "source_path")
         await asyncio.to_thread(fresh.replace, target)
     except BaseException:
         fresh.unlink(missing_ok=True)
@@ -69,9 +70,9 @@ async def download(container: Container, source: str, target: Path, limit: int =
         os.close(descriptor)
 
 
-async def _transfer(container: Container, do: str, descriptor: int, field: str, **details: Any) -> None:
+async def _transfer(container: Container, request: Request, descriptor: int, field: str) -> None:
     try:
-        await container.ask(do, [descriptor], **details)
+        await container.ask(request, [descriptor])
     except SandboxRefused as error:
         if error.number and error.number not in OF_THE_MACHINE:
             raise CallerError(error.reason, field=field) from error
@@ -135,7 +136,7 @@ async def read_file(container: Container, path: str, limit: int) -> bytes:
     """
     kept = os.memfd_create("read", os.MFD_CLOEXEC)
     try:
-        await _ask(container, "get", [kept], path=path, limit=limit)
+        await _ask(container, GetRequest(container.name, path, limit), kept)
         return os.pread(kept, limit, 0)
     finally:
         os.close(kept)
@@ -153,14 +154,14 @@ async def write_file(container: Container, path: str, data: bytes) -> bool:
     source = os.memfd_create("write", os.MFD_CLOEXEC)
     try:
         os.pwrite(source, data, 0)
-        return bool((await _ask(container, "put", [source], path=path, mode=None))["number"])
+        return bool((await _ask(container, PutRequest(container.name, path), source))["number"])
     finally:
         os.close(source)
 
 
-async def _ask(container: Container, do: str, files: list[int], **details: Any) -> Message:
+async def _ask(container: Container, request: Request, file: int) -> Message:
     try:
-        answer, _files = await container.ask(do, files, **details)
+        answer, _files = await container.ask(request, [file])
     except SandboxRefused as error:
         if error.number:
             raise OSError(error.number, os.strerror(error.number)) from error

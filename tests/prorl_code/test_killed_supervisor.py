@@ -15,7 +15,7 @@ import signal
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor as supervisors
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor as supervisors
 from tests.prorl_code.conftest import Client
 from tests.tasks import containers
 

@@ -22,7 +22,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.isolation.syscalls import MS_NOSUID, mount, private_mounts
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
-from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
 
 
 DISK_MIB = 24
@@ -138,7 +138,7 @@ async def deaf_disk(folder: Path, image: Path) -> None:
         await closing
     assert state(waiting) == "D"
     assert (owner / stuck.name).exists()
-    assert not cleanup.bury(owner), "its owner lives"
+    assert not state_dir.bury(owner), "its owner lives"
     disk.answer()
     async with asyncio.timeout(60):
         while (owner / stuck.name).exists():

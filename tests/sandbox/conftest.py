@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.spec import ImageDefaults
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
 from tests.sandbox.tiny import make_tiny_root
 from tests.sandbox.ways import is_long
 from tests.sandbox.without import Off, Supervisors, Without
@@ -65,14 +67,14 @@ def kernel_image(image: Path) -> Path:
 @pytest.fixture(params=["direct", "runtime"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the sandboxes of a test are made that leave it open. For tests that are to pass in both ways."""
-    order = containers.order
-    chosen: str = request.param
+    create_request = containers.create_request
+    chosen: Any = request.param
 
-    def by_it(*arguments: Any) -> Message:
-        made = order(*arguments)
-        return {**made, "start": chosen if made["start"] == "auto" else made["start"]}
+    def by_it(*arguments: Any) -> tuple[CreateRequest, ImageDefaults]:
+        made, defaults = create_request(*arguments)
+        return replace(made, start=chosen if made.start == "auto" else made.start), defaults
 
-    monkeypatch.setattr(containers, "order", by_it)
+    monkeypatch.setattr(containers, "create_request", by_it)
     return chosen
 
 

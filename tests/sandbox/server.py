@@ -15,8 +15,8 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import Start
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
+from nemo_gym_prorl.serving import open_files
 
 
 async def busy_sandbox(image: Path, start: Start) -> Shell:
@@ -30,7 +30,14 @@ async def busy_sandbox(image: Path, start: Start) -> Shell:
 
 async def main() -> None:
     way = next(way for way in get_args(Start) if way == sys.argv[3])
-    shells = [await busy_sandbox(Path(sys.argv[1]), way) for _ in range(int(sys.argv[2]))]
+    open_files.raise_limit()
+    gate = asyncio.Semaphore(8)
+
+    async def make() -> Shell:
+        async with gate:
+            return await busy_sandbox(Path(sys.argv[1]), way)
+
+    shells = await asyncio.gather(*(make() for _ in range(int(sys.argv[2]))))
     supervisor = own_supervisor._current
     assert supervisor
     inits = [space.init for space in state_dir.spaces_of(supervisor.folder)]

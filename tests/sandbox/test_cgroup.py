@@ -18,8 +18,8 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
+from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, step_down
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
 GRANTED = cgroups.delegation()

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ import pytest
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor.client import SandboxLost
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -46,8 +45,7 @@ async def test_variables_and_folders(image: Path, runtime: Runtime, monkeypatch:
             await container.run("true", env={"A=B": "c"})
 
 
-@pytest.mark.parametrize("letter", ["a", "é", "梨", "🐸"])
-@pytest.mark.parametrize("letters", [30_000, 70_000, 99_000, 140_000])
+@pytest.mark.parametrize(("letter", "letters"), [("a", 99_000), ("é", 70_000), ("🐸", 30_000), ("a", 140_000)])
 async def test_a_command_of_any_length(container: Container, letter: str, letters: int) -> None:
     """The kernel takes no argument beyond 128 KiB, and counts bytes."""
     done = await container.run(f"printf %s '{letter * letters}' | wc -c")
@@ -85,46 +83,6 @@ async def test_a_cancelled_command_is_ended(container: Container) -> None:
     assert (await container.run(f"while {SLEEPS}; do sleep 0.02; done", timeout_s=60)).exit_code == 0
 
 
-async def test_files_go_in_and_come_out_unchanged(container: Container, tmp_path: Path) -> None:
-    data = random.Random(0).randbytes(3_000_000)
-    source, back = tmp_path / "source", tmp_path / "new" / "back"
-    source.write_bytes(data)
-    source.chmod(0o750)
-    await container.upload(source, "/data/deep/ä file")
-    assert (await container.run("stat -c '%s %a %U' '/data/deep/ä file'")).stdout == "3000000 750 root\n"
-    await container.download("/data/deep/ä file", back)
-    assert back.read_bytes() == data
-    await container.upload(tmp_path / "source", "/etc/hostname-of-mine")
-    source.write_bytes(b"")
-    await container.upload(source, "/data/deep/ä file")
-    await container.download("/data/deep/ä file", back)
-    assert back.read_bytes() == b""
-
-
-@pytest.mark.parametrize("path", ["relative", "/data", "/with\0nul", "/missing/dir/../.."])
-async def test_targets_that_are_no_files_are_refused(container: Container, tmp_path: Path, path: str) -> None:
-    await container.run("mkdir /data")
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(CallerError, match="target_path"):
-        await container.upload(tmp_path / "file", path)
-    assert (await container.run("ls -A /data")).stdout == ""
-
-
-async def test_sources_that_are_no_files_are_refused(container: Container, tmp_path: Path) -> None:
-    await container.run("mkdir /d; mkfifo /fifo; truncate -s 5M /large; ln -s /large /link; mknod /n c 1 5")
-    for path in ("/d", "/fifo", "/missing", "/dev/zero", "/proc/self/exe", "relative"):
-        with pytest.raises(CallerError, match="source_path"):
-            await asyncio.wait_for(container.download(path, tmp_path / "x"), 10)
-    for path in ("/large", "/link"):
-        with pytest.raises(CallerError, match="limit"):
-            await container.download(path, tmp_path / "x", limit=1 << 20)
-    assert not any(tmp_path.iterdir())  # noqa: ASYNC240
-    with pytest.raises(CallerError, match="source_path"):
-        await container.upload(tmp_path / "none", "/x")
-    with pytest.raises(CallerError, match="source_path"):
-        await container.upload(Path("/dev/zero"), "/x")
-
-
 async def test_links_lead_nowhere_outside(container: Container, tmp_path: Path) -> None:
     """A link to a path of the host means the sandbox's own path of that name."""
     secret = tmp_path / "secret"
@@ -154,22 +112,3 @@ async def test_the_time_to_live(image: Path, runtime: Runtime) -> None:
         with pytest.raises(SandboxLost, match="time to live"):
             await container.run(command)
     await container.close()
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"image": Path("/no/such/image")}, "image"),
-        ({"workdir": "relative"}, "workdir"),
-        ({"env": {"": "x"}}, "env"),
-        ({"processes": 0}, "processes"),
-        ({"memory_mib": -1}, "memory_mib"),
-        ({"workdir": "/etc/passwd"}, "workdir"),
-    ],
-)
-async def test_bad_requests_name_the_field_and_leave_nothing(
-    image: Path, runtime: Runtime, state: Path, change: dict[str, object], field: str
-) -> None:
-    with pytest.raises(CallerError, match=field):
-        await Container.start(ContainerSpec(**{"image": image, **change}), runtime)  # type: ignore[arg-type]
-    assert not any(state.glob("*/b-*"))  # noqa: ASYNC240

@@ -20,8 +20,8 @@ from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.launcher import program as launching
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import prepared_images
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor import creation, state_dir
+from tests.sandbox.requests import request_for
 from tests.sandbox.ways import BY_THE_RUNTIME_TOO
 from tests.sandbox.without import Off, Without
 
@@ -45,7 +45,7 @@ async def test_both_ways_give_the_same_variables(other_image: Path, runtime: Run
     for start in ("direct", "runtime"):
         spec = ContainerSpec(image=other_image, start=start)  # type: ignore[arg-type]
         async with await Container.start(spec, runtime) as container:
-            assert container.way == start
+            assert container.start_method == start
             found.append(container.environment)
     assert found[0] == found[1]
     assert found[0]["OF_THE_IMAGE"] == "it's\n42"
@@ -86,7 +86,7 @@ async def test_where_it_cannot_be_made_directly_the_runtime_starts_it_and_the_re
         for _ in range(2):
             async with await Container.start(ContainerSpec(image=image), runtime) as container:
                 assert (await container.run("echo works")).stdout == "works\n"
-                assert container.way == "runtime"
+                assert container.start_method == "runtime"
     told = [record.getMessage() for record in caplog.records if "by the container runtime" in record.getMessage()]
     assert len(told) == 1
     assert "mounts are forbidden here" in told[0]
@@ -110,7 +110,7 @@ async def test_once_a_sandbox_was_made_directly_the_runtime_is_not_tried(
         )
     )
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        assert container.way == "direct"
+        assert container.start_method == "direct"
     with pytest.raises(InfrastructureError, match="no second one"):
         await Container.start(ContainerSpec(image=image), runtime)
 
@@ -143,7 +143,7 @@ async def test_trouble_of_the_machine_is_an_error_and_decides_nothing(
         await Container.start(ContainerSpec(image=image), runtime)
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
         assert (await container.run("echo works")).stdout == "works\n"
-        assert container.way == "direct"
+        assert container.start_method == "direct"
 
 
 async def test_an_image_file_starts_by_the_runtime(tiny_sif: Path, runtime: Runtime) -> None:
@@ -251,15 +251,15 @@ async def test_a_prepared_image_is_kept_as_long_as_a_sandbox_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sandbox uses the files of its prepared image a while after it asked for the image."""
-    monkeypatch.setattr(prepared_images, "MOST", 2)
+    monkeypatch.setattr(creation, "MOST_PREPARED", 2)
     made = {"owner": [0, 0], "one_user": "", "ranges": []}
     children = Mock()
     held: list[PreparedImage] = []
     children.run = AsyncMock(side_effect=lambda _action: (made, [os.open("/", os.O_PATH), os.open("/", os.O_PATH)]))
-    kept = prepared_images.PreparedImages(tmp_path, children, Mock(), lambda: held)
+    kept = creation.PreparedImages(tmp_path, children, Mock(), lambda: held)
 
     async def ask(image: str) -> PreparedImage:
-        return await kept.get({"image": image, "image_identity": image, "scripted": False})
+        return await kept.get(request_for(Path(image)))
 
     before = open_files()
     held.append(await ask("held"))

@@ -12,7 +12,7 @@ import pytest
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.supervisor.processes import foreground
+from nemo_gym_prorl.sandbox.supervisor import signals
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -94,15 +94,14 @@ def of_session(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("before", ["", "true | "], ids=["", "without its first"])
-@pytest.mark.parametrize("kernel", ["this", "old"])
+@pytest.mark.parametrize(("kernel", "before"), [("this", ""), ("this", "true | "), ("old", "")], ids=str)
 @pytest.mark.parametrize("text", PROGRAMS.values(), ids=PROGRAMS)
 async def test_nothing_of_a_command_whose_time_is_up_is_left(
     image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, text: str, kernel: str, before: str
 ) -> None:
     """Nor where the kernel can't kill a group by a descriptor, or the group has lost its first process."""
     if kernel == "old":
-        monkeypatch.setattr(foreground, "_PIDFD_SIGNAL_PROCESS_GROUP", 1 << 30)
+        monkeypatch.setattr(signals, "_PIDFD_SIGNAL_PROCESS_GROUP", 1 << 30)
     spec = ContainerSpec(image=image, processes=64, memory_mib=1024)
     async with await Container.start(spec, runtime) as container, await Shell.start(container) as shell:
         await shell.run(f"cat > /tmp/p.py <<'X'\n{BEGIN}{text}\nX")

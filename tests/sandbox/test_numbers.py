@@ -22,8 +22,10 @@ import os, pty, signal, sys, time
 from pathlib import Path
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.sessions import terminal
-from nemo_gym_prorl.sandbox.supervisor.processes import freezer, pidfd
-from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
+from nemo_gym_prorl.sandbox.supervisor import programs
+from nemo_gym_prorl.sandbox.supervisor import signals
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
 
 os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWPID | os.CLONE_NEWNS)
 if child := os.fork():
@@ -67,12 +69,12 @@ meant = sleeper()
 
 CASES = {
     "compared and given away": """
-assert not pidfd.send(meant, signal.SIGKILL, lambda: given_away(meant) or True)
+assert not signals.send(meant, signal.SIGKILL, lambda: given_away(meant) or True)
 """,
     "given away before": """
-started = pidfd.start_time(meant)
+started = signals.start_time(meant)
 given_away(meant)
-pidfd.kill(meant, started)
+signals.kill(meant, started)
 """,
     "a sandbox's first process": """
 space = state_dir.Space.of(meant)
@@ -83,37 +85,37 @@ space.kill()
     "what a dead owner left": """
 folder = Path(sys.argv[1])
 state_dir.note_starter(folder, meant)
-real = pidfd.kill
+real = signals.kill
 def late(pid, started):
     given_away(meant)
     real(pid, started)
-pidfd.kill = late
+signals.kill = late
 (folder / "b-1").mkdir()
 state_dir.note_starter(folder / "b-1", meant)
-cleanup.clear(folder)
+state_dir.clear(folder)
 """,
     "a pause": """
-space = state_dir.Space(1, pidfd.start_time(1), os.stat("/proc/1/ns/pid").st_ino)
-real, looks = freezer._programs, []
+space = state_dir.Space(1, signals.start_time(1), os.stat("/proc/1/ns/pid").st_ino)
+real, looks = programs._programs, []
 def once(space):
     looks.append(real(space))
     if len(looks) == 1:
         given_away(meant)
         return looks[0]
     return []
-freezer._programs = once
-assert freezer._stop_each(space, time.monotonic() + 1) == ({"running": []}, [])
+programs._programs = once
+assert programs._stop_each(space, time.monotonic() + 1) == ({"running": []}, [])
 assert [pid for _started, pid, _state in looks[0]] == [meant]
 """,
     "the end of a pause": """
-space = state_dir.Space(1, pidfd.start_time(1), os.stat("/proc/1/ns/pid").st_ino)
-seen = freezer._programs(space)
+space = state_dir.Space(1, signals.start_time(1), os.stat("/proc/1/ns/pid").st_ino)
+seen = programs._programs(space)
 given_away(meant)
 os.kill(meant, signal.SIGSTOP)
 while state(meant) != "T":
     time.sleep(0.001)
-freezer._programs = lambda space: seen
-freezer.resume(space)
+programs._programs = lambda space: seen
+programs.resume(space)
 time.sleep(0.05)
 assert state(meant) == "T", "it is not the one that was stopped"
 os.kill(meant, signal.SIGCONT)

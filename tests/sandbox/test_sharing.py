@@ -13,8 +13,7 @@ import pytest
 from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import AgentError, CallerError
-from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.gym.options import container_of
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec, container_of
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime

@@ -19,9 +19,8 @@ from nemo_gym_prorl.sandbox.isolation.privilege import has_one_id, is_machine_ro
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted, SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from tests.sandbox.without import Off, Without
 
 
@@ -163,7 +162,7 @@ def test_where_ids_of_a_sandbox_lie(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MOMENT = "from nemo_gym_prorl.sandbox.limits import cgroups, usage\n"
 MOMENT += "usage.threads_in, cgroups.Group.full = lambda space: 1, lambda group: False\n"
-NO_ROOM = "from nemo_gym_prorl.sandbox.supervisor.processes.children import Children\n"
+NO_ROOM = "from nemo_gym_prorl.sandbox.supervisor.processes import Children\n"
 NO_ROOM += "Children.can_fork = lambda children: False\n"
 
 

@@ -28,10 +28,9 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import Start
-from nemo_gym_prorl.sandbox.supervisor import lifecycle, sandbox
+from nemo_gym_prorl.sandbox.supervisor import lifecycle, own_supervisor, sandbox
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost, SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from tests.sandbox.requests import request_for
 from tests.sandbox.without import Off, Without
 
 
@@ -294,40 +293,6 @@ async def test_a_first_process_from_a_prepared_image_cannot_be_ended_from_inside
         assert (await container.run("echo alive")).stdout == "alive\n"
 
 
-@pytest.mark.parametrize("start", ["direct", "runtime"])
-async def test_a_sandbox_that_was_killed_from_outside_is_not(
-    kernel_image: Path, runtime: Runtime, start: Start
-) -> None:
-    """Whatever runs there has no result, though its end may be heard of first."""
-    async with await Container.start(ContainerSpec(image=kernel_image, start=start), runtime) as container:
-        owner = Path(container.describe()["supervisor"]) / container.name
-        [number, *_rest] = (owner / state_dir.SPACE_FILE).read_text().split()
-        async with await Shell.start(container) as shell, await Kernel.start(container) as kernel:
-            running = [
-                *(asyncio.create_task(container.run(f"> /tmp/begun{one}; sleep 1000")) for one in range(5)),
-                asyncio.create_task(shell.run("> /tmp/begun5; sleep 1000")),
-                asyncio.create_task(kernel.run("open('/tmp/begun6', 'w').close(); import time; time.sleep(1000)")),
-            ]
-            async with asyncio.timeout(60):
-                while len(list((owner / "overlay/upper/tmp").glob("begun*"))) < len(running):
-                    await asyncio.sleep(0.05)
-            os.kill(int(number), signal.SIGKILL)
-            ends = await asyncio.gather(*running, return_exceptions=True)
-        assert [type(end) for end in ends] == [SandboxLost] * len(running), ends
-        with pytest.raises(SandboxLost, match="has ended"):
-            await container.check()
-
-
-async def test_a_program_that_was_killed_by_itself_has_a_result(kernel_image: Path, runtime: Runtime) -> None:
-    async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
-        assert (await container.run("kill -9 $$")).exit_code == 137
-        async with await Shell.start(container) as shell, await Kernel.start(container) as kernel:
-            assert (await shell.run("sh -c 'kill -9 $$'")).exit_code == 137
-            ended = await shell.run("kill -9 $$")
-            assert (ended.exit_code, ended.exited) == (137, True)
-            assert (await kernel.run("import os; os.kill(os.getpid(), 9)")).died
-
-
 class MemoryGroup(cgroups.Group):
     """A control group in an ordinary folder."""
 
@@ -342,7 +307,7 @@ async def test_what_the_kernel_kills_for_the_machines_memory_is_not_the_agents_d
     (tmp_path / "memory.events").write_text(f"low 0\nhigh 0\nmax 5\noom {ooms}\noom_kill 1\noom_group_kill 0\n")
     told: list[str] = []
     client: Any = SimpleNamespace(post=lambda message: told.append(message["reason"]))
-    box = sandbox.Sandbox("b-1", tmp_path, {"memory_mib": 9}, [client], [], stage=sandbox.Stage.UP)
+    box = sandbox.Sandbox("b-1", tmp_path, request_for(memory_mib=9), [client], [], stage=sandbox.Stage.UP)
     box.group = MemoryGroup(tmp_path, frozenset({"memory"}))
     boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
     boxes._loop = asyncio.get_running_loop()
@@ -356,20 +321,6 @@ async def test_what_the_kernel_kills_for_the_machines_memory_is_not_the_agents_d
     await boxes.check(client, "b-1", memory=False)
     with contextlib.nullcontext() if ooms else pytest.raises(sandbox.NoSandbox):
         await boxes.check(client, "b-1", memory=True)
-
-
-async def test_names_that_nobody_can_follow_are_no_failure_of_the_machine(
-    image: Path, runtime: Runtime, tmp_path: Path
-) -> None:
-    source = tmp_path / "source"
-    source.touch()
-    async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        links = "import os; [os.symlink(f'l{number + 1}', f'/tmp/l{number}') for number in range(1, 1500)]"
-        assert (await container.execute(["python3", "-c", links], timeout_s=60)).exit_code == 0
-        with pytest.raises(CallerError):
-            await container.upload(source, "/tmp/l1")
-        with pytest.raises(CallerError):
-            await container.download("/tmp/l1", tmp_path / "target")
 
 
 async def test_a_group_that_no_system_has_is_no_failure_of_the_machine(image: Path, runtime: Runtime) -> None:
@@ -389,21 +340,20 @@ async def test_a_program_that_goes_with_its_sandbox_on_its_way_in_is_no_killed_h
         Off(
             "import os\n"
             "from nemo_gym_prorl.sandbox.supervisor import programs\n"
-            "from nemo_gym_prorl.sandbox.supervisor.processes import pidfd\n"
+            "from nemo_gym_prorl.sandbox.supervisor import signals\n"
             "async def go_with_it(self, program, request, *_):\n"
             "    folder = os.readlink(f'/proc/self/fd/{request.place.process.number}')\n"
             "    first = int(folder.rpartition('/')[2])\n"
             "    os.kill(first, 9)\n"
-            "    while not pidfd.is_exiting(first):\n"
+            "    while not signals.is_exiting(first):\n"
             "        pass\n"
             "    raise programs.Refused(programs.KILLED)\n"
             "programs.Programs._start = go_with_it"
         )
     )
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        asked = {"do": "spawn", "spawn": "x", "sandbox": container.name, "tty": None}
         with pytest.raises(SandboxLost):
-            await container._link.ask({**asked, **container.program(["true"])})
+            await container.spawn(["true"])
 
 
 END_AS_IF_KILLED = """

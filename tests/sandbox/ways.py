@@ -16,7 +16,6 @@ BY_THE_RUNTIME_TOO = {
         "variables_and_folders",
         "the_time_limit_ends_the_command_and_keeps_its_output",
         "a_cancelled_command_is_ended",
-        "files_go_in_and_come_out_unchanged",
         "links_lead_nowhere_outside",
         "without_root",
         "the_time_to_live",
@@ -28,10 +27,10 @@ BY_THE_RUNTIME_TOO = {
         "cells_share_state_and_say_what_happened",
     ),
     "limits_told": (
-        "files_of_memory_count_as_memory",
+        "memory_that_is_hard_to_see_counts[runtime-files",
         "a_full_process_table_is_the_agents_doing",
-        "the_limit_of_a_files_size_leaves_a_note[runtime-head",
-        "full_shared_memory_leaves_a_note",
+        "a_limit_that_costs_no_sandbox_leaves_a_note[runtime-written",
+        "a_limit_that_costs_no_sandbox_leaves_a_note[runtime-shared",
     ),
     "provider": (
         "gyms_facade_from_start_to_stop",

@@ -18,7 +18,7 @@ import pytest
 
 from nemo_gym_prorl.sandbox.launcher import program
 from nemo_gym_prorl.sandbox.launcher.compiling import compile_for
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from nemo_gym_prorl.sandbox import started
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import SPACE_FILE, state_root
+from nemo_gym_prorl.sandbox.supervisor.state_dir import SPACE_FILE, state_root
 
 
 CONFIG_FILE = "resources_servers/prorl_code/configs/prorl_code.yaml"

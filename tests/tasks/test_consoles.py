@@ -13,7 +13,7 @@ import pytest
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.images.builder import default_image_path
 from nemo_gym_prorl.sandbox.started import StartedSandbox
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor
 from nemo_gym_prorl.tasks.code.rows import SOLUTION_FILE
 from nemo_gym_prorl.tasks.workbench.workspace import Equipment, Taken, ToolLimits, Workspace, look
 from tests.tasks import containers

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.disks import on_shared_disk
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
+from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 
 
 Progress = Callable[[str], None]

@@ -20,14 +20,17 @@ import os
 import resource
 import signal
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.limits.usage import DiskUsage, scan
+
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
 
 
 HEADER = "PRORL.snapshot"
@@ -49,7 +52,7 @@ _EXTRACT = ("--extract", "--file=-", "--same-owner", "--same-permissions", *_NAM
 
 
 def pack(
-    place: Place, layer: Path, order: Mapping[str, Any], header: str, target: int
+    place: Place, layer: Path, order: CreateRequest, header: str, target: int
 ) -> tuple[dict[str, Any], list[int]]:
     """Write the layer of the sandbox at ``place`` into ``target``, in a child forked for it.
 
@@ -62,21 +65,21 @@ def pack(
             errno.EOPNOTSUPP, "the runtime's own file system holds its layer; a snapshot needs start: direct"
         )
     os.chdir(layer)
-    user_ids.become_root_of_sandbox(order["host_uid"], order["host_gid"], several=order["users"])
+    user_ids.become_root_of_sandbox(order.host_uid, order.host_gid, several=order.users)
     said = base64.b64encode(header.encode()).decode()
     # Times in whole seconds need no extended header.
-    _tar([*_CREATE, f"--pax-option={HEADER}={said},delete=[acm]time", "."], order["disk_mib"] << 20, stdout=target)
+    _tar([*_CREATE, f"--pax-option={HEADER}={said},delete=[acm]time", "."], order.disk_mib << 20, stdout=target)
     return {"bytes": os.fstat(target).st_size}, []
 
 
-def unpack(source: str, layer: Path, order: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
+def unpack(source: str, layer: Path, order: CreateRequest) -> tuple[dict[str, Any], list[int]]:
     """Fill the layer of a sandbox that is not mounted yet from an archive, in a child forked for it.
 
     Raises:
         OSError: ``EBADMSG``: it is damaged or no archive of a layer; ``EFBIG``: it holds more than the sandbox may
             write; an error of the disk.
     """
-    limit = order["disk_mib"] << 20
+    limit = order.disk_mib << 20
     with open(source, "rb") as file:
         os.chdir(layer)
         size = os.fstat(file.fileno()).st_size
@@ -84,7 +87,7 @@ def unpack(source: str, layer: Path, order: Mapping[str, Any]) -> tuple[dict[str
             raise _too_large(limit)
         if size < _RECORD_BYTES or size % _RECORD_BYTES or any(os.pread(file.fileno(), 1024, size - 1024)):
             raise OSError(errno.EBADMSG, "it was cut off")
-        user_ids.become_root_of_sandbox(order["host_uid"], order["host_gid"], several=order["users"])
+        user_ids.become_root_of_sandbox(order.host_uid, order.host_gid, several=order.users)
         _tar(list(_EXTRACT), limit, stdin=file.fileno())
     found = DiskUsage()
     for _ in scan(["."], [], found):

@@ -20,7 +20,7 @@ import os
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.sandbox.isolation import mounts, syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import (
@@ -33,6 +33,10 @@ from nemo_gym_prorl.sandbox.isolation.mounts import (
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
 from nemo_gym_prorl.sandbox.isolation.user_ids import Span
 from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
+
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
 
 
 FRESH = os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP
@@ -60,7 +64,7 @@ class PreparedImage:
 
 
 def preliminaries(
-    prepared: PreparedImage, order: dict[str, Any]
+    prepared: PreparedImage, order: CreateRequest
 ) -> Callable[[], tuple[dict[str, Any], list[int]]] | None:
     """What has to be there before a sandbox can be made, in a child forked for that; mostly nothing.
 
@@ -68,10 +72,10 @@ def preliminaries(
     not the sandbox's own. What follows is, for one with several users, a parent namespace of its own, and by
     root its binds, as mounts.
     """
-    root, several = is_machine_root(), order["users"]
-    host = order["host_uid"], order["host_gid"]
-    owned = root and not several and prepared.owner != (order["uid"], order["uid"])
-    shown = root and order["binds"]
+    root, several = is_machine_root(), order.users
+    host = order.host_uid, order.host_gid
+    owned = root and not several and prepared.owner != (order.uid, order.uid)
+    shown = root and shown_mounts(order)
     if not owned and not several and not shown:
         return None
 
@@ -86,7 +90,7 @@ def preliminaries(
     return make
 
 
-def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request:
+def make(prepared: PreparedImage, order: CreateRequest, folder: str) -> Request:
     """Start the first process of a sandbox, as a child of the supervisor's. Answers with its number on the host.
 
     Goes with where to answer, its parent namespace, the channel of the first process, the launcher, and
@@ -98,27 +102,27 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
         order: what it is to be.
         folder: the sandbox's own, with ``overlay`` for its layer.
     """
-    uid = order["uid"]
-    several, root, host_network = order["users"], is_machine_root(), order["network"]
+    uid = order.uid
+    several, root, host_network = order.users, is_machine_root(), order.network
     if several and prepared.one_user:
         raise PermissionError(errno.EPERM, prepared.one_user)
-    binds = [] if root else [Bind.parse(text) for text in order["binds"]]
-    shown = [Bind.parse(text).target for text in order["binds"]] if root else []
+    binds = [] if root else [Bind.parse(text) for text in order.binds]
+    shown = [Bind.parse(text).target for text in shown_mounts(order)] if root else []
     request = Request(Kind.MAKE)
     request.words(len(uncovered()))
     request.limits(_of_all_users(order) if several else [])
-    for kind, ranges in zip(("uid", "gid"), prepared.ranges, strict=True):
-        request.text(user_ids.map_of(user_ids.spans(order[f"host_{kind}"], uid, several=several, ranges=ranges)))
+    for host_id, ranges in zip((order.host_uid, order.host_gid), prepared.ranges, strict=True):
+        request.text(user_ids.map_of(user_ids.spans(host_id, uid, several=several, ranges=ranges)))
     request.words(FRESH | mounts.network_namespace(host_network))
     request.words(uid, uid, host_network, several, is_machine_root_outside())
     # Root's is given it, and must not find it by itself, with owners that are nobody there.
-    request.text(folder, "" if root else order["image"])
+    request.text(folder, "" if root else order.image)
     request.words(len(binds))
     for bind in binds:
         request.words(bind.attributes)
         request.text(bind.source, bind.target)
     request.text(f"{SMALL_TMPFS},mode=755", terminal_options(several_users=several))
-    request.text(f"{shared_memory_options(order['shared_memory_mib'])},mode=1777")
+    request.text(f"{shared_memory_options(order.shared_memory_mib)},mode=1777")
     request.texts(shown)
     request.text(mounts.HOST_NAME)
     request.settings(order)
@@ -126,23 +130,28 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
     return request
 
 
-def _of_all_users(order: dict[str, Any]) -> list[tuple[int, int, int]]:
+def _of_all_users(order: CreateRequest) -> list[tuple[int, int, int]]:
     """Limits with which the user namespace of several users is made: all of them together can have no more."""
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    most = order["limits"][str(resource.RLIMIT_NPROC)]
+    most = order.limits[resource.RLIMIT_NPROC]
     processes = most if hard == resource.RLIM_INFINITY else min(most, hard)
     return [(resource.RLIMIT_NPROC, processes, processes)]
 
 
-def held_mounts(order: dict[str, Any]) -> list[int]:
-    """By root: the binds as mounts that are nowhere yet, in which the owner's files are the sandbox's own.
+def shown_mounts(order: CreateRequest) -> list[str]:
+    """Return what root shows a sandbox with other owners: its binds."""
+    return order.binds
+
+
+def held_mounts(order: CreateRequest) -> list[int]:
+    """By root: :func:`shown_mounts` as mounts that are nowhere yet, in which the owner's files are the sandbox's own.
 
     The owner of a bind is who has its uppermost folder on the host. One that can be written to stays nobody's if that
     is root, or root's group: a sandbox could leave programs there that run as root on the host. Files that belong to
     another sandbox stay that sandbox's.
     """
-    host, trees = (order["host_uid"], order["host_gid"]), []
-    for bind in map(Bind.parse, order["binds"]):
+    host, trees = (order.host_uid, order.host_gid), []
+    for bind in map(Bind.parse, order.binds):
         tree = bind.take_hold()
         trees.append(tree)
         found = os.stat(bind.source)

@@ -14,11 +14,11 @@ import os
 import resource
 import socket
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_gym_prorl.sandbox.isolation import mounts, seccomp
 from nemo_gym_prorl.sandbox.isolation.joining import Place
@@ -26,8 +26,12 @@ from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, shared_memory_o
 from nemo_gym_prorl.sandbox.isolation.privilege import KEPT, is_machine_root_outside
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, exhausted
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, Packet, PeerGone, close_all, receive_packet
+from nemo_gym_prorl.sandbox.supervisor.connection import Message, Packet, PeerGone, close_all, receive_packet
+
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest, SpawnRequest
+from nemo_gym_prorl.sandbox.supervisor.errors import KILLED, exhausted
 
 
 class Kind(IntEnum):
@@ -124,14 +128,14 @@ class Request:
             raise OSError(errno.ENOSYS, f"there is no filter of system calls for {os.uname().machine}")
         self.content(seccomp.FILTER)
 
-    def settings(self, order: Mapping[str, Any]) -> None:
+    def settings(self, order: CreateRequest) -> None:
         """Add the files of ``/etc`` that each sandbox has of its own, whoever makes it."""
-        files = list(mounts.own_files(mounts.resolver(order["network"])))
+        files = list(mounts.own_files(mounts.resolver(order.network)))
         self.words(len(files))
         for path, content in files:
             self.text(path)
             self.content(os.fsencode(content))
-        names = list(mounts.account_lines(order["uid"], order["uid"]))
+        names = list(mounts.account_lines(order.uid, order.uid))
         self.words(len(names))
         for path, line, number in names:
             self.text(path, line)
@@ -157,10 +161,10 @@ def _place(request: Request, place: Place) -> None:
     request.words(place.uid, place.spaces, place.rooted)
 
 
-def spawn(place: Place, order: Mapping[str, Any]) -> Request:
-    """Start ``order["argv"]`` in a session of its own, as the supervisor's child.
+def spawn(place: Place, order: SpawnRequest) -> Request:
+    """Start ``order.argv`` in a session of its own, as the supervisor's child.
 
-    Goes with its channel and files. With ``order["tty"]`` (rows and columns) the first three files of the program are
+    Goes with its channel and files. With ``order.tty`` (rows and columns) the first three files of the program are
     a terminal of the sandbox, and those that go with it follow as 3, 4, ...; without, they are its files from 0 on.
 
     On the channel it waits for :data:`GO`, tells the new process's number (``pid``) with the controlling end of its
@@ -171,20 +175,20 @@ def spawn(place: Place, order: Mapping[str, Any]) -> Request:
     _place(request, place)
     bounded = Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE
     request.words(place.limits[resource.RLIMIT_NPROC] if bounded else 0)
-    rows, columns = order["tty"] or (0, 0)
-    request.words(order["tty"] is not None, rows, columns, order.get("echo", True))
-    request.text(order["cwd"])
+    rows, columns = order.tty or (0, 0)
+    request.words(order.tty is not None, rows, columns, order.echo)
+    request.text(order.cwd)
     request.words(_rights(place))
     files = rlimits.of_commands()
     limits = [(resource.RLIMIT_NOFILE, *files)] if files else []
     request.limits([*limits, *((name, most, most) for name, most in place.limits.items())])
-    request.words(order["user"] is not None)
-    if order["user"] is not None:
-        request.text(str(order["user"]))
+    request.words(order.user is not None)
+    if order.user is not None:
+        request.text(str(order.user))
     request.rules()
-    request.texts(order["argv"])
-    request.texts([f"{name}={value}" for name, value in order["env"].items()])
-    request.texts([""] if "/" in order["argv"][0] else os.get_exec_path(order["env"]))
+    request.texts(order.argv)
+    request.texts([f"{name}={value}" for name, value in order.env.items()])
+    request.texts([""] if "/" in order.argv[0] else os.get_exec_path(order.env))
     return request
 
 
@@ -214,15 +218,15 @@ def get(place: Place, path: str, most: int) -> Request:
     return request
 
 
-def prepare(place: Place, order: Mapping[str, Any]) -> Request:
+def prepare(place: Place, order: CreateRequest) -> Request:
     """Make what the container runtime has started as others are. Goes with a file for the variables that it has by the
     image's own doing."""
     request = Request(Kind.PREPARE)
     _place(request, place)
-    request.words(math.ceil(order["start_timeout_s"]), MOST_VARIABLES)
-    request.text(SMALL_TMPFS, shared_memory_options(order["shared_memory_mib"]), terminal_options())
+    request.words(math.ceil(order.start_timeout_s), MOST_VARIABLES)
+    request.text(SMALL_TMPFS, shared_memory_options(order.shared_memory_mib), terminal_options())
     request.texts(mounts.OF_THE_RUNTIME)
-    request.texts([path for path in mounts.COPIED_BY_THE_RUNTIME if not os.path.lexists(order["image"] + path)])
+    request.texts([path for path in mounts.COPIED_BY_THE_RUNTIME if not os.path.lexists(order.image + path)])
     request.words(is_machine_root_outside())
     request.settings(order)
     return request

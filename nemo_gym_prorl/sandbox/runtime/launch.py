@@ -19,7 +19,7 @@ import socket
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import mounts, seccomp, syscalls
 from nemo_gym_prorl.sandbox.isolation.prepared_image import held_mounts
@@ -27,8 +27,11 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machi
 from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
 from nemo_gym_prorl.sandbox.launcher.requests import MOST_VARIABLES
 from nemo_gym_prorl.sandbox.limits import rlimits
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
-from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import OWNER_VARIABLE
+from nemo_gym_prorl.sandbox.supervisor.state_dir import OWNER_VARIABLE
+
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
 
 
 IDLE = "exec 3<&0 2>/dev/null; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"
@@ -46,7 +49,7 @@ FUSE_DEVICE = os.makedev(10, 229)
 
 
 def become_runtime(
-    order: Message,
+    order: CreateRequest,
     command: Sequence[str],
     folder: Path,
     channel: socket.socket,
@@ -56,7 +59,7 @@ def become_runtime(
     """Execute the runtime, as the only user of a new user namespace. What goes wrong is written to ``log``.
 
     Args:
-        order: of :func:`.spec.order`.
+        order: what it is to be.
         command: of :func:`runtime_command`.
         folder: the sandbox's, for what has to be shown elsewhere.
         channel: input and output of the container's first process.
@@ -67,8 +70,8 @@ def become_runtime(
         parent = os.getppid()
         syscalls.end_with(parent)
         os.setsid()
-        image, inside, binds = order["image"], order["uid"], list[str]()
-        host = order["host_uid"], order["host_gid"]
+        image, inside, binds = order.image, order.uid, list[str]()
+        host = order.host_uid, order.host_gid
         owner = user_namespace(inside, *host)
         if is_machine_root():
             image = _show_image(image, folder, *host)
@@ -131,10 +134,10 @@ def _show_image(image: str, folder: Path, uid: int, gid: int) -> str:
     return str(shown)
 
 
-def _show_mounts(order: Message, folder: Path) -> list[str]:
+def _show_mounts(order: CreateRequest, folder: Path) -> list[str]:
     """As root: the same for binds; returns where they are then."""
     shown = []
-    for number, (bind, tree) in enumerate(zip(order["binds"], held_mounts(order), strict=True)):
+    for number, (bind, tree) in enumerate(zip(order.binds, held_mounts(order), strict=True)):
         host, _, rest = bind.partition(":")
         place = folder / f"mount-{number}"
         if Path(host).is_dir():
@@ -173,19 +176,19 @@ there: until the sandbox has its own, and an image's first process is its maker'
 _EXEC = ("exec", "--userns", "--containall", "--cleanenv", "--no-init", "--no-mount", "home,tmp,bind-paths")
 
 
-def runtime_command(order: Message, folder: Path) -> list[str]:
+def runtime_command(order: CreateRequest, folder: Path) -> list[str]:
     """What starts a sandbox, less the image and the program in it.
 
     Args:
-        order: of :func:`..spec.order`, its binds checked.
+        order: what it is to be, its binds checked.
         folder: the sandbox's own.
     """
-    command = [order["runtime"], *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
-    if not order["network"]:
+    command = [order.runtime, *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
+    if not order.network:
         command += mounts.NONE_BY_THE_RUNTIME
     locked = [f"{path}:{path}:ro" for path in LOCKED if Path(path).exists()] if is_machine_root_outside() else []
     # Root shows them itself, with other owners.
-    for bind in (*([] if is_machine_root() else order["binds"]), *locked):
+    for bind in (*([] if is_machine_root() else order.binds), *locked):
         command += ["--bind", bind]
     return command
 

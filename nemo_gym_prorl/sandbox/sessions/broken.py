@@ -15,8 +15,8 @@ import signal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.sandbox.container import Container
+from nemo_gym_prorl.sandbox.supervisor.client import Process
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process
 
 
 async def check_agents(container: Container, program: str, process: Process | None, trouble: str) -> None:

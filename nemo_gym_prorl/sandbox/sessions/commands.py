@@ -11,9 +11,9 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nemo_gym_prorl.sandbox.arguments import check_command
+from nemo_gym_prorl.sandbox.fields import Command, checked
 from nemo_gym_prorl.sandbox.sessions.output import HeadTail
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process
+from nemo_gym_prorl.sandbox.supervisor.client import Process
 
 
 OUTPUT_LIMIT = 1 << 20
@@ -54,7 +54,7 @@ def shell_command(command: str) -> Iterator[tuple[list[str], list[int]]]:
     Raises:
         CallerError: it can't be one.
     """
-    check_command(command)
+    checked(command, Command, "command")
     encoded = command.encode("utf-8", "surrogateescape")
     if len(encoded) < LARGEST_ARGUMENT:
         yield ["/bin/sh", "-c", command], []

@@ -27,9 +27,9 @@ from nemo_gym_prorl.sandbox.container import KILLED, Container
 from nemo_gym_prorl.sandbox.sessions.bash_channel import PROMPT, BashChannel, Outcome
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
 from nemo_gym_prorl.sandbox.sessions.terminal import ContainerTerminal, TerminalOutput
+from nemo_gym_prorl.sandbox.supervisor.client import Process, SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
 from nemo_gym_prorl.session_results import Action
 
 

@@ -21,7 +21,7 @@ import sys
 from ptyprocess import PtyProcess
 
 from nemo_gym_prorl.sandbox.sessions.output import HeadTail
-from nemo_gym_prorl.sandbox.supervisor.processes.foreground import Session
+from nemo_gym_prorl.sandbox.supervisor.signals import Session
 
 
 _TIOCGPTN = 0x80045430

@@ -23,6 +23,7 @@ import re
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -35,16 +36,13 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import rlimits, usage
 from nemo_gym_prorl.sandbox.limits.rlimits import file_size_reached
-from nemo_gym_prorl.sandbox.supervisor import limit_watch
-from nemo_gym_prorl.sandbox.supervisor.creation import Creation, Turns
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
-from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure, in_words
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import drop
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
-from nemo_gym_prorl.sandbox.supervisor.runtime_start import look_for_first
+from nemo_gym_prorl.sandbox.supervisor import limit_watch, state_dir
+from nemo_gym_prorl.sandbox.supervisor.connection import Message, close_all, drop
+from nemo_gym_prorl.sandbox.supervisor.creation import Creation, StartLimiter, look_for_first
+from nemo_gym_prorl.sandbox.supervisor.errors import Refused, failure, in_words
+from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest, StartReply
+from nemo_gym_prorl.sandbox.supervisor.processes import Answer, Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, Stage, step_down
-from nemo_gym_prorl.sandbox.supervisor.storage import erase
 
 
 TICK_S = 0.5
@@ -75,7 +73,7 @@ class Sandboxes:
         """By the number of their first process, those that close."""
         self.on_gone: list[Callable[[str], object]] = []
         """Told the name of each sandbox that is gone."""
-        self._turns = Turns()
+        self._starts = StartLimiter()
         self._creation = Creation(
             folder, children, groups, launcher, lambda: (sandbox.prepared for sandbox in self._all.values())
         )
@@ -129,13 +127,13 @@ class Sandboxes:
             return bool(group.oom_kills()) and not group.full_of_memory()
         return usage.oom_kills() > sandbox.machine_kills and not sandbox.over_memory
 
-    async def create(self, client: Client, order: Message, files: list[int]) -> Answer:
+    async def create(self, client: Client, order: CreateRequest, files: list[int]) -> Answer:
         """Start one; answered with the variables of its image when it is up, or why it is not when nothing of it is
         left. ``files`` are taken, and stay open until it is gone: the lock on its image."""
-        begun, timeout_s = self._loop.time(), order["start_timeout_s"]
+        begun, timeout_s = self._loop.time(), order.start_timeout_s
         sandbox = self._accepted(client, order, files)
         try:
-            async with sandbox.wanted, self._turns.of(order["image"]):
+            async with sandbox.wanted, self._starts.of(order.image):
                 sandbox.took["turn"] = self._loop.time() - begun
                 # Its end may have been asked for in the very turn of the loop in which its own turn came.
                 if sandbox.stage is Stage.WAITING:
@@ -143,7 +141,7 @@ class Sandboxes:
                     sandbox.stage = Stage.CREATING
                     await self._creation.create(sandbox)
                 if sandbox.stage is Stage.CREATING:
-                    return self._is_up(sandbox), []
+                    return vars(self._is_up(sandbox)), []
             trouble: Refused = NoSandbox(f"sandbox {sandbox.name} has ended")
         except Refused as error:
             trouble = error
@@ -160,43 +158,43 @@ class Sandboxes:
             await sandbox.gone()
         raise trouble
 
-    def _accepted(self, client: Client, order: Message, files: list[int]) -> Sandbox:
+    def _accepted(self, client: Client, order: CreateRequest, files: list[int]) -> Sandbox:
         """A sandbox that may be made.
 
         Raises:
             Refused: it may not; says why.
         """
-        if not _NAME.fullmatch(order["sandbox"]) or order["sandbox"] in self._all:
-            raise ValueError(f"no name for a sandbox: {order['sandbox']}")
+        if not _NAME.fullmatch(order.sandbox) or order.sandbox in self._all:
+            raise ValueError(f"no name for a sandbox: {order.sandbox}")
         if trouble := rlimits.shortage(len(self._all)):
             raise Refused({"error": trouble, "quota": True})
-        folder = self._folder / order["sandbox"]
+        folder = self._folder / order.sandbox
         try:
-            check_image_folder(order["image"], self._folder.parent)
-            order["binds"] = checked(order["binds"], self._folder.parent, Path(order["image"]))
+            check_image_folder(order.image, self._folder.parent)
+            order = replace(order, binds=checked(order.binds, self._folder.parent, Path(order.image)))
         except CallerError as error:
             raise Refused({"error": error.complaint, "field": error.field}) from error
-        sandbox = Sandbox(order["sandbox"], folder, order, [client], files.copy())
+        sandbox = Sandbox(order.sandbox, folder, order, [client], files.copy())
         files.clear()
         self._all[sandbox.name] = sandbox
         return sandbox
 
-    def _is_up(self, sandbox: Sandbox) -> Message:
+    def _is_up(self, sandbox: Sandbox) -> StartReply:
         sandbox.stage = Stage.UP
         sandbox.machine_kills = usage.oom_kills()
-        if ttl_s := sandbox.order["ttl_s"]:
+        if ttl_s := sandbox.order.ttl_s:
             sandbox.expiry = self._loop.call_later(ttl_s, self.end_early, sandbox, f"time to live: {ttl_s:g} s")
         if order := limit_watch.order(sandbox, in_memory=self._in_memory):
             self._watchdog.tell({"watch": order})
         spawn_task(self._watch_starter(sandbox), expected=Refused)
-        return {
-            "environment": sandbox.environment,
-            "controllers": sorted(sandbox.group.controllers) if sandbox.group else [],
-            "start": sandbox.way,
-            "fallback": sandbox.fallback,
-            "in_memory": self._in_memory,
-            "steps": sandbox.steps(),
-        }
+        return StartReply(
+            sandbox.environment,
+            sorted(sandbox.group.controllers) if sandbox.group else [],
+            sandbox.start_method,
+            sandbox.fallback_reason,
+            self._in_memory,
+            sandbox.steps(),
+        )
 
     def _watches(self) -> list[Message]:
         """Whom the watchdog has to watch."""
@@ -256,14 +254,14 @@ class Sandboxes:
             return
         if code == -signal.SIGKILL:
             self._look_at_kills(sandbox)
-        elif code in (-signal.SIGXFSZ, 128 + signal.SIGXFSZ) and sandbox.order["disk_mib"]:
+        elif code in (-signal.SIGXFSZ, 128 + signal.SIGXFSZ) and sandbox.order.disk_mib:
             # By its own word where it is a shell's.
-            sandbox.note(file_size_reached(sandbox.order["disk_mib"]), "file size")
+            sandbox.note(file_size_reached(sandbox.order.disk_mib), "file size")
 
     def start_refused(self, name: str, resource: str) -> None:
         """Nothing more could be started in it."""
         if sandbox := self._all.get(name):
-            most = sandbox.order["processes"] if resource == "processes" else TERMINALS
+            most = sandbox.order.processes if resource == "processes" else TERMINALS
             sandbox.note(f"{resource}: all of {most} in use", resource)
 
     def _look_at_kills(self, sandbox: Sandbox) -> None:
@@ -272,7 +270,7 @@ class Sandboxes:
             if kills > sandbox.oom_kills:
                 sandbox.oom_kills = kills
                 if sandbox.group.full_of_memory():
-                    allowed = sandbox.order["memory_mib"]
+                    allowed = sandbox.order.memory_mib
                     self._over_memory(sandbox, f"memory: all of {allowed} MiB used, the kernel ended a process")
                 else:
                     sandbox.tell("limit", NO_MEMORY)
@@ -292,9 +290,7 @@ class Sandboxes:
         """Whether its first process was killed from outside: nothing inside can kill it, but by want of memory. It may
         have been made to end as if, where commands have its rights: the runtime can't tell that from a kill."""
         by_the_runtimes_word = code == 128 + signal.SIGKILL
-        return code in KILLED and (
-            not by_the_runtimes_word or sandbox.order["uid"] == 0 or self._lacked_memory(sandbox)
-        )
+        return code in KILLED and (not by_the_runtimes_word or sandbox.order.uid == 0 or self._lacked_memory(sandbox))
 
     def end_early(self, sandbox: Sandbox, reason: str = "", resource: str = "", *, inside: bool = False) -> None:
         """One that is up ends without having been asked to: who uses it is told, and whether from ``inside``."""
@@ -399,11 +395,11 @@ class Sandboxes:
         try:
             await self._launcher.run(request)
         except Refused as error:
-            if error.answer.get("errno") not in erase.OTHERS or is_machine_root():
+            if error.answer.get("errno") not in state_dir.OTHERS or is_machine_root():
                 raise
             await self._children.run(partial(_remove_tree, sandbox.folder))
 
 
 def _remove_tree(folder: Path) -> Answer:
-    erase.remove_tree(folder)
+    state_dir.remove_tree(folder)
     return {}, []

@@ -31,11 +31,10 @@ from nemo_gym_prorl.sandbox.limits.watchdog import (
     WatchList,
     goes_fast,
 )
-from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Children, tell
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, receive, socket_pair
+from nemo_gym_prorl.sandbox.supervisor import signals
+from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message, PeerGone, receive, socket_pair
+from nemo_gym_prorl.sandbox.supervisor.errors import Refused
+from nemo_gym_prorl.sandbox.supervisor.processes import Children, tell
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 
 
@@ -46,20 +45,21 @@ RETRY_S = 0.5
 def order(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
     """What the watchdog is told of a sandbox that is up."""
     wanted, kept = sandbox.order, sandbox.group.controllers if sandbox.group else frozenset()
-    memory = 0 if "memory" in kept else wanted["memory_mib"] << 20
+    memory = 0 if "memory" in kept else wanted.memory_mib << 20
+    by_runtime = sandbox.start_method == "runtime"
     if sandbox.space is None:
         return None
     return {
         "name": sandbox.name,
         "space": sandbox.space.number,
         "init": sandbox.space.init,
-        "outside": sandbox.starter.pid if sandbox.starter and sandbox.way == "runtime" and not sandbox.group else None,
+        "outside": sandbox.starter.pid if sandbox.starter and by_runtime and not sandbox.group else None,
         "group": str(sandbox.group.path) if sandbox.group else "",
         "folder": str(sandbox.folder / "overlay" / "upper"),
         "memory_limit": memory,
-        "disk_limit": wanted["disk_mib"] << 20,
-        "process_limit": wanted["processes"] if Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE else 0,
-        "shared_memory_mib": wanted["shared_memory_mib"],
+        "disk_limit": wanted.disk_mib << 20,
+        "process_limit": wanted.processes if Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE else 0,
+        "shared_memory_mib": wanted.shared_memory_mib,
         "in_memory": in_memory,
     }
 
@@ -192,7 +192,7 @@ class Watch:
         victims, reason = over
         self._tell(box, "memory", reason, ended=not victims)
         for victim in victims:
-            pidfd.send(victim, signal.SIGKILL, partial(_is_still, inside[victim], box))
+            signals.send(victim, signal.SIGKILL, partial(_is_still, inside[victim], box))
 
     def _look_for_full(self, box: Watched, processes: list[usage.Process]) -> None:
         if box.outside and (runtime := usage.look(box.outside)):

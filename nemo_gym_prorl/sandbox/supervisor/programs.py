@@ -4,11 +4,16 @@
 
 A *joiner* that the launcher forks enters the sandbox's namespaces, starts one process there as our own child, says
 which one it is, lets it begin, and ends. That process executes the program. Whatever is inside may stop it before
-(``kill -STOP -1``), for ever: nobody waits for it but who asked. The channel tells what became of it: a complaint, or
+(``kill -STOP -1``), for ever: only its asker waits for it. The channel tells what became of it: a complaint, or
 nothing when the program was executed and the channel so closed.
 
 So a kill is effective whenever it comes: the joiner is ended, and what it started, known or not, begins nothing
 without its joiner's word.
+
+:func:`pause` stops all that runs. A shell must not see that a program of its was stopped, or it takes it for a
+background job: parents have stopped before their children are told to, and continue after them. What forks faster than
+that is stopped by the kernel, which signals all processes of a namespace in one step, in which none is forked. The
+container's first process and the child by which it notices its supervisor's end are left alone.
 """
 
 from __future__ import annotations
@@ -16,10 +21,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import resource
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from nemo_gym_prorl.background import log_exceptions
 from nemo_gym_prorl.sandbox.isolation.joining import Place
@@ -27,12 +35,12 @@ from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
+from nemo_gym_prorl.sandbox.supervisor import signals, state_dir
+from nemo_gym_prorl.sandbox.supervisor.connection import PeerGone, close_all, ready
+from nemo_gym_prorl.sandbox.supervisor.errors import EXHAUSTED, KILLED, Refused, no_process
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Adopt, Child, Children
-from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import EXHAUSTED, KILLED, Refused, no_process
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
+from nemo_gym_prorl.sandbox.supervisor.messages import SpawnRequest
+from nemo_gym_prorl.sandbox.supervisor.processes import TRIES, Adopt, Answer, Child, Children, Launcher, LauncherLost
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 
 
@@ -77,12 +85,11 @@ class Programs:
         self._all: dict[str, Program] = {}
 
     async def start(
-        self, name: str, sandbox: Sandbox, order: Message, files: list[int], ended: Callable[[int], object]
+        self, sandbox: Sandbox, order: SpawnRequest, files: list[int], ended: Callable[[int], object]
     ) -> tuple[int, list[int]]:
         """Start a program; its number when it runs, with its terminal if it has one.
 
         Args:
-            name: by which it can be signalled.
             sandbox: where, which is told of it, and of its end.
             order: as for :func:`.requests.spawn`.
             files: its open files; the caller's.
@@ -91,6 +98,7 @@ class Programs:
         Raises:
             Refused: it does not run.
         """
+        name = order.spawn
         if name in self._all:
             raise OSError(f"there is a program {name} already")
         place = sandbox.place_to_join()
@@ -210,3 +218,110 @@ async def _until_it_runs(program: Program, channel: socket.socket, adopt: Adopt)
         raise
     close_all(files)
     raise Refused(message)
+
+
+PATIENCE_S = 5.0
+
+EACH_S = 1.0
+"""For how long they are stopped one after the other, before all are at once."""
+
+_STOPPED = "TtZX"
+
+
+async def pause(children: Children, launcher: Launcher, space: state_dir.Space, place: Place) -> Answer:
+    """Stop what runs, until nothing does: it may start more meanwhile.
+
+    Raises:
+        Refused: it does not stop.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    await children.run(partial(_stop_each, space, time.monotonic() + EACH_S))
+    stopped = False
+    while space.alive and not stopped and time.monotonic() < deadline:
+        answer, _files = await launcher.run(requests.stop(place))
+        stopped = bool(answer["number"])
+    return await children.run(partial(_settle, space, deadline, stopped=stopped))
+
+
+def _settle(space: state_dir.Space, deadline: float, *, stopped: bool) -> Answer:
+    """Let go on what is the container's own, and stop what was not there yet."""
+    for pid, started in _own(space):
+        _send(pid, started, signal.SIGCONT)
+    answer, _files = _stop_each(space, deadline)
+    if answer["running"] or (space.alive and not stopped):
+        resume(space)
+        raise OSError(f"processes {answer['running'] or 'of it'} do not stop")
+    return {}, []
+
+
+def _stop_each(space: state_dir.Space, deadline: float) -> Answer:
+    """Stop what is seen to run, until nothing does; with the numbers of what still ran when time was up."""
+    while running := [(pid, started) for started, pid, state in _programs(space) if state not in _STOPPED]:
+        for pid, started in running:
+            _send(pid, started, signal.SIGSTOP)
+            # On a busy machine it takes some time to stop, in which it could still look after its children.
+            while _runs(pid, started) and time.monotonic() < deadline:
+                time.sleep(0.0002)
+        if time.monotonic() > deadline:
+            return {"running": [pid for pid, _started in running]}, []
+    return {"running": []}, []
+
+
+def resume(space: state_dir.Space) -> Answer:
+    """Let everything go on."""
+    for started, pid, _state in reversed(_programs(space)):
+        _send(pid, started, signal.SIGCONT)
+    return {}, []
+
+
+def not_started_by(space: state_dir.Space, pid: int) -> tuple[int, bool]:
+    """How many programs run that a process has not started itself, and whether one of those that it has may be doing
+    something: it does not wait, or has threads of which one may not."""
+    others, busy = 0, False
+    for _started, program, state in _programs(space):
+        with contextlib.suppress(OSError):
+            found = usage.status(program)
+            others += int(found[usage.PARENT]) != pid
+            busy |= state != "S" or int(found[usage.THREADS]) > 1
+    return others, busy
+
+
+def _programs(space: state_dir.Space) -> list[tuple[int, int, str]]:
+    """Start time, number and state of every process but the container's own, parents first."""
+    return sorted((started, pid, state) for started, pid, state, own in _all(space) if not own)
+
+
+def _own(space: state_dir.Space) -> list[tuple[int, int]]:
+    """Number and start time of what is the container's own beside its first process."""
+    return [(pid, started) for started, pid, _state, own in _all(space) if own and pid != space.init]
+
+
+def _all(space: state_dir.Space) -> Iterator[tuple[int, int, str, bool]]:
+    """Start time, number and state of every process, and whether it is the container's own."""
+    line = _line(space.init)
+    for pid in space.members():
+        with contextlib.suppress(OSError):
+            state, parent, *rest = usage.status(pid)
+            own = pid == space.init or (bool(line) and int(parent) == space.init and _line(pid) == line)
+            yield int(rest[17]), pid, state, own
+
+
+def _runs(pid: int, started: int) -> bool:
+    try:
+        state, *rest = usage.status(pid)
+    except OSError:
+        return False
+    return state not in _STOPPED and int(rest[18]) == started
+
+
+def _line(pid: int) -> str:
+    """The socket on which a process hears of the supervisor's end, which no program inside gets hold of."""
+    try:
+        found = os.readlink(f"/proc/{pid}/fd/0")
+    except OSError:
+        return ""
+    return found if found.startswith("socket:") else ""
+
+
+def _send(pid: int, started: int, number: signal.Signals) -> None:
+    signals.send(pid, number, lambda: signals.start_time(pid) == started)

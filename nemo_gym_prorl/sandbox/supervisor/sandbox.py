@@ -13,16 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from nemo_gym_prorl.sandbox.isolation import joining
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import launch
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Child
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message
+from nemo_gym_prorl.sandbox.supervisor.errors import Refused
+from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
+from nemo_gym_prorl.sandbox.supervisor.processes import Child
 
 
 Client = Connection[Message, list[int]]
@@ -90,12 +91,12 @@ class Sandbox:
     Attributes:
         name: as its asker chose it.
         folder: with what it leaves on disk.
-        order: what it is to be.
+        order: what it is to be, its binds resolved.
         clients: who is told of it.
         held: files that stay open until it is gone.
         wanted: the time in which it is created, which its end cuts short.
         took: seconds that each step of its creation took.
-        way: how it is made; ``prepared`` its image, if directly; ``fallback`` why not.
+        start_method: how it is made; ``prepared`` its image, if directly; ``fallback_reason`` why not.
         channel: to its first process.
         starter: our own child for it: the runtime's process outside of it, or its first process where that is ours.
         group: its control group, if it can have one.
@@ -111,7 +112,7 @@ class Sandbox:
 
     name: str
     folder: Path
-    order: Message
+    order: CreateRequest
     clients: list[Client]
     held: list[int]
     stage: Stage = Stage.WAITING
@@ -119,9 +120,9 @@ class Sandbox:
     created: asyncio.Event = field(default_factory=asyncio.Event)
     """Or it never will be."""
     took: dict[str, float] = field(default_factory=dict)
-    way: str = "runtime"
+    start_method: Literal["direct", "runtime"] = "runtime"
     prepared: PreparedImage | None = None
-    fallback: str = ""
+    fallback_reason: str = ""
     channel: socket.socket | None = None
     starter: Child | None = None
     group: cgroups.Group | None = None
@@ -197,7 +198,7 @@ class Sandbox:
 
     def bound(self) -> None:
         """Set the limits of its control group, if it has one."""
-        memory, processes, cpus = (self.order[name] for name in ("memory_mib", "processes", "cpus"))
+        memory, processes, cpus = (self.order.memory_mib, self.order.processes, self.order.cpus)
         if self.group:
             self.group.bound(memory=memory << 20, processes=processes, cpus=cpus)
 

@@ -8,11 +8,15 @@ child of a small single-threaded process. It is started by :mod:`.own_supervisor
 - the *server* dies: the socket closes; every container is killed, proven gone, its files removed; then this ends too;
 - this process dies: each container's PID 1 sees its end of a socket close and exits, and the runtime's starter is
   killed by the kernel; the server's :mod:`.client` removes the files;
-- both die at once: the same, and the files go with the next start of any supervisor (:func:`.cleanup.sweep`).
+- both die at once: the same, and the files go with the next start of any supervisor (:func:`.state_dir.sweep`).
 
 One loop, no threads, no blocking call: what may take long (joining, copying, deleting) happens in children.
-This module takes the questions, and answers each, with an error if need be: none of them, and nothing that goes wrong
-for one sandbox, ends the others. What becomes of a sandbox is :mod:`.lifecycle`'s.
+This module takes requests and answers each, with an error if need be. No request, and no failure of one sandbox, ends
+the others. The life of a sandbox is in :mod:`.lifecycle`.
+
+Requests are accepted only from processes of the supervisor's own user in its own namespaces, since whoever can speak
+to a supervisor can have anything done as its user. Its socket lies in a folder that no sandbox is shown
+(:mod:`..binds`); this check is the second wall: a process inside a sandbox is in other namespaces.
 """
 
 from __future__ import annotations
@@ -24,8 +28,9 @@ import gc
 import os
 import signal
 import socket
+import struct
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -34,20 +39,26 @@ from nemo_gym_prorl.sandbox.isolation import layer_archive, syscalls
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, rlimits
+from nemo_gym_prorl.sandbox.supervisor import programs, state_dir
+from nemo_gym_prorl.sandbox.supervisor.connection import PAUSE_S, Connection, Message, PeerGone, close_all, ready
+from nemo_gym_prorl.sandbox.supervisor.errors import Refused, failure
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.processes import freezer
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
-from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
+from nemo_gym_prorl.sandbox.supervisor.messages import (
+    CheckRequest,
+    CreateRequest,
+    DestroyRequest,
+    GetRequest,
+    PauseRequest,
+    PutRequest,
+    ResumeRequest,
+    SignalRequest,
+    SnapshotRequest,
+    SpawnRequest,
+    decode,
+)
+from nemo_gym_prorl.sandbox.supervisor.processes import Answer, Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.programs import Programs
-from nemo_gym_prorl.sandbox.supervisor.rpc import peers
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import PAUSE_S, Connection, ready
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
-from nemo_gym_prorl.sandbox.supervisor.sandbox import Client
-from nemo_gym_prorl.sandbox.supervisor.storage import cleanup
-
-
-Handler = Callable[[Client, Message, list[int]], Awaitable[Answer]]
+from nemo_gym_prorl.sandbox.supervisor.sandbox import Client, Sandbox
 
 
 class Supervisor:
@@ -59,9 +70,6 @@ class Supervisor:
         self._launcher = Launcher(self._children, folder)
         self._sandboxes = Sandboxes(folder, self._children, _groups(), self._launcher)
         self._programs = Programs(self._children, self._launcher, self._sandboxes)
-        self._handlers: dict[str, Handler] = {
-            name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
-        }
         self._ending = asyncio.Event()
         self._owner = owner
         self._listener = listener
@@ -73,13 +81,13 @@ class Supervisor:
         spawn_task(self._children.run(partial(_sweep, self.folder.parent)), expected=Refused)
         self._add_client(self._owner, self._ending.set)
         self._listener.setblocking(False)
-        PROCESS_LOOPS.start("accept", partial(self._accept, peers.peer(self._owner)[0]))
+        PROCESS_LOOPS.start("accept", partial(self._accept, peer(self._owner)[0]))
         # What is there by now stays as it is: a forked child is to copy none of it for want of counting it.
         gc.collect()
         gc.freeze()
         await self._ending.wait()
         await self._sandboxes.close_all()
-        cleanup.clear(self.folder)
+        state_dir.clear(self.folder)
 
     def _orphan_ended(self, pid: int) -> None:
         self._sandboxes.orphan_ended(pid)
@@ -100,7 +108,7 @@ class Supervisor:
         except OSError:
             return PAUSE_S
         with log_exceptions():  # a client's error must not slow the loop down for the others
-            if peers.trusted(connection, owner):
+            if trusted(connection, owner):
                 self._add_client(connection, lambda: None)
             else:
                 connection.close()
@@ -125,88 +133,81 @@ class Supervisor:
     async def _do(self, client: Client, message: Message, files: list[int]) -> Answer:
         if message.get("torn"):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        handler = self._handlers.get(str(message.get("do")))
-        if handler is None:
-            raise Refused({"error": f"there is no request {message.get('do')!r}"})
-        return await handler(client, message, files)
+        match decode(message):
+            case CreateRequest() as request:
+                if self._ending.is_set():
+                    raise OSError("the supervisor is ending")
+                return await self._sandboxes.create(client, request, files)
+            case CheckRequest() as request:
+                return await self._sandboxes.check(client, request.sandbox, memory=request.memory)
+            case DestroyRequest() as request:
+                return await self._sandboxes.destroy(request.sandbox)
+            case SpawnRequest() as request:
+                return await self._spawn(client, request, files)
+            case SignalRequest() as request:
+                self._programs.signal(request.spawn, request.signal)
+                return {}, []
+            case PutRequest() as request:
+                put = requests.put(self._place(request.sandbox), request.path, request.mode)
+                return await self._launcher.run(put, files[:1])
+            case GetRequest() as request:
+                get = requests.get(self._place(request.sandbox), request.path, request.limit)
+                return await self._launcher.run(get, files[:1])
+            case PauseRequest() as request:
+                return await self._pause(self._sandboxes.up(request.sandbox))
+            case ResumeRequest() as request:
+                return await self._resume(self._sandboxes.up(request.sandbox))
+            case SnapshotRequest() as request:
+                return await self._snapshot(self._sandboxes.up(request.sandbox), request, files[0])
 
-    # Their questions
-
-    async def _do_create(self, client: Client, order: Message, files: list[int]) -> Answer:
-        if self._ending.is_set():
-            raise OSError("the supervisor is ending")
-        return await self._sandboxes.create(client, order, files)
-
-    async def _do_check(self, client: Client, order: Message, _files: list[int]) -> Answer:
-        """Whoever asks is told of its end."""
-        return await self._sandboxes.check(client, order["sandbox"], memory=order.get("memory", False))
-
-    async def _do_destroy(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        return await self._sandboxes.destroy(order["sandbox"])
-
-    async def _do_spawn(self, client: Client, order: Message, files: list[int]) -> Answer:
+    async def _spawn(self, client: Client, request: SpawnRequest, files: list[int]) -> Answer:
         """Answered with the process's number; its end is told by an ``exit`` event under the name that was chosen."""
-        name, sandbox = str(order["spawn"]), self._sandboxes.up(order["sandbox"])
 
         def ended(code: int) -> None:
-            client.post({"event": "exit", "spawn": name, "status": code})
+            client.post({"event": "exit", "spawn": request.spawn, "status": code})
 
-        pid, terminal = await self._programs.start(name, sandbox, order, files, ended)
+        pid, terminal = await self._programs.start(self._sandboxes.up(request.sandbox), request, files, ended)
         return {"pid": pid}, terminal
 
-    def _place(self, order: Message) -> Place:
-        return self._sandboxes.up(order["sandbox"]).place_to_join()
+    def _place(self, sandbox: str) -> Place:
+        return self._sandboxes.up(sandbox).place_to_join()
 
-    async def _do_signal(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        """Signal the process group of a program by its name; SIGKILL also if it is only on its way."""
-        self._programs.signal(order["spawn"], order["signal"])
-        return {}, []
-
-    async def _do_pause(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        sandbox = self._sandboxes.up(order["sandbox"])
+    async def _pause(self, sandbox: Sandbox) -> Answer:
         assert sandbox.space
         assert sandbox.place
         async with sandbox.pausing:
             # From now on, or what is started meanwhile would run on.
             sandbox.paused = True
             try:
-                return await freezer.pause(self._children, self._launcher, sandbox.space, sandbox.place)
+                return await programs.pause(self._children, self._launcher, sandbox.space, sandbox.place)
             except BaseException:
                 sandbox.paused = False
                 raise
 
-    async def _do_resume(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        sandbox = self._sandboxes.up(order["sandbox"])
+    async def _resume(self, sandbox: Sandbox) -> Answer:
         assert sandbox.space
         async with sandbox.pausing:
             sandbox.paused = False
-            return await self._children.run(partial(freezer.resume, sandbox.space))
+            return await self._children.run(partial(programs.resume, sandbox.space))
 
-    async def _do_snapshot(self, _client: Client, order: Message, files: list[int]) -> Answer:
-        """Of one that is paused, or it would change meanwhile; or, if it may be ``at_rest``, of one in which nothing
-        runs but what was started from here and waits. Where something does, that is the answer."""
-        sandbox = self._sandboxes.up(order["sandbox"])
-        at_rest = not sandbox.paused and order.get("at_rest", False)
+    async def _snapshot(self, sandbox: Sandbox, request: SnapshotRequest, file: int) -> Answer:
+        """Of a paused sandbox, or it would change meanwhile; or of one in which nothing runs but what was started from
+        here and waits. Where something else does, that is the answer."""
+        at_rest = not sandbox.paused and request.at_rest
         if not (sandbox.paused or at_rest) or sandbox.place is None or sandbox.space is None:
             raise OSError("only a sandbox that is paused can be copied")
         layer = sandbox.folder / "overlay" / "upper"
         ours, space = os.getpid(), sandbox.space
-        pack = partial(layer_archive.pack, sandbox.place, layer, sandbox.order, order["header"], files[0])
+        pack = partial(layer_archive.pack, sandbox.place, layer, sandbox.order, request.header, file)
 
         def action() -> Answer:
-            programs, busy = freezer.not_started_by(space, ours)
-            if at_rest and (programs or busy):
+            others, busy = programs.not_started_by(space, ours)
+            if at_rest and (others or busy):
                 return {"busy": True}, []
             answer, none = pack()
-            return {**answer, "programs": programs}, none
+            return {**answer, "programs": others}, none
 
-        return await self._children.run(action, [files[0], sandbox.place.process.number])
-
-    async def _do_put(self, _client: Client, order: Message, files: list[int]) -> Answer:
-        return await self._launcher.run(requests.put(self._place(order), order["path"], order["mode"]), files[:1])
-
-    async def _do_get(self, _client: Client, order: Message, files: list[int]) -> Answer:
-        return await self._launcher.run(requests.get(self._place(order), order["path"], order["limit"]), files[:1])
+        return await self._children.run(action, [file, sandbox.place.process.number])
 
 
 async def _send(client: Client, answer: Message, files: list[int]) -> None:
@@ -229,7 +230,7 @@ def _groups() -> Path | None:
 
 
 def _sweep(root: Path) -> Answer:
-    cleanup.sweep(root)
+    state_dir.sweep(root)
     return {}, []
 
 
@@ -252,3 +253,36 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+_CREDENTIALS = struct.Struct("3i")
+NAMESPACES = ("pid", "user")
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Number and user of the process at the other end, as the kernel noted them down when it connected."""
+    pid, uid, _gid = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return pid, uid
+
+
+def trusted(connection: socket.socket, owner: int) -> bool:
+    """Whether the process that connected is a trusted one.
+
+    The owner may have changed its user in a way that closes its part of /proc to us.
+    """
+    pid, uid = peer(connection)
+    if pid == owner:
+        return True
+    if uid not in (os.geteuid(), 0) or pid <= 0:
+        return False
+    try:
+        same = all(os.stat(f"/proc/{pid}/ns/{name}") == _own(name) for name in NAMESPACES)
+    except OSError:
+        return False
+    return same
+
+
+def _own(name: str) -> os.stat_result:
+    return os.stat(f"/proc/self/ns/{name}")

@@ -20,9 +20,9 @@ from pathlib import Path
 import nemo_gym_prorl
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.processes import interpreter_environ
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import socket_pair
-from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
-from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor.connection import socket_pair
+from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 
 
 BURY_S = 5.0
@@ -121,5 +121,5 @@ def _take_folder() -> tuple[Path, int, socket.socket]:
 def bury(folder: Path) -> None:
     """Remove what a dead supervisor left. It may take a moment until the last child it forked lets go of the lock."""
     deadline = time.monotonic() + BURY_S
-    while not cleanup.bury(folder, patience_s=1.0) and time.monotonic() < deadline:
+    while not state_dir.bury(folder, patience_s=1.0) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -21,16 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message, PeerGone, close_all, pack
 from nemo_gym_prorl.sandbox.supervisor.errors import (
     SHORTAGES,
-    SandboxBroken,
     SandboxExhausted,
     SandboxLost,
     SandboxRefused,
 )
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
+from nemo_gym_prorl.sandbox.supervisor.messages import Request, SignalRequest, SpawnRequest, encode
 
 
 __all__ = ["Link", "Process", "SandboxExhausted", "SandboxLost", "SandboxRefused"]
@@ -114,7 +113,7 @@ class Link:
             raise SandboxLost(f"the sandbox supervisor of {folder} is gone") from error
         return connection
 
-    async def ask(self, message: Message, files: Sequence[int] = ()) -> tuple[Message, list[int]]:
+    async def ask(self, request: Request, files: Sequence[int] = ()) -> tuple[Message, list[int]]:
         """Send a request and wait for its answer, with the files that came with it, which are the caller's to close.
 
         Who is cancelled leaves nothing that others notice: what was not sent is not sent any more.
@@ -122,21 +121,20 @@ class Link:
         Raises:
             SandboxRefused: it could not be done.
             SandboxExhausted: not with what the sandbox may use.
-            SandboxBroken: not with what became of it inside.
             SandboxLost: the supervisor is gone.
         """
         for _ in range(RETRIES):
             with contextlib.suppress(_TooManyOnTheWay):
-                return await self._ask(message, files)
+                return await self._ask(request, files)
             await asyncio.sleep(RETRY_S)
-        return await self._ask(message, files)
+        return await self._ask(request, files)
 
-    async def _ask(self, message: Message, files: Sequence[int]) -> tuple[Message, list[int]]:
+    async def _ask(self, request: Request, files: Sequence[int]) -> tuple[Message, list[int]]:
         self._number += 1
         number = self._number
         future = self._answers[number] = self._loop.create_future()
         try:
-            await self._connection.send({**message, "id": number}, files)
+            await self._connection.send_packet(pack({**encode(request), "id": number}, files))
             answer, received = await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and not future.exception():
@@ -151,19 +149,24 @@ class Link:
             self._answers.pop(number, None)
         if "error" in answer:
             raise _refusal(answer)
+        del answer["id"]
         return answer, received
 
-    def post(self, message: Message) -> None:
+    def post(self, request: Request) -> None:
         """Have something done, and wait for nothing; if the supervisor is gone, so is what it was to be done to."""
-        self._connection.post(message)
+        self._connection.post(encode(request))
 
-    async def spawn(self, message: Message, files: Sequence[int]) -> Process:
-        """As :meth:`ask`, for what starts a process. If this is cancelled, it will not run."""
+    def new_name(self) -> str:
+        """Return a name for a program that no other has."""
         self._number += 1
-        name = f"{self._name}-{self._number}"
+        return f"{self._name}-{self._number}"
+
+    async def spawn(self, request: SpawnRequest, files: Sequence[int]) -> Process:
+        """As :meth:`ask`, for what starts a process. If this is cancelled, it will not run."""
+        name = request.spawn
         ended = self._exits[name] = self._loop.create_future()
         try:
-            answer, received = await self.ask({**message, "spawn": name}, files)
+            answer, received = await self.ask(request, files)
         except BaseException as error:
             # Losing the supervisor has cleared them already.
             self._exits.pop(name, None)
@@ -174,7 +177,7 @@ class Link:
 
     def kill(self, name: str) -> None:
         """End a process, with its group, wherever it is on its way."""
-        self.post({"do": "signal", "spawn": name, "signal": int(signal.SIGKILL)})
+        self.post(SignalRequest(name, int(signal.SIGKILL)))
 
     def watch(self, sandbox: str, watcher: Callable[[Message], None] | None) -> None:
         """Have the events of a sandbox told to ``watcher``."""
@@ -235,8 +238,6 @@ def _refusal(answer: Message) -> RolloutError:
         return SandboxLost(answer["error"])
     if answer.get("exhausted"):
         return SandboxExhausted(answer["error"], answer["exhausted"])
-    if answer.get("broken"):
-        return SandboxBroken(answer["error"])
     if answer.get("field"):
         return CallerError(answer["error"], field=answer["field"])
     # Nothing of the agent's kills the helper, which is the machine's.

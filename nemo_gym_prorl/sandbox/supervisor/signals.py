@@ -1,11 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Kill a process group of a terminal's session: all of it, and nobody who was given its number since.
+"""Signals to processes that are not our children: never to a number alone, which the kernel gives away again.
 
-A group's number is another's as soon as the last of it has ended. So the kernel is asked to kill the group whose
-first process a descriptor holds (Linux 6.9), which is one step even for a group that forks for ever. Where the kernel
-can't, or that process has ended and the others have not (``true | sleep 9``), each is looked for and killed. Not by
-descent: whose parent has ended descends from nobody, and what a thread forked the kernel does not tell.
+A descriptor of a process (Linux 5.3) is opened first, and then what is known of the process is compared: whatever
+bears the number later, the signal goes to the one that was compared. Older kernels leave a moment between the two.
+
+A process group's number is another's as soon as the last of it has ended. So the kernel is asked to kill the group
+whose first process a descriptor holds (Linux 6.9), which is one step even for a group that forks for ever. Where the
+kernel can't, or that process has ended and the others have not (``true | sleep 9``), each is looked for and killed.
+Not by descent: a process whose parent has ended descends from none of them, and the kernel does not list what a thread
+forked.
 """
 
 from __future__ import annotations
@@ -14,11 +18,66 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nemo_gym_prorl.sandbox.limits import usage
-from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
+
+
+_PF_EXITING = 0x4
+
+
+def start_time(pid: int) -> int | None:
+    """When a process was started, in ticks since boot; ``None`` if it has ended."""
+    try:
+        found = usage.status(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if found[usage.STATE] in usage.ENDED else int(found[usage.STARTED])
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether a process has begun to end, or has ended; the first of a PID namespace ends after all others."""
+    try:
+        return bool(int(usage.status(pid)[usage.FLAGS]) & _PF_EXITING)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def send(pid: int, number: int, is_it: Callable[[], bool]) -> bool:
+    """Send a signal to a process if it is the one that is meant; returns whether it was sent.
+
+    Args:
+        pid: its number.
+        number: of the signal.
+        is_it: whether what bears the number now is the one.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        # A kernel without, or no descriptor left.
+        descriptor = -1
+    try:
+        if not is_it():
+            return False
+        if descriptor < 0:
+            os.kill(pid, number)
+        else:
+            signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return True
+
+
+def kill(pid: int, started: int) -> None:
+    """End the process of that number that was started then, if it lives."""
+    with contextlib.suppress(PermissionError):
+        send(pid, signal.SIGKILL, lambda: start_time(pid) == started)
 
 
 _PIDFD_SIGNAL_PROCESS_GROUP = 1 << 2
@@ -44,7 +103,7 @@ class Session:
     @classmethod
     def of(cls, pid: int) -> Session:
         """The session whose first process is ``pid``."""
-        return cls(pid, pidfd.start_time(pid))
+        return cls(pid, start_time(pid))
 
     def kill(self, group: int) -> None:
         """Kill one of its process groups; does nothing if its first process has ended."""
@@ -98,7 +157,7 @@ class Session:
     def _send(self, pid: int, group: int, number: signal.Signals) -> None:
         # With several users inside, not all are ours to signal.
         with contextlib.suppress(PermissionError):
-            pidfd.send(pid, number, lambda: self._has(pid, group))
+            send(pid, number, lambda: self._has(pid, group))
 
     def _has(self, pid: int, group: int) -> bool:
         """Whether a process is in that group of this session."""
@@ -107,4 +166,4 @@ class Session:
         except OSError:
             return False
         # The session first, then that it was the session's own number.
-        return found == (group, self.pid) and self.started is not None and pidfd.start_time(self.pid) == self.started
+        return found == (group, self.pid) and self.started is not None and start_time(self.pid) == self.started

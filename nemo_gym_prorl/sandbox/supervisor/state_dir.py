@@ -1,34 +1,44 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns which sandboxes, on disk: so that what a dead owner left can be told from what a live one uses.
+"""Ownership of sandboxes on disk, and removal of what a dead owner left.
 
 Each supervisor has one folder with everything its sandboxes leave on disk. The folder's ``lock`` file is locked for as
-long as the supervisor lives; the kernel lets go of it at its death, however it dies. So a folder whose lock can be had
-is a dead one's, with no doubt about reused process numbers or reboots, and :mod:`.cleanup` may take it.
+long as the supervisor lives; the kernel releases it at its death, however it dies. So a folder whose lock can be taken
+is a dead owner's, with no doubt about reused process numbers or reboots, and can be removed. The server removes it as
+it notices its supervisor's end (:mod:`.own_supervisor`); where both died at once, the next supervisor of the same user
+does (:func:`sweep`).
 
 Processes are found by what was noted down (the runtime's parent), by a variable in their environment (its helpers, for
 file systems), by their PID namespace (everything inside) and by their control group, where there are any. A number
-alone is never trusted, since the kernel gives them away again.
+alone is never trusted, since the kernel reuses them.
+
+The launcher's program deletes files (``launcher/files.c``), however deep, long or closed they are. Files of users that
+exist only in a sandbox with several of them an ordinary user removes as the root of them all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
+import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_gym_prorl import proc_files
 from nemo_gym_prorl.disks import on_shared_disk
+from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, user_outside
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
+from nemo_gym_prorl.sandbox.launcher import program
 from nemo_gym_prorl.sandbox.limits import cgroups, usage
-from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
-from nemo_gym_prorl.sandbox.supervisor.processes.pidfd import start_time
+from nemo_gym_prorl.sandbox.supervisor import signals
+from nemo_gym_prorl.sandbox.supervisor.signals import start_time
 
 
 OWNER_VARIABLE = "PRORL_SANDBOX_OWNER"
@@ -149,11 +159,11 @@ class Space:
     @property
     def ending(self) -> bool:
         """Whether its first process is about to end, or has: no other is left in it, or will be."""
-        return not self.alive or pidfd.is_exiting(self.init)
+        return not self.alive or signals.is_exiting(self.init)
 
     def kill(self) -> None:
         """Have the kernel end all that is inside."""
-        pidfd.kill(self.init, self.started)
+        signals.kill(self.init, self.started)
 
     def members(self) -> list[int]:
         """The live processes in it, as the host numbers them; looks at every process of the machine."""
@@ -231,3 +241,116 @@ def _holds(test: Callable[[int], bool], pid: int) -> bool:
 def process_ids() -> Iterator[int]:
     """The numbers of all processes that can be seen."""
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+_UNFINISHED_S = 60.0
+"""A folder without a lock that is younger than this may be one whose owner is just starting."""
+
+
+def sweep(root: Path) -> list[Path]:
+    """Remove what dead owners left: processes, then files. Returns their folders; live ones are not touched."""
+    # What can't be removed is the next sweep's; the others need not wait for it.
+    return [folder for folder in sorted(root.glob("s-*")) if folder.exists() and bury(folder)]
+
+
+def bury(folder: Path, patience_s: float = 5.0) -> bool:
+    """Remove what the owner of ``folder`` left, if it is dead; returns whether nothing of it is left."""
+    try:
+        lock = _lock_of_the_dead(folder)
+    except FileNotFoundError:
+        return True
+    if lock is None:
+        return False
+    try:
+        clear(folder, patience_s)
+    except OSError:
+        # Processes that do not die, or a file that came while its folder was emptied.
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _lock_of_the_dead(folder: Path) -> int | None:
+    try:
+        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if time.time() - folder.stat().st_mtime < _UNFINISHED_S:
+            return None
+        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def clear(folder: Path, patience_s: float = 5.0) -> None:
+    """Kill every process that belongs to the owner's ``folder``, then remove it.
+
+    Raises:
+        TimeoutError: processes are left that even SIGKILL does not end, waiting for a device, say; the folder stays.
+    """
+    deadline = time.monotonic() + patience_s
+    groups = groups_of(folder)
+    while remains := _kill_all(folder, groups):
+        while living := [pid for pid, started in remains.items() if start_time(pid) == started]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"processes {living} of {folder} do not die")
+            time.sleep(0.005)
+    for group in groups:
+        group.remove()
+    if not folder.is_dir():
+        # Somebody clears old folders away.
+        return
+    # The lock goes last: whoever is killed on the way leaves a folder that can be told to be a dead one's.
+    for entry in folder.iterdir():
+        if entry.name != LOCK_FILE:
+            remove_tree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
+    remove_tree(folder)
+
+
+def _kill_all(folder: Path, groups: Sequence[cgroups.Group]) -> dict[int, int]:
+    """Kill what there is; returns the numbers and start times of those that had to be killed.
+
+    The first process of each sandbox ends all others inside, and only after them. One look at all processes of the
+    machine finds the runtime's helpers, however many sandboxes there were.
+    """
+    for group in groups:
+        group.kill()
+    known = {space.init: space.started for space in spaces_of(folder) if space.alive}
+    known |= {pid: started for pid in helpers_of(folder) if (started := start_time(pid)) is not None}
+    grouped = [pid for group in groups for pid in group.processes()]
+    known |= {pid: started for pid in grouped if (started := start_time(pid)) is not None}
+    for pid, started in known.items():
+        signals.kill(pid, started)
+    return known
+
+
+OTHERS = frozenset({errno.EPERM, errno.EACCES})
+"""What an ordinary user is told of files of users that are not he."""
+
+
+def remove_tree(folder: Path) -> None:
+    """As ``rm -rf``. Blocks.
+
+    Raises:
+        OSError: something can't be removed.
+    """
+    number = _erase(folder)
+    if number in OTHERS and not is_machine_root():
+        parent, one_user = user_ids.make_parent_namespace()
+        try:
+            number = number if one_user else _erase(folder, parent)
+        finally:
+            os.close(parent)
+    if number:
+        raise OSError(number, os.strerror(number), str(folder))
+
+
+def _erase(folder: Path, *parent: int) -> int:
+    """The number of the error, or 0."""
+    arguments = [program.ERASER, os.fspath(folder), *map(str, parent)]
+    ended = subprocess.run(arguments, executable=program.path(), pass_fds=parent, env={}, check=False).returncode
+    return ended if ended >= 0 else errno.EINTR

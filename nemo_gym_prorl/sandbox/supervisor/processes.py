@@ -2,31 +2,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor's children: every process that ends with it, and what became of each. They are reaped here only.
 
-What may take long, or must join a container, runs in a child that was forked for it. It sends one message and ends;
-its end is what counts, so no message is ever waited for. It has no open file but those it was given: that a file
-closes is waited for elsewhere.
+What may take long, or must join a container, runs in a child: forked from the supervisor, or by its *launcher*. A
+child sends one message and ends; its end is what counts, so no message is ever waited for. It has no open file but
+those it was given.
 
-The kernel gives a process's number away again as soon as it is reaped, on some machines after 32,768 others. So a
-signal goes to a :class:`Child` that is not reaped yet, and an end is never taken for that of another process which
-bore the number before (:meth:`Children.starting`).
+The kernel gives a process's number away again as soon as it is reaped. So a signal goes to a :class:`Child` that is
+not reaped yet, and an end is never taken for that of another process which bore the number before
+(:meth:`Children.starting`).
+
+To fork the supervisor takes the kernel a millisecond, and both sides as long again to copy shared memory. The launcher
+(``launcher/launcher.c``) is a tiny process that forks in its place. Its children are the supervisor's, born in the
+sandbox's control group. It cannot be seen from inside any sandbox, holds no file but its channel, and ends with the
+supervisor. A launcher that was killed is replaced when it is needed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import gc
 import os
 import signal
 import socket
+import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
+from nemo_gym_prorl.sandbox.launcher import program
+from nemo_gym_prorl.sandbox.launcher.requests import GO, Request
+from nemo_gym_prorl.sandbox.launcher.requests import receive as receive_answer
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, Refused, failure, no_process, print_without_source
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, pack, receive, send, socket_pair
+from nemo_gym_prorl.sandbox.supervisor.connection import (
+    Connection,
+    Message,
+    PeerGone,
+    pack,
+    receive,
+    receive_packet,
+    send,
+    socket_pair,
+)
+from nemo_gym_prorl.sandbox.supervisor.errors import KILLED, Refused, failure, no_process, print_without_source
 
 
 Answer = tuple[Message, list[int]]
@@ -233,3 +254,160 @@ def _answer(action: Action, channel: socket.socket) -> None:
         answer, files = failure(error), []
     channel.setblocking(True)
     tell(channel, answer, files)
+
+
+TRIES = 5
+"""To have something done, each time by another launcher."""
+
+CHANNEL = 3
+"""The open file over which the launcher is asked."""
+
+_STARTED = struct.Struct("=q")
+"""What it says of each request: the number of the process, or less than 0 for an error."""
+
+_OUT_OF_THE_WAY = 64
+
+
+class LauncherLost(Refused):
+    """The launcher was killed first. What it may have begun has no word of anybody's to go on."""
+
+    def __init__(self) -> None:
+        super().__init__(KILLED)
+
+
+class Launcher:
+    """See the module. ``folder`` is the supervisor's."""
+
+    def __init__(self, children: Children, folder: Path) -> None:
+        self._folder = folder
+        self._children = children
+        self._program: int | None = None
+        self._process: Child | None = None
+        self._connection: Connection[int] | None = None
+        self._asked: deque[asyncio.Future[int | None]] = deque()
+
+    async def begin(self, request: Request, files: Sequence[int], group: Group | None) -> tuple[Child, socket.socket]:
+        """Have a request carried out by a child in ``group``; returns that, and the channel on which it answers, the
+        caller's to close.
+
+        Raises:
+            LauncherLost: see there.
+            Refused: no process can be started, or no launcher.
+        """
+        try:
+            ours, theirs = socket_pair()
+        except OSError as error:
+            raise no_process(error, group) from error
+        try:
+            with theirs, self._children.starting() as adopt:
+                # Of both ends only this one is waited on.
+                theirs.setblocking(True)
+                child = adopt(await self._ask(request, [theirs.fileno(), *files], group))
+            with contextlib.suppress(ConnectionError):
+                # It may have failed already, and says why.
+                ours.send(GO)
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, OSError):
+                raise (LauncherLost() if isinstance(error, PeerGone) else no_process(error, group)) from error
+            raise
+        return child, ours
+
+    async def run_once(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Answer:
+        """As :meth:`.Children.run`, for a request.
+
+        Raises:
+            LauncherLost: it may be done by another.
+            Refused: it failed, or no process can be started.
+        """
+        child, channel = await self.begin(request, files, group)
+        with channel:
+            return await self._children.answer(child, channel, receive_answer)
+
+    async def run(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Answer:
+        """As :meth:`run_once`, and once more where its launcher was killed: what joins a sandbox waits for our word
+        there, and what erases can do so twice."""
+        for _ in range(TRIES - 1):
+            try:
+                return await self.run_once(request, files, group)
+            except LauncherLost:
+                continue
+        return await self.run_once(request, files, group)
+
+    def program(self) -> int:
+        """It as a descriptor, to be executed. First processes of sandboxes become it, too.
+
+        Raises:
+            OSError: there is none for this machine.
+        """
+        if self._program is None:
+            made = program.load(self._folder)
+            # Whom it is executed by gets its own files by number, of which this is to be none.
+            self._program = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY)
+            os.close(made)
+        return self._program
+
+    async def _ask(self, request: Request, files: Sequence[int], group: Group | None) -> int:
+        """The number of the process that carries out a request.
+
+        Raises:
+            PeerGone: it was killed.
+            OSError: there is none.
+        """
+        connection = self._running()
+        place = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if group else None
+        packet = request.packet(place, files)
+        # Before it is sent, since what it says comes in that order.
+        answer: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        try:
+            await connection.send_packet(packet)
+            pid = await answer
+        finally:
+            if not packet.sent and answer in self._asked:
+                self._asked.remove(answer)
+        if pid is None:
+            raise PeerGone
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return pid
+
+    def _running(self) -> Connection[int]:
+        if self._connection:
+            return self._connection
+        executable = self.program()
+        ours, theirs = socket_pair()
+        with theirs, self._children.starting() as adopt:
+            theirs.setblocking(True)
+            try:
+                pid = os.posix_spawn(
+                    f"/proc/self/fd/{executable}",
+                    [program.LAUNCHER],
+                    {},
+                    file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), CHANNEL)],
+                )
+            except OSError:
+                ours.close()
+                raise
+            self._process = adopt(pid)
+        self._connection = Connection(ours, self._answered, self._lose, _started)
+        return self._connection
+
+    def _answered(self, pid: int) -> None:
+        if self._asked and not (answer := self._asked.popleft()).done():
+            answer.set_result(pid)
+
+    def _lose(self) -> None:
+        """It was killed; the next is another."""
+        self._connection = None
+        asked, self._asked = self._asked, deque()
+        for answer in asked:
+            if not answer.done():
+                answer.set_result(None)
+
+
+def _started(channel: socket.socket) -> tuple[int]:
+    data, _files, _whole = receive_packet(channel, _STARTED.size)
+    if len(data) != _STARTED.size:
+        raise PeerGone
+    return _STARTED.unpack(data)

@@ -1,0 +1,268 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of the supervisor and of the machine at chosen moments: nothing is left, and who uses a sandbox is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
+from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, make
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
+from nemo_gym_prorl.sandbox.supervisor.client import SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.messages import PutRequest
+from nemo_gym_prorl.sandbox.supervisor.processes import Children, Launcher
+from tests.sandbox import elf
+from tests.sandbox.requests import request_for
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+GONE_WITHIN_S = 5.0
+"""Invariant 4 of the architecture."""
+
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(300)]
+
+
+SET_FLAGS, IMMUTABLE = 0x40086602, 0x10
+"""``FS_IOC_SETFLAGS`` and ``FS_IMMUTABLE_FL``."""
+
+
+@pytest.mark.skipif(not is_machine_root(), reason="only root can make a file that nobody can remove")
+def test_a_supervisor_ends_though_a_file_cannot_be_removed(image: Path, runtime: Runtime, state: Path) -> None:
+    """Without its server it would try for ever, and take the processor's time for it."""
+    serve = """
+import asyncio, json, sys
+from pathlib import Path
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
+from nemo_gym_prorl.sandbox.supervisor import own_supervisor
+
+async def main():
+    box = await Container.start(ContainerSpec(image=Path(sys.argv[1])), require_runtime())
+    await box.run("touch /root/kept")
+    print(json.dumps([own_supervisor._current.popen.pid, str(own_supervisor._current.folder)]), flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", serve, str(image)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stdout
+        supervisor, folder = json.loads(server.stdout.readline())
+        [kept] = Path(folder).glob("*/overlay/upper/root/kept")
+        with kept.open() as file:
+            fcntl.ioctl(file, SET_FLAGS, struct.pack("l", IMMUTABLE))
+            try:
+                server.kill()
+                deadline = time.monotonic() + 30
+                while state_dir.start_time(supervisor) is not None:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+                assert kept.exists(), "or it was none"
+            finally:
+                fcntl.ioctl(file, SET_FLAGS, struct.pack("l", 0))
+    state_dir.sweep(Path(folder).parent)
+    assert not Path(folder).exists()
+
+
+def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime: Runtime, tmp_path: Path) -> None:
+    parent, _trouble = user_ids.make_parent_namespace()
+    ranges = [user_ids.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
+    prepared = PreparedImage(parent, (0, 0), parent, "", {}, ranges)
+    given = request_for(tmp_path)
+    alive, lives = os.pipe()
+    supervisor = os.fork()
+    if supervisor == 0:
+        try:
+            _channel, theirs = socket.socketpair()
+
+            async def begin() -> None:
+                launcher = Launcher(Children(), tmp_path)
+                files = [parent, theirs.fileno(), launcher.program(), lives]
+                assert (await launcher.run(make(prepared, given, str(tmp_path)), files))[0]["pid"]
+                os.write(lives, b"!")
+                time.sleep(100)  # noqa: ASYNC251
+
+            asyncio.run(begin())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(lives)
+    os.close(parent)
+    assert os.read(alive, 1) == b"!"
+    os.kill(supervisor, signal.SIGKILL)
+    os.waitpid(supervisor, 0)
+    assert select.select([alive], [], [], GONE_WITHIN_S)[0], "it waited for a word that nobody could send"
+    assert os.read(alive, 1) == b""
+    os.close(alive)
+
+
+@pytest.fixture
+def silent_image(tiny_root: Path) -> Iterator[Path]:
+    """An image whose shell says nothing and does not end, whatever ends around it."""
+    with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        root = Path(name, "image")
+        shutil.copytree(tiny_root, root, symlinks=True, copy_function=os.link)
+        shell = root / "usr/bin/dash"
+        shell.unlink()
+        shell.write_bytes(elf.waiting())
+        shell.chmod(0o755)
+        yield root
+
+
+@pytest.mark.skipif(not is_machine_root(), reason="only root sees for whom the shell of a container that starts runs")
+async def test_an_image_that_is_asked_for_its_variables_ends_with_its_asker(
+    silent_image: Path, runtime: Runtime, container: Container
+) -> None:
+    folder = Path(container.describe()["supervisor"])
+    asking = asyncio.create_task(
+        Container.start(ContainerSpec(image=silent_image, start="direct", start_timeout_s=60), runtime)
+    )
+    async with asyncio.timeout(60):
+        while not (noted := list(folder.glob(f"m-*/{state_dir.SPACE_FILE}"))):  # noqa: ASYNC240
+            assert not asking.done()
+            await asyncio.sleep(0.02)
+    [space] = state_dir.spaces_of(noted[0].parent.parent)[-1:]
+    assert own_supervisor._current
+    os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+    async with asyncio.timeout(GONE_WITHIN_S):
+        while any(one.alive for one in [space]) or folder.exists():  # noqa: ASYNC240
+            await asyncio.sleep(0.02)
+    with pytest.raises(InfrastructureError):
+        await asking
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_who_is_to_end_with_a_parent_does_so_too_when_that_has_ended_already(alive: bool) -> None:
+    parent = os.getpid() if alive else os.getppid()
+    child = os.fork()
+    if child == 0:
+        try:
+            syscalls.end_with(parent)
+            os._exit(42)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (42 if alive else 1)
+
+
+async def test_a_helper_inside_ends_with_the_supervisor(container: Container) -> None:
+    """It has another user's rights by then, for which the kernel forgets what it was told; it would hold the lock, and
+    the connection by whose end the server learns of all this."""
+    folder = Path(container.describe()["supervisor"])
+    assert own_supervisor._current
+    source, nothing_comes = os.pipe()
+    try:
+        copying = asyncio.create_task(container.ask(PutRequest(container.name, "/x", 0o644), [source]))
+        while (await container.run("ls -A / | grep -cE '^[.][0-9a-f]{32}$'")).stdout != "1\n":
+            await asyncio.sleep(0.01)
+        os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+        async with asyncio.timeout(GONE_WITHIN_S):
+            with pytest.raises(SandboxLost):
+                await copying
+            while await asyncio.to_thread(folder.exists):
+                await asyncio.sleep(0.01)
+    finally:
+        os.close(source)
+        os.close(nothing_comes)
+
+
+FOLDERS = "/tmp" if is_machine_root() else None
+
+
+def alone(program: str, image: Path) -> None:
+    """Run one of the programs, to its end."""
+    repository = Path(__file__).parents[2]
+    with tempfile.TemporaryDirectory(prefix="prorl-a-", dir=FOLDERS) as folder:
+        Path(folder).chmod(0o755)
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("alone.py")), program, folder, str(image)],
+            env={**os.environ, "PYTHONPATH": str(repository)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.stdout.endswith("passed\n"), done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_a_full_disk_ends_no_sandbox_but_fails_new_ones(image: Path, runtime: Runtime) -> None:
+    alone("full_disk", image)
+
+
+@pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse is not ours to use")
+@pytest.mark.skipif(not is_machine_root(), reason="only root may mount for others")
+def test_a_process_that_does_not_die_is_reported_and_harms_nobody(image: Path, runtime: Runtime) -> None:
+    alone("deaf_disk", image)
+
+
+async def test_a_process_in_uninterruptible_sleep_ends_with_its_sandbox(image: Path, runtime: Runtime) -> None:
+    """The parent of a ``vfork`` sleeps so until its child executes something or ends."""
+    program = "import ctypes, time; ctypes.CDLL(None).vfork() or time.sleep(1000)"
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        await container.run(f"(python3 -c '{program}' >/dev/null 2>&1 &)")
+        found = (await container.run("until ps -A -o stat= | grep ^D; do :; done", timeout_s=20)).stdout
+        assert found.startswith("D")
+        owner = Path(container.describe()["supervisor"])
+    assert not (owner / container.name).exists()
+
+
+@pytest.mark.skipif(is_machine_root(), reason="root may always start processes")
+async def test_a_supervisor_that_can_start_no_process_lives_on(image: Path, runtime: Runtime) -> None:
+    container = await Container.start(ContainerSpec(image=image), runtime)
+    assert own_supervisor._current
+    supervisor = own_supervisor._current.popen.pid
+    listed = Path(f"/proc/{supervisor}/task/{supervisor}/children")
+    children = [int(one) for one in listed.read_text().split()]  # noqa: ASYNC240
+    before = resource.prlimit(supervisor, resource.RLIMIT_NPROC)
+    # The launcher among them starts processes in the supervisor's place.
+    for pid in (supervisor, *children):
+        with contextlib.suppress(OSError):
+            resource.prlimit(pid, resource.RLIMIT_NPROC, (1, before[1]))
+    try:
+        with pytest.raises(SandboxRefused, match="no process can be started"):
+            await container.run("true")
+        with pytest.raises(InfrastructureError, match="no further process can be started"):
+            await Container.start(ContainerSpec(image=image), runtime)
+        closing = asyncio.create_task(container.close())
+        # Its end waits for a process that removes what is left.
+        await asyncio.sleep(1)
+        assert not closing.done()
+    finally:
+        for pid in (supervisor, *children):
+            with contextlib.suppress(OSError):
+                resource.prlimit(pid, resource.RLIMIT_NPROC, before)
+    await closing
+    async with await Container.start(ContainerSpec(image=image), runtime) as another:
+        assert (await another.run("echo alive")).stdout == "alive\n"
+    while list(Path(another.describe()["supervisor"]).glob("b-*")):  # noqa: ASYNC240
+        await asyncio.sleep(0.01)

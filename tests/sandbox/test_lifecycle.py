@@ -1,0 +1,598 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a sandbox under faults: nothing outlives its owner, nothing of a live owner is touched.
+
+Real processes and SIGKILL throughout. A table kills parts of a server process that has sandboxes; a state machine
+starts, uses, pauses, gives up, kills and closes sandboxes of this process in any order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox import snapshots
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.limits import cgroups
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions.bash_channel import BashChannel
+from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
+from nemo_gym_prorl.sandbox.supervisor import creation, lifecycle, own_supervisor, sandbox, state_dir
+from nemo_gym_prorl.sandbox.supervisor.client import Link
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.messages import Start
+from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
+from tests.sandbox.requests import request_for
+
+
+SERVER = Path(__file__).with_name("server.py")
+REPOSITORY = Path(__file__).parents[2]
+LONG = bool(os.environ.get("PRORL_TEST_LONG"))
+
+GROUPS = granted.base if (granted := cgroups.delegation()) else None
+"""Where sandboxes get control groups, if they can have any."""
+
+pytestmark = pytest.mark.sandbox
+
+
+def gone_within_s() -> float:
+    """Invariant 4 of the architecture: five seconds of an idle machine's time."""
+    return 5.0 * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
+def supervisor() -> int:
+    assert own_supervisor._current
+    return own_supervisor._current.popen.pid
+
+
+def sandboxes(state: Path) -> list[Path]:
+    return list(state.glob("*/b-*"))
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+class Server:
+    """A server process with sandboxes that misbehave, and what is known about them."""
+
+    def __init__(self, image: Path, sandboxes: int, start: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER), str(image), str(sandboxes), start],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        self.facts: dict[str, Any] = json.loads(self.line())
+        self.folder = Path(self.facts["folder"])
+        members = [pid for space in state_dir.spaces_of(self.folder) for pid in space.members()]
+        assert len(self.facts["inits"]) == sandboxes
+        assert len(state_dir.helpers_of(self.folder)) == (sandboxes if start == "runtime" else 0)
+        living = {pid: state_dir.start_time(pid) for pid in (*members, *state_dir.helpers_of(self.folder))}
+        # One that has ended meanwhile has no time, as it will have none later.
+        self.inside = {pid: started for pid, started in living.items() if started is not None}
+        assert len(self.inside) > 4 * sandboxes
+        assert not GROUPS or self.remains()["groups"]
+
+    def line(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline()
+
+    def remains(self) -> dict[str, list[Any]]:
+        """What is still there; empty values mean that nothing is."""
+        return {
+            "inside": [pid for pid, started in self.inside.items() if state_dir.start_time(pid) == started],
+            "helpers": state_dir.helpers_of(self.folder),
+            "groups": [str(path) for path in GROUPS.glob(f"prorl-{self.folder.name}-*")] if GROUPS else [],
+            "files": [str(path) for path in self.folder.glob("*")] if self.folder.exists() else [],
+        }
+
+    def wait_until_gone(self, *what: str) -> None:
+        deadline = time.monotonic() + gone_within_s()
+        while any((remains := self.remains())[name] for name in what):
+            assert time.monotonic() < deadline, remains
+            time.sleep(0.02)
+
+    def kill(self, victim: str) -> None:
+        pids = {
+            "server": [self.process.pid],
+            "supervisor": [self.facts["supervisor"]],
+            "first process": self.facts["inits"][:1],
+            "anything inside": self.remains()["inside"][-1:],
+        }[victim]
+        for pid in pids:
+            if pid not in self.inside or state_dir.start_time(pid) == self.inside[pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout
+        self.process.stdout.close()
+        deadline = time.monotonic() + gone_within_s()
+        while (self.folder.exists() or any(self.remains().values())) and time.monotonic() < deadline:
+            state_dir.sweep(self.folder.parent)
+            time.sleep(0.02)
+        assert not any(self.remains().values())
+
+
+@pytest.fixture(params=["direct", "runtime"])
+def server(image: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    live = Server(image, 2, request.param)
+    yield live
+    live.end()
+
+
+DEATHS = [
+    ("server",),
+    ("supervisor",),
+    ("first process", "supervisor"),
+    ("anything inside", "first process", "server"),
+    ("supervisor", "server"),
+]
+
+
+@pytest.mark.parametrize("victims", DEATHS, ids=", ".join)
+def test_whatever_is_killed_nothing_is_left(server: Server, victims: tuple[str, ...]) -> None:
+    """Where server and supervisor die at once, the files are the next sweep's (:meth:`Server.end`)."""
+    both = {"server", "supervisor"} <= {*victims}
+    if both:
+        server.process.send_signal(signal.SIGSTOP)
+    for victim in victims:
+        server.kill(victim)
+    if victims == ("supervisor",):
+        assert json.loads(server.line()) == ["SandboxLost"] * 2
+    if both:
+        server.process.wait()
+    server.wait_until_gone("inside", "helpers", *([] if both else ["groups", "files"]))
+
+
+def test_a_terminated_supervisor_cleans_up(server: Server) -> None:
+    os.kill(server.facts["supervisor"], signal.SIGTERM)
+    server.wait_until_gone("inside", "helpers", "groups", "files")
+
+
+def test_nothing_of_a_live_owner_is_touched(server: Server, state: Path) -> None:
+    assert state_dir.sweep(state) == []
+    first, second = server.facts["inits"]
+    assert all(state_dir.start_time(pid) == server.inside[pid] for pid in (first, second))
+    server.kill("first process")
+    deadline = time.monotonic() + gone_within_s()
+    while len(list(server.folder.glob("b-*"))) > 1:
+        assert time.monotonic() < deadline, server.remains()
+        time.sleep(0.02)
+    assert state_dir.start_time(first) is None
+    assert state_dir.start_time(second), "it was another sandbox's"
+
+
+def test_a_folder_that_somebody_has_cleared_away_is_no_error_at_the_end(state: Path) -> None:
+    folder, lock = state_dir.take(state)
+    remove_tree(folder)
+    state_dir.clear(folder)
+    os.close(lock)
+
+
+@pytest.mark.long("the supervisor is killed 8 times under 500 sandboxes")
+@pytest.mark.timeout(7200)
+def test_a_supervisor_of_many_that_is_killed_leaves_nothing(image: Path, runtime: Runtime) -> None:
+    for number in range(8):
+        server = Server(image, 500, "direct" if number % 4 else "runtime")
+        try:
+            time.sleep(random.Random(number).uniform(0, 0.3))
+            server.kill("supervisor")
+            server.wait_until_gone("inside", "helpers", "groups")
+            assert json.loads(server.line()) == ["SandboxLost"] * 500
+        finally:
+            server.end()
+
+
+# Any order of what can happen to sandboxes of one process
+
+
+async def usable(box: Container) -> None:
+    """Wait until commands are taken; as long as a pause that was given up is still under way they are refused."""
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(InfrastructureError):
+                assert (await box.run("echo alive")).stdout == "alive\n"
+                return
+            await asyncio.sleep(0.05)
+
+
+BEATS = "(setsid sh -c 'trap \"\" HUP TERM; while :; do echo >> /tmp/beats; sleep 0.01; done' >/dev/null 2>&1 &)"
+
+
+class Lives(RuleBasedStateMachine):
+    """Sandboxes and what they must be: alive, paused or ended."""
+
+    image: Path
+    state: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.boxes: list[Container] = []
+
+    def do[T](self, work: Awaitable[T]) -> T:
+        async def bounded() -> T:
+            async with asyncio.timeout(60):
+                return await work
+
+        return self.runner.run(bounded())
+
+    @property
+    def alive(self) -> list[Container]:
+        return [box for box in self.boxes if box.alive]
+
+    @precondition(lambda self: len(self.boxes) < 4)
+    @rule(start=st.sampled_from(["direct", "direct", "runtime"]))
+    def start(self, start: Start) -> None:
+        box = self.do(Container.start(ContainerSpec(image=self.image, start=start)))
+        self.do(box.run(BEATS))
+        self.boxes.append(box)
+
+    @rule(delay_s=st.sampled_from([0.0, 0.01, 0.04]))
+    def give_a_start_up(self, delay_s: float) -> None:
+        async def give_up() -> None:
+            starting = asyncio.create_task(Container.start(ContainerSpec(image=self.image)))
+            await asyncio.sleep(delay_s)
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await starting).close()  # on a busy machine it may be there by now
+
+        before = len(sandboxes(self.state))
+        self.do(give_up())
+        assert len(sandboxes(self.state)) == before
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def run(self, data: st.DataObject) -> None:
+        box = data.draw(st.sampled_from(self.alive))
+        done = self.do(box.run("kill -9 -1; kill -15 1; rm -f /tmp/beats; " + BEATS + "; echo alive"))
+        assert done.stdout == "alive\n", "killing all that it can leaves a sandbox usable"
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), delay_s=st.sampled_from([0.0, 0.002, 0.02]), busy=st.booleans())
+    def give_a_command_up(self, data: st.DataObject, delay_s: float, busy: bool) -> None:
+        box = data.draw(st.sampled_from(self.alive))
+
+        async def give_up() -> None:
+            running = asyncio.create_task(box.run("exec sleep 5432"))
+            await asyncio.sleep(delay_s)
+            if busy:
+                os.kill(supervisor(), signal.SIGSTOP)
+            running.cancel()
+            await asyncio.wait([running])
+            if busy:
+                os.kill(supervisor(), signal.SIGCONT)
+            while (await box.run("ps -A -o args= | grep '^sleep 5432'")).stdout:
+                await asyncio.sleep(0.05)
+
+        self.do(give_up())
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), given_up=st.booleans())
+    def pause(self, data: st.DataObject, given_up: bool) -> None:
+        box = data.draw(st.sampled_from(self.alive))
+        beats = box.folder / "overlay/upper/tmp/beats"
+
+        async def pause() -> None:
+            pausing = asyncio.create_task(box.pause())
+            if given_up:
+                await asyncio.sleep(0.002)
+                pausing.cancel()
+            await asyncio.wait([pausing])
+            if box.paused:
+                with pytest.raises(InfrastructureError, match="paused"):
+                    await box.run("true")
+                before = beats.stat().st_size
+                await asyncio.sleep(0.1)
+                assert beats.stat().st_size == before
+                await box.resume()
+            await usable(box)
+            before = beats.stat().st_size
+            while beats.stat().st_size == before:
+                await asyncio.sleep(0.02)
+
+        self.do(pause())
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def kill_the_first_process(self, data: st.DataObject) -> None:
+        box = data.draw(st.sampled_from(self.alive))
+        running = self.begin(box)
+        [number, *_rest] = (box.folder / state_dir.SPACE_FILE).read_text().split()
+        os.kill(int(number), signal.SIGKILL)
+        with pytest.raises(SandboxLost):
+            self.do(running)
+        assert not box.alive
+
+    @precondition(lambda self: self.alive)
+    @rule()
+    def kill_the_supervisor(self) -> None:
+        boxes, owner = self.alive, self.alive[0].folder.parent
+        running = [self.begin(box) for box in boxes]
+        os.kill(supervisor(), signal.SIGKILL)
+        for task in running:
+            with pytest.raises(SandboxLost):
+                self.do(task)
+        self.do(self.until_gone(owner))
+        assert not any(box.alive for box in boxes)
+
+    def begin(self, box: Container) -> Awaitable[Any]:
+        async def begin() -> asyncio.Task[Any]:
+            return asyncio.create_task(box.run("exec sleep 1000"))
+
+        return self.runner.run(begin())
+
+    async def until_gone(self, owner: Path) -> None:
+        while await asyncio.to_thread(owner.exists):
+            await asyncio.sleep(0.02)
+
+    @precondition(lambda self: self.boxes)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        box = data.draw(st.sampled_from(self.boxes))
+        self.do(box.close())
+        self.do(box.close())
+        assert not box.folder.exists()
+        with pytest.raises(SandboxLost):
+            self.do(box.run("true"))
+        self.boxes.remove(box)
+
+    def teardown(self) -> None:
+        for box in self.boxes:
+            self.do(box.close())
+        self.runner.close()
+        assert sandboxes(self.state) == []
+
+
+def test_no_order_of_faults_leaves_anything_or_hangs(image: Path, runtime: Runtime, state: Path) -> None:
+    runtime.activate()
+    machine = type("Lives", (Lives,), {"image": image, "state": state})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=100 if LONG else 4,
+            stateful_step_count=12,
+            # A shrunk example would say little, as time plays its part, and take long.
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+# Faults at one moment that chance does not meet
+
+
+async def test_an_end_that_is_asked_for_as_the_turn_comes_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be up, while its end waits for that of its first process for ever."""
+    client: Any = Mock()
+    box = sandbox.Sandbox("b-1", tmp_path, request_for(), [client], [])
+    boxes = lifecycle.Sandboxes(tmp_path, Mock(fork=Mock(side_effect=OSError)), None, AsyncMock())
+    boxes._all[box.name], boxes._creation = box, AsyncMock()
+    monkeypatch.setattr(boxes, "_accepted", lambda *_order: box)
+    others = [boxes._starts.of(str(number)) for number in range(2 * creation.AT_ONCE)]
+    for other in others:
+        await other.__aenter__()
+    creating = asyncio.create_task(boxes.create(client, request_for(), []))
+    await asyncio.sleep(0.01)
+    await others[0].__aexit__(None, None, None)
+    closing = asyncio.create_task(boxes.destroy(box.name))
+    boxes._close(box)
+    with pytest.raises(sandbox.NoSandbox):
+        await creating
+    await closing
+    boxes._creation.create.assert_not_called()
+
+
+@pytest.mark.parametrize("fails", ["looking", "telling"])
+async def test_an_end_goes_on_whatever_fails_at_its_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    box = sandbox.Sandbox("b-1", tmp_path, request_for(), [], [], stage=sandbox.Stage.UP)
+    box.created.set()
+    box.space = Mock(init=1, alive=False)
+    boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
+    boxes._loop, boxes._all, boxes._inits = asyncio.get_running_loop(), {"b-1": box}, {}
+    boxes._watchdog, boxes._launcher, boxes.on_gone = Mock(), AsyncMock(), []
+    failing = Mock(side_effect=OSError(errno.ENOSPC, "full"))
+    if fails == "looking":
+        monkeypatch.setattr(lifecycle, "look_for_first", failing)
+    else:
+        boxes._watchdog.tell = failing
+    boxes._close(box)
+    failing.assert_called_once()
+    assert not boxes._all
+
+
+async def nothing_left(container: Container, program: str, files: int) -> None:
+    """Wait until no such program runs inside, and see that this process has no more open files than before."""
+    async with asyncio.timeout(10):
+        while (await container.run(f"pgrep -x {program}")).exit_code == 0:
+            await asyncio.sleep(0.02)
+    assert open_files() == files
+
+
+async def test_a_shell_that_is_given_up_while_it_starts_is_ended(
+    container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await container.run("true")
+    connect = BashChannel.connect
+
+    def give_up(self: BashChannel, pid: int, terminal: int) -> None:
+        connect(self, pid, terminal)
+        starting.cancel()
+
+    monkeypatch.setattr(BashChannel, "connect", give_up)
+    files = open_files()
+    starting = asyncio.create_task(Shell.start(container))
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+    await nothing_left(container, "bash", files)
+
+
+async def test_files_of_an_answer_that_comes_too_late_by_nothing_are_closed(
+    container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heard in the very turn of the loop in which who asked is cancelled."""
+    await container.run("true")
+    settle = Link._settle
+
+    def give_up(self: Link, message: Any, files: list[int]) -> None:
+        settle(self, message, files)
+        if files:
+            opening.cancel()
+
+    monkeypatch.setattr(Link, "_settle", give_up)
+    files = open_files()
+    opening = asyncio.create_task(container.spawn(["sleep", "100"], terminal=(24, 80)))
+    await asyncio.wait([opening])
+    assert opening.cancelled()
+    await nothing_left(container, "sleep", files)
+
+
+async def test_files_of_an_answer_that_nobody_waits_for_are_closed(container: Container) -> None:
+    link = container._link
+    read, write = os.pipe()
+    link._settle({"id": -1}, [read])
+    with pytest.raises(BrokenPipeError):
+        os.write(write, b"x")
+    os.close(write)
+
+
+async def test_a_sandbox_whose_snapshot_is_given_up_goes_on(container: Container, tmp_path: Path) -> None:
+    taking = asyncio.create_task(snapshots.take(container, tmp_path, "x"))
+    await asyncio.sleep(0.004)
+    taking.cancel()
+    await asyncio.wait([taking])
+    assert taking.cancelled()
+    assert not container.paused
+    await usable(container)
+
+
+async def test_what_went_with_its_supervisor_is_closed_without_complaint(kernel_image: Path, runtime: Runtime) -> None:
+    container = await Container.start(ContainerSpec(image=kernel_image), runtime)
+    shell, kernel = await Shell.start(container), await Kernel.start(container)
+    os.kill(supervisor(), signal.SIGKILL)
+    assert container.alive, "nobody has told yet"
+    await kernel.close()
+    await shell.close()
+    await container.close()
+
+
+async def test_create_use_destroy_cycles_leave_no_descriptor_process_or_file(
+    image: Path, runtime: Runtime, state: Path
+) -> None:
+    async def cycle() -> None:
+        async with await Container.start(ContainerSpec(image=image, ttl_s=3600.0), runtime) as container:
+            async with await Shell.start(container) as shell:
+                assert (await shell.run("echo hello > /tmp/x; cat /tmp/x")).output == "hello\n"
+            await container.run("mkdir -p /tmp/a/b && touch /tmp/a/b/c && chmod 000 /tmp/a/b /tmp/a")
+
+    def counts() -> tuple[int, int, int, int]:
+        children = Path(f"/proc/{supervisor()}/task/{supervisor()}/children").read_text().split()
+        theirs = sum(1 for _ in Path(f"/proc/{supervisor()}/fd").iterdir())
+        return open_files(), theirs, len(children), len(list(state.rglob("*")))
+
+    await cycle()
+    before = counts()
+    for _ in range(5):
+        await cycle()
+    async with asyncio.timeout(10):
+        while counts() != before:
+            await asyncio.sleep(0.01)
+
+
+# A command that has to end does, wherever it is on its way, and whatever those inside do to it
+
+
+FREEZE = "(setsid sh -c 'while :; do kill -STOP -1; done' >/dev/null 2>&1 &)"
+"""Stops whatever comes, itself and the container's first process excepted."""
+
+
+@pytest.mark.parametrize("start", ["direct", "runtime"])
+async def test_a_time_limit_is_kept_where_newcomers_are_stopped(image: Path, runtime: Runtime, start: Start) -> None:
+    async with await Container.start(ContainerSpec(image=image, start=start), runtime) as container:
+        await container.run(FREEZE, timeout_s=1.0)  # it may stop the shell that starts it, too
+        # Far beyond what they may take together, and far below what it took to wait for each that was stopped.
+        async with asyncio.timeout(20):
+            done = [await container.run("exec sleep 4321", timeout_s=0.3) for _ in range(5)]
+        assert [(one.timed_out, one.exit_code) for one in done] == [(True, 137)] * 5
+        # Those that were stopped on their way hold nothing: the sandbox ends as any other.
+        async with asyncio.timeout(30):
+            await container.close()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_cancelled_command_never_runs_on(container: Container, busy: bool) -> None:
+    """Nor where the supervisor hears of that and of the command's begin at once."""
+    rng = random.Random(0)
+    for number in range(30):
+        task = asyncio.create_task(container.run(f"exec sleep 54{number:02}"))
+        await asyncio.sleep(rng.choice([0.0, 0.001, 0.002, 0.004, 0.008, 0.02]))
+        if busy:
+            os.kill(supervisor(), signal.SIGSTOP)
+            await asyncio.sleep(0.03)
+        task.cancel()
+        await asyncio.wait([task])
+        os.kill(supervisor(), signal.SIGCONT)
+    listed = "ps -A -o args= | grep '^sleep 54'"
+    async with asyncio.timeout(60):
+        while (await container.run(listed)).stdout:
+            await asyncio.sleep(0.05)
+    for _ in range(5):
+        assert (await container.run(listed)).stdout == "", "for a while nothing comes"
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
+async def test_a_command_that_waits_for_a_busy_supervisor_ends_in_time_and_does_not_run_on(
+    container: Container, killed: bool
+) -> None:
+    os.kill(supervisor(), signal.SIGSTOP)
+    running = asyncio.create_task(container.run("sleep 0.5; touch /ran", timeout_s=60 if killed else 0.2))
+    await asyncio.sleep(0.1)
+    if killed:
+        os.kill(supervisor(), signal.SIGKILL)
+        with pytest.raises(SandboxLost):
+            await running
+        return
+    async with asyncio.timeout(30):
+        assert (await running).timed_out
+    os.kill(supervisor(), signal.SIGCONT)
+    assert (await container.run("sleep 1; ls /ran")).stdout == ""
+
+
+async def test_other_signals_reach_the_whole_group(container: Container) -> None:
+    null = os.open("/dev/null", os.O_RDWR)
+    try:
+        process = await container.spawn(["/bin/sh", "-c", "sleep 1000 & wait"], [null] * 3)
+    finally:
+        os.close(null)
+    await container.signal(process, signal.SIGTERM)
+    async with asyncio.timeout(20):
+        assert await process.ended == -signal.SIGTERM
+    await container.signal(process, signal.SIGTERM)
