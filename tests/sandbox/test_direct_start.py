@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import shutil
@@ -261,6 +262,7 @@ async def test_a_prepared_image_is_kept_as_long_as_a_sandbox_has_it(
     async def ask(image: str) -> PreparedImage:
         return await kept.get(request_for(Path(image)))
 
+    gc.collect()  # files of other tests' objects would be closed meanwhile
     before = open_files()
     held.append(await ask("held"))
     for number in range(4):
