@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.tasks.workbench import observations
-from nemo_gym_prorl.tasks.workbench.observations import Output, error, exit_code, observation, result_text
+from nemo_gym_prorl.tasks.workbench import tools as observations
+from nemo_gym_prorl.tasks.workbench.tools import Output, error_text, exit_code, observation, result_text
 
 
 LIMIT = 1000
@@ -135,7 +135,7 @@ def test_a_sessions_mark_is_understood(head: str, omitted: int, tail: str) -> No
 
 @given(reason=st.text(max_size=5000))
 def test_errors_are_bounded(reason: str) -> None:
-    said = error(reason, limit=LIMIT)
+    said = error_text(reason, limit=LIMIT)
     assert said.startswith("Error: ")
     assert len(said.encode()) <= LIMIT
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.tasks.workbench import observations
-from nemo_gym_prorl.tasks.workbench.observations import Output, observation
-from nemo_gym_prorl.tasks.workbench.tools import Tally
+from nemo_gym_prorl.tasks.workbench import tools as observations
+from nemo_gym_prorl.tasks.workbench.tools import Output, Tally, observation
 
 
 FINE = {"calls": 1, "errors": 0, "timeouts": 0, "cut": 0}

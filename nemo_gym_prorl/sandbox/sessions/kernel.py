@@ -21,9 +21,8 @@ from nemo_gym_prorl.background import run_uncancellable
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
-from nemo_gym_prorl.sandbox.sessions.commands import DEATH_S
+from nemo_gym_prorl.sandbox.sessions.commands import DEATH_S, HeadTail
 from nemo_gym_prorl.sandbox.sessions.kernel_pipes import OUTPUT_LIMIT, CellOutput, KernelPipes
-from nemo_gym_prorl.sandbox.sessions.output import HeadTail
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost
 from nemo_gym_prorl.session_results import Cell
 

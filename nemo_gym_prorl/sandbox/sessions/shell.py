@@ -24,9 +24,14 @@ from collections.abc import Mapping
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.container import KILLED, Container
-from nemo_gym_prorl.sandbox.sessions.bash_channel import PROMPT, BashChannel, Outcome
+from nemo_gym_prorl.sandbox.sessions.bash_channel import (
+    PROMPT,
+    BashChannel,
+    ContainerTerminal,
+    Outcome,
+    TerminalOutput,
+)
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
-from nemo_gym_prorl.sandbox.sessions.terminal import ContainerTerminal, TerminalOutput
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready

@@ -22,11 +22,9 @@ from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
 from nemo_gym_prorl.tasks.swe.canaries import Canaries, canaries_of
-from nemo_gym_prorl.tasks.swe.changes import Patch, Solution, shown
+from nemo_gym_prorl.tasks.swe.changes import Patch, Protection, Solution, shown
 from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance
-from nemo_gym_prorl.tasks.swe.log_parsing import LogParser, ParserTimeout
-from nemo_gym_prorl.tasks.swe.paths import Protection
-from nemo_gym_prorl.tasks.swe.report import Report, compare
+from nemo_gym_prorl.tasks.swe.report import LogParser, ParserTimeout, Report, compare
 from nemo_gym_prorl.tasks.swe.repository import Laid, NotTaken, Repositories, end_of
 from nemo_gym_prorl.tasks.swe.testing import Run, TestLimits, lay_canaries, run_before, run_tests
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox

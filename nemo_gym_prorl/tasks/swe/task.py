@@ -11,10 +11,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nemo_gym_prorl.tasks.extras import require_extras
-from nemo_gym_prorl.tasks.swe.changes import Solution
+from nemo_gym_prorl.tasks.swe.changes import Protection, Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, row_of
-from nemo_gym_prorl.tasks.swe.paths import Protection
 from nemo_gym_prorl.tasks.swe.repository import Base, NotTaken, PatchLimits, Repositories
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench, workbench_schemas

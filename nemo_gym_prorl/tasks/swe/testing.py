@@ -36,7 +36,7 @@ LONGEST_STATE = 4 << 20
 LARGEST_TEST_FILE = 8 << 20
 MOST_TEST_FILES = 300
 
-_PLUGIN = ("__init__.py", "channel.py", "pytest_plugin.py", "unittest_plugin.py", "watch.py")
+_PLUGIN = ("__init__.py", "pytest_plugin.py", "unittest_plugin.py", "witness.py")
 
 _SETUP = """\
 work=$1 repo=$2

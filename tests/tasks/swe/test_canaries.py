@@ -162,7 +162,7 @@ FORGES = (
     + """
 import sys
 for name, module in list(sys.modules.items()):
-    if name.endswith(".channel") and hasattr(module, "CHANNEL"):
+    if name.endswith(".witness") and hasattr(module, "CHANNEL"):
         def send(kind, *values, send=module.CHANNEL.send):
             send(kind, *["passed" if (kind, value) == ("report", "failed") else value for value in values])
         module.CHANNEL.send = send

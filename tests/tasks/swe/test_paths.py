@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.tasks.swe.changes import LINK, Change, Entry, hash_of, ignored
+from nemo_gym_prorl.tasks.swe.changes import LINK, Change, Entry, Protection, hash_of, ignored, places, same_settings
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
-from nemo_gym_prorl.tasks.swe.paths import Protection, places, same_settings
 from tests.tasks.swe import records
 
 

@@ -11,8 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus
-from nemo_gym_prorl.tasks.swe.log_parsing import parse_r2e
-from nemo_gym_prorl.tasks.swe.report import PASSING, compare, read_records
+from nemo_gym_prorl.tasks.swe.report import PASSING, compare, parse_r2e, read_records
 from tests.tasks.swe import records
 
 
