@@ -37,8 +37,6 @@ ENOUGH = 24 << 20
 """Bytes of a flood after which it has shown what it does; more than may be kept."""
 
 SHELL_FLOODS = {
-    "zeros": "cat /dev/zero",
-    "jobs": "for i in 1 2 3 4; do yes & done; wait",
     "marks": "tr '\\0' '\\036' < /dev/zero",
     "bash's own errors": "while :; do echo xxxxxxxxxxxxxxxx; done >&10 2>/dev/null & yes",
     "prompts": 'PS1=$(head -c 60000 /dev/zero | tr "\\0" x); yes',

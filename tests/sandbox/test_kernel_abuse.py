@@ -42,25 +42,17 @@ def event(*parts):
 FORGED = {
     "endless event": "os.write(events, record(b'', 1))\nwhile True: os.write(events, record(bytes(4000), 0))",
     "no event": "while True: os.write(events, b'\\xff' * 4096)",
-    "empty events": "while True: os.write(events, record(b'') * 1000)",
     "unknown events": "while True: os.write(events, record(event(b'ruin', b'all')))",
-    "too many parts": "while True: os.write(events, record(event(*[b''] * 400)))",
 }
 """What no driver sends."""
 
 FLOODS = {
-    "lines": "while True: print('x' * 100)",
     "bytes": "while True: os.write(1, bytes(1 << 20))",
     "forged marks": "while True: os.write(1, (mark + b'       7') * 150 + (mark + b'   clear') * 10)",
-    "displays": "while True: display({'text/plain': 'x' * (1 << 20)}, raw=True)",
     "wide text": "while True: display({'text/plain': 'x' * (8_380_000) + chr(0x1F600)}, raw=True)",
     "tiny displays": "while True: os.write(events, record(event(b'data', b'', b'', b'')) * 100)",
     "updates": "while True: display({'text/plain': 'x' * 1000}, raw=True, display_id='same', update=True)",
-    "many types": "while True: display({str(n): 'x' for n in range(1000)}, raw=True)",
     "clears": "while True: clear_output()",
-    "errors": "while True: os.write(events, record(event(b'error', b'x' * 4000)))",
-    "pieces of nothing": "while True: os.write(events, record(b'', 0) * 1000)",
-    "numbers": "while True: os.write(events, record(event(b'omitted', b'99999999')) * 100)",
 }
 """What a driver may send, but never so much."""
 
@@ -142,7 +134,7 @@ async def test_a_kernel_that_forges_events_is_ended_and_costs_nobody(
 @pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
 async def test_a_kernel_that_floods_is_bounded_and_costs_nobody(flood: str, kernel: Kernel, neighbour: Kernel) -> None:
     async with bounded_memory():
-        running = asyncio.create_task(kernel.run(f"{OWN}\n{flood}", timeout_s=4))
+        running = asyncio.create_task(kernel.run(f"{OWN}\n{flood}", timeout_s=2))
         slowest = await slowest_cell(neighbour, running)
         cell = await running
     assert cell.timed_out
@@ -176,8 +168,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [1, 4])
-@pytest.mark.parametrize("sent", ["b'\\xff' * 4096", "b'\\x00\\x00\\x01' * 1000"])
+@pytest.mark.parametrize(("number", "sent"), [(1, "b'\\x00\\x00\\x01' * 1000"), (4, "b'\\xff' * 4096")])
 async def test_a_flood_from_the_first_byte_is_bounded(
     sent: str, number: int, kernel_image: Path, runtime: Runtime, neighbour: Kernel, tmp_path: Path
 ) -> None:
