@@ -45,6 +45,7 @@ from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import LEASE_SWEEPS, STOP_AGAIN_S, SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
+from tests.conftest import LONG
 from tests.rollout.virtual_time import VirtualTimeLoop, run_in_virtual_time
 
 
@@ -431,30 +432,21 @@ PLAN = Plan()
 @pytest.mark.parametrize(
     ("plan", "events", "attempts"),
     [
-        pytest.param(PLAN, [], 1, id="nothing happens"),
         pytest.param(replace(PLAN, work=25, grade=50), [], 1, id="it works for longer than a lease"),
         pytest.param(PLAN, [(0.5, "kill", 0)], 1, id="an agent dies while its sandbox comes up"),
         pytest.param(PLAN, [(1.5, "kill", 0)], 1, id="... while its session is made ready"),
-        pytest.param(PLAN, [(2, "kill", 0)], 1, id="... as it is answered"),
         pytest.param(PLAN, [(5, "kill", 0)], 1, id="... during a call"),
         pytest.param(PLAN, [(14, "kill", 0)], 1, id="... during its verdict"),
-        pytest.param(PLAN, [(5, "kill", 0), (8, "cut", 2)], 1, id="... beside a partition"),
         pytest.param(replace(PLAN, work=FOR_EVER), [(5, "kill", 600)], None, id="... for long, in an endless call"),
         pytest.param(PLAN, [(1.5, "cut", 1)], 2, id="the answer of a seed is lost"),
-        pytest.param(PLAN, [(2, "cut", 1)], None, id="... or has just come"),
         pytest.param(replace(PLAN, prepare=FOR_EVER), [(20, "cancel", 0)], None, id="a session is never made ready"),
-        pytest.param(replace(PLAN, prepare=FOR_EVER), [(20, "kill", 0)], None, id="... and its agent dies"),
-        pytest.param(replace(PLAN, open=FOR_EVER), [(20, "cancel", 0)], None, id="its tools never open"),
         pytest.param(PLAN, [(7, "cancel", 0), (7, "cut", 3)], None, id="a release is lost"),
-        pytest.param(replace(PLAN, grade=100), [(15, "cancel", 0), (15, "cut", 3)], None, id="the close is lost"),
         pytest.param(replace(PLAN, artefacts=FOR_EVER), [], None, id="nothing can be taken out"),
         pytest.param(replace(PLAN, artefacts=FOR_EVER), [(15, "kill", 0)], None, id="... and the agent dies"),
         pytest.param(replace(PLAN, grade=FOR_EVER), [(20, "cancel", 0)], None, id="a verdict never ends"),
         pytest.param(replace(PLAN, grade=FOR_EVER), [(20, "kill", 0)], None, id="... and its agent dies"),
         pytest.param(replace(PLAN, stuck=2), [], None, id="a sandbox does not stop at once"),
-        pytest.param(replace(PLAN, stuck=2), [(14, "kill", 0)], None, id="... nor one that is graded in"),
         pytest.param(replace(PLAN, close=70), [], None, id="stopping takes longer than it may"),
-        pytest.param(replace(PLAN, refused=1), [(0.5, "kill", 0)], None, id="none comes up beside a kill"),
         pytest.param(PLAN, [(5, "stop", LEASE_S - 2 * RENEW_S)], 1, id="an agent stands still for a while"),
         pytest.param(PLAN, [(5, "stop", 600)], None, id="... for long"),
         pytest.param(PLAN, [(5, "stall", 50)], 1, id="all stand still"),
@@ -494,7 +486,7 @@ def test_no_sandbox_outlives_its_rollout(plan: Plan, events: list[tuple[float, s
         max_size=5,
     ),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=200 if LONG else 12)
 def test_whatever_happens_no_sandbox_outlives_its_rollout(
     plans: list[Plan], events: list[tuple[float, str, float]]
 ) -> None:
@@ -541,15 +533,10 @@ async def seeds(app: Any, *callers: tuple[float, str, float]) -> list[Caller | N
 
 MAKING = Plan(create=5.0, prepare=5.0)
 SEEDS = {
-    "one": [(0, "a", FOR_EVER)],
-    "who hangs up while its sandbox comes up": [(0, "a", 3)],
     "who hangs up while it is made ready": [(0, "a", 7)],
     "a retry before the first call was cut": [(0, "a", 7), (2, "a", FOR_EVER)],
     "a retry after it was cut": [(0, "a", 7), (7.5, "a", FOR_EVER)],
-    "a retry as the first is answered and cut": [(0, "a", 10), (2, "a", FOR_EVER)],
-    "two that hang up": [(0, "a", 7), (2, "a", 30)],
     "a retry that hangs up while the first waits": [(0, "a", FOR_EVER), (2, "a", 1)],
-    "a retry that hangs up as the first is answered": [(0, "a", FOR_EVER), (2, "a", 8)],
     "another row in place of the first": [(0, "a", FOR_EVER), (2, "b", FOR_EVER)],
     "another row that is given up": [(0, "a", FOR_EVER), (2, "b", 12)],
     "who hangs up while the sandbox of a bad row goes": [(0, "bad", 12)],
@@ -571,21 +558,6 @@ def test_the_last_who_was_answered_has_the_one_sandbox(callers: list[tuple[float
             closer = Caller(app)
             await closer.post("/close_session", {"resources_session_id": "s1"})
             assert not world.boxes
-
-    run_in_virtual_time(run())
-
-
-@pytest.mark.parametrize("after_s", [0, 3, 7, 10, 12])
-def test_a_server_that_ends_takes_its_sandboxes_along(after_s: float) -> None:
-    """While one comes up, is made ready, is there."""
-
-    async def run() -> None:
-        world = Provider.world = World({"a": MAKING})
-        async with serving() as app:
-            seeding = asyncio.create_task(seeds(app, (0, "a", FOR_EVER)))
-            await asyncio.sleep(after_s)
-        assert not world.boxes
-        await seeding
 
     run_in_virtual_time(run())
 
@@ -636,7 +608,7 @@ async def graded(sessions: Sessions[Any, str]) -> float:
 async def test_cut_at_any_step(life: Callable[..., Awaitable[Any]], cut: str, beside: bool) -> None:
     """A caller is cancelled, the session is closed, or all are, at each step of the event loop; a second caller that
     asks for the same session has it all the same if only the first was cancelled."""
-    for steps in range(60):
+    for steps in range(0, 60, 1 if LONG else 2):
         world = Provider.world = World({"a": AT_ONCE})
         sessions: Sessions[Any, str] = Sessions(Steps(), start, SessionLimits())
         first = asyncio.create_task(life(sessions))
