@@ -325,7 +325,7 @@ async def test_all_of_the_output_is_there_at_the_end(shell: Shell) -> None:
 async def test_an_end_of_file_can_be_typed_and_the_window_changed(shell: Shell) -> None:
     await shell.run("cat; stty size", silence_s=0.1)
     shell.terminal.setwinsize(11, 22)
-    await shell.eof()
+    await shell.send("\x04")
     assert (await shell.wait()).output == "11 22\n"
     shell.terminal.setecho(True)
     await shell.run("read line", silence_s=0.1)

@@ -95,6 +95,7 @@ async def grade(row: dict[str, Any], patch: str) -> dict[str, Any]:
     return await play(as_shipped(SERVER, ProRLSweServer), asked, SERVER / "none")
 
 
+@pytest.mark.long("a package's tests run once for each of many mistakes")
 @pytest.mark.sandbox
 async def test_a_package_becomes_tasks_that_are_graded_as_they_should(tmp_path: Path) -> None:
     package = distribution(tmp_path / "sources")

@@ -67,8 +67,6 @@ class Plan:
     artefacts: float = 0.0
     grade: float = 5.0
     create: float = 1.0
-    bad: bool = False
-    """It can't be made ready."""
     refused: int = 0
     """Creations that fail."""
     close: float = 0.0
@@ -171,8 +169,6 @@ class Steps:
 
     async def prepare(self, row: Mapping[str, Any], tools: Work) -> None:
         await asyncio.sleep(Provider.world.plans[row["name"]].prepare)
-        if Provider.world.plans[row["name"]].bad:
-            raise RuntimeError("it can't be prepared")
 
     async def artefacts(self, row: Mapping[str, Any], tools: Work) -> str:
         await asyncio.sleep(Provider.world.plans[row["name"]].artefacts)
@@ -492,74 +488,6 @@ def test_whatever_happens_no_sandbox_outlives_its_rollout(
 ) -> None:
     jobs = play({f"r{number}": plan for number, plan in enumerate(plans)}, *events)
     assert all(job.state.terminal for job in jobs.values())
-
-
-class Caller:
-    """Whoever seeds sessions under names of its own, without leases, as Gym's environment servers do."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-        self.jar = CookieJar()
-
-    async def post(self, path: str, body: Any, hang_up_s: float = FOR_EVER) -> int | None:
-        """The status; ``None`` if the caller hung up before it came."""
-        wire = Wire(self._app)
-        try:
-            async with asyncio.timeout(hang_up_s):
-                return (await wire.post(path, body, self.jar)).status
-        except TimeoutError:
-            return None
-        except InfrastructureError as error:
-            return 410 if error.kind is FailureKind.SESSION_LOST else 500
-
-    async def seed(self, row: str, hang_up_s: float) -> int | None:
-        envelope = {"resources_session_id": "s1", "episode_id": "e", "task_id": "t", "task_data": {"name": row}}
-        return await self.post("/seed_session", envelope, hang_up_s)
-
-    async def works(self) -> bool:
-        return await self.post("/work", {"seconds": 0}) == 200
-
-
-async def seeds(app: Any, *callers: tuple[float, str, float]) -> list[Caller | None]:
-    """Who asks when for which row, and hangs up how much later; those that were answered."""
-
-    async def seed(after: float, row: str, hang_up_s: float) -> Caller | None:
-        await asyncio.sleep(after)
-        caller = Caller(app)
-        return caller if await caller.seed(row, hang_up_s) == 200 else None
-
-    return await asyncio.gather(*(seed(*caller) for caller in callers))
-
-
-MAKING = Plan(create=5.0, prepare=5.0)
-SEEDS = {
-    "who hangs up while it is made ready": [(0, "a", 7)],
-    "a retry before the first call was cut": [(0, "a", 7), (2, "a", FOR_EVER)],
-    "a retry after it was cut": [(0, "a", 7), (7.5, "a", FOR_EVER)],
-    "a retry that hangs up while the first waits": [(0, "a", FOR_EVER), (2, "a", 1)],
-    "another row in place of the first": [(0, "a", FOR_EVER), (2, "b", FOR_EVER)],
-    "another row that is given up": [(0, "a", FOR_EVER), (2, "b", 12)],
-    "who hangs up while the sandbox of a bad row goes": [(0, "bad", 12)],
-}
-
-
-@pytest.mark.parametrize("callers", SEEDS.values(), ids=SEEDS)
-def test_the_last_who_was_answered_has_the_one_sandbox(callers: list[tuple[float, str, float]]) -> None:
-    async def run() -> None:
-        world = Provider.world = World({"a": MAKING, "b": MAKING, "bad": replace(MAKING, bad=True, close=5.0)})
-        async with serving() as app:
-            answered = [caller for caller in await seeds(app, *callers) if caller is not None]
-            await asyncio.sleep(30)
-            replaced = {row for _, row, _ in callers} == {"a", "b"}
-            assert len(world.boxes) <= 1
-            assert replaced or bool(world.boxes) == bool(answered)
-            if answered and not replaced:
-                assert await answered[-1].works()
-            closer = Caller(app)
-            await closer.post("/close_session", {"resources_session_id": "s1"})
-            assert not world.boxes
-
-    run_in_virtual_time(run())
 
 
 def test_one_that_never_stops_keeps_no_other_alive() -> None:

@@ -242,10 +242,6 @@ class Shell:
         if self.running and not self._over_with():
             self._press()
 
-    async def eof(self) -> None:
-        """Press Ctrl-D: what reads the terminal comes to an end of its input."""
-        self.terminal.press_control("d")
-
     @property
     def terminal(self) -> ContainerTerminal:
         """Its terminal, for ptyprocess's ``setwinsize``, ``setecho`` and so on.
