@@ -31,7 +31,7 @@ from nemo_gym_prorl.sandbox.sessions.bash_channel import (
     Outcome,
     TerminalOutput,
 )
-from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
+from nemo_gym_prorl.sandbox.sessions.broken import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
@@ -138,7 +138,7 @@ class Shell:
         if trouble:
             bash, trouble = self._bash, trouble.strip()[-400:]
             await self.close()
-            await check_agents(self._container, "bash", bash, trouble)
+            await blame_agent(self._container, "bash", bash, trouble)
             raise InfrastructureError(
                 f"a shell session needs bash in the image: {trouble}", kind=FailureKind.PROVIDER_UNAVAILABLE
             )
@@ -262,7 +262,7 @@ class Shell:
         self.running = False
 
     def _over(self) -> RolloutError:
-        return why_over(self._container, "shell", self._bash, ours=self._killed)
+        return session_end_error(self._container, "shell", self._bash, ours=self._killed)
 
     def _let_go(self) -> None:
         """Close every file."""

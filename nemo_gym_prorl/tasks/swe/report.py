@@ -184,7 +184,7 @@ _LONGEST_NAME = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RunnerRecords:
     """What the plugin told.
 
     Attributes:
@@ -210,7 +210,7 @@ class Told:
         return "\n".join([*said, f"=== {SUMMARY} ===", *lines, ""])
 
 
-def read_records(raw: bytes, secret: str) -> Told:
+def read_records(raw: bytes, secret: str) -> RunnerRecords:
     """Read what came through the channel."""
     phases: dict[str, dict[str, str]] = {}
     tampering: list[str] = []
@@ -218,12 +218,12 @@ def read_records(raw: bytes, secret: str) -> Told:
     for number, line in enumerate(raw.splitlines(), start=1):
         code, _, body = line.partition(b" ")
         if not hmac.compare_digest(hmac.new(secret.encode(), body, hashlib.sha256).hexdigest().encode(), code):
-            return Told(forged="something else wrote to the channel of the test runner")
+            return RunnerRecords(forged="something else wrote to the channel of the test runner")
         count, kind, *values = json.loads(body)
         if count != number:
-            return Told(forged="records of the test runner are missing")
+            return RunnerRecords(forged="records of the test runner are missing")
         if ended:
-            return Told(forged="the test runner went on after its end")
+            return RunnerRecords(forged="the test runner went on after its end")
         match kind, values:
             case "begin", _:
                 begun = True
@@ -237,7 +237,7 @@ def read_records(raw: bytes, secret: str) -> Told:
             case "changed", [name]:
                 tampering.append(f"{name} was replaced")
     statuses = {name: _status(by_phase) for name, by_phase in phases.items()}
-    return Told(statuses, begun, ended, None, tuple(tampering))
+    return RunnerRecords(statuses, begun, ended, None, tuple(tampering))
 
 
 def _status(phases: Mapping[str, str]) -> str:

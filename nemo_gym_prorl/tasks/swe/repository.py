@@ -209,7 +209,7 @@ LONGEST_LISTING = 64 << 20
 BASH = "bash --noprofile --norc"
 
 
-class NotTaken(Exception):
+class PatchExtractionError(Exception):
     """What the policy left can't be taken out, by its own doing; says why."""
 
 
@@ -234,11 +234,11 @@ class WorkFolder:
         """A file in it that has to be there.
 
         Raises:
-            NotTaken: it is not.
+            PatchExtractionError: it is not.
         """
         taken = await self.take(name, limit=LONGEST_LISTING)
         if taken.content is None:
-            raise NotTaken(taken.problem or name)
+            raise PatchExtractionError(taken.problem or name)
         return taken.content.decode("utf-8", "backslashreplace")
 
     async def run(self, script: str, *arguments: str, timeout_s: float, shell: str = "sh") -> ExecResult:
@@ -250,7 +250,7 @@ class WorkFolder:
         """A script where the policy has been: that it fails is the policy's doing if the sandbox lives.
 
         Raises:
-            NotTaken: it failed.
+            PatchExtractionError: it failed.
             AgentError: the policy used up its sandbox.
             InfrastructureError: the sandbox is gone.
         """
@@ -258,7 +258,7 @@ class WorkFolder:
         if done.return_code == 0 and done.error_type is None:
             return
         await self.require_sandbox()
-        raise NotTaken(f"the repository can't be read: {end_of(done)}")
+        raise PatchExtractionError(f"the repository can't be read: {end_of(done)}")
 
     async def require_sandbox(self) -> None:
         """See that the sandbox lives, if it can tell.
@@ -316,7 +316,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class AppliedSolution:
     """A solution in a sandbox, with the tests.
 
     Attributes:
@@ -408,7 +408,7 @@ class Repositories:
         """What the policy changed.
 
         Raises:
-            NotTaken: it can't be had, by the policy's doing.
+            PatchExtractionError: it can't be had, by the policy's doing.
             AgentError: the policy used up its sandbox.
             InfrastructureError: the sandbox is gone.
         """
@@ -423,10 +423,10 @@ class Repositories:
         try:
             after = await asyncio.to_thread(changes.read_listing, await work.text("after"))
         except changes.BadListing as error:
-            raise NotTaken(str(error)) from error
+            raise PatchExtractionError(str(error)) from error
         found = changes.changed(base.listing, after)
         if len(found) > limits.files:
-            raise NotTaken(f"{len(found)} files were changed, more than {limits.files}")
+            raise PatchExtractionError(f"{len(found)} files were changed, more than {limits.files}")
         wanted = {change.entry.blob for change in found if change.entry is not None}
         settings = [change.path for change in found if protection.by_content(changes.shown(change.path))]
         wanted |= {base.listing[path].blob for path in settings if path in base.listing}
@@ -437,7 +437,7 @@ class Repositories:
             kept, contents, left_out, changes.ignored(kept, base.listing, contents, protection, base.places)
         )
 
-    async def lay(self, work: WorkFolder, instance: SweInstance, base: Base, solution: Solution) -> Laid:
+    async def lay(self, work: WorkFolder, instance: SweInstance, base: Base, solution: Solution) -> AppliedSolution:
         """Lay what counts of a solution over the base in a sandbox that was made ready, and the hidden tests, unless
         something comes before them: that finds the tests that the base has, and they come by :meth:`lay_tests`.
 
@@ -457,13 +457,15 @@ class Repositories:
         if kept:
             await work.run('rm "$1/kept.tar"', timeout_s=self._limits.timeout_s)
         files = {path: entry.blob for path, entry in listing.items()}
-        return Laid(work, changes.read_patch(patch.content or b"", solution, base.listing), files, tests, hidden)
+        return AppliedSolution(
+            work, changes.read_patch(patch.content or b"", solution, base.listing), files, tests, hidden
+        )
 
-    async def lay_tests(self, laid: Laid, instance: SweInstance) -> None:
+    async def lay_tests(self, laid: AppliedSolution, instance: SweInstance) -> None:
         """Lay hidden tests, and what activates the environment, after code of the policy has run.
 
         Raises:
-            NotTaken: it can't be done, by the policy's doing.
+            PatchExtractionError: it can't be done, by the policy's doing.
             AgentError: the policy used up its sandbox.
             InfrastructureError: the sandbox is gone.
         """
@@ -485,7 +487,9 @@ class Repositories:
         await work.step(CONTENTS, instance.repo_folder, str(limit + 1), timeout_s=timeout_s)
         taken = await work.take("contents", limit=limit)
         if taken.content is None:
-            raise NotTaken(f"the changed files are more than {self._limits.total_kib} KiB: {taken.problem}")
+            raise PatchExtractionError(
+                f"the changed files are more than {self._limits.total_kib} KiB: {taken.problem}"
+            )
         return await asyncio.to_thread(changes.read_contents, taken.content)
 
 
