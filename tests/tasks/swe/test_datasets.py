@@ -127,7 +127,6 @@ def test_a_script_without_its_marks_is_refused() -> None:
     [
         ("pandas-dev/pandas", "1.5", "-ve . --no-build-isolation", "pytest -rA --tb=long lib"),
         ("conan-io/conan", "2.0", "PIP_CONSTRAINT", "pytest -n0 -rA lib"),
-        ("conan-io/conan", "1.62", "export PYTHONPATH=", "pytest -n0 -rA lib"),
         ("python/mypy", "0.9", "pytest-xdist", "pytest -n0 -rA -k 'testA or testB'"),
         ("python/mypy", "1.7", "hash -r", "pytest -rA -k 'testA or testB'"),
     ],
