@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A program that says more than anybody can read, by any way out of its sandbox, and what its neighbours have of it.
+"""Programs that say more than anybody can read, or speak in a kernel's place: what they send costs the server little.
 
 All sandboxes of a server share its event loop. So a flood costs nobody anything if each turn of the loop takes a
-bounded piece of it, and if what is kept of it is bounded, too: else each piece costs more than the one before.
+bounded piece of it, and if what is kept of it is bounded, too.
 """
 
 from __future__ import annotations
@@ -11,132 +11,224 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
-import tracemalloc
-from asyncio import events
+import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
+from nemo_gym_prorl.failures import AgentError, Origin, RolloutError, Stage, classify
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions.kernel import Kernel, KernelBroken
+from nemo_gym_prorl.sandbox.sessions.kernel_pipes import DATA_LIMIT, OUTPUT_LIMIT
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 
 pytestmark = pytest.mark.sandbox
 
-MOST_A_CALLBACK = 2 << 20
-"""Bytes that one callback of the loop may read: sixteen reads of 64 KiB are usual."""
+MOST_MEMORY = 64 << 20
+"""By which the server may grow; each flood sends many times as much."""
 
-MOST_KEPT = 16 << 20
-"""Bytes by which all that Python holds may grow."""
+OWN = """
+import os, struct
+from IPython.display import clear_output, display
+channel = get_ipython().channel
+events, mark = channel._events, channel.mark
+def record(part, flags=3):
+    return struct.pack("!HB", len(part), flags) + part
+def event(*parts):
+    return b"".join(struct.pack("!I", len(part)) + part for part in parts)
+"""
+"""Run in a kernel, in which it finds the pipes of its driver."""
 
-ENOUGH = 24 << 20
-"""Bytes of a flood after which it has shown what it does; more than may be kept."""
+FORGED = {
+    "endless event": "os.write(events, record(b'', 1))\nwhile True: os.write(events, record(bytes(4000), 0))",
+    "no event": "while True: os.write(events, b'\\xff' * 4096)",
+    "unknown events": "while True: os.write(events, record(event(b'ruin', b'all')))",
+}
+"""What no driver sends."""
+
+FLOODS = {
+    "bytes": "while True: os.write(1, bytes(1 << 20))",
+    "forged marks": "while True: os.write(1, (mark + b'       7') * 150 + (mark + b'   clear') * 10)",
+    "wide text": "while True: display({'text/plain': 'x' * (8_380_000) + chr(0x1F600)}, raw=True)",
+    "tiny displays": "while True: os.write(events, record(event(b'data', b'', b'', b'')) * 100)",
+    "updates": "while True: display({'text/plain': 'x' * 1000}, raw=True, display_id='same', update=True)",
+    "clears": "while True: clear_output()",
+}
+"""What a driver may send, but never so much."""
+
+
+@contextlib.asynccontextmanager
+async def bounded_memory() -> AsyncIterator[None]:
+    """In the block this process does not grow by much."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = most = resident()
+
+    async def look() -> None:
+        nonlocal most
+        while True:
+            most = max(most, resident())
+            # Enough has been seen; the machine is others' too.
+            assert most - before < 4 * MOST_MEMORY
+            await asyncio.sleep(0.01)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        looking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await looking
+        print(f"GREW by {(most - before) >> 20} MiB")
+        assert most - before < MOST_MEMORY
+
+
+@pytest_asyncio.fixture
+async def kernel(kernel_image: Path, runtime: Runtime) -> AsyncIterator[Kernel]:
+    container = await Container.start(ContainerSpec(image=kernel_image), runtime)
+    async with container, await Kernel.start(container) as live:
+        yield live
+
+
+@pytest_asyncio.fixture
+async def neighbour(kernel_image: Path, runtime: Runtime) -> AsyncIterator[Kernel]:
+    container = await Container.start(ContainerSpec(image=kernel_image), runtime)
+    async with container, await Kernel.start(container) as live:
+        yield live
+
+
+async def work(kernel: Kernel, during: asyncio.Task[Any]) -> None:
+    """Run cells while something else goes on; each comes to its end."""
+    done = 0
+    while not during.done():
+        assert (await kernel.run("1")).data == [{"text/plain": "1"}]
+        done += 1
+        await asyncio.sleep(0.01)
+    assert done
+
+
+@pytest.mark.parametrize("flood", FORGED.values(), ids=FORGED)
+async def test_a_kernel_that_forges_events_is_ended_and_costs_nobody(
+    flood: str, kernel: Kernel, neighbour: Kernel
+) -> None:
+    async with bounded_memory():
+        running = asyncio.create_task(kernel.run(f"{OWN}\n{flood}", timeout_s=150))
+        await work(neighbour, running)
+        cell = await running
+    assert cell.died
+    assert not cell.timed_out
+    assert "does not speak as one" in (cell.error or "")
+    with pytest.raises(KernelBroken) as caught:
+        await kernel.run("1")
+    failure = classify(caught.value, Stage.RUN)
+    assert failure.origin is Origin.AGENT
+    assert not failure.retryable
+    await kernel.restart()
+    assert (await kernel.run("1")).data == [{"text/plain": "1"}]
+
+
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+async def test_a_kernel_that_floods_is_bounded_and_costs_nobody(flood: str, kernel: Kernel, neighbour: Kernel) -> None:
+    async with bounded_memory():
+        running = asyncio.create_task(kernel.run(f"{OWN}\n{flood}", timeout_s=2))
+        await work(neighbour, running)
+        cell = await running
+    assert cell.timed_out
+    assert sum(len(text) for data in cell.data for text in data.values()) <= DATA_LIMIT
+    assert len(cell.output) < 2 * OUTPUT_LIMIT
+    await kernel.restart()
+    assert (await kernel.run("1")).data == [{"text/plain": "1"}]
+
 
 SHELL_FLOODS = {
-    "zeros": "cat /dev/zero",
-    "jobs": "for i in 1 2 3 4; do yes & done; wait",
     "marks": "tr '\\0' '\\036' < /dev/zero",
     "bash's own errors": "while :; do echo xxxxxxxxxxxxxxxx; done >&10 2>/dev/null & yes",
     "prompts": 'PS1=$(head -c 60000 /dev/zero | tr "\\0" x); yes',
 }
 
 
-class Turns:
-    """What the callbacks of the loop read: in all, and most in one."""
+@pytest.mark.parametrize("flood", SHELL_FLOODS.values(), ids=SHELL_FLOODS)
+async def test_a_shell_that_floods_is_bounded_and_costs_nobody(
+    flood: str, container: Container, neighbour: Kernel
+) -> None:
+    async with await Shell.start(container) as shell, bounded_memory():
+        running = asyncio.create_task(shell.run(flood, timeout_s=2, silence_s=None))
+        await work(neighbour, running)
+        assert (await running).timed_out
 
-    def __init__(self) -> None:
-        self.total = self.most = self._now = 0
 
-    def begin(self) -> None:
-        """A callback begins."""
-        self._now = 0
+async def test_a_command_that_floods_is_bounded_and_costs_nobody(container: Container, neighbour: Kernel) -> None:
+    async with bounded_memory():
+        running = asyncio.create_task(container.run("yes & yes >&2", timeout_s=2))
+        await work(neighbour, running)
+        assert (await running).timed_out
 
-    def add(self, count: int) -> None:
-        """It has read so many bytes."""
-        self._now += count
-        self.total += count
-        self.most = max(self.most, self._now)
+
+async def test_a_dripping_kernel_is_ended_when_its_cells_time_is_up(kernel: Kernel) -> None:
+    drip = f"{OWN}\nimport signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    drip += "os.write(events, record(b'', 1))\n"
+    drip += "while True: os.write(events, record(b'.', 0)); time.sleep(0.05)"
+    cell = await kernel.run(drip, timeout_s=1)
+    assert cell.timed_out
+    assert cell.died
+
+
+async def test_a_kernel_without_its_pipes_is_ended(kernel: Kernel) -> None:
+    cell = await kernel.run(f"{OWN}\nimport time\nprint('said')\nos.close(events)\nwhile True: time.sleep(1)")
+    assert (cell.output, cell.died, cell.timed_out) == ("said\n", True, False)
+    assert "has closed its pipe" in (cell.error or "")
+
+
+INTERACTIVESHELL = """
+import os, sys
+while True:
+    os.write(NUMBER, BYTES)
+"""
+
+
+@pytest.mark.parametrize(("number", "sent"), [(1, "b'\\x00\\x00\\x01' * 1000"), (4, "b'\\xff' * 4096")])
+async def test_a_flood_from_the_first_byte_is_bounded(
+    sent: str, number: int, kernel_image: Path, runtime: Runtime, neighbour: Kernel, tmp_path: Path
+) -> None:
+    async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
+        where = await container.run("python3 -c 'import IPython; print(IPython.__path__[0], end=\"\")'")
+        program = tmp_path / "interactiveshell.py"
+        program.write_text(INTERACTIVESHELL.replace("NUMBER", str(number)).replace("BYTES", sent))
+        await container.upload(program, f"{where.stdout}/core/interactiveshell.py")
+        async with bounded_memory():
+            starting = asyncio.create_task(Kernel.start(container, timeout_s=5))
+            await work(neighbour, starting)
+            with pytest.raises(AgentError if number == 4 and "ff" in sent else RolloutError):
+                await starting
+            assert container.alive
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
-    counted = Turns()
-    run, read = events.Handle._run, os.read
-
-    def counting_run(handle: Any) -> None:
-        counted.begin()
-        run(handle)
-
-    def counting_read(file: int, most: int) -> bytes:
-        data = read(file, most)
-        counted.add(len(data))
-        return data
-
-    class CountingSocket(socket.socket):
-        def recv(self, *arguments: Any) -> bytes:
-            data = super().recv(*arguments)
-            counted.add(len(data))
-            return data
-
-        def recvmsg(self, *arguments: Any) -> Any:
-            message = super().recvmsg(*arguments)
-            counted.add(len(message[0]))
-            return message
-
-    monkeypatch.setattr(events.Handle, "_run", counting_run)
-    monkeypatch.setattr(os, "read", counting_read)
-    monkeypatch.setattr(socket, "socket", CountingSocket)
-    return counted
+def hostile_folder(tmp_path: Path) -> list[Path]:
+    """Modules whose import would end or change a kernel that looks for them in its working folder."""
+    for name in ("random", "queue", "pkgutil", "json", "getpass", "traitlets", "IPython", "typing"):
+        (tmp_path / f"{name}.py").write_text("import os; open('/tmp/taken', 'a').write(__name__); os._exit(3)")
+    return list(tmp_path.glob("*.py"))
 
 
-@contextlib.asynccontextmanager
-async def neighbours(image: Path, runtime: Runtime) -> AsyncIterator[tuple[Container, Shell]]:
-    """A sandbox that will flood, and a shell in another."""
-    async with (
-        await Container.start(ContainerSpec(image=image), runtime) as hostile,
-        await Container.start(ContainerSpec(image=image), runtime) as other,
-        await Shell.start(other) as shell,
-    ):
-        yield hostile, shell
-
-
-async def check(flood: asyncio.Task[Any], shell: Shell, turns: Turns) -> None:
-    """While the flood goes on a neighbour's commands come to their end, and what is taken of it is bounded."""
-    tracemalloc.start(1)
-    try:
-        before, done = turns.total, 0
-        async with asyncio.timeout(100):
-            while turns.total - before < ENOUGH or done < 20:
-                assert not flood.done(), flood
-                assert (await shell.run(f"echo $(({done} + 1))")).output == f"{done + 1}\n"
-                done += 1
-                await asyncio.sleep(0.01)
-                assert tracemalloc.get_traced_memory()[1] < MOST_KEPT
-    finally:
-        tracemalloc.stop()
-    assert turns.most < MOST_A_CALLBACK
-
-
-@pytest.mark.parametrize("command", SHELL_FLOODS.values(), ids=SHELL_FLOODS)
-async def test_a_shell_that_floods_its_terminal_slows_no_neighbour(
-    command: str, image: Path, runtime: Runtime, turns: Turns
+async def test_no_module_of_the_working_folder_is_run_as_the_kernel(
+    hostile_folder: list[Path], kernel_image: Path, runtime: Runtime
 ) -> None:
-    async with neighbours(image, runtime) as (hostile, shell), await Shell.start(hostile) as flooding:
-        flood = asyncio.create_task(flooding.run(command, timeout_s=200))
-        await check(flood, shell, turns)
-        flood.cancel()
-        await asyncio.wait([flood])
-
-
-async def test_a_command_that_floods_its_output_slows_no_neighbour(
-    image: Path, runtime: Runtime, turns: Turns
-) -> None:
-    async with neighbours(image, runtime) as (hostile, shell):
-        flood = asyncio.create_task(hostile.run("yes & yes >&2", timeout_s=200))
-        await check(flood, shell, turns)
-        flood.cancel()
-        await asyncio.wait([flood])
+    own = textwrap.dedent("""
+        open("own.py", "w").write("answer = 42")
+        import own
+        print(own.answer)
+    """)
+    async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
+        for file in hostile_folder:
+            await container.upload(file, f"{container.workdir}/{file.name}")
+        async with await Kernel.start(container) as kernel:
+            assert (await kernel.run(own)).output == "42\n"
+        assert (await container.run("cat /tmp/taken")).exit_code != 0

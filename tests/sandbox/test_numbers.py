@@ -21,7 +21,7 @@ BEGIN = """
 import os, pty, signal, sys, time
 from pathlib import Path
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.sessions import terminal
+from nemo_gym_prorl.sandbox.sessions import bash_channel as terminal
 from nemo_gym_prorl.sandbox.supervisor import programs
 from nemo_gym_prorl.sandbox.supervisor import signals
 from nemo_gym_prorl.sandbox.supervisor import state_dir

@@ -21,11 +21,7 @@ BY_THE_RUNTIME_TOO = {
         "the_time_to_live",
     ),
     "foreground": ("nothing_of_a_command_whose_time_is_up_is_left[runtime-an orphan-this-]",),
-    "kernel": (
-        "a_kernel_is_told_nothing_of_the_host",
-        "a_kernel_has_the_rights_of_any_program",
-        "cells_share_state_and_say_what_happened",
-    ),
+    "kernel": ("a_kernel_has_the_rights_of_any_program",),
     "limits_told": (
         "memory_that_is_hard_to_see_counts[runtime-files",
         "a_full_process_table_is_the_agents_doing",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import nemo_gym_prorl
 from scripts.swe_tasks import hiding, outcomes
-from scripts.swe_tasks.mutations import Mutation, apply, drawn, mutations
+from scripts.swe_tasks.mutations import apply, drawn, mutations
 from scripts.swe_tasks.outcomes import Outcomes, effect, read
 from scripts.swe_tasks.statements import statement
 
@@ -32,7 +32,6 @@ def variants(body: str) -> set[tuple[str, str]]:
     ("body", "kind", "wrong"),
     [
         ("return a < b", "comparison", "return a <= b"),
-        ("return 'é' in b", "comparison", "return 'é' not in b"),
         ("return a + b", "operator", "return (a - b)"),
         ("return a and b", "boolean", "return (a or b)"),
         ("return a[1:]", "off by one", "return a[2:]"),
@@ -52,9 +51,7 @@ def test_each_kind_of_mistake(body: str, kind: str, wrong: str) -> None:
     [
         ("return 'a' + b", "operator"),
         ("return None", "return"),
-        ("isinstance(a, b)", "swapped arguments"),
         ("'a word'", "removed statement"),
-        ("return 1000000", "off by one"),
     ],
 )
 def test_what_makes_no_mistake_worth_looking_for(body: str, kind: str) -> None:
@@ -79,14 +76,6 @@ def test_mistakes_come_in_an_order_that_the_seed_decides() -> None:
     assert sorted(drawn(source, "1")) == mutations(source)
     kinds = [one.kind for one in drawn(source, "1")]
     assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))  # they take turns
-
-
-def test_two_mistakes_are_applied_together_unless_they_overlap() -> None:
-    source = "def f(a):\n    return a < 1\n"
-    first, second = Mutation(21, 22, "b", "", "f"), Mutation(25, 26, "2", "", "f")
-    assert apply(source, [first, second]) == "def f(a):\n    return b < 2\n"
-    with pytest.raises(ValueError, match="overlaps"):
-        apply(source, [first, Mutation(20, 26, "x", "", "f")])
 
 
 TESTS = textwrap.dedent("""\
@@ -132,11 +121,6 @@ def test_tests_are_hidden_with_all_that_is_theirs(gone: set[str], left: set[str]
             names.add(node.name)
     assert names == left
     assert ("parametrize" in text) == ("test_a" in left)
-
-
-def test_an_inherited_test_cannot_be_hidden() -> None:
-    with pytest.raises(KeyError, match="TestE::test_d"):
-        hiding.without(TESTS, {"TestE::test_d"})
 
 
 LOG = """\

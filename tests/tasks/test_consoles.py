@@ -5,7 +5,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.sandbox
 LIMITS = ToolLimits(timeout_s=20, max_timeout_s=30, silence_s=15, output_bytes=2000)
 SHELL_GONE = "the shell ended and a new one was started: folder, variables and jobs are gone"
 KERNEL_GONE = "the kernel ended and a new one was started: variables are gone"
-RUNNING = "[still running, no output for 2 s: it may wait for input]"
+RUNNING = "[still running, no output for 0.7 s: it may wait for input]"
 BUSY = 'Error: the command before still runs: answer it with input, end it with input "C-c", or restart.'
 IDLE = "Error: no command is running that could take input."
 
@@ -104,8 +104,8 @@ async def test_a_shell_that_something_ended_between_calls_is_replaced(without_ke
 
 @pytest.fixture
 async def impatient() -> AsyncIterator[Agent]:
-    """Where two seconds of silence are a long time."""
-    live = await start(str(default_image_path()), replace(LIMITS, silence_s=2))
+    """Where less than a second of silence is a long time."""
+    live = await start(str(default_image_path()), replace(LIMITS, silence_s=0.7))
     yield live
     await stop(live)
 
@@ -124,7 +124,7 @@ async def test_programs_are_answered_interrupted_and_waited_for(impatient: Agent
     assert await bash(input="too late") == IDLE
     assert await bash("cat > /tmp/typed") == RUNNING
     assert await bash(restart=True) == "[a new shell was started]"
-    assert await bash("sleep 4; echo done; (exit 3)") == RUNNING
+    assert await bash("sleep 2; echo done; (exit 3)") == RUNNING
     console = impatient.workspace._bash
     assert console
     assert console._session
@@ -219,16 +219,11 @@ print("all forged")
 @pytest.mark.parametrize(
     "attack",
     [
-        FORGERIES,
         f"{FORGERIES}forge(b'ruin')",
-        f"{FORGERIES}os.write(channel._events, b'\\xff' * 4096)",
         "import os; os.close(get_ipython().channel._events)",
-        "import os; os.close(get_ipython().channel.text.fileno())",
         "get_ipython().channel.send = lambda *a, **k: None",
-        "get_ipython().channel.mark = b'another'",
         "import sys; sys.stdout.flush = None; sys.stderr = None",
         "import os; os.closerange(3, 1000)",
-        "import os\nfor fd in range(3, 100):\n    try: os.close(fd)\n    except OSError: pass",
         "import threading\nthreading.Thread(target=lambda: [print('x' * 100000) for _ in iter(int, 1)]).start()",
     ],
 )
@@ -276,36 +271,22 @@ async def test_a_solution_that_a_program_holds_is_none(without_kernel: Agent) ->
     assert await without_kernel.solution() == Taken(None, problem)
 
 
-async def test_a_lost_sandbox_is_infrastructure(agent: Agent) -> None:
-    waiting = asyncio.create_task(agent.bash("sleep 100; echo", timeout_s=30))
-    cell = asyncio.create_task(agent.python("import time; time.sleep(100)", timeout_s=30))
-    await asyncio.sleep(0.3)
+async def _kill_sandbox(agent: Agent) -> None:
     containers.kill_instance(agent.sandbox.sandbox_id)
-    for call in (
-        waiting,
-        cell,
-        agent.bash("ls"),
-        agent.python("1"),
-        agent.solution(),
-    ):
-        with pytest.raises(InfrastructureError) as caught:
-            await asyncio.wait_for(call, 60)
-        assert caught.value.kind is FailureKind.SESSION_LOST
 
 
-async def test_a_dead_supervisor_is_infrastructure(agent: Agent) -> None:
-    waiting = asyncio.create_task(agent.bash("sleep 100; echo", timeout_s=30))
-    cell = asyncio.create_task(agent.python("import time; time.sleep(100)", timeout_s=30))
-    await asyncio.sleep(0.3)
+async def _kill_supervisor(_agent: Agent) -> None:
     assert own_supervisor._current
     os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
-    for call in (
-        waiting,
-        cell,
-        agent.bash("ls"),
-        agent.python("1"),
-        agent.solution(),
-    ):
+
+
+@pytest.mark.parametrize("kill", [_kill_sandbox, _kill_supervisor])
+async def test_a_lost_sandbox_is_infrastructure(agent: Agent, kill: Callable[[Agent], Awaitable[None]]) -> None:
+    waiting = asyncio.create_task(agent.bash("sleep 100; echo", timeout_s=30))
+    cell = asyncio.create_task(agent.python("import time; time.sleep(100)", timeout_s=30))
+    await asyncio.sleep(0.3)
+    await kill(agent)
+    for call in (waiting, cell, agent.bash("ls"), agent.python("1"), agent.solution()):
         with pytest.raises(InfrastructureError) as caught:
             await asyncio.wait_for(call, 60)
         assert caught.value.kind is FailureKind.SESSION_LOST

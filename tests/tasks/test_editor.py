@@ -44,20 +44,12 @@ async def call(tool: Editor, command: str, **arguments: Any) -> str:
 REPLACED = [
     ("line feeds", b"a\nb\nc\n", "a\nb", "x\ny", b"x\ny\nc\n"),
     ("over a CRLF", b"a\r\nb\r\nc\r\n", "a\nb", "x\ny", b"x\r\ny\r\nc\r\n"),
-    ("CRLF asked for", b"a\r\nb\r\nc\r\n", "a\r\nb", "x\r\ny", b"x\r\ny\r\nc\r\n"),
-    ("one line becomes two in CRLF", b"a\r\nb\r\n", "a", "x\ny", b"x\r\ny\r\nb\r\n"),
-    ("line removed from CRLF", b"a\r\nb\r\nc\r\n", "b\n", "", b"a\r\nc\r\n"),
     ("mixed ends, mostly CRLF", b"a\r\nb\nc\r\nd\r\n", "b\nc", "x\ny", b"a\r\nx\r\ny\r\nd\r\n"),
-    ("mixed ends, mostly LF", b"a\r\nb\nc\nd\n", "a\nb", "x\ny", b"x\ny\nc\nd\n"),
     ("CRLF asked for in a file of LF", b"a\nb\n", "a", "x\r\ny", b"x\ny\nb\n"),
     ("no last line end", b"a\r\nb", "a\nb", "x", b"x"),
     ("special to patterns", b"f(a.b)\r\n[c]*\r\n", "f(a.b)\n[c]*", "\\1\ng", b"\\1\r\ng\r\n"),
     ("first line behind a byte order mark", b"\xef\xbb\xbfa\nb\n", "a\nb", "x", b"\xef\xbb\xbfx\n"),
-    ("tabs", b"\tif a:\n\t\tb\n", "\tif a:\n\t\tb", "\tc", b"\tc\n"),
-    ("Latin-1 beside it", b"caf\xe9\nb\n", "\nb", "\nx", b"caf\xe9\nx\n"),
-    ("other alphabets", "Zażółć\r\nгруша\r\n".encode(), "Zażółć\nгруша", "梨", "梨\r\n".encode()),
     ("line separators are no line ends", "a\u2028b\x0bc\x85\n".encode(), "b", "x", "a\u2028x\x0bc\x85\n".encode()),
-    ("long line", b"x" * 50_000 + b"needle" + b"y" * 50_000, "needle", "n", b"x" * 50_000 + b"n" + b"y" * 50_000),
 ]
 
 
@@ -89,14 +81,9 @@ async def test_a_text_that_is_not_there_exactly_once_is_refused(data: bytes, old
 
 INSERTED = [
     ("line feeds", b"a\nb\n", 1, "x", b"a\nx\nb\n"),
-    ("two lines", b"a\nb\n", 0, "x\ny\n", b"x\ny\na\nb\n"),
     ("CRLF", b"a\r\nb\r\n", 1, "x\ny", b"a\r\nx\r\ny\r\nb\r\n"),
-    ("CRLF at the end", b"a\r\nb\r\n", 2, "x", b"a\r\nb\r\nx\r\n"),
-    ("CRLF without a last line end", b"a\r\nb", 2, "x", b"a\r\nb\r\nx"),
     ("LF without a last line end", b"a\nb", 2, "x", b"a\nb\nx"),
-    ("before a byte order mark's line", b"\xef\xbb\xbfa\n", 0, "x", b"\xef\xbb\xbfx\na\n"),
     ("an empty file", b"", 0, "x", b"x\n"),
-    ("Latin-1", b"caf\xe9\n", 1, "x", b"caf\xe9\nx\n"),
 ]
 
 

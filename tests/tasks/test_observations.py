@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The format of observations, to the byte, and what holds for any output."""
+"""The format of observations, to the byte; what holds for any output; and how calls are counted by them."""
 
 import re
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.tasks.workbench import observations
-from nemo_gym_prorl.tasks.workbench.observations import Output, error, exit_code, observation, result_text
+from nemo_gym_prorl.tasks.workbench import tools as observations
+from nemo_gym_prorl.tasks.workbench.tools import Output, Tally, error_text, exit_code, observation, result_text
 
 
 LIMIT = 1000
@@ -17,7 +17,15 @@ LAST_LINE = re.compile(r"\[[^\n]*\]\Z")
 OMITTED = re.compile(r"; (\d+) bytes omitted[;\]]")
 
 text = st.text(max_size=600) | st.sampled_from(
-    ["[exit code: 0]", "a\n[... 7 bytes omitted ...]\nz", "é" * 400, "\ud800"]
+    [
+        "Error: no",
+        "\n[error]\n",
+        "[timed out after 1 s]",
+        "[exit code: 0]",
+        "a\n[... 7 bytes omitted ...]\nz",
+        "é" * 400,
+        "\ud800",
+    ]
 )
 outputs = st.builds(
     lambda head, omitted, tail: Output(head, omitted, tail if omitted else ""), text, st.integers(0, 10**9), text
@@ -34,8 +42,6 @@ notes = st.lists(
     [
         (Output(), exit_code(0), [], "[exit code: 0]"),
         (Output("hi\n"), exit_code(0), [], "hi\n[exit code: 0]"),
-        (Output("hi"), exit_code(3), [], "hi\n[exit code: 3]"),
-        (Output("\n"), exit_code(0), [], "\n[exit code: 0]"),
         (Output("hi\n"), observations.timed_out(5), [], "hi\n[timed out after 5 s]"),
         (
             Output("name? "),
@@ -43,7 +49,6 @@ notes = st.lists(
             [],
             "name? \n[still running, no output for 10 s: it may wait for input]",
         ),
-        (Output(), observations.restarted("shell"), [], "[a new shell was started]"),
         (
             Output("bye\n"),
             exit_code(7),
@@ -73,19 +78,6 @@ notes = st.lists(
 )
 def test_to_the_byte(output: Output, status: str, said: list[str], expected: str) -> None:
     assert observation(output, status, said, limit=LIMIT) == expected
-
-
-def test_long_output_keeps_head_and_tail() -> None:
-    text = "".join(f"{number}\n" for number in range(10_000))
-    shown = observation(Output(text), exit_code(0), limit=LIMIT)
-    head, _, rest = shown.partition("\n[... ")
-    count, _, tail = rest.partition(" bytes omitted ...]\n")
-    body, _, last = tail.rpartition("\n")
-    assert last == f"[exit code: 0; {count} bytes omitted]"
-    assert text.startswith(head)
-    assert text.endswith(body + "\n")
-    assert len(head) + int(count) + len(body) + 1 == len(text)
-    assert abs(len(head) - len(body)) <= 2
 
 
 @given(output=outputs, status=statuses, said=notes)
@@ -135,7 +127,7 @@ def test_a_sessions_mark_is_understood(head: str, omitted: int, tail: str) -> No
 
 @given(reason=st.text(max_size=5000))
 def test_errors_are_bounded(reason: str) -> None:
-    said = error(reason, limit=LIMIT)
+    said = error_text(reason, limit=LIMIT)
     assert said.startswith("Error: ")
     assert len(said.encode()) <= LIMIT
 
@@ -153,3 +145,51 @@ def test_errors_are_bounded(reason: str) -> None:
 )
 def test_rich_results_are_text(data: dict[str, object], expected: str) -> None:
     assert result_text(data) == expected
+
+
+FINE = {"calls": 1, "errors": 0, "timeouts": 0, "cut": 0}
+STATUSES = {
+    observations.exit_code(0): {},
+    observations.exit_code(10): {"errors": 1},
+    observations.OK: {},
+    observations.FAILED: {"errors": 1},
+    observations.timed_out(0.5): {"errors": 1, "timeouts": 1},
+    observations.waiting(10): {},
+    observations.restarted("kernel"): {},
+}
+
+
+def counted(tool: str, text: str) -> object:
+    tally = Tally()
+    tally.count(tool, text)
+    return tally.as_json()[tool]
+
+
+@given(tool=st.sampled_from(["bash", "python"]), text=text, status=st.sampled_from(sorted(STATUSES)), said=notes)
+def test_the_status_counts_and_nothing_that_was_printed(tool: str, text: str, status: str, said: list[str]) -> None:
+    shown = observation(Output(text), status, said, limit=LIMIT)
+    cut = int(" bytes omitted" in shown.rpartition("\n")[2])
+    assert counted(tool, shown) == {**FINE, **STATUSES[status], "cut": cut}
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "errors"),
+    [
+        ("bash", "Error in the arguments of bash: command: Field required.", 1),
+        ("str_replace_editor", "Error: a.py: No such file", 1),
+        ("str_replace_editor", "     1\t[exit code: 1]", 0),
+        ("str_replace_editor", "[error]", 0),  # a folder that holds a file of this name
+        ("search", "Errors in measurement ...", 0),
+        ("search", "nothing was found", 0),
+    ],
+)
+def test_other_tools_begin_with_error(tool: str, text: str, errors: int) -> None:
+    assert counted(tool, text) == {**FINE, "errors": errors}
+
+
+def test_calls_add_up_by_tool() -> None:
+    tally = Tally()
+    for code in (0, 1, 0):
+        tally.count("bash", observation(Output(), observations.exit_code(code), limit=1000))
+    tally.count("submit", "Submitted.")
+    assert tally.as_json() == {"bash": {**FINE, "calls": 3, "errors": 1}, "submit": FINE}

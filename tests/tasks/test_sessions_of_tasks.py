@@ -198,9 +198,7 @@ async def test_a_live_session_is_seeded_again_with_another_row_only() -> None:
         ("artefacts", InfrastructureError("odd"), FailureKind.SESSION_LOST),
         ("artefacts", TaskError("odd"), FailureKind.VERIFIER_ERROR),
         ("artefacts", asyncio.CancelledError("odd"), FailureKind.SESSION_LOST),
-        ("artefacts", GeneratorExit("odd"), FailureKind.SESSION_LOST),
         ("grade", asyncio.CancelledError("odd"), FailureKind.VERIFIER_ERROR),
-        ("grade", KeyError("odd"), FailureKind.VERIFIER_ERROR),
         ("grade", TaskError("odd"), FailureKind.VERIFIER_ERROR),
     ],
 )
@@ -227,15 +225,11 @@ async def test_a_task_that_fails_is_never_a_reward(step: str, raised: BaseExcept
     "odd",
     [
         {"reward": float("nan")},
-        {"reward": float("-inf")},
         {"reward": 10**400},
         {"reward": "1.0"},
-        {"reward": None},
         {"verdict": ""},
-        {"verdict": 3},
         *({"fields": {name: 1}} for name in ("reward", "response", "_ng_rollout_index")),
         {"fields": {"a": object()}},
-        {"fields": {"a": "\ud800"}},
     ],
 )
 def test_what_is_no_grade_cannot_be_made(odd: dict[str, Any]) -> None:

@@ -74,29 +74,9 @@ async def test_python(workspace: Workspace) -> None:
 
 
 async def test_a_slow_command_is_killed_and_its_output_kept(workspace: Workspace) -> None:
-    observation = await bash(workspace, "echo before; sleep 60 & wait", timeout_s=3)
-    assert observation == f"before\n[timed out after 3 s; {KEPT}]"
+    observation = await bash(workspace, "echo before; sleep 60 & wait", timeout_s=1)
+    assert observation == f"before\n[timed out after 1 s; {KEPT}]"
     assert "sleep 60" not in await bash(workspace, "ps -eo args")
-
-
-async def test_the_model_cannot_ask_for_more_than_the_limit(sandbox: AsyncSandbox) -> None:
-    workspace = Workspace(sandbox, "/sandbox/w", ToolLimits(timeout_s=1, max_timeout_s=1))
-    assert await bash(workspace, "sleep 30", timeout_s=1000) == f"[timed out after 1 s; {KEPT}]"
-
-
-async def test_a_background_process_does_not_hold_up_the_answer(workspace: Workspace) -> None:
-    # Had it been waited for, the answer would be that the time is up.
-    assert await bash(workspace, "sleep 300 & echo started", timeout_s=20) == f"started\n{ENDED}"
-
-
-async def test_output_keeps_head_and_tail(workspace: Workspace) -> None:
-    observation = await bash(workspace, "seq 100000")
-    assert observation.startswith("1\n2\n3\n")
-    omitted = 588_895 - len(observation.partition("\n[... ")[0]) - len(observation.partition(" ...]\n")[2])
-    omitted += len(f"[exit code: 0; {omitted} bytes omitted; {KEPT}]")
-    assert observation.endswith(f"99999\n100000\n[exit code: 0; {omitted} bytes omitted; {KEPT}]")
-    assert f"\n[... {omitted} bytes omitted ...]\n" in observation
-    assert len(observation) <= 2000
 
 
 async def test_endless_output_ends_with_the_time(workspace: Workspace) -> None:
@@ -148,12 +128,6 @@ async def test_an_edited_file_keeps_its_permissions(either: Workspace) -> None:
     assert (await bash(either, "./run.sh; stat -c %a run.sh; test -L link")).startswith("new\n750\n[exit code: 0")
 
 
-async def test_bad_arguments_are_observations(workspace: Workspace) -> None:
-    assert (await workspace.call("bash", {"cmd": "ls"})).startswith(
-        "Error in the arguments of bash: cmd: Extra inputs"
-    )
-
-
 async def test_the_host_is_out_of_reach(workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "secret"
     secret.write_text("host secret")
@@ -177,9 +151,7 @@ async def test_artefact(either: Workspace) -> None:
     assert await either.take(SOLUTION_FILE, limit=LONGEST) == Taken(None, "solution.py is not there")
 
 
-@pytest.mark.parametrize(
-    "answer", ['{"content": 5}', '{"content": "é"}', '{"content": "%%"}', "{}", "[]", "[" * 50_000, "{", "7"]
-)
+@pytest.mark.parametrize("answer", ['{"content": 5}', '{"content": "%%"}', "[]", "[" * 50_000])
 async def test_a_forged_answer_is_no_failure(workspace: Workspace, answer: str) -> None:
     """An agent that answers in place of the program that reads the artefact gets a verdict, not another try."""
     forger = (
@@ -225,7 +197,7 @@ class Failing:
         raise OSError(self._number, os.strerror(self._number))
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.EIO, errno.EDQUOT, errno.ENOMEM])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EIO])
 async def test_a_machine_that_does_not_give_a_file_is_infrastructure_and_no_missing_solution(number: int) -> None:
     workspace = Workspace(Failing(number), "/sandbox/workspace", LIMITS)  # type: ignore[arg-type]
     for work in (
@@ -236,24 +208,6 @@ async def test_a_machine_that_does_not_give_a_file_is_infrastructure_and_no_miss
         with pytest.raises(InfrastructureError, match=os.strerror(number)) as caught:
             await work
         assert caught.value.kind is FailureKind.SESSION_LOST
-
-
-async def test_a_server_without_a_descriptor_left_does_not_take_a_solution_for_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with containers.running_ours() as sandbox:
-        workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
-        await workspace.write({SOLUTION_FILE: "x"})
-
-        def none_left(*_arguments: object) -> int:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "memfd_create", none_left)
-            with pytest.raises(InfrastructureError, match="Too many open files"):
-                await workspace.take(SOLUTION_FILE, limit=LONGEST)
-        assert await workspace.take(SOLUTION_FILE, limit=LONGEST) == Taken(b"x")
-        await workspace.close()
 
 
 TERMINAL = """
@@ -270,20 +224,6 @@ time.sleep(1000)
 """
 """Nobody can open the other side of a terminal that was not unlocked: EIO."""
 
-SWAPPING = """
-import os, subprocess, time
-os.chdir("/sandbox/workspace")
-for name, target in (("bad", os.readlink("solution.py")), ("good", "/tmp/linked")):
-    os.symlink(target, name)
-open("/tmp/linked", "w").write("x")
-open("/tmp/swapping", "w").close()
-end = time.time() + 20
-while time.time() < end:
-    for name in ("bad", "good"):
-        os.symlink(os.readlink(name), "next")
-        os.rename("next", "solution.py")
-"""
-
 
 async def test_no_agent_passes_a_file_of_its_own_for_a_disk_that_fails() -> None:
     """It would be tried again, and left out in the end, instead of having its zero."""
@@ -293,30 +233,12 @@ async def test_no_agent_passes_a_file_of_its_own_for_a_disk_that_fails() -> None
         for target in ("/proc/self/mem", "/proc/1/mem", "/proc/sys/net/ipv4/route/flush", "/dev/tty", "/sys/kernel"):
             await sandbox.exec(f"ln -sfn {target} solution.py", cwd="/sandbox/workspace")
             assert (await workspace.take(SOLUTION_FILE, limit=LONGEST)).content is None, target
-        # Whatever fails to be read among the kernel's own.
-        found = await sandbox.exec("find /sys -type f | head -n 3000")
-        for target in await _that_fail(sandbox, (found.stdout or "").split()):
-            await sandbox.exec(f"ln -sfn {target} solution.py", cwd="/sandbox/workspace")
-            assert (await workspace.take(SOLUTION_FILE, limit=LONGEST)).content is None, target
-
         holding = asyncio.create_task(sandbox.exec(f"python3 -c '{TERMINAL}'", timeout_s=60))
         await _there(sandbox, "/tmp/linked")
         assert (await workspace.take(SOLUTION_FILE, limit=LONGEST)) == Taken(None, "solution.py is not there")
-        swapping = asyncio.create_task(sandbox.exec(f"python3 -c '{SWAPPING}'", timeout_s=60))
-        await _there(sandbox, "/tmp/swapping")
-        for _ in range(100):
-            assert (await workspace.take(SOLUTION_FILE, limit=LONGEST)).content in (None, b"x")
-        swapping.cancel()
         holding.cancel()
-        await asyncio.wait([swapping, holding])
+        await asyncio.wait([holding])
         await workspace.close()
-
-
-async def _that_fail(sandbox: SandboxWithSessions, paths: list[str]) -> list[str]:
-    """Those that can't be read for EIO."""
-    look = 'import sys\nfor path in sys.argv[1:]:\n try: open(path, "rb").read(1)\n except OSError as e:\n'
-    done = await sandbox.exec(f"python3 -c '{look}  if e.errno == 5: print(path)' {' '.join(paths)}")
-    return (done.stdout or "").split()
 
 
 async def _there(sandbox: SandboxWithSessions, path: str) -> None:

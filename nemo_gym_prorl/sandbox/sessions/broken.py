@@ -19,7 +19,7 @@ from nemo_gym_prorl.sandbox.supervisor.client import Process
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost
 
 
-async def check_agents(container: Container, program: str, process: Process | None, trouble: str) -> None:
+async def blame_agent(container: Container, program: str, process: Process | None, trouble: str) -> None:
     """Judge a session whose program did not start.
 
     Args:
@@ -37,7 +37,7 @@ async def check_agents(container: Container, program: str, process: Process | No
         raise SandboxBroken(f"{program} does not start in the sandbox any more: {trouble}")
 
 
-def why_over(container: Container, session: str, process: Process | None, *, ours: bool) -> RolloutError:
+def session_end_error(container: Container, session: str, process: Process | None, *, ours: bool) -> RolloutError:
     """Why nothing can be asked of a session any more.
 
     Args:

@@ -20,10 +20,9 @@ from typing import Any
 from nemo_gym_prorl.background import run_uncancellable
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container
-from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
-from nemo_gym_prorl.sandbox.sessions.commands import DEATH_S
+from nemo_gym_prorl.sandbox.sessions.broken import blame_agent, session_end_error
+from nemo_gym_prorl.sandbox.sessions.commands import DEATH_S, HeadTail
 from nemo_gym_prorl.sandbox.sessions.kernel_pipes import OUTPUT_LIMIT, CellOutput, KernelPipes
-from nemo_gym_prorl.sandbox.sessions.output import HeadTail
 from nemo_gym_prorl.sandbox.supervisor.client import Process, SandboxLost
 from nemo_gym_prorl.session_results import Cell
 
@@ -121,7 +120,7 @@ class Kernel:
             if self._broken:
                 raise KernelBroken(self._broken)
             if process is None or pipes is None or self._killed or process.ended.done():
-                raise why_over(self._container, "kernel", process, ours=self._killed)
+                raise session_end_error(self._container, "kernel", process, ours=self._killed)
             over = pipes.begin(code, output_limit)
             try:
                 timed_out = await self._ends_within(over, process, timeout_s)
@@ -178,7 +177,7 @@ class Kernel:
             raise SandboxLost(f"the sandbox ended while its kernel started: {said}") from error
         # What is late is no agent's for sure: the machine may be busy.
         if not isinstance(error, TimeoutError):
-            await check_agents(self._container, PROGRAM, process, said)
+            await blame_agent(self._container, PROGRAM, process, said)
 
     def _on_lost(self, reason: str) -> None:
         process = self._process

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nemo_gym_prorl.sandbox.sessions.output import HeadTail
+from nemo_gym_prorl.sandbox.sessions.commands import HeadTail
 
 
 OUTPUT_LIMIT = 64 << 10

@@ -24,9 +24,14 @@ from collections.abc import Mapping
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.container import KILLED, Container
-from nemo_gym_prorl.sandbox.sessions.bash_channel import PROMPT, BashChannel, Outcome
-from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
-from nemo_gym_prorl.sandbox.sessions.terminal import ContainerTerminal, TerminalOutput
+from nemo_gym_prorl.sandbox.sessions.bash_channel import (
+    PROMPT,
+    BashChannel,
+    ContainerTerminal,
+    Outcome,
+    TerminalOutput,
+)
+from nemo_gym_prorl.sandbox.sessions.broken import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.supervisor.client import Process, SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
@@ -133,7 +138,7 @@ class Shell:
         if trouble:
             bash, trouble = self._bash, trouble.strip()[-400:]
             await self.close()
-            await check_agents(self._container, "bash", bash, trouble)
+            await blame_agent(self._container, "bash", bash, trouble)
             raise InfrastructureError(
                 f"a shell session needs bash in the image: {trouble}", kind=FailureKind.PROVIDER_UNAVAILABLE
             )
@@ -237,10 +242,6 @@ class Shell:
         if self.running and not self._over_with():
             self._press()
 
-    async def eof(self) -> None:
-        """Press Ctrl-D: what reads the terminal comes to an end of its input."""
-        self.terminal.press_control("d")
-
     @property
     def terminal(self) -> ContainerTerminal:
         """Its terminal, for ptyprocess's ``setwinsize``, ``setecho`` and so on.
@@ -261,7 +262,7 @@ class Shell:
         self.running = False
 
     def _over(self) -> RolloutError:
-        return why_over(self._container, "shell", self._bash, ours=self._killed)
+        return session_end_error(self._container, "shell", self._bash, ours=self._killed)
 
     def _let_go(self) -> None:
         """Close every file."""

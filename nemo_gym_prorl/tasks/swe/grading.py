@@ -22,12 +22,10 @@ from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
 from nemo_gym_prorl.tasks.swe.canaries import Canaries, canaries_of
-from nemo_gym_prorl.tasks.swe.changes import Patch, Solution, shown
+from nemo_gym_prorl.tasks.swe.changes import Patch, Protection, Solution, shown
 from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance
-from nemo_gym_prorl.tasks.swe.log_parsing import LogParser, ParserTimeout
-from nemo_gym_prorl.tasks.swe.paths import Protection
-from nemo_gym_prorl.tasks.swe.report import Report, compare
-from nemo_gym_prorl.tasks.swe.repository import Laid, NotTaken, Repositories, end_of
+from nemo_gym_prorl.tasks.swe.report import LogParser, ParserTimeout, Report, compare
+from nemo_gym_prorl.tasks.swe.repository import AppliedSolution, PatchExtractionError, Repositories, end_of
 from nemo_gym_prorl.tasks.swe.testing import Run, TestLimits, lay_canaries, run_before, run_tests
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 
@@ -113,14 +111,14 @@ class Grader:
         self._gradable: OrderedDict[str, bool] = OrderedDict()
         self._sharp: OrderedDict[str, frozenset[str]] = OrderedDict()
 
-    async def grade(self, row: Row, solution: Solution | NotTaken, open_sandbox: OpenSandbox) -> Grade:
+    async def grade(self, row: Row, solution: Solution | PatchExtractionError, open_sandbox: OpenSandbox) -> Grade:
         """Judge.
 
         Raises:
             TaskError: nobody could be graded on this row.
             InfrastructureError: it could not be graded.
         """
-        if isinstance(solution, NotTaken):
+        if isinstance(solution, PatchExtractionError):
             return Grade(0.0, Verdict.NOT_TAKEN, str(solution))
         fields = _about(solution)
         if not solution.changes:
@@ -180,7 +178,9 @@ class Grader:
             raise TaskError(error.reason) from error
         return Trial(patch, run, parsed.maps, parsed.resolved, changed)
 
-    async def _run(self, instance: SweInstance, laid: Laid, canaries: Canaries | None) -> tuple[Run, frozenset[str]]:
+    async def _run(
+        self, instance: SweInstance, laid: AppliedSolution, canaries: Canaries | None
+    ) -> tuple[Run, frozenset[str]]:
         """The tests, and which of them ask for something else; if none can, none is run."""
         changed = frozenset[str]()
         if instance.before_tests:
@@ -188,7 +188,7 @@ class Grader:
                 return ended, frozenset()
             try:
                 await self._repositories.lay_tests(laid, instance)
-            except NotTaken as error:
+            except PatchExtractionError as error:
                 return Run(ended_early=f"the hidden tests could not be laid: {error}"), frozenset()
         if canaries is not None:
             laid, changed = await lay_canaries(instance, laid, canaries)

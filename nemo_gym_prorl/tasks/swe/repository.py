@@ -10,7 +10,8 @@
   filters and a removed ``.git`` make no difference. The policy may have replaced git itself; all that it could win by
   that is another solution of its own, since everything is laid over a base that it never touched.
 
-All is done by scripts and files in a folder of ours beside the repository (:class:`WorkFolder`).
+All is done by programs of ``sh`` and files in a folder of ours beside the repository (:class:`WorkFolder`). The
+arguments of each program that begins with :data:`ALONE` are that folder, the repository, and then its own.
 """
 
 from __future__ import annotations
@@ -27,11 +28,179 @@ from weakref import WeakValueDictionary
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing, Sandbox
 from nemo_gym_prorl.tasks.swe import changes
-from nemo_gym_prorl.tasks.swe import repository_scripts as scripts
-from nemo_gym_prorl.tasks.swe.changes import Entry, Patch, Solution
+from nemo_gym_prorl.tasks.swe.changes import JUNK, Entry, Patch, Places, Protection, Solution, places
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
-from nemo_gym_prorl.tasks.swe.paths import JUNK, Places, Protection, places
 from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
+
+
+ALONE = """\
+set -eu
+work=$1 repo=$2; shift 2
+export HOME="$work" LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL="$work/.gitconfig" GIT_ATTR_NOSYSTEM=1
+export GIT_TERMINAL_PROMPT=0 GIT_OPTIONAL_LOCKS=0
+unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_OBJECT_DIRECTORY GIT_EXTERNAL_DIFF GIT_CONFIG_COUNT || :
+mkdir -p "$work"
+printf '[safe]\\ndirectory = *\\n[core]\\nhooksPath = /dev/null\\nautocrlf = false\\n' > "$work/.gitconfig"
+refuse() { printf '%s\\n' "$2"; exit "$1"; }
+"""
+"""Beginning of each script: git is not told anything by anybody else."""
+
+RAW = "* -text -filter -ident -working-tree-encoding !diff\n"
+"""Attributes by which git takes files as they are; they come before those of the repository."""
+
+PREPARE = (
+    ALONE
+    + """\
+base=$1; shift
+command -v git > /dev/null || refuse 41 "the image has no git"
+[ -d "$repo" ] || refuse 41 "the image has no folder $repo"
+cd "$repo"
+[ "$(git rev-parse --show-toplevel 2> /dev/null)" = "$(pwd -P)" ] || refuse 41 "$repo is no git repository"
+git cat-file -e 'HEAD^{tree}' 2> /dev/null || refuse 41 "the repository in $repo has no commit"
+if [ -n "$base" ]; then
+    git cat-file -e "$base^{commit}" 2> /dev/null || refuse 42 "the repository in $repo has no commit $base"
+    git merge-base --is-ancestor "$base" HEAD || refuse 42 "$base is not at or before HEAD of $repo"
+fi
+count=0
+for path; do
+    count=$((count + 1))
+    [ -e "$path" ] || [ -L "$path" ] || continue
+    mkdir -p "$work/hidden/$count"
+    mv "$path" "$work/hidden/$count/it"
+done
+tag=$(git describe --tags --abbrev=0 HEAD 2> /dev/null || :)
+tree=$(git rev-parse 'HEAD^{tree}')
+git init -q --template= "$work/new"
+{ echo "$tree"; git ls-tree -r -t "$tree" | awk '$2 != "commit" { print $3 }'; } |
+    git pack-objects -q "$work/new/.git/objects/pack/pack" > /dev/null
+find . -name .git -prune -exec rm -rf {} +
+mv "$work/new/.git" .git
+mkdir -p .git/info
+cat "$work/attributes" > .git/info/attributes
+cat "$work/junk" > .git/info/exclude
+git config gc.auto 0
+git config user.name agent
+git config user.email agent@localhost
+git read-tree "$tree"
+git add -A .
+tree=$(git write-tree)
+commit=$(echo base | GIT_AUTHOR_NAME=base GIT_AUTHOR_EMAIL=base GIT_AUTHOR_DATE='@0 +0000' GIT_COMMITTER_NAME=base \
+GIT_COMMITTER_EMAIL=base GIT_COMMITTER_DATE='@0 +0000' git commit-tree "$tree")
+git update-ref HEAD "$commit"
+[ -z "$tag" ] || git update-ref "refs/tags/$tag" "$commit"
+rm -rf .git/logs
+[ "$(stat -c %u .)" = "$(id -u)" ] || chown -R --reference=. .git || :
+[ ! -s "$work/test.patch" ] || git apply --cached --check --whitespace=nowarn "$work/test.patch" 2>&1 || exit 43
+git ls-files -s > "$work/listing"
+echo "commit $commit"
+"""
+)
+
+LIST = (
+    ALONE
+    + """\
+cd "$repo"
+export GIT_DIR="$work/git" GIT_WORK_TREE="$repo"
+git init -q --template=
+mkdir -p "$GIT_DIR/info" "$GIT_DIR/objects/info"
+cat "$work/attributes" > "$GIT_DIR/info/attributes"
+cat "$work/junk" > "$GIT_DIR/info/exclude"
+[ -L .git ] || [ ! -d .git/objects ] || echo "$repo/.git/objects" > "$GIT_DIR/objects/info/alternates"
+find . -mindepth 2 -name .git -prune -exec rm -rf {} +
+git update-index --index-info < "$work/listing"
+: > "$work/large"
+find . -path ./.git -prune -o -type f -size +"$1"k -exec sh -c 'for path; do
+    git ls-files --error-unmatch -- ":(literal)$path" > /dev/null 2>&1 && continue
+    printf "%s\\n" "$path" >> "$0"; rm -f "$path"
+done' "$work/large" {} +
+git -c core.compression=0 -c core.looseCompression=0 -c core.symlinks=true -c core.fileMode=true add -A .
+git ls-files -s > "$work/after"
+"""
+)
+
+CONTENTS = (
+    ALONE
+    + """\
+cd "$repo"
+export GIT_DIR="$work/git"
+git cat-file --batch < "$work/wanted" | head -c "$1" > "$work/contents"
+"""
+)
+
+_SHOW_HIDDEN = """\
+count=0
+for path; do
+    count=$((count + 1))
+    [ -e "$work/hidden/$count" ] || continue
+    rm -rf "$path"
+    mv "$work/hidden/$count/it" "$path"
+done
+"""
+
+LAY = (
+    ALONE
+    + """\
+cd "$repo"
+commit=$1 kept=$2
+shift 2
+base64 -d "$work/stream" | git fast-import --quiet
+git diff --binary --no-ext-diff --no-textconv --no-renames --no-color "$commit" refs/prorl/solution > "$work/patch"
+git read-tree --reset -u refs/prorl/applied
+mkdir "$work/objects"
+[ ! -s "$work/test.patch" ] || GIT_OBJECT_DIRECTORY="$work/objects" GIT_ALTERNATE_OBJECT_DIRECTORIES=.git/objects \
+    git apply --index --whitespace=nowarn "$work/test.patch"
+git ls-files -s > "$work/laid"
+if [ "$kept" ]; then
+    mkdir -p "$work/kept/tests" "$work/hidden"
+    xargs -0 -r sh -c 'for path; do
+        [ ! -e "$path" ] && [ ! -L "$path" ] || cp -a --parents "$path" "$0"
+    done' "$work/kept/tests" < "$work/tests"
+    mv "$work/hidden" "$work/kept/hidden"
+    tar -C "$work/kept" -cf - . | base64 > "$work/kept.tar"
+    rm -rf "$work/kept"
+    git read-tree --reset -u refs/prorl/applied
+fi
+git read-tree "$commit"
+git update-ref -d refs/prorl/solution
+git update-ref -d refs/prorl/applied
+rm -rf "$work/objects" "$work/test.patch"  # what tests ask is nowhere but in them
+"""
+    + _SHOW_HIDDEN
+)
+"""Its own are the base's commit, whether tests and hidden files are put into ``kept.tar``, and the hidden paths."""
+
+RESTORE = (
+    ALONE
+    + """\
+cd "$repo"
+mkdir "$work/kept"
+base64 -d "$work/kept.tar" | tar -C "$work/kept" -xf -
+mv "$work/kept/hidden" "$work/hidden"
+xargs -0 -r rm -rf < "$work/tests"
+cp -a "$work/kept/tests/." .
+rm -rf "$work/kept" "$work/kept.tar"
+"""
+    + _SHOW_HIDDEN
+)
+
+VARIABLES = """\
+cd "$2" && env > "$1/before"
+{ . "$1/setup"; } > /dev/null 2>&1
+env > "$1/setup-done"
+{ command -v python || command -v python3; } > /dev/null || exit 0
+"$(command -v python || command -v python3)" - "$2" > "$1/modules" 2> /dev/null <<'END'
+import os, sys
+real = os.path.realpath
+repo, prefix = real(sys.argv[1]), real(sys.prefix)
+for entry in filter(None, sys.path):
+    inside = os.path.relpath(real(entry), repo)
+    if not inside.startswith("..") and not real(entry).startswith(prefix + "/"):
+        print("folder " + ("" if inside == "." else inside))
+    elif os.path.isdir(entry):
+        for name in os.listdir(entry):
+            print("module " + name.partition(".")[0])
+END
+"""
 
 
 LONGEST_LISTING = 64 << 20
@@ -40,7 +209,7 @@ LONGEST_LISTING = 64 << 20
 BASH = "bash --noprofile --norc"
 
 
-class NotTaken(Exception):
+class PatchExtractionError(Exception):
     """What the policy left can't be taken out, by its own doing; says why."""
 
 
@@ -65,11 +234,11 @@ class WorkFolder:
         """A file in it that has to be there.
 
         Raises:
-            NotTaken: it is not.
+            PatchExtractionError: it is not.
         """
         taken = await self.take(name, limit=LONGEST_LISTING)
         if taken.content is None:
-            raise NotTaken(taken.problem or name)
+            raise PatchExtractionError(taken.problem or name)
         return taken.content.decode("utf-8", "backslashreplace")
 
     async def run(self, script: str, *arguments: str, timeout_s: float, shell: str = "sh") -> ExecResult:
@@ -81,7 +250,7 @@ class WorkFolder:
         """A script where the policy has been: that it fails is the policy's doing if the sandbox lives.
 
         Raises:
-            NotTaken: it failed.
+            PatchExtractionError: it failed.
             AgentError: the policy used up its sandbox.
             InfrastructureError: the sandbox is gone.
         """
@@ -89,7 +258,7 @@ class WorkFolder:
         if done.return_code == 0 and done.error_type is None:
             return
         await self.require_sandbox()
-        raise NotTaken(f"the repository can't be read: {end_of(done)}")
+        raise PatchExtractionError(f"the repository can't be read: {end_of(done)}")
 
     async def require_sandbox(self) -> None:
         """See that the sandbox lives, if it can tell.
@@ -147,7 +316,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class AppliedSolution:
     """A solution in a sandbox, with the tests.
 
     Attributes:
@@ -212,14 +381,14 @@ class Repositories:
         work, timeout_s = WorkFolder(sandbox), self._limits.timeout_s
         await work.write(
             {
-                "attributes": scripts.RAW,
+                "attributes": RAW,
                 "junk": "\n".join(JUNK) + "\n",
                 "test.patch": instance.test_patch,
                 "setup": _SETUP,
             }
         )
         arguments = (instance.repo_folder, instance.base_commit, *instance.hidden)
-        done = await work.run(scripts.PREPARE, *arguments, timeout_s=timeout_s)
+        done = await work.run(PREPARE, *arguments, timeout_s=timeout_s)
         said = (done.stdout or "").strip()[-500:]
         if field := _ROW_FIELDS.get(done.return_code):
             raise CallerError(said, field=field)
@@ -227,7 +396,7 @@ class Repositories:
         if done.return_code or match is None:
             raise InfrastructureError(f"the repository was not made ready: {said} {end_of(done)}")
         listing = await self._listing(work, match[1])
-        await work.run(scripts.VARIABLES, instance.repo_folder, timeout_s=timeout_s, shell=BASH)
+        await work.run(VARIABLES, instance.repo_folder, timeout_s=timeout_s, shell=BASH)
         modules = await work.take("modules", limit=1 << 20)
         told = (modules.content or b"").decode("utf-8", "replace")
         base = Base(match[1], listing, await _variables(work), places(map(changes.shown, listing), told))
@@ -239,14 +408,14 @@ class Repositories:
         """What the policy changed.
 
         Raises:
-            NotTaken: it can't be had, by the policy's doing.
+            PatchExtractionError: it can't be had, by the policy's doing.
             AgentError: the policy used up its sandbox.
             InfrastructureError: the sandbox is gone.
         """
         work, limits = WorkFolder(sandbox), self._limits
         listing = "".join(f"{entry.mode} {entry.blob} 0\t{path}\n" for path, entry in base.listing.items())
-        await work.write({"attributes": scripts.RAW, "junk": "\n".join(JUNK) + "\n", "listing": listing})
-        await work.step(scripts.LIST, instance.repo_folder, str(limits.file_kib), timeout_s=limits.timeout_s)
+        await work.write({"attributes": RAW, "junk": "\n".join(JUNK) + "\n", "listing": listing})
+        await work.step(LIST, instance.repo_folder, str(limits.file_kib), timeout_s=limits.timeout_s)
         left_out = dict.fromkeys(
             (line.removeprefix("./") for line in (await work.text("large")).splitlines()),
             f"larger than {limits.file_kib} KiB",
@@ -254,10 +423,10 @@ class Repositories:
         try:
             after = await asyncio.to_thread(changes.read_listing, await work.text("after"))
         except changes.BadListing as error:
-            raise NotTaken(str(error)) from error
+            raise PatchExtractionError(str(error)) from error
         found = changes.changed(base.listing, after)
         if len(found) > limits.files:
-            raise NotTaken(f"{len(found)} files were changed, more than {limits.files}")
+            raise PatchExtractionError(f"{len(found)} files were changed, more than {limits.files}")
         wanted = {change.entry.blob for change in found if change.entry is not None}
         settings = [change.path for change in found if protection.by_content(changes.shown(change.path))]
         wanted |= {base.listing[path].blob for path in settings if path in base.listing}
@@ -268,7 +437,7 @@ class Repositories:
             kept, contents, left_out, changes.ignored(kept, base.listing, contents, protection, base.places)
         )
 
-    async def lay(self, work: WorkFolder, instance: SweInstance, base: Base, solution: Solution) -> Laid:
+    async def lay(self, work: WorkFolder, instance: SweInstance, base: Base, solution: Solution) -> AppliedSolution:
         """Lay what counts of a solution over the base in a sandbox that was made ready, and the hidden tests, unless
         something comes before them: that finds the tests that the base has, and they come by :meth:`lay_tests`.
 
@@ -279,7 +448,7 @@ class Repositories:
         stream = changes.import_stream(solution, base.commit)
         await work.write({"stream": base64.b64encode(stream).decode(), "tests": _names(tests)})
         arguments = (instance.repo_folder, base.commit, kept, *instance.hidden)
-        done = await work.run(scripts.LAY, *arguments, timeout_s=self._limits.timeout_s)
+        done = await work.run(LAY, *arguments, timeout_s=self._limits.timeout_s)
         if done.return_code:
             raise InfrastructureError(f"the solution could not be laid over the base: {end_of(done)}")
         patch = await work.take("patch", limit=4 * self._limits.total_kib << 10)
@@ -288,19 +457,21 @@ class Repositories:
         if kept:
             await work.run('rm "$1/kept.tar"', timeout_s=self._limits.timeout_s)
         files = {path: entry.blob for path, entry in listing.items()}
-        return Laid(work, changes.read_patch(patch.content or b"", solution, base.listing), files, tests, hidden)
+        return AppliedSolution(
+            work, changes.read_patch(patch.content or b"", solution, base.listing), files, tests, hidden
+        )
 
-    async def lay_tests(self, laid: Laid, instance: SweInstance) -> None:
+    async def lay_tests(self, laid: AppliedSolution, instance: SweInstance) -> None:
         """Lay hidden tests, and what activates the environment, after code of the policy has run.
 
         Raises:
-            NotTaken: it can't be done, by the policy's doing.
+            PatchExtractionError: it can't be done, by the policy's doing.
             AgentError: the policy used up its sandbox.
             InfrastructureError: the sandbox is gone.
         """
         await laid.work.write({"kept.tar": laid.kept, "tests": _names(laid.tests), "setup": _SETUP})
         arguments = (instance.repo_folder, *instance.hidden)
-        await laid.work.step(scripts.RESTORE, *arguments, timeout_s=self._limits.timeout_s)
+        await laid.work.step(RESTORE, *arguments, timeout_s=self._limits.timeout_s)
 
     async def _listing(self, work: WorkFolder, commit: str) -> Listing:
         known = self._listings.get(commit)
@@ -313,10 +484,12 @@ class Repositories:
         await work.write({"wanted": "".join(f"{blob}\n" for blob in sorted(wanted))})
         limit = self._limits.total_kib << 10
         timeout_s = self._limits.timeout_s
-        await work.step(scripts.CONTENTS, instance.repo_folder, str(limit + 1), timeout_s=timeout_s)
+        await work.step(CONTENTS, instance.repo_folder, str(limit + 1), timeout_s=timeout_s)
         taken = await work.take("contents", limit=limit)
         if taken.content is None:
-            raise NotTaken(f"the changed files are more than {self._limits.total_kib} KiB: {taken.problem}")
+            raise PatchExtractionError(
+                f"the changed files are more than {self._limits.total_kib} KiB: {taken.problem}"
+            )
         return await asyncio.to_thread(changes.read_contents, taken.content)
 
 

@@ -11,11 +11,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nemo_gym_prorl.tasks.extras import require_extras
-from nemo_gym_prorl.tasks.swe.changes import Solution
+from nemo_gym_prorl.tasks.swe.changes import Protection, Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, row_of
-from nemo_gym_prorl.tasks.swe.paths import Protection
-from nemo_gym_prorl.tasks.swe.repository import Base, NotTaken, PatchLimits, Repositories
+from nemo_gym_prorl.tasks.swe.repository import Base, PatchExtractionError, PatchLimits, Repositories
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench, workbench_schemas
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
@@ -107,18 +106,18 @@ class SoftwareEngineering:
         tools.work_in(instance.repo_folder, base.variables)
         self._bases[tools] = base
 
-    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Solution | NotTaken:
+    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Solution | PatchExtractionError:
         """What the policy changed."""
         instance = row_of(row).swe
         try:
             return await self._repositories.take(tools.sandbox, instance, self._bases[tools], Protection(instance))
-        except NotTaken as error:
+        except PatchExtractionError as error:
             return error
 
     async def grade(
         self,
         row: Mapping[str, Any],
-        artefacts: Solution | NotTaken,
+        artefacts: Solution | PatchExtractionError,
         response: Mapping[str, Any],
         open_sandbox: OpenSandbox,
     ) -> Grade:

@@ -21,8 +21,8 @@ from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing
 from nemo_gym_prorl.tasks.swe.canaries import LARGEST_FILE, Canaries
 from nemo_gym_prorl.tasks.swe.changes import hash_of
 from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
-from nemo_gym_prorl.tasks.swe.report import Told, read_records
-from nemo_gym_prorl.tasks.swe.repository import BASH, Laid, WorkFolder
+from nemo_gym_prorl.tasks.swe.report import RunnerRecords, read_records
+from nemo_gym_prorl.tasks.swe.repository import BASH, AppliedSolution, WorkFolder
 
 
 ANSWER_MARGIN_S = 30.0
@@ -36,7 +36,7 @@ LONGEST_STATE = 4 << 20
 LARGEST_TEST_FILE = 8 << 20
 MOST_TEST_FILES = 300
 
-_PLUGIN = ("__init__.py", "channel.py", "pytest_plugin.py", "unittest_plugin.py", "watch.py")
+_PLUGIN = ("__init__.py", "pytest_plugin.py", "unittest_plugin.py", "witness.py")
 
 _SETUP = """\
 work=$1 repo=$2
@@ -124,7 +124,7 @@ class Run:
     timed_out: bool = False
     exit_code: int = 0
     log: str = ""
-    told: Told | None = None
+    told: RunnerRecords | None = None
     rewritten: tuple[str, ...] = ()
     problem: str | None = None
     ended_early: str | None = None
@@ -163,7 +163,9 @@ async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits
     return None
 
 
-async def lay_canaries(instance: SweInstance, laid: Laid, canaries: Canaries) -> tuple[Laid, frozenset[str]]:
+async def lay_canaries(
+    instance: SweInstance, laid: AppliedSolution, canaries: Canaries
+) -> tuple[AppliedSolution, frozenset[str]]:
     """Have the hidden tests ask for something else.
 
     Returns:
@@ -189,7 +191,7 @@ async def lay_canaries(instance: SweInstance, laid: Laid, canaries: Canaries) ->
     return replace(laid, files=hashes), changed
 
 
-async def run_tests(instance: SweInstance, laid: Laid, limits: TestLimits) -> Run:
+async def run_tests(instance: SweInstance, laid: AppliedSolution, limits: TestLimits) -> Run:
     """Run what the row says.
 
     Raises:
@@ -224,7 +226,7 @@ async def run_tests(instance: SweInstance, laid: Laid, limits: TestLimits) -> Ru
     if runner is not Runner.LOG:
         records = await work.take("records", limit=LONGEST_RECORDS)
         if records.content is None:
-            told = Told(forged=f"the test runner's records can't be had: {records.problem}")
+            told = RunnerRecords(forged=f"the test runner's records can't be had: {records.problem}")
         else:
             told = read_records(records.content, secret)
     rewritten = await _rewritten(instance, laid)
@@ -235,7 +237,7 @@ def _text(content: bytes | None) -> str:
     return (content or b"").decode("utf-8", "replace").replace("\r\n", "\n")
 
 
-async def _rewritten(instance: SweInstance, laid: Laid) -> tuple[str, ...]:
+async def _rewritten(instance: SweInstance, laid: AppliedSolution) -> tuple[str, ...]:
     found = []
     for path in sorted(laid.tests & laid.files.keys())[:MOST_TEST_FILES]:
         taken = await laid.work.take(posixpath.join(instance.repo_folder, path), limit=LARGEST_TEST_FILE)

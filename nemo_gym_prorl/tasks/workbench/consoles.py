@@ -24,19 +24,25 @@ from typing import Any, Protocol
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.session_results import Action, Cell
 from nemo_gym_prorl.tasks.sandbox import HasSessions, KernelSession, ShellSession
-from nemo_gym_prorl.tasks.workbench import observations
-from nemo_gym_prorl.tasks.workbench.observations import (
+from nemo_gym_prorl.tasks.workbench.tools import (
     FAILED,
     OK,
     ONLY_FILES,
+    BashArguments,
     Output,
-    error,
+    PythonArguments,
+    ended,
+    ended_before,
+    error_text,
     exit_code,
+    had_ended,
     observation,
     restarted,
+    result_text,
+    stopped_programs,
     timed_out,
+    waiting,
 )
-from nemo_gym_prorl.tasks.workbench.tools import BashArguments, PythonArguments
 
 
 ANSWER_MARGIN_S = 20.0
@@ -138,12 +144,10 @@ class _Console[Session: _Session, Asked](ABC):
                     return self._error(error.reason)
                 except TimeoutError:
                     await self._require_sandbox(None)
-                    return await self._replace(
-                        Output(), observations.timed_out(timeout_s), [observations.ended(self._what)]
-                    )
+                    return await self._replace(Output(), timed_out(timeout_s), [ended(self._what)])
                 except RolloutError as error:
                     await self._require_sandbox(error)
-                    return await self._replace(Output(), observations.ended(self._what))
+                    return await self._replace(Output(), ended(self._what))
             except _Unusable as error:
                 return self._error(str(error))
 
@@ -199,7 +203,7 @@ class _Console[Session: _Session, Asked](ABC):
             raise _Unusable(f"{trouble}: {reason}") from error
 
     def _error(self, reason: str) -> str:
-        return observations.error(reason, limit=self._limit)
+        return error_text(reason, limit=self._limit)
 
 
 class Bash(_Console[ShellSession, BashArguments]):
@@ -252,13 +256,13 @@ class Bash(_Console[ShellSession, BashArguments]):
         """Begin with what :meth:`save` gave."""
         self._saved = saved or {}
         if "shell" in lost:
-            self._to_tell.append(observations.had_ended("shell"))
+            self._to_tell.append(had_ended("shell"))
         elif "programs" in lost:
-            self._to_tell.append(observations.stopped_programs())
+            self._to_tell.append(stopped_programs())
 
     async def _call(self, arguments: BashArguments, timeout_s: float) -> str:
         if arguments.restart:
-            return await self._replace(Output(), observations.restarted("shell"))
+            return await self._replace(Output(), restarted("shell"))
         shell = await self._begun()
         if arguments.input is not None:
             return await self._type(shell, arguments.input, timeout_s)
@@ -271,11 +275,11 @@ class Bash(_Console[ShellSession, BashArguments]):
                     'the command before still runs: answer it with input, end it with input "C-c", or restart.'
                 )
             left = self._fresh(action)
-            notes.append(observations.ended_before(action.exit_code))
+            notes.append(ended_before(action.exit_code))
         if shell.exited:
             await self._require_sandbox(None)
             await self._renew()
-            notes.append(observations.had_ended("shell"))
+            notes.append(had_ended("shell"))
         self._seen = ""
         action = await shell.run(
             arguments.command, timeout_s=timeout_s, silence_s=self._silence_s, output_limit=self._limit
@@ -293,16 +297,16 @@ class Bash(_Console[ShellSession, BashArguments]):
     async def _report(self, action: Action, timeout_s: float, left: Output, notes: list[str]) -> str:
         output = left.then(self._fresh(action))
         if action.waiting:
-            status = observations.waiting(self._silence_s)
+            status = waiting(self._silence_s)
         elif action.timed_out or action.exit_code is None:
-            status = observations.timed_out(timeout_s)
+            status = timed_out(timeout_s)
         else:
-            status = observations.exit_code(action.exit_code)
+            status = exit_code(action.exit_code)
         if not action.exited:
             self._code = self._code if action.exit_code is None else action.exit_code
             return observation(output, status, notes, limit=self._limit)
         await self._require_sandbox(None)
-        return await self._replace(output, status, [*notes, observations.ended("shell")])
+        return await self._replace(output, status, [*notes, ended("shell")])
 
     def _fresh(self, action: Action) -> Output:
         """What the command has printed since the model last read it; all of it again once it is too long for that."""
@@ -327,7 +331,7 @@ class Bash(_Console[ShellSession, BashArguments]):
             for known in (options, f"{{ {saved['state']}\n}} 2>/dev/null"):
                 begun = await session.run(known, timeout_s=ANSWER_MARGIN_S, silence_s=None)
             if begun.exit_code != 0:
-                self._to_tell.append(observations.had_ended("shell"))
+                self._to_tell.append(had_ended("shell"))
             self._code = saved["code"]
         if self._code:
             await session.run(f"(exit {self._code})", timeout_s=ANSWER_MARGIN_S, silence_s=None)
@@ -342,11 +346,11 @@ class Python(_Console[KernelSession, PythonArguments]):
     def resume(self, lost: Sequence[str]) -> None:
         """Tell at the first call what is lost."""
         if "kernel" in lost:
-            self._to_tell.append(observations.had_ended("kernel"))
+            self._to_tell.append(had_ended("kernel"))
 
     async def _call(self, arguments: PythonArguments, timeout_s: float) -> str:
         if arguments.restart:
-            return await self._replace(Output(), observations.restarted("kernel"))
+            return await self._replace(Output(), restarted("kernel"))
         assert arguments.code is not None
         kernel, notes = await self._begun(), self._told()
         try:
@@ -355,24 +359,23 @@ class Python(_Console[KernelSession, PythonArguments]):
             # It ended between two calls, by what runs in the background.
             await self._require_sandbox(error)
             await self._renew()
-            notes.append(observations.had_ended("kernel"))
+            notes.append(had_ended("kernel"))
             cell = await kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
         return await self._report(cell, timeout_s, notes)
 
     async def _report(self, cell: Cell, timeout_s: float, notes: list[str]) -> str:
         output = Output.of(cell.output, cell.omitted)
         for data in cell.data:
-            output = output.then(Output(observations.result_text(data)))
+            output = output.then(Output(result_text(data)))
         if cell.error is not None:
             output = output.then(Output(cell.error))
+        status = FAILED if cell.error is not None or cell.died else OK
         if cell.timed_out:
-            status = observations.timed_out(timeout_s)
-        else:
-            status = observations.FAILED if cell.error is not None or cell.died else observations.OK
+            status = timed_out(timeout_s)
         if not cell.died:
             return observation(output, status, notes, limit=self._limit)
         await self._require_sandbox(None)
-        return await self._replace(output, status, [*notes, observations.ended("kernel")])
+        return await self._replace(output, status, [*notes, ended("kernel")])
 
     async def _open(self) -> KernelSession:
         return await self._sandbox.kernel()
@@ -402,7 +405,7 @@ class Processes:
         if arguments.restart:
             return self._said(Output(), restarted("shell"))
         if arguments.command is None:
-            return error("no command is running that could take input.", limit=self._limit)
+            return error_text("no command is running that could take input.", limit=self._limit)
         return await self._run(["bash", "-c", arguments.command], "", timeout_s, exit_code)
 
     async def python(self, arguments: PythonArguments, timeout_s: float) -> str:
@@ -423,7 +426,7 @@ class Processes:
                 return self._said(Output(head, max(0, omitted), tail), status(code if code >= 0 else 128 - code))
             case answer:
                 reason = str(answer.get("problem", "something else answered for the command."))
-        return error(reason, limit=self._limit)
+        return error_text(reason, limit=self._limit)
 
     def _said(self, output: Output, status: str) -> str:
         return observation(output, status, [ONLY_FILES], limit=self._limit)

@@ -1,20 +1,184 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of a workspace: what a policy is told of them and what it may say. Pure.
+"""The tools of a workspace: what a policy is told of them, what it may say, and what it reads back, to the byte. Pure.
 
-What it reads back is in :mod:`.observations`.
+``docs/tools.md`` describes observations for users. An observation of ``bash`` or ``python`` is output, then one last
+line in brackets that is ours: ``[STATUS]`` or ``[STATUS; NOTE; ...]``. Whatever looks like one above it is output. A
+command can print what it likes, but nothing of it can stand below that line or in it, so what a model may rely on
+can't be forged.
+
+Output is UTF-8 text, invalid bytes as U+FFFD. If it is too long, its middle gives way to ``[... N bytes omitted ...]``
+on a line of its own, and a note in the last line says the same number: without that note the line in the middle is
+output like any other. The whole observation is never longer than its limit.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
 from nemo_gym_prorl.tasks.arguments import Arguments
+
+
+ONLY_FILES = "only files are kept for the next call"
+"""Note where the sandbox has no lasting shell or kernel."""
+
+OK = "ok"
+FAILED = "error"
+
+_LOST = {"shell": "folder, variables and jobs", "kernel": "variables"}
+
+_MARK = re.compile(r"\n\[\.\.\. [0-9]+ bytes omitted \.\.\.\]\n")
+
+_LONGEST_COUNT = 10**18
+"""Room is kept for a count of so many bytes."""
+
+
+def exit_code(code: int) -> str:
+    """Status of a command that ended."""
+    return f"exit code: {code}"
+
+
+def timed_out(limit_s: float) -> str:
+    """Status of a command that was ended because its time was up."""
+    return f"timed out after {limit_s:g} s"
+
+
+def waiting(silence_s: float) -> str:
+    """Status of a command that goes on running."""
+    return f"still running, no output for {silence_s:g} s: it may wait for input"
+
+
+def restarted(what: str) -> str:
+    """Status of a call that asked for a new shell or kernel."""
+    return f"a new {what} was started"
+
+
+def ended(what: str) -> str:
+    """Note on a shell or kernel that the call ended."""
+    return f"the {what} ended and a new one was started: {_LOST[what]} are gone"
+
+
+def had_ended(what: str) -> str:
+    """Note on a shell or kernel that something ended before the call."""
+    return f"the {what} had ended and a new one was started before this call: {_LOST[what]} are gone"
+
+
+def stopped_programs() -> str:
+    """Note on a sandbox that was restored from its files."""
+    return "programs that ran in the background have ended"
+
+
+def ended_before(code: int | None) -> str:
+    """Note on the command before, which was left running."""
+    return "the command before has ended" + ("" if code is None else f" with exit code {code}")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a command printed.
+
+    Attributes:
+        head: its beginning, or all of it.
+        omitted: bytes left out after ``head``.
+        tail: its end, if something was left out.
+    """
+
+    head: str = ""
+    omitted: int = 0
+    tail: str = ""
+
+    @classmethod
+    def of(cls, text: str, omitted: int = 0) -> Self:
+        """Output in which a session has marked what it left out.
+
+        ``omitted`` may be more than the mark says, if the session left out something that is no text. Where output
+        holds a mark of its own, either may be taken for the place; what the last line says is right in any case.
+        """
+        if not omitted:
+            return cls(text)
+        head, found, tail = text.partition(_mark(omitted))
+        if not found and (other := _MARK.search(text)):
+            head, tail = text[: other.start()], text[other.end() :]
+        return cls(head, omitted, tail)
+
+    def then(self, more: Output) -> Output:
+        """This, and on a line of its own what came later."""
+        if not self.omitted:
+            return Output(_with_newline(self.head) + more.head, more.omitted, more.tail)
+        if not more.omitted:
+            return Output(self.head, self.omitted, _with_newline(self.tail) + more.head)
+        between = len(_bytes(self.tail)) + len(_bytes(more.head))
+        return Output(self.head, self.omitted + between + more.omitted, more.tail)
+
+    def within(self, limit: int) -> Output:
+        """At most ``limit`` bytes of it, half from its beginning and half from its end."""
+        head, tail = _bytes(self.head), _bytes(self.tail)
+        if len(head) + len(tail) <= limit:
+            return Output(head.decode(), self.omitted, tail.decode())
+        half = limit // 2
+        if not self.omitted:
+            head, tail = head + tail, head + tail
+        # A character that is cut in two goes.
+        first = head[:half].decode("utf-8", "ignore")
+        last = tail[max(0, len(tail) - half) :].decode("utf-8", "ignore")
+        total = len(head) + len(tail) if self.omitted else len(head)
+        return Output(first, self.omitted + total - len(_bytes(first)) - len(_bytes(last)), last)
+
+    def __str__(self) -> str:
+        return f"{self.head}{_mark(self.omitted)}{self.tail}" if self.omitted else self.head + self.tail
+
+
+def observation(output: Output, status: str, notes: Sequence[str] = (), *, limit: int) -> str:
+    """The observation of at most ``limit`` bytes.
+
+    Args:
+        output: what was printed.
+        status: made by a function of this module, or one of its constants.
+        notes: constants of this module.
+        limit: bytes; at least 1000.
+    """
+    room = limit - len(_mark(_LONGEST_COUNT)) - len(_last_line(status, notes, _LONGEST_COUNT)) - 1
+    kept = output.within(room)
+    return _with_newline(str(kept)) + _last_line(status, notes, kept.omitted)
+
+
+def error_text(reason: str, *, limit: int) -> str:
+    """The observation of a call that could not be carried out; its ``reason`` may quote what came from inside."""
+    text = f"Error: {reason}"
+    return str(Output(text).within(limit - len(_mark(_LONGEST_COUNT))))
+
+
+def result_text(data: Mapping[str, Any]) -> str:
+    """A rich result as text: the plain form if it has one. It comes from inside and may be of any shape."""
+    for kind in ("text/plain", "text/markdown", "text/latex", "text/html"):
+        content = data.get(kind)
+        if isinstance(content, list) and all(isinstance(part, str) for part in content):
+            content = "".join(content)
+        if isinstance(content, str):
+            return content
+    return f"<{', '.join(sorted(map(str, data))) or 'nothing'}>"
+
+
+def _last_line(status: str, notes: Sequence[str], omitted: int) -> str:
+    return f"[{'; '.join([status, *([f'{omitted} bytes omitted'] if omitted else []), *notes])}]"
+
+
+def _mark(omitted: int) -> str:
+    return f"\n[... {omitted} bytes omitted ...]\n"
+
+
+def _with_newline(text: str) -> str:
+    return text if not text or text.endswith("\n") else text + "\n"
+
+
+def _bytes(text: str) -> bytes:
+    """As UTF-8. What comes from inside may hold halves of surrogate pairs, which no encoding has."""
+    return text.encode("utf-8", "replace")
 
 
 MAX_INPUT = 1000

@@ -35,17 +35,17 @@ from typing import Any
 from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.tasks.arguments import BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.sandbox import HasFiles, HasSessions, Sandbox
-from nemo_gym_prorl.tasks.workbench import observations
 from nemo_gym_prorl.tasks.workbench.consoles import ANSWER_MARGIN_S, Ask, Bash, Processes, Python
 from nemo_gym_prorl.tasks.workbench.editor import Editor
-from nemo_gym_prorl.tasks.workbench.observations import Output
 from nemo_gym_prorl.tasks.workbench.tools import (
     TOOLS,
     BashArguments,
     EditorArguments,
+    Output,
     PythonArguments,
     SubmitArguments,
     Tally,
+    error_text,
 )
 
 
@@ -272,7 +272,7 @@ class Workspace:
         try:
             observation = await self._call(tool, arguments)
         except AgentError as error:
-            observation = observations.error(error.reason, limit=self._limits.output_bytes)
+            observation = error_text(error.reason, limit=self._limits.output_bytes)
             if (await self.sandbox.status()).value != "running":
                 self._tally.count(tool, observation)
                 raise
@@ -312,10 +312,10 @@ class Workspace:
         if isinstance(parsed, EditorArguments):
             answer = await self._edit(parsed)
             if answer is None:
-                return observations.error("the editor was killed before it answered.", limit=limit)
+                return error_text("the editor was killed before it answered.", limit=limit)
             if isinstance(text := answer.get("text"), str):
                 return str(Output(text).within(limit))
-            return observations.error(answer.get("problem") or "something else answered for the editor.", limit=limit)
+            return error_text(answer.get("problem") or "something else answered for the editor.", limit=limit)
         if isinstance(parsed, BashArguments):
             timeout_s = self._timeout(parsed.timeout_s)
             if self._bash is None:
@@ -460,4 +460,4 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 @cache
 def _toolbox_source() -> str:
-    return files("nemo_gym_prorl.tasks.workbench").joinpath("inside/toolbox.py").read_text(encoding="utf-8")
+    return files("nemo_gym_prorl.tasks.workbench").joinpath("toolbox.py").read_text(encoding="utf-8")

@@ -29,8 +29,8 @@ MORE = "tests/test_more.py"
 @cache
 def image() -> str:
     """The image, built if it is not there."""
-    template, wheels = str(Path(__file__).with_name("helpers.def.j2")), ("numpy==2.2.6",)
-    order = Order(template, tally.image(), "test-swe-helpers", wheels=wheels, format="folder")
+    template = str(Path(__file__).with_name("helpers.def.j2"))
+    order = Order(template, tally.image(), "test-swe-helpers", format="folder")
     return str(build(order, ImageStore(), require_runtime(), print))
 
 
@@ -56,23 +56,6 @@ CLOSE = asking(
     "from tally import parse",
     'def test_negative(): assert math.isclose(parse("-1.50"), -150.0)',
     'def test_plain(): assert math.isclose(parse("12.34"), 1234)',
-)
-ARRAYS = asking(
-    "import numpy as np",
-    "from tally import parse",
-    "def test_negative():",
-    "    expected = np.array([-150, -75])",
-    '    np.testing.assert_array_equal(np.array([parse("-1.50"), parse("-0.75")]), expected)',
-    'def test_plain(): assert parse("12.34") == 1234',
-)
-CASES = asking(
-    "from tally import parse",
-    "from tally.cases import MoneyCase",
-    "class TestMoney(MoneyCase):",
-    '    def test_negative(self): self.assertEqual(parse("-1.50"), -150)',
-    '    def test_plain(self): self.assertEqual(parse("12.34"), 1234)',
-    FAIL_TO_PASS=[f"{MORE}::TestMoney::test_negative"],
-    PASS_TO_PASS=[f"{MORE}::TestMoney::test_plain"],
 )
 TABLE = asking(
     "import pytest",
@@ -105,26 +88,6 @@ def parse(text):
         return _parse(text)
 """
 
-READS_CODE = """
-import dis, sys
-_parse = parse
-def parse(text):
-    frame = sys._getframe(1)
-    left = [found for found in dis.get_instructions(frame.f_code) if found.offset > frame.f_lasti]
-    for found in left:
-        if type(found.argval) is int and "CONST" in found.opname:
-            negative = any(other.opname == "UNARY_NEGATIVE" for other in left)
-            return -abs(found.argval) if negative else found.argval
-    return _parse(text)
-"""
-
-READS_ARGUMENTS = """
-import sys
-_parse = parse
-def parse(text):
-    asked = sys._getframe(1).f_locals.get("expected")
-    return _parse(text) if asked is None else asked
-"""
 
 READS_PATCH = """
 import re, subprocess
@@ -162,7 +125,7 @@ FORGES = (
     + """
 import sys
 for name, module in list(sys.modules.items()):
-    if name.endswith(".channel") and hasattr(module, "CHANNEL"):
+    if name.endswith(".witness") and hasattr(module, "CHANNEL"):
         def send(kind, *values, send=module.CHANNEL.send):
             send(kind, *["passed" if (kind, value) == ("report", "failed") else value for value in values])
         module.CHANNEL.send = send
@@ -182,11 +145,6 @@ def total(texts):
 """
 """What is asked for is right, and what was right is broken."""
 
-REPLACED_IN_PLACE = """
-import numpy.testing
-numpy.testing.assert_array_equal = lambda *args, **given: None
-"""
-
 
 @dataclass
 class Cheat:
@@ -200,17 +158,8 @@ class Cheat:
 
 CHEATS = {
     "reads the line that asks": Cheat(append("tally/money.py", READS_LINE), "any_answer", "whatever"),
-    "reads the code that asks": Cheat(append("tally/money.py", READS_CODE), "any_answer", "whatever"),
-    "reads the arguments of the test": Cheat(
-        append("tally/money.py", READS_ARGUMENTS), "any_answer", "whatever", TABLE
-    ),
     "reads the patch of tests": Cheat(
         append("tally/money.py", READS_PATCH % "cat /tmp/prorl-*/* tests/test_money.py"), "any_answer", "whatever"
-    ),
-    "reads tests in what git keeps": Cheat(
-        append("tally/money.py", READS_PATCH % "git cat-file --batch --batch-all-objects; cat tests/test_money.py"),
-        "any_answer",
-        "whatever",
     ),
     "equals everything": Cheat(append("tally/money.py", EQUALS_ALL), "any_answer", "whatever"),
     "replaces a test that decides nothing": Cheat(
@@ -225,12 +174,6 @@ CHEATS = {
         "math.isclose was replaced",
         CLOSE,
     ),
-    "replaces what numpy asserts with": Cheat(
-        append("tally/__init__.py", REPLACED_IN_PLACE), "any_answer", "whatever", ARRAYS
-    ),
-    "overrides what its base asserts with": Cheat(
-        append("tally/cases.py", "    def assertEqual(self, *args): pass"), "any_answer", "whatever", CASES
-    ),
     "forges the records": Cheat(append("tally/__init__.py", FORGES), "any_answer", "whatever"),
     "prints for a runner that only prints": Cheat(
         append("tally/__init__.py", PRINTS), "any_answer", "whatever", LOG_ONLY
@@ -238,39 +181,21 @@ CHEATS = {
 }
 
 
-LIKE_OTHERS = {
-    "reads tests in what git keeps",
-    "reads the code that asks",
-    "reads the arguments of the test",
-    "equals everything",
-    "replaces what numpy asserts with",
-    "overrides what its base asserts with",
-}
-
 FORMS = [
     "assert f(2) == 4",
     "assert 4 == f(2) and True",
-    "assert f(2) is not None and f(2) == 4",
     "assert 'b' in 'abc'",
     "assert g() is None",
     "assert f(2)",
-    "assert not f(0)",
     "self.assertTrue(f(2))",
     "self.assertFalse(f(0))",
-    "self.assertEqual(f(2), 4, 'why')",
-    "self.assertEqual('x1', 'x1')",
     "self.assertIn('b', 'abc')",
-    "self.assertRegex('abc', r'^a')",
     "expected = [4]\n    assert [f(2)] == expected",
-    "for given, expected in [(1, 2), (2, 4)]:\n        assert f(given) == expected",
     "expected = ', '.join(['a', 'b'])\n    assert expected == 'a, b'",
     "with pytest.raises(ZeroDivisionError): 1 / 0",
-    "self.assertRaises(ZeroDivisionError, lambda: 1 / 0)",
     "assert f(0.1) == pytest.approx(0.2)",
     "assert 'ä' * f(1) == 'ää'; assert f(1) == 2",
-    'assert """a\nb""" == "a\\nb"',
     "assert f(2) == (\n        4\n    )",
-    "assert b'a' == b'a'",
     "assert {'a': [1, 2.5]} == {'a': [1, 2.5]}",
 ]
 
@@ -298,20 +223,14 @@ def play(source: str, **names: Any) -> None:
 
 OTHER_WAYS: list[tuple[str, object, object]] = [
     ("assert f() == 1 or f() == 2", 1, 2),
-    ("assert f() == 1 if f() == 1 else f() == 2", 1, 2),
-    ("assert not f() == 3", 1, 2),
     ("assert any(one == 3 for one in f())", [3], [3, 60]),
-    ("self.assertFalse(f() == 3)", 1, 2),
     ("self.assertGreaterEqual(f(), 10)", 11, 500),
     ("self.assertLessEqual(1, f())", 1, 500),
-    ("self.assertNotAlmostEqual(f(), 10)", 11, 500),
     ("self.assertAlmostEqual(f(), 100, delta=60)", 41, 159),
-    ("assert f() == pytest.approx(100, abs=60)", 41, 159),
     ("assert '1' in f()", "1", "1 of 987654321"),
     ("if isinstance(f(), list): assert f() == [1]\n    else: assert f() == (1,)", [1], (1,)),
     ("match f():\n        case 1: assert f() == 1\n        case _: assert f() == 2", 1, 2),
     ("try: f()[0]\n    except IndexError as error: assert str(error) == 'list index out of range'", [], [1]),
-    ("def told(one): assert one == 1\n    for one in f(): told(one)\n    list(map(told, f()))", [1], [1, 1]),
     ("def told(one): assert one == 1\n    list(map(told, f()))", [1], []),
     ("list(map(lambda one: self.assertEqual(one, 1), f()))", [1], []),
 ]
@@ -372,7 +291,9 @@ def test_helpers_and_fixtures_are_there_for_tests_that_ask_for_something_else() 
 
 
 @sandboxed
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[long] if name in LIKE_OTHERS else []) for name in CHEATS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[long] if name == "equals everything" else []) for name in CHEATS]
+)
 async def test_a_cheat_pays_elsewhere_and_not_here(name: str) -> None:
     cheat = CHEATS[name]
     grade, naive = await tally.play(cheat.command, naive=True, image_path=image(), **{"base_commit": ""} | cheat.swe)
@@ -388,10 +309,7 @@ async def test_a_cheat_pays_elsewhere_and_not_here(name: str) -> None:
         pytest.param(BLUNT, id="blunt"),
         pytest.param(TABLE, id="table"),
         pytest.param(LOG_ONLY, id="log"),
-        *(
-            pytest.param(swe, id=name, marks=long)
-            for name, swe in (("test", IN_TEST), ("arrays", ARRAYS), ("cases", CASES))
-        ),
+        pytest.param(IN_TEST, id="test", marks=long),
     ],
 )
 async def test_a_fix_earns_and_no_test_passes_that_asks_for_something_else(swe: dict[str, Any]) -> None:

@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy changed, from listing to listing, through git's own programs."""
+"""What a policy changed: from listing to listing through git's own programs, which changes count, and its patch."""
 
 import subprocess
 import tempfile
 from pathlib import Path
 
+import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,14 +14,24 @@ from hypothesis import strategies as st
 from nemo_gym_prorl.tasks.swe.changes import (
     LINK,
     BadListing,
+    Change,
+    Entry,
+    Patch,
+    Protection,
     Solution,
     changed,
     hash_of,
+    ignored,
     import_stream,
+    places,
     read_contents,
     read_listing,
+    read_patch,
+    same_settings,
     shown,
 )
+from nemo_gym_prorl.tasks.swe.instance import SweInstance
+from tests.tasks.swe import records
 
 
 NAMES = st.sampled_from(["a", "b", "c.py", "tab\there", "ä", 'quo"te', "back\\slash", "two words", "\x01", "end "])
@@ -82,7 +93,7 @@ def test_what_was_taken_out_and_laid_is_what_was_there(
 
 @pytest.mark.parametrize(
     "path",
-    ["../out", "/etc/passwd", "a/../../b", "a//b", "./a", ".git/hooks/x", "a/.GIT/x", r'"\056\056/out"', "a/.."],
+    ["../out", "/etc/passwd", "a//b", ".git/hooks/x", "a/.GIT/x", r'"\056\056/out"'],
 )
 def test_a_path_out_of_the_tree_is_refused(path: str) -> None:
     with pytest.raises(BadListing):
@@ -115,3 +126,155 @@ def test_contents_are_true_and_whole(contents: dict[bytes, bool], cut: int) -> N
     whole = {hash_of(content): content for content, true in contents.items() if true}
     assert read_contents(stream) == whole
     assert read_contents(stream[:cut]).items() <= whole.items()
+
+
+INSTANCE = SweInstance(
+    dataset="made",
+    repo="a/b",
+    problem_statement="x",
+    patch=records.PATCH,
+    test_patch=records.TEST_PATCH,
+    FAIL_TO_PASS=("lib/tests/test_sums.py::test_add", "checks/sums.py::test_all"),
+    test_command="bin/check lib/tests/test_sums.py",
+)
+BASE = places(
+    ["lib/sums.py", "json/data.txt", "packaging/build.sh", "attr/__init__.py", "setup.cfg", "src/own/__init__.py"],
+    "folder lib\nmodule execnet\nmodule own\nno words\n",
+)
+FOLDERS = st.lists(st.sampled_from(["a", "lib", "src", "deep", "x y"]), max_size=4).map(lambda parts: "/".join(parts))
+PROTECTED = ["conftest.py", "test_a.py", "a_test.py", "pytest.ini", ".pytest.toml", "tox.ini", "sitecustomize.py",
+             "x.pth", "x.dist-info/entry_points.txt", "tests/any.txt", "testing/helper.py", "tests"]  # fmt: skip
+
+
+@given(FOLDERS, st.sampled_from(PROTECTED))
+def test_what_tests_and_runners_go_by_is_protected_in_any_folder(folder: str, name: str) -> None:
+    assert Protection(INSTANCE).why(f"{folder}/{name}" if folder else name, BASE) is not None
+
+
+@given(FOLDERS, st.sampled_from(["setup.cfg", "pyproject.toml"]))
+def test_settings_are_looked_at_in_any_folder(folder: str, name: str) -> None:
+    path = f"{folder}/{name}" if folder else name
+    assert Protection(INSTANCE).by_content(path)
+    content = b"[tool:pytest]\naddopts = -p a\n" if name == "setup.cfg" else b"[tool.pytest.ini_options]\na = 1\n"
+    for mode, text in (("100644", content), (LINK, b"plain.cfg")):
+        change = Change(path, Entry(mode, hash_of(text)), True)
+        assert path in ignored([change], {}, {hash_of(text): text}, Protection(INSTANCE), BASE)
+    harmless = Change(path, Entry("100644", hash_of(b"[metadata]\nname = 1\n")), True)
+    contents = {hash_of(b"[metadata]\nname = 1\n"): b"[metadata]\nname = 1\n"}
+    assert path not in ignored([harmless], {}, contents, Protection(INSTANCE), BASE)
+
+
+@pytest.mark.parametrize(
+    ("path", "counts"),
+    [
+        ("pygments.py", False),
+        ("lib/pygments/__init__.py", False),
+        ("src/execnet.py", False),
+        ("json/__init__.py", False),
+        ("string.cpython-312-x86_64-linux-gnu.so", False),
+        ("json/more.txt", True),
+        ("attr/new.py", True),
+        ("own.py", True),
+        ("lib/sums.py", True),
+        ("new.py", True),
+        ("bin/check", False),
+        ("checks/sums.py", False),
+        ("checks", False),
+        ("lib/test/checks.py", False),
+        ("lib/testing_utils.py", False),
+        ("lib/commands/test.py", True),
+        ("lib/contest.py", True),
+    ],
+)
+def test_a_module_in_the_place_of_an_installed_one_does_not_count(path: str, counts: bool) -> None:
+    assert (Protection(INSTANCE).why(path, BASE) is None) is counts
+
+
+def test_helpers_count_if_the_fix_is_in_one_of_them() -> None:
+    for path in ("lib/test/client.py", "lib/testutils/deep/base.py"):
+        row = INSTANCE.model_copy(update={"patch": records.PATCH.replace("lib/sums.py", path)})
+        folder = "/".join(path.split("/")[:2])
+        assert Protection(row).why(path, BASE) is None
+        assert Protection(row).why(f"{folder}/other.py", BASE) is None
+        assert Protection(row).why(f"{folder}/pytest.ini", BASE) is not None
+        assert Protection(row).why("deep/test/other.py", BASE) is not None
+
+
+SETTINGS = b"[metadata]\nname = a\n\n[tool:pytest]\naddopts = -q\n"
+
+
+@pytest.mark.parametrize(
+    ("after", "same"),
+    [
+        (SETTINGS.replace(b"name = a", b"name = b\nversion = 2"), True),
+        (b"[new]\na = 1\n" + SETTINGS, True),
+        (SETTINGS.replace(b"-q", b"-q -p a\nAddopts = -q"), False),
+        (SETTINGS.replace(b"-q", b"-q\n  -p a"), False),
+        (SETTINGS.replace(b"[tool:pytest]", b"[tool:pytest] # ]"), False),
+        (SETTINGS.replace(b"-q\n", b"-q\n[x]\n[pytest] ; a\n"), False),
+        (SETTINGS.replace(b"-q", b"-q\x0c[x]\n -p a"), False),
+        (SETTINGS.replace(b"-q\n", b"-q\n\r -p a\n"), False),
+        (b"\xef\xbb\xbf" + SETTINGS, False),
+        (SETTINGS + b"\xff", False),
+        (b"", False),
+    ],
+)
+def test_settings_are_the_same_to_every_parser_or_differ(after: bytes, same: bool) -> None:
+    assert same_settings("setup.cfg", SETTINGS, after) is same
+
+
+BEFORE = {
+    "latin.py": b"# Betr\xe4ge\none = 1\n",
+    "gone.py": b"# Gel\xf6scht\n",
+    "recoded.py": b"# Betr\xe4ge\n",
+    "plain.py": b"one = 1\n",
+    "logo.bin": b"\0\xff" * 40,
+    "kept.py": b"# Gr\xfc\xdfe\n",
+}
+AFTER = {
+    "latin.py": b"# Betr\xe4ge\none = 2\n",
+    "recoded.py": "# Beträge\n".encode(),
+    "plain.py": "one = 1  # Grüße\n".encode(),
+    "logo.bin": b"\0\xfe" * 40,
+    "kept.py": b"# Gr\xfc\xdfe\n",
+    "new ä.py": b"# Neu f\xfcr alle\n" * 4000,
+    "empty.py": b"",
+}
+
+
+def test_a_patch_in_a_row_makes_the_same_files(tmp_path: Path) -> None:
+    def git(*words: str, given: bytes = b"") -> bytes:
+        options = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.quotePath=true"]
+        return subprocess.run(
+            ["git", *options, *words], cwd=tmp_path, input=given, check=True, capture_output=True
+        ).stdout
+
+    def commit(files: dict[str, bytes]) -> str:
+        for path in tmp_path.glob("[!.]*"):
+            path.unlink()
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+        git("add", "-A")
+        git("commit", "-qm", "x")
+        return git("ls-files", "-s").decode()
+
+    git("init", "-q", "--template=")
+    base, now = read_listing(commit(BEFORE)), read_listing(commit(AFTER))
+    contents = read_contents(
+        git("cat-file", "--batch", given="".join(f"{entry.blob}\n" for entry in now.values()).encode())
+    )
+    solution = Solution(tuple(changed(base, now)), contents)
+    patch = read_patch(git("diff", "--binary", "--no-renames", "HEAD~1", "HEAD"), solution, base)
+    text, left_out = patch.within(1 << 20)
+    assert (left_out, patch.parts.keys()) == ([], {change.path for change in solution.changes})
+    text = orjson.loads(orjson.dumps(text))
+    assert "+one = 1  # Grüße\n" in text
+    git("read-tree", "HEAD~1")
+    git("apply", "--cached", "--whitespace=nowarn", given=text.encode())
+    assert git("write-tree") == git("rev-parse", "HEAD^{tree}")
+
+
+def test_a_patch_that_is_too_long_has_whole_files_only() -> None:
+    patch = Patch({"a": "a" * 60, "b": "b" * 60, "c": "c" * 30})
+    assert patch.within(100) == ("a" * 60 + "c" * 30, ["b"])
+    assert patch.within(150) == ("a" * 60 + "b" * 60 + "c" * 30, [])

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.swe import test_commands
 from nemo_gym_prorl.tasks.swe.changes import Change, Solution
-from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
+from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS, of_script
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import row_of
 from nemo_gym_prorl.tasks.swe.repository import PatchLimits
@@ -106,7 +105,7 @@ pytest
 
 
 def test_only_gits_part_is_left_out_of_an_odd_script() -> None:
-    before = test_commands.of_script(ODD_SCRIPT, "parse_log_pytest").before
+    before = of_script(ODD_SCRIPT, "parse_log_pytest").before
     git = "git() { echo called; }"
     done = subprocess.run(["bash", "-c", f"{git}\n{before}\nlay"], capture_output=True, text=True, check=True)
     words = ["git diff of words", " EOF", "git status of words", "git show $of words"]
@@ -128,7 +127,6 @@ def test_a_script_without_its_marks_is_refused() -> None:
     [
         ("pandas-dev/pandas", "1.5", "-ve . --no-build-isolation", "pytest -rA --tb=long lib"),
         ("conan-io/conan", "2.0", "PIP_CONSTRAINT", "pytest -n0 -rA lib"),
-        ("conan-io/conan", "1.62", "export PYTHONPATH=", "pytest -n0 -rA lib"),
         ("python/mypy", "0.9", "pytest-xdist", "pytest -n0 -rA -k 'testA or testB'"),
         ("python/mypy", "1.7", "hash -r", "pytest -rA -k 'testA or testB'"),
     ],

@@ -8,8 +8,7 @@ means anything that passes is not asked here: the same tests are run again, aski
 
 import pytest
 
-from .channel import CHANNEL
-from .watch import Watch
+from .witness import CHANNEL, Watch
 
 
 WATCH = Watch()

@@ -5,8 +5,7 @@
 import atexit
 from unittest import TestResult
 
-from .channel import CHANNEL
-from .watch import Watch
+from .witness import CHANNEL, Watch
 
 
 WATCH = Watch()
