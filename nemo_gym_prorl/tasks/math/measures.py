@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from nemo_gym_prorl.tasks.math.answers import symbols
+from nemo_gym_prorl.tasks.math.spelling import symbols
 
 
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}

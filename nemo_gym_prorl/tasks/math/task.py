@@ -17,8 +17,8 @@ from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, TaskError
 from nemo_gym_prorl.tasks.final_answer import final_answer, final_message
-from nemo_gym_prorl.tasks.math.answers import unwrapped
 from nemo_gym_prorl.tasks.math.checker import MathChecker
+from nemo_gym_prorl.tasks.math.spelling import unwrapped
 from nemo_gym_prorl.tasks.records import (
     UnusableRecord,
     answer_of,

@@ -38,7 +38,7 @@ from nemo_gym_prorl.tasks.records import (
     text_of,
 )
 from nemo_gym_prorl.tasks.stem import quantities
-from nemo_gym_prorl.tasks.stem.answers import plain, without_box, words
+from nemo_gym_prorl.tasks.stem.quantities import plain, without_box, words
 from nemo_gym_prorl.tasks.stem.search import SCHEMA
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
