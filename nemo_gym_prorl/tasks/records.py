@@ -21,21 +21,7 @@ from nemo_gym_prorl.failures import CallerError, is_text
 
 
 NO_ANSWER = frozenset(
-    {
-        "proof",
-        "notfound",
-        "nan",
-        "none",
-        "null",
-        "n/a",
-        "#n/a",
-        "<na>",
-        "noanswer",
-        "notprovided",
-        "notavailable",
-        "?",
-        "-",
-    }
+    "proof notfound nan none null n/a #n/a <na> noanswer notprovided notavailable ? -".split()  # noqa: SIM905
 )
 """What sets write in place of an answer, without case, spaces and delimiters."""
 
