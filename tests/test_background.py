@@ -38,9 +38,9 @@ from nemo_gym_prorl.serving.health import LoopMetrics, health_router
 from nemo_gym_prorl.serving.problems import MEDIA_TYPE
 from nemo_gym_prorl.tasks.sessions import Sessions
 from tests.policy.hosts import hosted
+from tests.prorl_code.conftest import build
 from tests.rollout.fleet.fleets import Changing, service
 from tests.rollout.serving import serve
-from tests.tasks.math.conftest import build as math_server
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ async def ray_actor(folder: Path) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def task_server(folder: Path) -> AsyncIterator[str]:
-    async with serve(math_server(sandbox_provider=None, session_ttl_s=0.4).setup_webserver()) as url:
+    async with serve(build("prorl_math", sandbox_provider=None, session_ttl_s=0.4).setup_webserver()) as url:
         yield url
 
 

@@ -76,7 +76,7 @@ NOT_RUN = {
     "prorl doctor": "its exit code depends on the machine; tests/setup runs it",
     "prorl demo": "starts Ray and containers; tests/gym/test_demo.py runs it",
     "prorl image": "needs a registry; tests/sandbox/test_images_*.py run these commands",
-    "prorl data": "needs a dataset's file; tests/tasks/code/test_convert.py runs it",
+    "prorl data": "needs a dataset's file; tests/tasks/test_conversion.py runs it",
     "prorl serve": "starts Ray and containers; its own tests run it",
     "prorl fleet": "needs services; tests/rollout/fleet has them",
     "prorl backends": "needs model servers; tests/policy/test_backends_command.py has two",

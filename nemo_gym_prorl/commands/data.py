@@ -230,7 +230,7 @@ def make_index(files: Sequence[Path], folder: Path) -> None:
     Raises:
         CallerError: a file can't be read, a record has no text (names the line), or the folder can't be written.
     """
-    from nemo_gym_prorl.tasks.stem.search_engines import build
+    from nemo_gym_prorl.tasks.stem.search import build
 
     count = build((passage for file in files for passage in passages(file)), folder)
     Console(stderr=True, highlight=False).print(f"{count} passages in {folder}", markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -22,21 +22,7 @@ from nemo_gym_prorl.failures import CallerError, is_text
 
 
 NO_ANSWER = frozenset(
-    {
-        "proof",
-        "notfound",
-        "nan",
-        "none",
-        "null",
-        "n/a",
-        "#n/a",
-        "<na>",
-        "noanswer",
-        "notprovided",
-        "notavailable",
-        "?",
-        "-",
-    }
+    "proof notfound nan none null n/a #n/a <na> noanswer notprovided notavailable ? -".split()  # noqa: SIM905
 )
 """What sets write in place of an answer, without case, spaces and delimiters."""
 
@@ -257,3 +243,29 @@ def parsed(value: Any) -> Any:
 def missing(record: Mapping[str, Any], name: str) -> CallerError:
     """The error for a record without a required field."""
     return CallerError(f"missing; there are {', '.join(map(str, record)) or 'no fields'}", field=name)
+
+
+def asking(
+    system: str,
+    question: str,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    parallel: bool = True,
+    script: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The ``responses_create_params`` of a row.
+
+    Args:
+        system: what the policy is told before the question.
+        question: what it is asked.
+        tools: schemas of what it may call.
+        parallel: whether it may call several tools in one turn.
+        script: turns for a model server that plays back scripts (``scripted/turns.py``); ``None`` for a real model.
+    """
+    params: dict[str, Any] = {
+        "input": [{"role": "system", "content": system}, {"role": "user", "content": question}],
+        "tools": list(tools),
+        "parallel_tool_calls": parallel,
+    }
+    # Gym's metadata maps strings to strings, so the script travels as JSON text.
+    return params | ({"metadata": {"script": json.dumps(script, sort_keys=True)}} if script is not None else {})

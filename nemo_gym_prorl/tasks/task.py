@@ -266,7 +266,7 @@ class HasEnd(Protocol):
         ...
 
 
-class OpenTogether[First: OpenTools, Second: OpenTools]:
+class CombinedTools[First: OpenTools, Second: OpenTools]:
     """The tools of one session, from two sets; an :class:`~nemo_gym_prorl.tasks.task.OpenTools`.
 
     Attributes:
@@ -277,6 +277,7 @@ class OpenTogether[First: OpenTools, Second: OpenTools]:
     def __init__(self, first: First, second: Second, names_of_first: frozenset[str]) -> None:
         self.first = first
         self.second = second
+        self._parts: dict[str, OpenTools] = {"first": first, "second": second}
         self._names_of_first = names_of_first
 
     @property
@@ -286,34 +287,24 @@ class OpenTogether[First: OpenTools, Second: OpenTools]:
 
     async def call(self, tool: str, arguments: object) -> str:
         """Carry out a call. When one of the two is over, that one answers for both."""
-        mine: OpenTools = self.first if tool in self._names_of_first else self.second
-        ended = next((part for part in (self.first, self.second) if part.over), None)
+        mine = self._parts["first" if tool in self._names_of_first else "second"]
+        ended = next((part for part in self._parts.values() if part.over), None)
         return await (ended or mine).call(tool, arguments)
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
         """How the calls went, by tool, of whichever counts."""
-        used: dict[str, Mapping[str, int]] = {}
-        parts: tuple[OpenTools, ...] = (self.first, self.second)
-        for part in parts:
-            if isinstance(part, CountsCalls):
-                used |= part.tool_use()
-        return used
+        counting = (part.tool_use() for part in self._parts.values() if isinstance(part, CountsCalls))
+        return {tool: counts for used in counting for tool, counts in used.items()}
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
         """Of both, where they can."""
-        saved: dict[str, Any] = {}
-        lost: list[str] = []
-        parts: dict[str, OpenTools] = {"first": self.first, "second": self.second}
-        for name, part in parts.items():
-            if isinstance(part, ResumableTools):
-                saved[name], gone = await part.save()
-                lost += gone
-        return saved, lost
+        resumable = {name: part for name, part in self._parts.items() if isinstance(part, ResumableTools)}
+        saved = {name: await part.save() for name, part in resumable.items()}
+        return {name: known for name, (known, _) in saved.items()}, [one for _, lost in saved.values() for one in lost]
 
     async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
         """Both go on."""
-        parts: dict[str, OpenTools] = {"first": self.first, "second": self.second}
-        for name, part in parts.items():
+        for name, part in self._parts.items():
             if isinstance(part, ResumableTools):
                 await part.resume(saved[name], lost)
 
@@ -325,7 +316,7 @@ class OpenTogether[First: OpenTools, Second: OpenTools]:
             await self.second.close()
 
 
-class Together[First: OpenTools, Second: OpenTools]:
+class CombinedToolSet[First: OpenTools, Second: OpenTools]:
     """A :class:`~nemo_gym_prorl.tasks.task.ToolSet` of two.
 
     Raises:
@@ -335,16 +326,12 @@ class Together[First: OpenTools, Second: OpenTools]:
     def __init__(self, first: ToolSet[First], second: ToolSet[Second]) -> None:
         self._first = first
         self._second = second
+        self.schemas: Sequence[Mapping[str, Any]] = [*first.schemas, *second.schemas]
         self._names_of_first = frozenset(schema["name"] for schema in first.schemas)
         if both := self._names_of_first & {schema["name"] for schema in second.schemas}:
             raise ValueError(f"two tools are called {min(both)}")
 
-    @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """The tools of the first set, then those of the second."""
-        return [*self._first.schemas, *self._second.schemas]
-
-    async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> OpenTogether[First, Second]:
+    async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> CombinedTools[First, Second]:
         """Open both; if the second can't be had, the first is closed again.
 
         Raises:
@@ -357,4 +344,4 @@ class Together[First: OpenTools, Second: OpenTools]:
         except BaseException:
             await first.close()
             raise
-        return OpenTogether(first, second, self._names_of_first)
+        return CombinedTools(first, second, self._names_of_first)

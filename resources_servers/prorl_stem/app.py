@@ -21,10 +21,8 @@ from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker
 from nemo_gym_prorl.tasks.stem.judge import Judge
 from nemo_gym_prorl.tasks.stem.quantities import RELATIVE_TOLERANCE
-from nemo_gym_prorl.tasks.stem.rules import Rules
-from nemo_gym_prorl.tasks.stem.search import SearchTool
-from nemo_gym_prorl.tasks.stem.search_engines import SearchSettings, engine_of
-from nemo_gym_prorl.tasks.stem.task import Stem
+from nemo_gym_prorl.tasks.stem.search import SearchSettings, SearchTool, engine_of
+from nemo_gym_prorl.tasks.stem.task import Rules, Stem
 from nemo_gym_prorl.tasks.task import HasEnd
 from nemo_gym_prorl.verifier_fixture import verifier_fixture
 
@@ -71,7 +69,7 @@ class ProRLStemServer(TaskServer):
             )
             judge = Judge(model, config.judge_model_server.name)
             holds.append(model)
-        search = SearchTool(engine, config.search.page)
+        search = SearchTool(engine, config.search)
         rules = Rules(formulas, config.tolerance)
         return Stem(config.sandbox_root, config.tool_limits, search, rules, judge, holds)
 

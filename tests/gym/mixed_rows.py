@@ -22,7 +22,7 @@ from scripts.scripted_turns import math as math_scripts
 from scripts.scripted_turns import stem as stem_scripts
 from scripts.scripted_turns import swe as swe_scripts
 from scripts.swe_tasks.making import ROWS, default_folder
-from tests.tasks.code.problems import CONTESTS
+from tests.tasks.code.tables import CONTESTS, contest_problem
 
 
 Row = dict[str, Any]
@@ -62,15 +62,18 @@ def _as_sent(row: Row, family: str, think_s: float) -> Row:
 
 def _code(variant: str) -> Iterator[Row]:
     """By turns a function of HumanEval and a program."""
-    for problem, contest in zip(cycle(rows.problems().values()), cycle(CONTESTS), strict=False):
+    for problem, contest in zip(cycle(rows.problems().values()), cycle(CONTESTS.values()), strict=False):
         yield rows.humaneval_row(problem, humaneval_scripts.script_for(problem, PLAYED[variant]))
-        script = code_scripts.oracle(contest.solution) if variant == ORACLE else code_scripts.null()
-        tests = contest.problem.tests
+        script = code_scripts.oracle(contest["solution"]) if variant == ORACLE else code_scripts.null()
+        solved = contest_problem(contest)
         metadata = {
-            "unit_tests": {"inputs": [test.input for test in tests], "outputs": [test.expected for test in tests]},
-            "checker": dict(contest.problem.checker),
+            "unit_tests": {
+                "inputs": [test.input for test in solved.tests],
+                "outputs": [test.expected for test in solved.tests],
+            },
+            "checker": dict(solved.checker),
         }
-        yield rows.row_for(f"The problem {contest.name!r}.", metadata, function=None, script=script)
+        yield rows.row_for(f"The problem {contest['name']!r}.", metadata, function=None, script=script)
 
 
 def _math(variant: str) -> Iterator[Row]:

@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The server on a real socket, with the configuration that ships with it."""
+"""Our resources servers on a real socket, with the configuration that ships with each."""
 
+import importlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,26 +14,67 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
+from nemo_gym_prorl.task_server import TaskServer
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
-from resources_servers.prorl_code.app import ProRLCodeConfig, ProRLCodeServer
 from tests.rollout.serving import serve
 from tests.tasks import containers
 
 
-def build(**changes: Any) -> ProRLCodeServer:
-    """The server, made of its shipped configuration and some changes."""
-    shipped = containers.shipped_config()
-    settings = shipped["prorl_code"]["resources_servers"]["prorl_code"] | {"image": containers.image()} | changes
-    return ProRLCodeServer(
-        config=ProRLCodeConfig(port=1, name="prorl_code", **settings),
+SERVERS = {"prorl_code": "ProRLCode", "prorl_math": "ProRLMath", "prorl_stem": "ProRLStem"}
+
+
+def build(server: str = "prorl_code", judge_url: str | None = None, **changes: Any) -> TaskServer:
+    """A server, made of its shipped configuration and some changes; its judge answers at the URL."""
+    shipped: Any = OmegaConf.to_container(
+        OmegaConf.load(f"resources_servers/{server}/configs/{server}.yaml"), resolve=True
+    )
+    settings = shipped[server]["resources_servers"][server]
+    if server != "prorl_math":  # which has an image of its own
+        settings |= {"image": containers.image()}
+    if judge_url is not None:
+        host, _, port = judge_url.removeprefix("http://").partition(":")
+        shipped["judge_model"] = {"responses_api_models": {"prorl_model": {"host": host, "port": int(port)}}}
+        settings["judge_model_server"] = {"type": "responses_api_models", "name": "judge_model"}
+    app = importlib.import_module(f"resources_servers.{server}.app")
+    made: TaskServer = getattr(app, f"{SERVERS[server]}Server")(
+        config=getattr(app, f"{SERVERS[server]}Config")(port=1, name=server, **settings | changes),
         server_client=ServerClient(
             head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=OmegaConf.create(shipped)
         ),
     )
+    return made
+
+
+@asynccontextmanager
+async def serving(server: str = "prorl_code", judge_url: str | None = None, **changes: Any) -> AsyncIterator[str]:
+    """The base URL of a running server; afterwards none of its containers may be left."""
+    containers.image()
+    before = containers.instances()
+    async with serve(build(server, judge_url, **changes).setup_webserver()) as base_url:
+        yield base_url
+    assert containers.instances() <= before
 
 
 PATHS = {"release_path": "/release_session", "checkpoint_path": "/checkpoint_session"}
 """What a session is told of beyond Gym's routes."""
+
+RESPONSE = {
+    "id": "resp_1",
+    "created_at": 0,
+    "model": "none",
+    "object": "response",
+    "output": [],
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+}
+
+
+def saying(text: str) -> dict[str, Any]:
+    """The policy's last Responses object, whose last message is this."""
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    item = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": content}
+    return RESPONSE | {"output": [item]}
 
 
 class Client:
@@ -70,31 +112,20 @@ class Client:
     async def verify(self, task: str = "HumanEval/2") -> tuple[int, Any, str | None]:
         return await self.post("/verify", row(task) | {"response": RESPONSE})
 
-
-RESPONSE = {
-    "id": "resp_1",
-    "created_at": 0,
-    "model": "none",
-    "object": "response",
-    "output": [],
-    "parallel_tool_calls": True,
-    "tool_choice": "auto",
-    "tools": [],
-}
+    async def play(self, row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """A whole rollout of a row by scripted turns; gives the row as it comes back."""
+        assert await self.post("/seed_session", row) == (200, PATHS, None)
+        for call in (call for turn in turns for call in turn["tool_calls"]):
+            observation = await self.tool(call["name"], **call["arguments"])
+            assert not observation.startswith("Error"), observation
+        status, verdict, _ = await self.post("/verify", {**row, "response": saying(turns[-1]["content"])})
+        assert status == 200, verdict
+        assert await self.post("/close_session") == (200, {}, None)
+        return dict(verdict)
 
 
 def row(task: str) -> dict[str, Any]:
     return humaneval_row(problems()[task])
-
-
-@asynccontextmanager
-async def serving(**changes: Any) -> AsyncIterator[str]:
-    """The base URL of a running server; afterwards none of its containers may be left."""
-    containers.image()
-    before = containers.instances()
-    async with serve(build(**changes).setup_webserver()) as base_url:
-        yield base_url
-    assert containers.instances() <= before
 
 
 @pytest.fixture

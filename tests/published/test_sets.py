@@ -9,11 +9,9 @@ import csv
 import gzip
 import json
 import pickle
-import re
-import subprocess
-import sys
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from pyarrow.parquet import write_table
 from typer.testing import CliRunner, Result
 
 from nemo_gym_prorl.cli import app
-from nemo_gym_prorl.commands.data import convert
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code.convert import of_asserts, unpacked
 from nemo_gym_prorl.tasks.code.rows import MAX_TEST_BYTES, read_metadata, read_problem
@@ -31,14 +28,43 @@ from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.task import row_of as math_row
 from nemo_gym_prorl.tasks.records import UnusableRecord
 from nemo_gym_prorl.tasks.stem.problems import row_of as stem_row
-from tests.published.code import CODE
-from tests.published.math import MATH
-from tests.published.sets import NAN, STDIN, Published, Q, verl
-from tests.published.stem import STEM
-from tests.published.swe import SWE
+from tests.tasks.rows_file import table
 
 
-SETS = [*MATH, *STEM, *CODE, *SWE]
+Q = "What is $2 + 3$?"
+STDIN = {"input": "2 3\n", "output": "5\n"}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A set, some of its records, and what is to become of them: a row of ``sets.jsonl``.
+
+    Records have the field names of the set's card and invented contents.
+
+    Attributes:
+        name: of the set.
+        family: the command.
+        records: in the order of the file.
+        kept: expected answers, letters, numbers of tests or instances of the rows.
+        dropped: how many records the set publishes that cannot be graded.
+        says: what is printed.
+        suffix: of the file.
+        refused: how many records are malformed.
+    """
+
+    name: str
+    family: str
+    records: list[Any]
+    kept: list[Any]
+    dropped: int = 0
+    says: str = ""
+    suffix: str = ".jsonl"
+    refused: int = 0
+
+
+SETS = [Published(**row) for row in table(__file__, "sets.jsonl")]
+MATH = [one for one in SETS if one.family == "math"]
+CODE = [one for one in SETS if one.family == "code"]
 
 
 def written(folder: Path, one: Published) -> Path:
@@ -105,53 +131,43 @@ async def test_the_gold_of_each_row_of_mathematics_is_right() -> None:
         await checker.aclose()
 
 
-def test_the_page_lists_each_set_and_what_becomes_of_it() -> None:
-    assert len({one.name for one in SETS}) == len(SETS) >= 30
-    kept, refused = Path("docs/data.md").read_text().split("## Sets that are refused")
-    for one in SETS:
-        name = one.name.partition(" (")[0]
-        assert re.search(rf"^\|[^|]*{re.escape(name)}[^|]*\|", kept if one.kept else refused, re.MULTILINE), name
-
-
 @pytest.mark.parametrize(
     "answer",
     [
-        "proof",
-        "Proof",
-        "\\text{proof}",
-        "$\\text{not found}$",
-        "\\boxed{proof}",
-        "notfound",
-        "nan",
-        "NaN",
-        NAN,
-        "None",
-        "null",
-        "N/A",
-        "<NA>",
-        "#N/A",
-        "?",
-        "-",
-        "No answer",
-        "We add.\nIt is 5.",
-        "We add both. So it is 5.",
-        ["proof"],
-        '["nan"]',
+        *(
+            "Proof",
+            "\\text{proof}",
+            "$\\text{not found}$",
+            "\\boxed{proof}",
+            "nan",
+            float("nan"),
+            "None",
+            "null",
+            "N/A",
+        ),
+        *(
+            "<NA>",
+            "#N/A",
+            "?",
+            "-",
+            "No answer",
+            "We add.\nIt is 5.",
+            "We add both. So it is 5.",
+            ["proof"],
+            '["nan"]',
+        ),
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("field", ["answer", "expected_answer", "final_answer", "Answer", "verl", "prime"])
-def test_what_is_no_final_answer_is_no_gold(answer: Any, field: str) -> None:
-    record: dict[str, Any] = {"problem": Q, "solution": "As \\boxed{7} is not the answer."}
-    match field:
-        case "verl":
-            record |= verl(answer)
-        case "prime":
-            record |= {"verification_info": {"ground_truth": answer}}
-        case _:
-            record |= {field: answer}
-    with pytest.raises(UnusableRecord):
-        math_row(record)
+def test_what_is_no_final_answer_is_no_gold(answer: Any) -> None:
+    asked = {"problem": Q, "solution": "As \\boxed{7} is not the answer."}
+    truth = {"ground_truth": answer}
+    for given in (
+        *({name: answer} for name in ("answer", "expected_answer", "Answer")),
+        *({name: truth} for name in ("reward_model", "verification_info")),
+    ):
+        with pytest.raises(UnusableRecord):
+            math_row(asked | given)
 
 
 @pytest.mark.parametrize("names", ["ABCD", ("opa", "opb"), ("option_a", "option_b"), ("optionA", "optionB")])
@@ -166,25 +182,9 @@ def test_options_may_have_a_field_each(names: Sequence[str]) -> None:
 @pytest.mark.parametrize(
     ("answer", "gold"),
     [
-        *(
-            (same, same)
-            for same in (
-                "5",
-                "no solution",
-                "\\emptyset",
-                "\\text{None of these}",
-                "Na",
-                "undefined",
-                "[1, 2]",
-                "St. Louis",
-                "-1",
-                "\\boxed{5}",
-                "\\boxed{5}\\text{ cm}",
-                "\\begin{pmatrix}\n1\\\\\n2\n\\end{pmatrix}",
-                "x = 5.",
-                "1,2",
-            )
-        ),
+        *((same, same) for same in ("5", "no solution", "\\emptyset", "\\text{None of these}", "Na", "undefined")),
+        *((same, same) for same in ("[1, 2]", "St. Louis", "\\boxed{5}", "\\boxed{5}\\text{ cm}", "x = 5.", "1,2")),
+        ("\\begin{pmatrix}\n1\\\\\n2\n\\end{pmatrix}",) * 2,
         (5, "5"),
         (0.5, "0.5"),
         (["5"], "5"),
@@ -246,21 +246,16 @@ def test_packed_tests_of_any_protocol_and_no_size() -> None:
         ("assert f() == '21'", [[[], "21"]]),
         ("assert Solution().f(1) == 2\nassert solution.f(0) == 1", [[[1], 2], [[0], 1]]),
         ("assert f(1) == 2\nassert g(1) == 2", None),
-        ("assert f(1) != 2", None),
         ("assert f(1)", None),
         ("assert f(g(1)) == 2", None),
         ("assert f((1, 2)) == 2", None),
-        ("assert f({1: 2}) == 2", None),
         ("assert f(1) == {1, 2}", None),
         ("assert f('a').lower() == 'a'", None),
-        ("assert ''.f(1) == 'a'", None),
         ("assert np.f([1]) == 1", None),
         ("assert abs(f(1) - 2) < 0.1", None),
         ("assert f(*[1]) == 2", None),
-        ("assert f(**{'a': 1}) == 2", None),
         ("for x in [1]:\n    assert f(x) == 2", None),
         ("import os\nos.remove('x')\nassert f(1) == 2", None),
-        ("x = 1", None),
         ("", None),
     ],
 )
@@ -285,74 +280,3 @@ def test_integers_of_any_size_come_through_a_file(tmp_path: Path) -> None:
     assert run("code", written(tmp_path, apps), "-o", str(output)).exit_code == 0
     [test] = read_problem(read_metadata(json.loads(output.read_text())), None).tests
     assert (test.input, test.expected) == ([2**70, 1], 2**70 + 1)
-
-
-def test_a_dry_run_tells_all_and_writes_nothing(tmp_path: Path) -> None:
-    for one in (MATH[0], CODE[0], SWE[0]):
-        folder = tmp_path / one.family
-        folder.mkdir()
-        file = written(folder, one)
-        more = ["--tests-folder", str(folder / "tests")] if one.family == "code" else []
-        wet = run(one.family, file, *more, "-o", str(tmp_path / "rows.jsonl"))
-        (tmp_path / "rows.jsonl").unlink()
-        dry = run(one.family, file, "--dry-run", "-o", str(folder / "rows.jsonl"))
-        assert (dry.exit_code, dry.stdout) == (0, "")
-        assert [entry.name for entry in folder.iterdir() if entry.name != "tests"] == [file.name]
-        assert dry.stderr.splitlines()[-1] == wet.stderr.splitlines()[-1]
-
-
-def test_what_is_printed_of_a_set_is_no_order_to_the_terminal(tmp_path: Path) -> None:
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps({"problem": "\x1b]0;title\x07\x1b[2J?", "answer": "5"}) + "\n")
-    done = run("math", file, "--dry-run")
-    assert done.exit_code == 0
-    assert "\x1b" not in done.stderr
-    assert "\\x1b[2J?" in done.stderr
-
-
-def test_an_unsupported_record_among_others_costs_only_itself(tmp_path: Path) -> None:
-    file = tmp_path / "set.jsonl"
-    records = [{"problem": Q, "answer": "5"}, {"conversations": []}]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    done = run("math", file, "--dry-run")
-    assert (done.exit_code, done.stderr.splitlines()[-1]) == (0, "2 lines: 1 kept, 1 dropped, 0 refused")
-
-
-def test_two_runs_that_write_one_output_do_not_mix(tmp_path: Path) -> None:
-    """The second run is refused while the first writes, and what a killed run left is no hindrance."""
-    file, output = tmp_path / "set.jsonl", tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"problem": f"{n}?", "answer": str(n)}) + "\n" for n in range(50)))
-    (tmp_path / ".rows.jsonl.part").write_text("left by a run that was killed\n")
-    inner: list[Result] = []
-
-    def row_of(record: Any) -> Any:
-        if not inner:
-            inner.append(run("math", file, "-o", str(output)))
-        return math_row(record)
-
-    assert convert(file, output, row_of)
-    assert isinstance(inner[0].exception, CallerError)
-    assert "another `prorl data` writes it" in inner[0].exception.reason
-    assert len(output.read_text().splitlines()) == 50
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rows.jsonl", "set.jsonl"]
-
-
-def test_many_processes_leave_one_whole_output(tmp_path: Path) -> None:
-    file, output = tmp_path / "set.jsonl", tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"problem": f"{n}?", "answer": str(n)}) + "\n" for n in range(3000)))
-    code = "from nemo_gym_prorl.cli import app; app()"
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, "data", "math", str(file), "-o", str(output)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(4)
-    ]
-    said = [one.communicate(timeout=120)[1] for one in runs]
-    assert any(one.returncode == 0 for one in runs), said
-    assert all(one.returncode == 0 or "another `prorl data`" in text for one, text in zip(runs, said, strict=True)), (
-        said
-    )
-    assert len({line for line in output.read_text().splitlines()}) == len(output.read_text().splitlines()) == 3000
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rows.jsonl", "set.jsonl"]

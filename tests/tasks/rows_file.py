@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Files of rows, as those that ship are written."""
+"""Files of rows: those that ship, and the tables of test cases beside the tests."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,3 +14,8 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     lines = [json.dumps(row, sort_keys=True) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
     return len(lines)
+
+
+def table(test_file: str, name: str) -> list[Any]:
+    """Return the rows of the JSON lines file ``name`` beside a test's file."""
+    return [json.loads(line) for line in Path(test_file).with_name(name).read_text(encoding="utf-8").splitlines()]

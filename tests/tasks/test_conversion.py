@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data set conversion of all families: records become rows, or are refused by field; and the command ``prorl data``.
 
-``tests/published`` has a file per published set; here are the details of rows, and what is wrong with single records.
+``tests/published`` has a row per published set. ``conversions.jsonl`` has details: records by name (``base``), then
+what a record, or a change of a named one, becomes (``wanted``), or the field by which it is refused.
 """
 
 import json
@@ -17,78 +18,43 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from nemo_gym_prorl.cli import app
+from nemo_gym_prorl.commands.data import convert as convert_file
 from nemo_gym_prorl.commands.images import wanted_images
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code import convert
 from nemo_gym_prorl.tasks.code.rows import read_metadata, read_problem
 from nemo_gym_prorl.tasks.math import task as math
 from nemo_gym_prorl.tasks.stem import problems as stem
-from nemo_gym_prorl.tasks.stem.search_engines import Index
+from nemo_gym_prorl.tasks.stem.search import Index
 from nemo_gym_prorl.tasks.swe import instance
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
-from tests.tasks.swe import records
+from tests.tasks.rows_file import table
 
 
-STDIO = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
-CALLS = {"inputs": [[[1], 2]], "outputs": [[[1, 2]]], "fn_name": "push"}
-ASKS = "\n\nWrite Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."
-
-EURUS = {
-    "data_source": "codecontests",
-    "prompt": [{"content": "Think.", "role": "system"}, {"content": f"Add two numbers.{ASKS}", "role": "user"}],
-    "ability": "code",
-    "reward_model": {"ground_truth": json.dumps(STDIO), "style": "rule"},
-    "extra_info": {"index": 0, "split": "train"},
-}
-APPS = {
-    "problem_id": 7, "question": "Push.", "solutions": "[]", "input_output": json.dumps(CALLS),
-    "difficulty": "introductory", "url": "", "starter_code": "def push(items, item):",
-}  # fmt: skip
-TACO = {"question": "Add.", "input_output": json.dumps({"inputs": [["1", "2"]], "outputs": [["3"]]}), "source": "x"}
-CONTESTS = {
-    "name": "a", "description": "Add.", "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
-    "private_tests": {"input": ["3 4\n"], "output": ["7\n"]}, "generated_tests": {"input": [], "output": []},
-    "time_limit": {"seconds": 1, "nanos": 500_000_000}, "memory_limit_bytes": 512 << 20,
-}  # fmt: skip
-GYM = {
-    "responses_create_params": {"input": [{"role": "user", "content": "Add."}]},
-    "verifier_metadata": {"unit_tests": STDIO | {"fn_name": None}},
-    "hash_id": "x",
-}
-
-
-MIXTURE = yaml.safe_load(Path("environments/prorl_mixture/config.yaml").read_text())["prorl_mixture"][
-    "responses_api_agents"
-]["prorl_agent"]["environments"]
-ROUTED = {name: {name, *environment["data_sources"]} for name, environment in MIXTURE.items()}
-"""What rows of each of the mixture's environments have in ``data_source``."""
-DAPO = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is $5 + 6$?\n\n"
-    'Remember to put your answer on its own line after "Answer:".'
-)
-SCP = {
-    "domain": "Physics",
-    "problem": "A stone falls 20 m. How fast is it then, in m/s?",
-    "matched_solution": "By energy, $v = \\sqrt{2 g h}$.\n\nSo the speed is $v = \\sqrt{2 g h} = 19.8$.",
-    "o1_solution": "...",
-    "is_o1_solution_same_with_matched_solution": True,
-    "qwq_solution": "...",
-    "is_qwq_solution_same_with_matched_solution": True,
-}
-"""A record with SCP-116K's fields."""
-
+TABLE = table(__file__, "conversions.jsonl")
+BASES = {row["base"]: row for row in TABLE if "base" in row}
+EURUS, APPS, CONTESTS = (BASES[name]["record"] for name in ("eurus", "apps", "contests"))
+SWE = ("swe-bench", "swe-gym", "r2e-gym")
 CONVERT: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "code": convert.row_of,
     "math": math.row_of,
     "stem": stem.row_of,
     **{name: partial(converter, prefix=None) for name, converter in CONVERTERS.items()},
 }
-SWE = {"swe-bench": records.swe_bench, "swe-gym": records.swe_gym, "r2e-gym": records.r2e_gym}
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MIXTURE = yaml.safe_load(Path("environments/prorl_mixture/config.yaml").read_text())["prorl_mixture"][
+    "responses_api_agents"
+]["prorl_agent"]["environments"]
+ROUTED = {name: {name, *environment["data_sources"]} for name, environment in MIXTURE.items()}
+"""What rows of each of the mixture's environments have in ``data_source``."""
+
+
+def family_and_record(case: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    base = BASES[case["of"]] if "of" in case else case
+    record = base["record"] | case.get("change", {})
+    return base["family"], {name: value for name, value in record.items() if name not in case.get("gone", ())}
 
 
 def facts(family: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -96,16 +62,16 @@ def facts(family: str, row: dict[str, Any]) -> dict[str, Any]:
     params = row["responses_create_params"]
     found = {
         "asked": params["input"][-1]["content"],
-        "tools": {tool["name"] for tool in params.get("tools", [])},
+        "tools": sorted(tool["name"] for tool in params.get("tools", [])),
         "source": row["data_source"],
     }
     if family == "code":
         problem = read_problem(read_metadata(row), None)
         return found | {
-            "tests": [(test.input, test.expected) for test in problem.tests],
+            "tests": [[test.input, test.expected] for test in problem.tests],
             "function": problem.function,
             "wrapped": problem.checker.get("wrapped"),
-            "limits": (problem.time_limit_s, problem.memory_limit_mib),
+            "limits": [problem.time_limit_s, problem.memory_limit_mib],
             "about": {name: row["verifier_metadata"].get(name) for name in ("dataset", "difficulty")},
         }
     if family in ("math", "stem"):
@@ -116,229 +82,36 @@ def facts(family: str, row: dict[str, Any]) -> dict[str, Any]:
         "image": read.image,
         "command": read.swe.test_command,
         "parser": read.swe.log_parser,
-        "network": (read.swe.tests_network, read.network),
+        "network": [read.swe.tests_network, read.network],
         "expected": read.swe.expected_output,
         "fixes": "return a + b" in read.swe.patch,
     }
 
 
-def scp(solution: Any, expected: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    made = {"expected_answer": expected, "question": SCP["problem"], "tools": {"python", "search"}}
-    return "stem", SCP | {"matched_solution": solution}, made
-
-
-NOBLE = "Which is noble?\n(A) oxygen\n(B) iron\n(C) neon"
-CHAT = [{"role": "system", "content": "Think."}, {"role": "user", "content": "Which metal is liquid?"}]
-IMAGES = {
-    "swe-bench": "sweb.eval.x86_64.sympy_1776_sympy-1:latest",
-    "swe-gym": "sweb.eval.x86_64.project-monai_s_monai-1:latest",
-    "r2e-gym": f"aiohttp_final:{COMMIT}",
-}
-
-ROWS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    (
-        "code",
-        EURUS,
-        {
-            "asked": "Add two numbers.",
-            "tools": {"bash", "python", "str_replace_editor", "submit"},
-            "tests": [("1 2\n", "3\n")],
-            "about": {"dataset": "codecontests", "difficulty": None},
-            "source": "codecontests",
-        },
-    ),
-    ("code", EURUS | {"data_source": "taco"}, {"source": "taco"}),
-    ("code", EURUS | {"data_source": "numina_olympiads"}, {"source": "code"}),
-    (
-        "code",
-        APPS,
-        {
-            "function": "push",
-            "wrapped": True,
-            "tests": [([[1], 2], [[1, 2]])],
-            "about": {"dataset": "apps", "difficulty": "introductory"},
-            "source": "apps",
-        },
-    ),
-    ("code", APPS | {"source": "codechef"}, {"source": "taco"}),
-    ("code", TACO, {"tests": [("1\n2", "3")]}),
-    (
-        "code",
-        CONTESTS,
-        {"tests": [("1 2\n", "3\n"), ("3 4\n", "7\n")], "limits": (7.5, 512), "source": "codecontests"},
-    ),
-    ("code", CONTESTS | {"time_limit": {"seconds": 2, "nanos": 0}}, {"limits": (10.0, 512)}),
-    ("code", CONTESTS | {"time_limit": 3}, {"limits": (15.0, 512)}),
-    ("code", GYM, {"asked": "Add.", "source": "code"}),
-    ("code", GYM | {"data_source": "mine"}, {"source": "mine"}),
-    (
-        "math",
-        {"ID": "2024-I-1", "Problem": "What is $2 + 2$?", "Solution": "Four.", "Answer": 4},
-        {"asked": "What is $2 + 2$?", "question": "What is $2 + 2$?", "expected_answer": "4", "tools": {"python"}},
-    ),
-    (
-        "math",
-        {"prompt": [{"role": "user", "content": DAPO}], "ability": "MATH", "reward_model": {"ground_truth": "11"}},
-        {"asked": "What is $5 + 6$?", "question": "What is $5 + 6$?", "expected_answer": "11"},
-    ),
-    scp(SCP["matched_solution"], "19.8"),
-    scp("Long working.\nTherefore \\boxed{4.2 \\text{ J}}", "4.2 \\text{ J}"),
-    scp("Working.\nThe answer is 42.", "42"),
-    scp("Working.\n**Answer:** the mitochondrion", "the mitochondrion"),
-    scp("Oxygen", "Oxygen"),
-    scp("Working.\nThe correct option is (C).", "(C)"),
-    (
-        "stem",
-        {"prompt": CHAT, "reward_model": {"style": "rule", "ground_truth": "\\boxed{mercury}"}},
-        {"asked": "Which metal is liquid?", "question": "Which metal is liquid?", "expected_answer": "mercury"},
-    ),
-    *(
-        (
-            "stem",
-            {"problem": NOBLE, "answer": given},
-            {
-                "expected_answer": "C",
-                "options": [{"A": "oxygen"}, {"B": "iron"}, {"C": "neon"}],
-                "asked": "Which is noble?\nA: oxygen\nB: iron\nC: neon",
-            },
-        )
-        for given in ("C", "(C)", "neon", "(C) neon")
-    ),
-    (
-        "swe-bench",
-        records.swe_bench(),
-        {
-            "instance": "sympy__sympy-1",
-            "image": f"docker://docker.io/swebench/{IMAGES['swe-bench']}",
-            "command": records.SYMPY,
-            "parser": "parse_log_sympy",
-            "network": (True, None),
-        },
-    ),
-    (
-        "swe-gym",
-        records.swe_gym(),
-        {
-            "instance": "Project-MONAI__MONAI-1",
-            "image": f"docker://docker.io/xingyaoww/{IMAGES['swe-gym']}",
-            "command": "pytest -rA lib/tests/test_sums.py",
-            "parser": "parse_log_pytest",
-            "network": (False, None),
-        },
-    ),
-    (
-        "r2e-gym",
-        records.r2e_gym(),
-        {
-            "instance": f"aiohttp__{COMMIT}",
-            "image": f"docker://docker.io/namanjain12/{IMAGES['r2e-gym']}",
-            "command": "bash run_tests.sh",
-            "parser": "r2e_gym",
-            "expected": {"": "PASSED", "test_add": "PASSED", "TestAll.test_zero": "FAILED"},
-        },
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("family", "record", "wanted"), ROWS, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_a_record_becomes_a_row(family: str, record: dict[str, Any], wanted: dict[str, Any]) -> None:
-    found = facts(family, CONVERT[family](record))
+@pytest.mark.parametrize("case", [case for case in TABLE if "wanted" in case], ids=lambda case: case.get("of", ""))
+def test_a_record_becomes_a_row(case: Mapping[str, Any]) -> None:
+    family, record = family_and_record(case)
+    found, wanted = facts(family, CONVERT[family](record)), case["wanted"]
     assert {name: found[name] for name in wanted} == wanted
     if family in SWE:
         assert (found["asked"], found["source"], found["fixes"]) == ("Sums are differences.", family, True)
-    if family == "code" and record is not GYM:
+    if family == "code" and case.get("of") != "gym":
         assert found["source"] in {"mine", *ROUTED["code"]}
 
 
-@pytest.mark.parametrize("dataset", IMAGES)
-def test_images_may_lie_elsewhere(dataset: str) -> None:
-    row = CONVERTERS[dataset](SWE[dataset](), "registry.example/us")
-    assert row["image"] == f"docker://registry.example/us/{IMAGES[dataset]}"
-
-
-GONE = object()
-"""In place of a value: the field is not there."""
-
-REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
-    ("code", {"question": "?"}, {}, None),
-    ("code", {}, {}, None),
-    ("code", EURUS, {"ability": "math"}, "ability"),
-    ("code", EURUS, {"prompt": []}, "prompt"),
-    ("code", EURUS, {"reward_model": {"ground_truth": "["}}, "reward_model.ground_truth"),
-    ("code", EURUS, {"reward_model": None}, "reward_model.ground_truth"),
-    ("code", APPS, {"question": " "}, "question"),
-    ("code", APPS, {"input_output": ""}, "input_output"),
-    ("code", APPS, {"input_output": '{"inputs": []}'}, "input_output"),
-    ("code", APPS, {"input_output": '{"inputs": [], "outputs": []}'}, "verifier_metadata.unit_tests.inputs"),
-    ("code", CONTESTS, {"input_file": "input.txt"}, "input_file"),
-    ("code", CONTESTS, {"output_file": "output.txt"}, "output_file"),
-    ("code", CONTESTS, {"private_tests": [1]}, "private_tests"),
-    (
-        "code",
-        CONTESTS,
-        {"public_tests": [], "private_tests": None, "generated_tests": None},
-        "verifier_metadata.unit_tests.inputs",
-    ),
-    ("code", CONTESTS, {"time_limit": "2 s"}, "time_limit"),
-    ("code", GYM, {"responses_create_params": None}, "responses_create_params"),
-    ("code", GYM, {"verifier_metadata": {}}, "verifier_metadata.unit_tests"),
-    ("math", {"problem": "?", "answer": True}, {}, "answer"),
-    ("math", {"problem": 7, "answer": "7"}, {}, "problem"),
-    ("math", {"problem": "?", "answer": "1" * 2001}, {}, "answer"),
-    ("math", {"problem": "?", "answer": r"\boxed{}"}, {}, "answer"),
-    ("math", {"problem": "?", "answer": "$$"}, {}, "answer"),
-    ("math", {"problem": "\ud800", "answer": "1"}, {}, "problem"),
-    ("stem", SCP, {"matched_solution": "First this.\nThen that, as can be shown with ease."}, "matched_solution"),
-    ("stem", SCP, {"matched_solution": None}, "answer"),
-    ("stem", SCP, {"problem": None}, "problem"),
-    ("stem", SCP, {"problem": 7}, "problem"),
-    ("stem", SCP, {"answer": ""}, "expected_answer"),
-    ("stem", SCP, {"answer": "\\boxed{}"}, "expected_answer"),
-    ("stem", SCP, {"answer": "$\\boxed{ }$"}, "expected_answer"),
-    ("stem", SCP, {"problem": None, "prompt": [{"role": "system", "content": "x"}]}, "prompt"),
-    ("stem", SCP, {"problem": None, "prompt": [{"role": "user", "content": None}]}, "prompt"),
-    ("stem", SCP, {"options": ["x", "y"]}, "options"),
-    *(
-        (family, SWE[family](), {name: GONE}, name)
-        for family, names in {
-            "swe-bench": "instance_id repo version base_commit problem_statement eval_script",
-            "swe-gym": "patch test_patch FAIL_TO_PASS PASS_TO_PASS",
-            "r2e-gym": "repo_name docker_image commit_hash problem_statement",
-        }.items()
-        for name in names.split()
-    ),
-    ("swe-bench", records.swe_bench(), {"eval_script": "pytest"}, "eval_script"),
-    ("swe-bench", records.swe_bench(), {"repo": 7}, "repo"),
-    ("swe-bench", records.swe_bench(), {"base_commit": "master"}, "base_commit"),
-    ("swe-bench", records.swe_bench(), {"instance_id": "../../etc/passwd"}, "instance_id"),
-    ("swe-bench", records.swe_bench(), {"FAIL_TO_PASS": "test_add"}, "FAIL_TO_PASS"),
-    ("swe-bench", records.swe_bench(), {"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS"),
-    ("swe-bench", records.swe_bench(), {"PASS_TO_PASS": '["test_add"]'}, "PASS_TO_PASS"),
-    ("swe-gym", records.swe_gym(), {"test_patch": records.PATCH.replace("sums.py", "sums.txt")}, "test_patch"),
-    ("swe-gym", records.swe_gym(), {"FAIL_TO_PASS": [7]}, "FAIL_TO_PASS.0"),
-    ("swe-gym", records.swe_gym(), {"repo": "nobody/nothing"}, "repo"),
-    ("r2e-gym", records.r2e_gym(), {"docker_image": "an image; rm -rf /"}, "docker_image"),
-    ("r2e-gym", records.r2e_gym(), {"parsed_commit_content": "{"}, "parsed_commit_content"),
-    ("r2e-gym", records.r2e_gym(), {"parsed_commit_content": "{}"}, "parsed_commit_content"),
-    ("r2e-gym", records.r2e_gym(), {"expected_output_json": "{}"}, "expected_output_json"),
-    ("r2e-gym", records.r2e_gym(), {"expected_output_json": '{"test_add": "MAYBE"}'}, "expected_output_json.test_add"),
-]
-
-
-@pytest.mark.parametrize(
-    ("family", "record", "change", "field"),
-    REFUSED,
-    ids=[f"{number}-{family}-{field}" for number, (family, _, _, field) in enumerate(REFUSED)],
-)
-def test_a_record_that_makes_no_row_is_refused_by_field(
-    family: str, record: dict[str, Any], change: dict[str, Any], field: str | None
-) -> None:
-    given = {name: value for name, value in (record | change).items() if value is not GONE}
+@pytest.mark.parametrize("case", [case for case in TABLE if "refused" in case], ids=lambda case: str(case["refused"]))
+def test_a_record_that_makes_no_row_is_refused_by_field(case: Mapping[str, Any]) -> None:
+    family, record = family_and_record(case)
     with pytest.raises(CallerError) as caught:
-        CONVERT[family](given)
-    assert caught.value.field == field
+        CONVERT[family](record)
+    assert caught.value.field == case["refused"]
+
+
+@pytest.mark.parametrize("dataset", SWE)
+def test_images_may_lie_elsewhere(dataset: str) -> None:
+    record = BASES[dataset]["record"]
+    row, moved = (CONVERTERS[dataset](record, prefix) for prefix in (None, "registry.example/us"))
+    assert moved["image"] == f"docker://registry.example/us/{row['image'].rpartition('/')[2]}"
 
 
 def test_tests_in_files(tmp_path: Path) -> None:
@@ -368,7 +141,7 @@ def written(file: Path, records: list[Any]) -> Path:
     return file
 
 
-def prorl_data(*words: object) -> Any:
+def prorl_data(*words: object) -> Result:
     return CliRunner().invoke(app, ["data", *map(str, words)])
 
 
@@ -445,23 +218,15 @@ def test_a_line_that_is_no_json_is_named_and_costs_the_others_nothing(tmp_path: 
     assert "line 2: is not JSON" in done.output
 
 
-@pytest.mark.parametrize("way", ["itself", "through a folder that is not there", "symlink", "hard link"])
-def test_a_dataset_is_not_replaced_by_its_rows(tmp_path: Path, way: str) -> None:
-    file, output = written(tmp_path / "data.jsonl", RECORDS), tmp_path / "other.jsonl"
-    match way:
-        case "itself":
-            output = tmp_path / "." / "data.jsonl"
-        case "through a folder that is not there":
-            output = tmp_path / "nowhere" / ".." / "data.jsonl"
-        case "symlink":
-            output.symlink_to(file)
-        case _:
-            output.hardlink_to(file)
+def test_a_dataset_is_not_replaced_by_its_rows(tmp_path: Path) -> None:
+    file, link = written(tmp_path / "data.jsonl", RECORDS), tmp_path / "link.jsonl"
+    link.symlink_to(file)
     before = file.read_bytes()
-    done = prorl_data("math", file, "-o", output)
-    assert isinstance(done.exception, CallerError)
-    assert "is the dataset itself" in done.exception.reason
-    assert file.read_bytes() == before
+    for output in (tmp_path / "nowhere" / ".." / "data.jsonl", link):
+        done = prorl_data("math", file, "-o", output)
+        assert isinstance(done.exception, CallerError)
+        assert "is the dataset itself" in done.exception.reason
+        assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -470,9 +235,6 @@ def test_a_dataset_is_not_replaced_by_its_rows(tmp_path: Path, way: str) -> None
         ("a.csv", "x"),
         ("a.jsonl", "{"),
         ("empty.jsonl", ""),
-        ("blank.jsonl", "\n\n"),
-        ("a.json", "{}"),
-        ("empty.json", "[]"),
         ("a.parquet", "x"),
     ],
 )
@@ -482,6 +244,52 @@ def test_what_is_no_dataset_is_refused_and_writes_nothing(tmp_path: Path, name: 
     done = prorl_data("math", tmp_path / name, "-o", output)
     assert isinstance(done.exception, CallerError)
     assert not output.exists()
+
+
+@pytest.mark.parametrize("family", ["math", "code"])
+def test_a_dry_run_tells_all_and_writes_nothing(family: str, tmp_path: Path) -> None:
+    file = written(tmp_path / "set.jsonl", RECORDS if family == "math" else [EURUS])
+    wet = prorl_data(family, file, "-o", tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").unlink()
+    dry = prorl_data(family, file, "--dry-run", "-o", tmp_path / "rows.jsonl")
+    assert (dry.exit_code, dry.stdout, dry.stderr) == (0, "", wet.stderr)
+    assert [entry.name for entry in tmp_path.iterdir()] == [file.name]
+
+
+def test_what_is_printed_of_a_set_is_no_order_to_the_terminal(tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    file.write_text(json.dumps({"problem": "\x1b]0;title\x07\x1b[2J?", "answer": "5"}) + "\n")
+    done = prorl_data("math", file, "--dry-run")
+    assert done.exit_code == 0
+    assert "\x1b" not in done.stderr
+    assert "\\x1b[2J?" in done.stderr
+
+
+def test_an_unsupported_record_among_others_costs_only_itself(tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    records = [RECORDS[0], {"conversations": []}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    done = prorl_data("math", file, "--dry-run")
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (0, "2 lines: 1 kept, 1 dropped, 0 refused")
+
+
+def test_two_runs_that_write_one_output_do_not_mix(tmp_path: Path) -> None:
+    """The second run is refused while the first writes, and what a killed run left is no hindrance."""
+    file, output = tmp_path / "set.jsonl", tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"problem": f"{n}?", "answer": str(n)}) + "\n" for n in range(50)))
+    (tmp_path / ".rows.jsonl.part").write_text("left by a run that was killed\n")
+    inner: list[Result] = []
+
+    def row_of(record: Any) -> Any:
+        if not inner:
+            inner.append(prorl_data("math", file, "-o", output))
+        return math.row_of(record)
+
+    assert convert_file(file, output, row_of)
+    assert isinstance(inner[0].exception, CallerError)
+    assert "another `prorl data` writes it" in inner[0].exception.reason
+    assert len(output.read_text().splitlines()) == 50
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rows.jsonl", "set.jsonl"]
 
 
 def test_tests_of_code_go_into_a_folder(tmp_path: Path) -> None:
@@ -502,11 +310,10 @@ def test_rows_of_the_other_families_go_where_the_mixture_has_them(tmp_path: Path
         assert json.loads(rows.read_text())["data_source"] == "mine"
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("dataset", SWE)
-def test_rows_of_repositories_list_their_images(dataset: str, suffix: str, tmp_path: Path) -> None:
-    record, rows = SWE[dataset](), tmp_path / "rows.jsonl"
-    done = prorl_data("swe", written(tmp_path / f"set{suffix}", [record]), "--dataset", dataset, "-o", rows)
+def test_rows_of_repositories_list_their_images(dataset: str, tmp_path: Path) -> None:
+    record, rows = BASES[dataset]["record"], tmp_path / "rows.jsonl"
+    done = prorl_data("swe", written(tmp_path / "set.parquet", [record]), "--dataset", dataset, "-o", rows)
     assert done.exit_code == 0, done.output
     [row] = map(json.loads, rows.read_text().splitlines())
     assert row == CONVERT[dataset](record)

@@ -77,18 +77,16 @@ async def test_no_function_that_does_nothing_passes(sandbox: AsyncSandbox, body:
 TASKS = ["HumanEval/2", "HumanEval/15", "HumanEval/32", "HumanEval/33", "HumanEval/38"]
 
 
-@pytest.mark.longer("each cheat on all of these, else on two")
-@pytest.mark.parametrize("task", TASKS)
-async def test_no_cheat_passes(task: str) -> None:
-    gate, place = asyncio.Semaphore(4), TASKS.index(task)
-    cheats = {name: CHEATS[name] for number, name in enumerate(CHEATS) if LONG or (number - place) % 5 in (0, 2)}
+async def test_no_cheat_passes() -> None:
+    gate = asyncio.Semaphore(4)
 
-    async def attempt(source: str) -> Grade | Lost:
+    async def attempt(task: str, source: str) -> Grade | Lost:
         async with gate, containers.running() as sandbox:  # one each: a cheat may damage its sandbox
             return await grade_in(sandbox, problem_of(task), source, LIMITS, containers.ROOT)
 
-    outcomes = await asyncio.gather(*(attempt(source(problems()[task])) for source in cheats.values()))
-    for name, outcome in zip(cheats, outcomes, strict=True):
+    tried = [(task, CHEATS[name]) for task, name in zip(TASKS * len(CHEATS), CHEATS, strict=False)]
+    outcomes = await asyncio.gather(*(attempt(task, source(problems()[task])) for task, source in tried))
+    for name, outcome in zip(CHEATS, outcomes, strict=True):
         assert isinstance(outcome, Grade), (name, outcome)
         assert not outcome.passed, name
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from nemo_gym_prorl.tasks.sandbox import Sandbox
-from nemo_gym_prorl.tasks.task import SandboxNeeds, Together
+from nemo_gym_prorl.tasks.task import CombinedToolSet, SandboxNeeds
 
 
 class Opened:
@@ -45,7 +45,7 @@ class Tools:
 
 
 async def test_a_call_goes_to_whoever_has_the_tool() -> None:
-    both = await Together(Tools("one", "a", "b"), Tools("two", "c")).open(None, None)
+    both = await CombinedToolSet(Tools("one", "a", "b"), Tools("two", "c")).open(None, None)
     assert [await both.call(tool, {}) for tool in "abc"] == ["one did a", "one did b", "two did c"]
     assert both.tool_use() == {"one": {"calls": 2}, "two": {"calls": 1}}
     assert not both.over
@@ -55,20 +55,20 @@ async def test_a_call_goes_to_whoever_has_the_tool() -> None:
 
 
 async def test_both_are_closed_whatever_happens() -> None:
-    both = await Together(Tools("broken", "a"), Tools("two", "c")).open(None, None)
+    both = await CombinedToolSet(Tools("broken", "a"), Tools("two", "c")).open(None, None)
     with pytest.raises(OSError, match="broken"):
         await both.close()
     assert (both.first.closed, both.second.closed) == (1, 1)
     first = Tools("one", "a")
     with pytest.raises(OSError, match="none to be had"):
-        await Together(first, Tools("two", "c", fails=True)).open(None, None)
+        await CombinedToolSet(first, Tools("two", "c", fails=True)).open(None, None)
     assert [opened.closed for opened in first.opened] == [1]
 
 
 async def test_three_are_a_pair_and_one_and_names_are_unique() -> None:
-    three = Together(Together(Tools("one", "a"), Tools("two", "b")), Tools("three", "c"))
+    three = CombinedToolSet(CombinedToolSet(Tools("one", "a"), Tools("two", "b")), Tools("three", "c"))
     assert [schema["name"] for schema in three.schemas] == ["a", "b", "c"]
     opened = await three.open(None, None)
     assert [await opened.call(tool, {}) for tool in "abc"] == ["one did a", "two did b", "three did c"]
     with pytest.raises(ValueError, match="two tools are called a"):
-        Together(three, Tools("four", "a"))
+        CombinedToolSet(three, Tools("four", "a"))

@@ -16,8 +16,6 @@ A server's own limit is never exceeded.
 from __future__ import annotations
 
 import ast
-import base64
-import binascii
 import hashlib
 import json
 import pickletools
@@ -33,6 +31,7 @@ from nemo_gym_prorl.tasks.code.rows import (
     MAX_TEST_BYTES,
     METADATA,
     humaneval_row,
+    inflated,
     problems,
     read_metadata,
     read_problem,
@@ -55,17 +54,13 @@ def unpacked(text: str, field: str) -> Any:
     if text.lstrip()[:1] in ("[", "{"):
         return _json(text, field)
     try:
-        stream = zlib.decompressobj()
-        data = stream.decompress(base64.b64decode(text, validate=True), 2 * MAX_TEST_BYTES)
-        if stream.unconsumed_tail:
-            raise CallerError(f"unpacks to more than {2 * MAX_TEST_BYTES} bytes", field=field)
         texts = list[str]()
-        for opcode, argument, _ in pickletools.genops(data):
+        for opcode, argument, _ in pickletools.genops(inflated(text, 2 * MAX_TEST_BYTES)):
             if opcode.name in _TEXT_OPCODES:
                 texts.append(str(argument))
             elif opcode.name not in _IDLE_OPCODES:
                 raise CallerError(f"is a pickle of more than one text ({opcode.name})", field=field)
-    except (binascii.Error, zlib.error, ValueError) as error:
+    except (zlib.error, ValueError) as error:
         raise CallerError(f"is neither JSON nor packed tests: {error}", field=field) from error
     if len(texts) != 1:
         raise CallerError(f"is a pickle of {len(texts)} texts, not of one", field=field)
@@ -284,22 +279,18 @@ def _prime(record: Record) -> dict[str, Any]:
 
 
 def _live_code_bench(record: Record) -> dict[str, Any]:
-    metadata = parsed(record.get("metadata"))
-    function = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     cases = [
         case for field in ("public_test_cases", "private_test_cases") for case in unpacked(_text(record, field), field)
     ]
-    tests = of_cases(cases, "private_test_cases", function)
+    tests = of_cases(cases, "private_test_cases", _function_of(record))
     statement = _with_starter(_text(record, "question_content"), record)
     difficulty = record.get("difficulty")
     return _row(statement, tests, DATA_SOURCE, wrapped=False, dataset="livecodebench", difficulty=difficulty)
 
 
 def _deep_coder(record: Record) -> dict[str, Any]:
-    metadata = parsed(record.get("metadata"))
-    function = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     statement = _with_starter(question_of(record, record)[1], record)
-    return _row(statement, _tests(record["tests"], "tests", function), DATA_SOURCE, dataset="deepcoder")
+    return _row(statement, _tests(record["tests"], "tests", _function_of(record)), DATA_SOURCE, dataset="deepcoder")
 
 
 def _codeforces(record: Record) -> dict[str, Any]:
@@ -430,10 +421,7 @@ def _row(
 
 def _tests(text: Any, field: str, function: str | None = None) -> dict[str, Any]:
     """Tests as :class:`.rows.UnitTests` has them, from the JSON that several sets keep them in."""
-    try:
-        tests = json.loads(text) if isinstance(text, str) else text
-    except (ValueError, RecursionError) as error:
-        raise CallerError(f"it is no JSON: {error}", field=field) from error
+    tests = _json(text, field) if isinstance(text, str) else text
     if isinstance(tests, list):
         return of_cases(tests, field, function)
     if isinstance(tests, Mapping) and "inputs" not in tests and {"functional", "test_code"} & tests.keys():

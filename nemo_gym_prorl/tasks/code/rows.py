@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code.inside.checkers import LONG_INTEGER
+from nemo_gym_prorl.tasks.records import asking
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 
@@ -49,6 +50,19 @@ MAX_INT_DIGITS = 4000
 METADATA = "verifier_metadata"
 
 
+def inflated(text: str, limit: int) -> bytes:
+    """The bytes whose zlib a text holds as base64.
+
+    Raises:
+        ValueError, zlib.error: the text holds no such thing, or more than ``limit`` bytes.
+    """
+    stream = zlib.decompressobj()
+    data = stream.decompress(base64.b64decode(text, validate=True), limit)
+    if stream.unconsumed_tail or not stream.eof:
+        raise ValueError(f"unpacks to more than {limit} bytes, or is cut off")
+    return data
+
+
 def _integer(digits: str) -> Any:
     return int(digits) if len(digits) <= MAX_INT_DIGITS else {LONG_INTEGER: digits}
 
@@ -65,11 +79,7 @@ class UnitTests(BaseModel):
         if not isinstance(given, Mapping) or not isinstance(packed := given.get("packed"), str):
             return given
         try:
-            unpacking = zlib.decompressobj()
-            data = unpacking.decompress(base64.b64decode(packed, validate=True), MAX_PACKED_BYTES)
-            if unpacking.unconsumed_tail or not unpacking.eof:
-                raise ValueError(f"more than {MAX_PACKED_BYTES} bytes, or cut off")
-            tests = json.loads(data, parse_int=_integer)
+            tests = json.loads(inflated(packed, MAX_PACKED_BYTES), parse_int=_integer)
         except (ValueError, zlib.error, RecursionError) as error:
             raise ValueError(f"packed: no base64 of zlib of JSON ({error})") from error
         if not isinstance(tests, Mapping):
@@ -348,21 +358,12 @@ def row_for(
         statement: the problem's text.
         metadata: ``verifier_metadata``, see :class:`Metadata`.
         function: the function that is called; ``None`` for a program.
-        script: turns for a model server that plays back scripts (``scripted/turns.py``); ``None`` for a real model.
+        script: see :func:`.records.asking`.
         more: further fields of the row.
     """
     asked = statement.strip()
     if function is not None:
         asked += f"\n\nImplement the function `{function}` (or a class `Solution` with it) in `{SOLUTION_FILE}`."
-    params: dict[str, Any] = {
-        "input": [
-            {"role": "system", "content": FUNCTION if function is not None else PROGRAM},
-            {"role": "user", "content": asked},
-        ],
-        "tools": workbench_schemas(TOOLS, HANDING_IN),
-        "parallel_tool_calls": True,
-    }
-    if script is not None:
-        # Gym's metadata maps strings to strings, so the script travels as JSON text.
-        params["metadata"] = {"script": json.dumps(script, sort_keys=True)}
+    system = FUNCTION if function is not None else PROGRAM
+    params = asking(system, asked, workbench_schemas(TOOLS, HANDING_IN), script=script)
     return {"responses_create_params": params, METADATA: dict(metadata), **more}

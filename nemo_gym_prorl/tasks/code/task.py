@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +41,16 @@ _CODE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A fenced block.
-
-    Attributes:
-        label: what stands behind the opening fence, up to the first character of no word; may be empty.
-        content: its lines, without the indentation of the fence.
-    """
-
-    label: str
-    content: str
+Block = tuple[str, str]
+"""What stands behind a fence, up to the first character of no word, and the lines without the fence's indentation."""
 
 
 def program_in(message: str) -> str:
     """The program of a message: the last block in Python, else the last block, else all of the message."""
-    blocks = list(blocks_in(message))
+    blocks = blocks_in(message)
     if not blocks:
         return message
-    return next((block.content for block in reversed(blocks) if _is_python(block)), blocks[-1].content)
+    return next((code for label, code in reversed(blocks) if _is_python(label, code)), blocks[-1][1])
 
 
 def blocks_in(message: str) -> list[Block]:
@@ -77,12 +68,12 @@ def blocks_in(message: str) -> list[Block]:
         if len(ended) - len(body) >= len(fence):
             if body.strip():  # the fence stands behind the last line
                 lines.append(_dedented(body, indent))
-            blocks.append(Block(label, "\n".join([*lines, ""])))
+            blocks.append((label, "\n".join([*lines, ""])))
             fence, lines = "", []
         else:
             lines.append(_dedented(line, indent))
     if fence:
-        blocks.append(Block(label, "\n".join(lines)))
+        blocks.append((label, "\n".join(lines)))
     return blocks
 
 
@@ -97,8 +88,8 @@ def _dedented(line: str, indent: int) -> str:
     return line[min(indent, blank) :]
 
 
-def _is_python(block: Block) -> bool:
-    return bool(_PYTHON.fullmatch(block.label) if block.label else _CODE.search(block.content))
+def _is_python(label: str, code: str) -> bool:
+    return bool(_PYTHON.fullmatch(label) if label else _CODE.search(code))
 
 
 MAX_SOLUTION_BYTES = 256 * 1024

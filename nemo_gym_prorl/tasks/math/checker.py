@@ -21,7 +21,7 @@ from enum import StrEnum
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
 from nemo_gym_prorl.tasks.extras import require_extras
 from nemo_gym_prorl.tasks.final_answer import MAX_ANSWER_CHARS, final_answer
-from nemo_gym_prorl.tasks.math.answers import unwrapped
+from nemo_gym_prorl.tasks.math.spelling import unwrapped
 from nemo_gym_prorl.tasks.workers import JobLost, WorkerPool
 
 
@@ -75,16 +75,19 @@ class Checked:
     """What became of an answer.
 
     Attributes:
-        right: it is the expected one.
         verdict: a word of :class:`.Verdict`.
         extracted: the answer as it stands in the message; empty if there is none.
         detail: why, for a person.
     """
 
-    right: bool
     verdict: Verdict
     extracted: str
     detail: str = ""
+
+    @property
+    def right(self) -> bool:
+        """Whether it is the expected one."""
+        return self.verdict is Verdict.RIGHT
 
 
 class MathChecker:
@@ -114,17 +117,16 @@ class MathChecker:
         """
         answer = final_answer(said)
         if answer is None:
-            return Checked(False, Verdict.NO_ANSWER, "", r"there is no \boxed{...} and no line with an answer")
+            return Checked(Verdict.NO_ANSWER, "", r"there is no \boxed{...} and no line with an answer")
         if len(answer) > MAX_ANSWER_CHARS:
             shown = answer[:MAX_ANSWER_CHARS]
-            return Checked(False, Verdict.UNREADABLE, shown, f"it is longer than {MAX_ANSWER_CHARS} characters")
+            return Checked(Verdict.UNREADABLE, shown, f"it is longer than {MAX_ANSWER_CHARS} characters")
         outcome = await self._compared(expected, answer, question)
         if isinstance(outcome, JobLost):
             await self.require_gradeable(expected)
             verdict = Verdict.TIMED_OUT if outcome.timed_out else Verdict.UNREADABLE
-            return Checked(False, verdict, answer, f"the comparison was lost: {outcome}")
-        verdict, why = outcome
-        return Checked(verdict is Verdict.RIGHT, verdict, answer, why)
+            return Checked(verdict, answer, f"the comparison was lost: {outcome}")
+        return Checked(outcome[0], answer, outcome[1])
 
     async def require_gradeable(self, expected: str) -> None:
         """See that the expected answer, if a policy gave it, would be right. Remembered.

@@ -13,7 +13,7 @@ It may run for ever or eat all memory: answers are other people's programs for s
 - what contradicts itself: ``6 = 5`` or ``6 \approx 5`` for 5;
 - what is only near, and relations without solutions (:mod:`.values`).
 
-And it is too strict with sets of numbers (:mod:`.real_sets`).
+And it is too strict with sets of numbers (:mod:`.shapes`).
 """
 
 from __future__ import annotations
@@ -31,16 +31,7 @@ from latex2sympy2_extended.antlr_parser import PSParser
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify.parser import get_last_eq, should_treat_as_complex
 
-from nemo_gym_prorl.tasks.math import real_sets, shapes
-from nemo_gym_prorl.tasks.math.answers import (
-    another_order,
-    canonical,
-    combinations,
-    restates,
-    side_by_side,
-    symbols,
-    tidy,
-)
+from nemo_gym_prorl.tasks.math import shapes
 from nemo_gym_prorl.tasks.math.checker import ANOTHER_VALUE, Judged, Verdict
 from nemo_gym_prorl.tasks.math.measures import (
     Measure,
@@ -51,6 +42,15 @@ from nemo_gym_prorl.tasks.math.measures import (
     stray_text,
 )
 from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, VECTOR, Shape
+from nemo_gym_prorl.tasks.math.spelling import (
+    another_order,
+    canonical,
+    combinations,
+    restates,
+    side_by_side,
+    symbols,
+    tidy,
+)
 from nemo_gym_prorl.tasks.math.values import (
     computing,
     in_final_form,
@@ -182,7 +182,7 @@ def _unread(text: str) -> str:
         or another_order(text, "")
         or another_text(text, text, "") is not None
         or congruence(text)
-        or (real_sets.speaks_of_sets(text) and real_sets.real_set(text, _number) is not None)
+        or (shapes.speaks_of_sets(text) and shapes.real_set(text, _number) is not None)
         or another_time(text, text, "") is not None
     ):
         return ""
@@ -196,12 +196,12 @@ def _compared(gold: str, text: str, question: str) -> Judged:
     """Compare two texts with plain brackets, whatever they consist of."""
     if canonical(text) == canonical(gold):
         return Verdict.RIGHT, "the same text"
-    if real_sets.speaks_of_sets(gold) or real_sets.speaks_of_sets(text):
-        wanted, given = real_sets.real_set(gold, _number), real_sets.real_set(text, _number)
+    if shapes.speaks_of_sets(gold) or shapes.speaks_of_sets(text):
+        wanted, given = shapes.real_set(gold, _number), shapes.real_set(text, _number)
         if wanted is not None and given is not None:
-            if not real_sets.same_set(wanted, given, near_numbers):
+            if not shapes.same_set(wanted, given, near_numbers):
                 return Verdict.WRONG, "another set of numbers"
-            if real_sets.left_to_work_out(wanted, given):
+            if shapes.left_to_work_out(wanted, given):
                 return Verdict.UNFINISHED, "its sets are to be put together"
             return Verdict.RIGHT, "the same set of numbers"
     wanted_cases, given_cases = shapes.cases_of(gold), shapes.cases_of(text)
@@ -224,7 +224,7 @@ def _compared(gold: str, text: str, question: str) -> Judged:
         wanted_shape = shapes.chained(gold)
     if given_shape is None and wanted_shape is not None:
         given_shape = shapes.chained(text)
-    if (wanted_shape is None) != (given_shape is None) and real_sets.is_empty_set(gold):
+    if (wanted_shape is None) != (given_shape is None) and shapes.is_empty_set(gold):
         return _other_kind()
     if _is_set_of_one(wanted_shape) != _is_set_of_one(given_shape):
         if wanted_shape is not None and _is_set_of_one(wanted_shape) and (given_shape is None or given_shape.ordered):
@@ -245,7 +245,7 @@ def _piecewise(gold: list[tuple[str, str]], said: list[tuple[str, str]], questio
         for one in left:
             (other, stated), other_domain = one
             if domain is not None and other_domain is not None:
-                alike = real_sets.same_set(domain, other_domain, near_numbers)
+                alike = shapes.same_set(domain, other_domain, near_numbers)
             else:
                 alike = _compared(condition, stated, question)[0] is Verdict.RIGHT
             if alike:
@@ -257,13 +257,13 @@ def _piecewise(gold: list[tuple[str, str]], said: list[tuple[str, str]], questio
     return _worst(judged)
 
 
-def _domains(cases: list[tuple[str, str]]) -> list[real_sets.RealSet | None]:
-    found = [real_sets.real_set(condition, _number) for _, condition in cases]
+def _domains(cases: list[tuple[str, str]]) -> list[shapes.RealSet | None]:
+    found = [shapes.real_set(condition, _number) for _, condition in cases]
     for place, (_, condition) in enumerate(cases):
         others = [one for at, one in enumerate(found) if at != place]
         if condition.strip() in ("", "otherwise", "else", "elsewhere") and all(others):
             united = sympy.Union(*(one.value for one in others if one is not None))
-            found[place] = real_sets.RealSet(sympy.Complement(sympy.S.Reals, united), 1)
+            found[place] = shapes.RealSet(sympy.Complement(sympy.S.Reals, united), 1)
     return found
 
 

@@ -18,57 +18,27 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from nemo_gym_prorl.tasks.math.answers import symbols
+from nemo_gym_prorl.tasks.math.spelling import symbols
 
 
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 
+_UNIT_NAMES = """
+mm: mm millimeter millimetre; cm: cm centimeter centimetre; dm: dm decimeter decimetre; m: m meter metre;
+km: km kilometer kilometre; in: in inch inche; ft: ft foot feet; yd: yd yard; mi: mi mile; mg: mg milligram;
+g: g gram; kg: kg kilogram; lb: lb pound; oz: oz ounce; s: s sec second; min: min minute; h: h hr hour; day: day;
+week: wk week; month: month; year: yr year; L: l liter litre; mL: ml milliliter millilitre;
+dollar: dollar usd buck; cent: cent; euro: euro eur; degree: degree deg; radian: radian rad; unit: unit; am: am;
+pm: pm; N: n newton; J: j joule; W: w watt; V: v volt; Hz: hz hertz; Pa: pa pascal; mol: mol mole; knot: knot;
+acre: acre
+"""
 ALIASES = {
-    name: unit
-    for unit, names in {
-        "mm": "mm millimeter millimetre",
-        "cm": "cm centimeter centimetre",
-        "dm": "dm decimeter decimetre",
-        "m": "m meter metre",
-        "km": "km kilometer kilometre",
-        "in": "in inch inche",
-        "ft": "ft foot feet",
-        "yd": "yd yard",
-        "mi": "mi mile",
-        "mg": "mg milligram",
-        "g": "g gram",
-        "kg": "kg kilogram",
-        "lb": "lb pound",
-        "oz": "oz ounce",
-        "s": "s sec second",
-        "min": "min minute",
-        "h": "h hr hour",
-        "day": "day",
-        "week": "wk week",
-        "month": "month",
-        "year": "yr year",
-        "L": "l liter litre",
-        "mL": "ml milliliter millilitre",
-        "dollar": "dollar usd buck",
-        "cent": "cent",
-        "euro": "euro eur",
-        "degree": "degree deg",
-        "radian": "radian rad",
-        "unit": "unit",
-        "am": "am",
-        "pm": "pm",
-        "N": "n newton",
-        "J": "j joule",
-        "W": "w watt",
-        "V": "v volt",
-        "Hz": "hz hertz",
-        "Pa": "pa pascal",
-        "mol": "mol mole",
-        "knot": "knot",
-        "acre": "acre",
-    }.items()
+    name: unit.strip()
+    for unit, _, names in (line.partition(":") for line in _UNIT_NAMES.split(";"))
     for name in names.split()
 }
+"""Units by each of their names in lower case and the singular."""
+
 PER_HOUR = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
 UNITS = frozenset(ALIASES.values())
 CURRENCY = {r"\$": "dollar", "€": "euro", r"\euro": "euro", "£": "pound sterling", r"\pounds": "pound sterling"}

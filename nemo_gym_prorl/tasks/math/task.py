@@ -17,11 +17,12 @@ from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, TaskError
 from nemo_gym_prorl.tasks.final_answer import final_answer, final_message
-from nemo_gym_prorl.tasks.math.answers import unwrapped
 from nemo_gym_prorl.tasks.math.checker import MathChecker
+from nemo_gym_prorl.tasks.math.spelling import unwrapped
 from nemo_gym_prorl.tasks.records import (
     UnusableRecord,
     answer_of,
+    asking,
     gold,
     lowered,
     missing,
@@ -86,14 +87,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     question = text_of(_AROUND.sub("", asked), name)
     answer = _final(plain, record)
     return {
-        "responses_create_params": {
-            "input": [
-                {"role": "system", "content": SYSTEM_PROMPT},
-                {"role": "user", "content": question},
-            ],
-            "tools": workbench_schemas(TOOLS),
-            "parallel_tool_calls": False,
-        },
+        "responses_create_params": asking(SYSTEM_PROMPT, question, workbench_schemas(TOOLS), parallel=False),
         "question": question,
         "expected_answer": answer,
         "data_source": DATA_SOURCE,

@@ -21,10 +21,10 @@ from typing import Any
 
 import sympy
 
-from nemo_gym_prorl.tasks.math.answers import canonical
 from nemo_gym_prorl.tasks.math.checker import Judged, Verdict
 from nemo_gym_prorl.tasks.math.measures import Measure
 from nemo_gym_prorl.tasks.math.shapes import split
+from nemo_gym_prorl.tasks.math.spelling import canonical
 from nemo_gym_prorl.tasks.math.values import computing, in_final_form, near_numbers, unfinished
 
 

@@ -32,8 +32,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, clean_text
-from nemo_gym_prorl.tasks.stem.answers import plain
 from nemo_gym_prorl.tasks.stem.problems import Problem
+from nemo_gym_prorl.tasks.stem.quantities import plain
 
 
 KEPT_REPLY_CHARS = 1000

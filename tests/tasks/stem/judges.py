@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from nemo_gym_prorl.tasks.stem.answers import words
+from nemo_gym_prorl.tasks.stem.quantities import words
 from tests.rollout.serving import serve
 
 

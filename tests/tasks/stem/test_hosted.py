@@ -12,9 +12,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.tasks.stem import search_engines
-from nemo_gym_prorl.tasks.stem.search import BadQuery, Passage
-from nemo_gym_prorl.tasks.stem.search_engines import SearchSettings, TavilySearch
+from nemo_gym_prorl.tasks.stem import search
+from nemo_gym_prorl.tasks.stem.search import BadQuery, Passage, SearchSettings, TavilySearch
 from tests.rollout.serving import serve
 
 
@@ -64,7 +63,7 @@ class Service:
 
 @pytest.fixture
 async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
-    monkeypatch.setattr(search_engines, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(search, "PAUSES_S", (0.0, 0.0))
     made = Service()
     async with serve(made.app()) as made.url:
         yield made
@@ -148,4 +147,3 @@ def test_settings() -> None:
     with pytest.raises(ValidationError, match=r"search.api_key: tavily takes a key"):
         SearchSettings(engine="tavily")
     assert KEY not in repr(SearchSettings(engine="tavily", api_key=KEY))
-    assert SearchSettings(engine="tavily", api_key=KEY).page.results == 5

@@ -19,6 +19,7 @@ from nemo_gym_prorl.tasks.stem.judge import (
     messages,
     verdict_of,
 )
+from nemo_gym_prorl.tasks.stem.problems import problem_of
 from tests.tasks.stem.judges import (
     TROUBLES,
     asked,
@@ -33,10 +34,9 @@ from tests.tasks.stem.judges import (
     strict,
     verdict,
 )
-from tests.tasks.stem.variants import problem
 
 
-ASKED = problem("mitochondria", "Which organelle makes most of the ATP?")
+ASKED = problem_of({"question": "Which organelle makes most of the ATP?", "expected_answer": "mitochondria"})
 
 
 def judge_of(ask: AskModel) -> Judge:

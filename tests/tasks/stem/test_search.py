@@ -15,16 +15,19 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.tasks.stem.search import (
+    MAX_PASSAGE_CHARS,
     NO_MORE,
     NOTHING,
     BadQuery,
+    Index,
+    OfflineSearch,
     OpenSearch,
-    PageLimits,
     Passage,
+    SearchSettings,
     SearchTool,
+    build,
     render,
 )
-from nemo_gym_prorl.tasks.stem.search_engines import MAX_PASSAGE_CHARS, Index, OfflineSearch, build
 
 
 PASSAGES = (
@@ -111,7 +114,7 @@ async def test_an_index_that_is_no_good_is_our_trouble(folder: Path, damage: str
     DAMAGES[damage](folder)
     engine = OfflineSearch(lambda: Index(folder))
     with pytest.raises(InfrastructureError, match="prorl data index") as error:
-        await SearchTool(engine, PageLimits()).open(None, None)
+        await SearchTool(engine, SearchSettings()).open(None, None)
     assert (error.value.kind, error.value.field) == (FailureKind.PROVIDER_UNAVAILABLE, "search.index")
     shutil.rmtree(folder, ignore_errors=True)
     build(PASSAGES, folder)
@@ -166,14 +169,14 @@ class Engine:
 
 async def test_pages() -> None:
     engine = Engine()
-    tool = OpenSearch(engine, PageLimits(results=5, passage_chars=100))
+    tool = OpenSearch(engine, SearchSettings(results=5, passage_chars=100))
     first = await tool.call("search", {"query": "x"})
     assert first.startswith("[1] T0 T - s0\n" + "x" * 100 + " [...]\n\n[2] T1 T - s1\n")
     assert first.count("[...]") == 5
     assert (await tool.call("search", {"query": "x", "page": 3})).count("[...]") == 2
     assert await tool.call("search", {"query": "x", "page": 4}) == NO_MORE
     assert engine.limits == [5, 15, 20]
-    assert render([], 0, PageLimits()) == NOTHING
+    assert render([], 0, SearchSettings()) == NOTHING
     assert tool.tool_use()["search"]["calls"] == 3
 
 
@@ -193,7 +196,7 @@ async def test_pages() -> None:
     ids=str,
 )
 async def test_a_bad_query_is_an_observation(arguments: object, says: str) -> None:
-    tool = OpenSearch(Engine(), PageLimits())
+    tool = OpenSearch(Engine(), SearchSettings())
     observation = await tool.call("search", arguments)
     assert observation.startswith("Error")
     assert says in observation

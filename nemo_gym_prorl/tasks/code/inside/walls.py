@@ -6,7 +6,7 @@ Without user ids to tell grader and candidate apart, the kernel would let the ca
 limits, or leave notes for the next test. So three walls go up, and none can be taken down again:
 
 - It has no capabilities.
-- A filter of system calls, which comes with the job (``tasks/code/filters.py``): no new processes, no signals.
+- A filter of system calls, which comes with the job (``tasks/code/grading.py``): no new processes, no signals.
 - Landlock: it writes in one folder only. On a kernel without it (before Linux 5.13) files elsewhere stay writable.
 
 All of this but the last filter, by which a child has no children, is paid for once for all tests.

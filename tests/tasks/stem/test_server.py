@@ -2,13 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server over HTTP, with real containers: whole rollouts, and what becomes of them when something is down."""
 
-import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.prorl_stem.conftest import Client, play, row_for, saying, serving
+from nemo_gym_prorl.tasks.stem.problems import problem_of, row_for
+from scripts.scripted_turns.stem import script_for
+from tests.prorl_code.conftest import Client, saying
+from tests.prorl_code.conftest import serving as serving_any
 from tests.tasks.stem.judges import TROUBLES, gullible, judging
 
 
@@ -20,20 +23,22 @@ ROWS = {
     "formula": row_for("What is the moment of inertia of a solid sphere?", r"\frac{2}{5} M R^2"),
 }
 TEXT = row_for("Which organelle makes most of the ATP?", "mitochondria")
+serving = partial(serving_any, "prorl_stem")
 
 
-async def test_oracle_null_and_guess() -> None:
+@pytest.mark.parametrize(
+    ("variant", "reward", "verdict"), [("oracle", 1.0, "right"), ("null", 0.0, "no_answer"), ("guess", 0.0, "wrong")]
+)
+async def test_scripted_policies_earn_what_they_should(variant: str, reward: float, verdict: str) -> None:
     async with serving() as url:
-        oracle = await asyncio.gather(*(play(url, row, "oracle") for row in ROWS.values()))
-        null = await asyncio.gather(*(play(url, row, "null") for row in ROWS.values()))
-        guess = await asyncio.gather(*(play(url, row, "guess") for row in ROWS.values()))
-    assert [(row["reward"], row["verdict"]) for row in oracle] == [(1.0, "right")] * 3
-    assert [(row["reward"], row["verdict"]) for row in null] == [(0.0, "no_answer")] * 3
-    assert [(row["reward"], row["verdict"]) for row in guess] == [(0.0, "wrong")] * 3
-    assert [row["checked_by"] for row in oracle] == list(ROWS)
-    used = oracle[0]["tool_use"]
-    assert {tool: counts["calls"] for tool, counts in used.items()} == {"search": 1, "python": 2}
-    assert oracle[0]["tool_errors"] == 0
+        for kind, row in ROWS.items():
+            async with Client(url) as client:
+                earned = await client.play(row, script_for(problem_of(row), variant)["turns"])
+            assert (earned["reward"], earned["verdict"]) == (reward, verdict)
+            if variant == "oracle":
+                assert (earned["checked_by"], earned["tool_errors"]) == (kind, 0)
+                calls = {tool: counts["calls"] for tool, counts in earned["tool_use"].items()}
+                assert calls == {"search": 1, "python": 2}
 
 
 async def test_search_and_python_side_by_side() -> None:

@@ -71,37 +71,13 @@ def _primed(found: re.Match[str]) -> str:
 
 
 _WRAPPED = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
-_CHARACTERS = str.maketrans(
-    {
-        "−": "-",
-        "–": "-",
-        "×": r"\times ",
-        "·": r"\cdot ",
-        "÷": "/",
-        "°": r"^\circ ",
-        "√": r"\sqrt ",
-        "∞": r"\infty ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "∪": r"\cup ",
-        "⩾": r"\ge ",
-        "⩽": r"\le ",
-        "π": r"\pi ",
-        "½": r"\frac{1}{2}",
-        "⅓": r"\frac{1}{3}",
-        "⅔": r"\frac{2}{3}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
-        "²": "^2",
-        "³": "^3",
-        "¢": r"\text{ cents}",
-        "~": " ",
-        "\u00a0": " ",
-        "\u202f": " ",
-        "\u2009": " ",
-    }
-)
+_CHARACTERS = str.maketrans({
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "°": r"^\circ ", "√": r"\sqrt ",
+    "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "⩾": r"\ge ", "⩽": r"\le ",
+    "π": r"\pi ", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}", "²": "^2", "³": "^3", "¢": r"\text{ cents}", "~": " ", "\u00a0": " ", "\u202f": " ",
+    "\u2009": " ",
+})  # fmt: skip
 _FULL_WIDTH = re.compile(r"[\uff01-\uff5e]+")
 _UNICODE_ROOT = re.compile(r"√\s*(\d+)")
 _PI = re.compile(r"(?<![a-zA-Z\\{_])(?:\*\s*)?pi(?![a-zA-Z}])")

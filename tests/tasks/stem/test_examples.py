@@ -13,7 +13,7 @@ from scripts.scripted_turns.stem import script_for
 from tests.tasks.rows_file import write_rows
 
 
-DATA = Path(__file__).parents[2] / "resources_servers/prorl_stem/data"
+DATA = Path(__file__).parents[3] / "resources_servers/prorl_stem/data"
 EXAMPLES = (
     ("What is the energy of a photon of wavelength 500 nm, in eV?", "2.48 eV", {}),
     (

@@ -1,0 +1,159 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts on programs, ways to be rewarded without a solution, and checkers of rows; in real containers."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError, TaskError
+from nemo_gym_prorl.tasks.code.convert import row_of
+from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade
+from nemo_gym_prorl.tasks.code.rows import Case, Problem, read_metadata, read_problem
+from tests.conftest import LONG
+from tests.tasks import containers
+from tests.tasks.code.conftest import Judge
+from tests.tasks.code.tables import CHEATS, CONTESTS, PROGRAMS, contest_problem, problem_of
+from tests.tasks.rows_file import table
+
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.asyncio(loop_scope="module")]
+
+LINES = {"kind": "lines"}
+VALUES = {"kind": "lines", "absolute": 1e-6, "relative": 1e-6, "wrapped": False}
+SUM = problem_of({"tests": "sum"})
+ADD = "print(sum(map(int, input().split())))\n"
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program["name"] or program["source"][:40])
+async def test_a_program_has_the_verdict_of_the_table(judge: Judge, program: Mapping[str, Any]) -> None:
+    time_s, problem = 0.5 if program["verdict"] == "timed_out" else 4, problem_of(program)
+    output_bytes = 1 << 20 if program["tests"] == "sum" else 16 << 20
+    graded = await judge(problem, program["source"], time_s=time_s, output_bytes=output_bytes)
+    assert (graded.verdict, graded.reward) == (program["verdict"], float(program["verdict"] == "passed")), graded
+    assert program.get("detail", "") in graded.detail
+    assert graded.fields["tests"]["strict"] == program.get("strict", graded.fields["tests"]["strict"])
+
+
+ATTACKED = Problem([Case(f"{i}\n", f"{i * i + 90210}\n") for i in range(3)], None, LINES)
+ATTACKED_CALLS = Problem([Case([i], [i, i * i]) for i in range(3)], "f", VALUES)
+RIGHT = {None: "print(int(input()) ** 2 + 90210)\n", "f": "def f(n): return n, n * n\n"}
+
+
+async def gathered(judge: Judge, programs: Sequence[tuple[Problem, str]], **limits: Any) -> list[str]:
+    """The verdicts of programs, of which three run at a time."""
+    gate = asyncio.Semaphore(3)
+
+    async def one(problem: Problem, source: str) -> str:
+        async with gate:
+            return (await judge(problem, source, **limits)).verdict
+
+    return await asyncio.gather(*(one(*program) for program in programs))
+
+
+@pytest.mark.parametrize("name", [name for name, cheat in CHEATS.items() if "verdict" in cheat])
+async def test_a_cheat_earns_nothing_and_is_told_why(judge: Judge, name: str) -> None:
+    cheat = CHEATS[name]
+    problem = ATTACKED_CALLS if "function" in cheat else ATTACKED
+    grade = await judge(problem, cheat["source"], time_s=10 if name == "huge memory" else 1, memory_mib=192)
+    assert (grade.reward, grade.verdict) == (0.0, cheat["verdict"]), grade
+    assert (await judge(problem, RIGHT[problem.function])).passed, "the sandbox is as it was"
+
+
+async def test_other_cheats_earn_nothing(judge: Judge) -> None:
+    others = [cheat for cheat in CHEATS.values() if "verdict" not in cheat]
+    verdicts = await gathered(judge, [(ATTACKED, cheat["source"]) for cheat in others], time_s=1, memory_mib=192)
+    assert [cheat["name"] for cheat, verdict in zip(others, verdicts, strict=True) if verdict == "passed"] == []
+    assert (await judge(ATTACKED, RIGHT[None])).passed, "the sandbox is as it was"
+
+
+async def test_every_solution_of_a_contest_passes(judge: Judge) -> None:
+    verdicts = await gathered(judge, [(contest_problem(one), one["solution"]) for one in CONTESTS.values()])
+    assert {name: verdict for name, verdict in zip(CONTESTS, verdicts, strict=True) if verdict != "passed"} == {}
+
+
+@pytest.mark.longer("every mistake of every problem; else one of every third")
+async def test_no_wrong_program_of_a_contest_passes(judge: Judge) -> None:
+    chosen = [*CONTESTS.values()][:: 1 if LONG else 3]
+    wrong = [(contest_problem(one), mutant) for one in chosen for mutant in one["mutants"][: None if LONG else 1]]
+    assert set(await gathered(judge, wrong)) <= {"wrong_answer", "crashed"}
+
+
+async def test_a_share_of_the_tests(judge: Judge) -> None:
+    contest = CONTESTS["palindrome"]
+    grade = await judge(contest_problem(contest), contest["mutants"][0], rule="fraction")
+    report, total = grade.fields["tests"], len(contest["tests"])
+    assert report["run"] == total
+    assert 0 < grade.reward == report["passed"] / total < 1
+    assert len(report["failures"]) == min(20, total - report["passed"])
+    assert not grade.passed
+
+
+async def test_a_row_can_lower_limits_and_not_raise_them(judge: Judge) -> None:
+    lower = Problem(SUM.tests, None, LINES, time_limit_s=0.2, memory_limit_mib=64)
+    assert (await judge(lower, "x = 0\nwhile x < 10**7: x += 1\n" + ADD, time_s=9)).verdict == "timed_out"
+    assert (await judge(lower, "x = bytearray(100 << 20)\n" + ADD)).verdict == "memory"
+    higher = Problem(SUM.tests, None, LINES, memory_limit_mib=4096)
+    assert (await judge(higher, "x = bytearray(300 << 20)\n" + ADD, memory_mib=256)).verdict == "memory"
+
+
+async def test_all_tests_together_have_a_limit(judge: Judge) -> None:
+    many = Problem([Case("1 2\n", "3\n")] * 50, None, LINES)
+    graded = await judge(many, "import time\ntime.sleep(0.2)\n" + ADD, total_s=1)
+    assert graded.verdict == "timed_out"
+    assert "all tests together have 1 s" in graded.detail
+    assert graded.fields["tests"]["run"] < 50
+
+
+def checked(source: str, expected: str = "9\n") -> Problem:
+    return Problem([Case("9\n", expected)], None, {"kind": "program", "source": source})
+
+
+async def test_an_answer_that_attacks_its_checker_gets_nothing_out_of_it(judge: Judge) -> None:
+    """A checker that runs what was printed is as far away from its grader as the candidate."""
+    source = 'import os\nprint(\'__import__("os").kill(__import__("os").getppid(), 9) or (4, 5)\')\n'
+    evaluates = "def check(given, output, expected):\n    return sum(eval(output)) == 9\n"
+    assert (await judge(checked(evaluates, "(4, 5)"), source)).verdict == "wrong_answer"
+
+
+@pytest.mark.parametrize("source", ["def check(*a): raise KeyError", "def check(*a", "import os\nos._exit(0)"])
+async def test_a_checker_that_judges_nothing_is_the_rows_fault(judge: Judge, source: str) -> None:
+    with pytest.raises(TaskError, match=r"verifier_metadata\.checker"):
+        await judge(checked(source), "print(9)")
+
+
+async def test_a_disk_that_a_solution_fills_is_its_own_doing() -> None:
+    source = "for i in range(9):\n    open(f'f{i}', 'wb').write(bytes(50 << 20))\nimport time\ntime.sleep(30)\n"
+
+    def open_sandbox() -> Any:
+        return containers.running_ours(disk_mib=64)
+
+    graded = await grade(open_sandbox, SUM, source, CodeLimits(time_s=9), containers.ROOT)
+    assert (graded.reward, graded.verdict) == (0.0, "exhausted")
+
+
+async def test_tests_of_megabytes(judge: Judge) -> None:
+    big = Problem([Case("1 " * 10**6 + "\n", f"{10**6}\n"), Case("x" * (3 << 20), "0\n")], None, LINES)
+    assert (await judge(big, "import sys\nprint(sys.stdin.read().count('1'))\n")).passed
+
+
+ADDS = {None: "print(sum(map(int, open(0).read().split())))", "add": "def add(a, b):\n    return a + b"}
+DOES_NOT = {None: "print(6)", "add": "def add(a, b):\n    return [a + b] if a == 2 else 6"}
+"""A result in a list of its own is right only where sets have such results."""
+
+
+async def test_the_right_program_passes_the_rows_of_each_published_set(judge: Judge) -> None:
+    found = []
+    for one in table("tests/published/test_sets.py", "sets.jsonl"):
+        if one["family"] == "code" and one["name"] != "HumanEval":  # whose functions do not add
+            for record in one["records"] if one["kept"] else ():
+                with suppress(CallerError):
+                    found.append((one["name"], read_problem(read_metadata(row_of(record)), None)))
+    assert len(found) > 15
+    for name, problem in found:
+        assert (await judge(problem, ADDS[problem.function])).verdict == "passed", name
+        wrapped = problem.checker.get("wrapped") and problem.function
+        assert wrapped or (await judge(problem, DOES_NOT[problem.function])).verdict == "wrong_answer", name
