@@ -140,7 +140,7 @@ async def test_a_pause_after_a_refusal_is_not_the_agents_time() -> None:
 
 
 async def test_pauses_at_the_same_time_are_one_pause() -> None:
-    trouble = tool_loop.Trouble()
+    trouble = tool_loop.ToolErrorState()
     began = time.monotonic()
     await asyncio.gather(*(trouble.pause(0.1) for _ in range(8)), trouble.pause(0.2))
     await trouble.pause(0.1)

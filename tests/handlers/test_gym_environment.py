@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request, Response
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.handlers.agent_service import AgentService
-from nemo_gym_prorl.handlers.service_config import ServiceConfig
+from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import TokenForm

@@ -13,8 +13,7 @@ from fastapi.testclient import TestClient
 from starlette.routing import BaseRoute, Route
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.keys_file import hash_of
-from nemo_gym_prorl.rollout.ownership import ROUTES
+from nemo_gym_prorl.rollout.access_control import ROUTES, hash_of
 from nemo_gym_prorl.serving.access import OPEN_PATHS
 from nemo_gym_prorl.serving.keys import Scope, authorization
 from responses_api_agents.prorl_agent.tests.test_app import agent

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from nemo_gym_prorl.dapo.outcome import inherited, usage_of
 from nemo_gym_prorl.handlers.agent_service import AgentService
-from nemo_gym_prorl.handlers.service_config import ServiceConfig
+from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 from nemo_gym_prorl.sandbox.compose.snapshots import default_folder

@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse
 
 from nemo_gym_prorl.dapo.outcome import usage_of
 from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.rows import Turn
 from nemo_gym_prorl.rollout.schemas import TokenForm
-from nemo_gym_prorl.rollout.tokens import Turn
 from tests.handlers.peers import ROW, Environment, Policy, deployment, experts
 
 

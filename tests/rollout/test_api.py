@@ -16,14 +16,13 @@ import pytest
 from fastapi import FastAPI, Response
 
 from nemo_gym_prorl.failures import CallerError, Stage
-from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Budgets, JobState
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.serving.access import KeyGuard
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.problems import add_problem_handlers

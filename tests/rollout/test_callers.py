@@ -13,11 +13,11 @@ import orjson
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch, row_key
+from nemo_gym_prorl.rollout.callers import AttachedCallers, CallerGone, row_key
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
 
@@ -45,7 +45,7 @@ async def service(
 ) -> AsyncIterator[tuple[str, Pipeline, Bench]]:
     bench = Bench(PipelineSettings())
     pipeline = bench.pipeline()
-    watch = CallerWatch(pipeline, grace_s)
+    watch = AttachedCallers(pipeline, grace_s)
     app = FastAPI()
 
     @app.post("/run")
@@ -189,7 +189,7 @@ async def test_an_answer_that_cannot_be_made_is_an_error_for_every_caller_and_no
 async def test_an_answer_that_lands_in_a_closed_connection_waits_for_its_caller() -> None:
     """The caller vanishes in the moment in which the job ends: the result is not thrown away with the connection."""
     pipeline = Bench(PipelineSettings()).pipeline()
-    watch = CallerWatch(pipeline, grace_s=60)
+    watch = AttachedCallers(pipeline, grace_s=60)
     wanted = row(0, **INDEXED)
 
     class Closed:
@@ -213,7 +213,7 @@ async def test_an_answer_that_lands_in_a_closed_connection_waits_for_its_caller(
 
 async def test_an_id_is_free_again_when_its_vanished_callers_job_has_ended() -> None:
     pipeline = Bench(PipelineSettings(cancel_grace_s=0.1)).pipeline()
-    watch = CallerWatch(pipeline, grace_s=0.05)
+    watch = AttachedCallers(pipeline, grace_s=0.05)
     gone = asyncio.Event()
 
     class Leaving:

@@ -9,8 +9,9 @@ from itertools import pairwise
 from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S, RENEW_S, Checkpoint, Checkpoints
 from nemo_gym_prorl.rollout.job import Budgets, Job, Trajectory
-from nemo_gym_prorl.rollout.request import JobRequest, row_digest
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.rows import row_digest
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from tests.rollout.handlers import Act, Bench, PlannedHandler
 from tests.rollout.virtual_time import run_in_virtual_time
 

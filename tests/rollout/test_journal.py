@@ -29,7 +29,7 @@ from nemo_gym_prorl.rollout.journal import Journal, JournalFails, Unfinished
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, JobRequest, RolloutForgotten
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm, job_json
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.standalone import standalone
 from tests.rollout.virtual_time import run_in_virtual_time

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.keys_file import KeysFile, hash_of, new_key, read_clients
+from nemo_gym_prorl.rollout.access_control import KeysFile, hash_of, new_key, read_clients
 from nemo_gym_prorl.serving.keys import Caller, Scope
 from tests.rollout.command_line import prorl
 

@@ -14,19 +14,17 @@ import aiohttp
 import pytest
 from fastapi import FastAPI
 
-from nemo_gym_prorl.rollout.api import rollout_router
-from nemo_gym_prorl.rollout.callers import CallerWatch
+from nemo_gym_prorl.rollout.access_control import ROUTES, KeysFile, hash_of, new_key
+from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.callers import AttachedCallers
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.handler import Environment, Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.journal import Journal
-from nemo_gym_prorl.rollout.keys_file import KeysFile, hash_of, new_key
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.ownership import ROUTES
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.rollout.wire import wire_router
 from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes
 from nemo_gym_prorl.serving.keys import authorization
@@ -65,7 +63,7 @@ async def service(
     app = FastAPI()
     add_problem_handlers(app)
     app.add_middleware(KeyGuard, key="admin", clients=keys.caller, scopes=RouteScopes(ROUTES))
-    app.include_router(wire_router(pipeline, CallerWatch(pipeline, grace_s=0.1), Backends()))
+    app.include_router(wire_router(pipeline, AttachedCallers(pipeline, grace_s=0.1), Backends()))
     app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
     async with serve(app) as url, aiohttp.ClientSession() as http:
         at = Service(url, pipeline, bench, path, http)

@@ -16,7 +16,7 @@ from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Progress
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import job_json
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from tests.rollout.handlers import (
     ENDINGS,
     RETURNS_OF_EVAL,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, TokenMismatch, Turn
-from nemo_gym_prorl.rollout.tokens import Turn as PackedTurn
-from nemo_gym_prorl.rollout.tokens import packed, put_tokens, take_tokens
+from nemo_gym_prorl.rollout.rows import Turn as PackedTurn
+from nemo_gym_prorl.rollout.rows import packed, put_tokens, take_tokens
 from nemo_gym_prorl.serving.routed_experts import continued, last_rows
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nemo_gym_prorl.failures import Stage
-from nemo_gym_prorl.rollout.fair_queue import FairQueue
+from nemo_gym_prorl.rollout.queues import FairQueue
 from nemo_gym_prorl.rollout.scheduler import PoolSizes, StageScheduler, Start
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import CallerError, FailureKind
-from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S, Begin, Checkpoint, Checkpoints
+from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S, Begin, Checkpoint, Checkpoints, SharedCheckpoints
 from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.request import JobRequest, row_digest
-from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
+from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.rows import row_digest
 
 
 ROW = {"task": 1}

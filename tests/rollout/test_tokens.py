@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_gym_prorl.rollout.rows import Turn, packed, put_tokens, take_tokens
 from nemo_gym_prorl.rollout.schemas import TurnView
-from nemo_gym_prorl.rollout.tokens import Turn, packed, put_tokens, take_tokens
 
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)

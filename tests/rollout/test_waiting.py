@@ -13,7 +13,7 @@ import pytest
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from tests.rollout.handlers import Act, Bench, PlannedHandler
 from tests.rollout.virtual_time import run_in_virtual_time
 

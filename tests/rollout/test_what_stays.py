@@ -15,7 +15,7 @@ import pytest
 from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.rollout.job import Budgets, Job
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from tests.rollout.handlers import ENDINGS, Act, Bench, PlannedHandler
 
 

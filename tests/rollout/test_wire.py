@@ -12,12 +12,11 @@ import aiohttp
 import pytest
 from fastapi import FastAPI
 
-from nemo_gym_prorl.rollout.api import rollout_router
-from nemo_gym_prorl.rollout.callers import CallerWatch
+from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.callers import AttachedCallers
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Budgets
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.rollout.wire import to_messages, to_row, wire_router
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
@@ -63,7 +62,7 @@ async def service(grace_s: float = 0.1) -> AsyncIterator[Wire]:
     pipeline = bench.pipeline()
     backends = Backends()
     app = FastAPI()
-    app.include_router(wire_router(pipeline, CallerWatch(pipeline, grace_s), backends))
+    app.include_router(wire_router(pipeline, AttachedCallers(pipeline, grace_s), backends))
     app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
     async with serve(app) as url, aiohttp.ClientSession() as http:
         yield Wire(url, http, bench, backends)

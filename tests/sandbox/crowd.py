@@ -20,7 +20,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.serving import open_files
+from nemo_gym_prorl.serving.process import raise_open_file_limit
 
 
 AT_A_TIME = 8
@@ -81,7 +81,7 @@ async def one_round(image: Path, count: int, runtime: Runtime) -> Counter[str]:
 
 
 async def main() -> None:
-    open_files.raise_limit()
+    raise_open_file_limit()
     runtime = require_runtime()
     while await asyncio.to_thread(sys.stdin.readline):
         ends = await one_round(Path(sys.argv[1]), int(sys.argv[2]), runtime)

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from nemo_gym_prorl.failures import FailureKind, Origin
 from nemo_gym_prorl.rollout import schemas
+from nemo_gym_prorl.rollout.checkpoints import SharedCheckpoints
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.fleet import dispatcher
 from nemo_gym_prorl.rollout.fleet.front import MAX_LOSSES, Front
@@ -22,8 +23,7 @@ from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
-from nemo_gym_prorl.rollout.settings import ServiceSettings
-from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
+from nemo_gym_prorl.rollout.service import ServiceSettings
 from tests.dapo.test_runner import Scorer
 from tests.rollout.command_line import prorl, write
 from tests.rollout.fleet.fleets import SMALL, Changing, Fleet, Service, fleet, service

@@ -11,7 +11,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.fleet.front import Front, front_app
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.settings import ServiceSettings
+from nemo_gym_prorl.rollout.service import ServiceSettings
 from nemo_gym_prorl.serving.keys import authorization
 from tests.rollout.fleet.fleets import Changing, fleet
 from tests.rollout.fleet.test_front import HELD, ROW, lasting, until

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nemo_gym_prorl.rollout.fleet.placement import IMAGES, Capacity, Placement
+from nemo_gym_prorl.rollout.fleet.nodes import IMAGES, Capacity, Placement
 
 
 def of(*windows: int, run: int = 2) -> Placement:
