@@ -322,9 +322,7 @@ class Journal:
                         values = entry.job_id, self._life, asked, self._zstd.compress(row)
                         connection.execute(_INSERT_JOB, values)
                 elif entry.placed is not None:
-                    connection.execute(
-                        "UPDATE jobs SET node = ?, name = ? WHERE id = ?", (*entry.placed, entry.job_id)
-                    )
+                    connection.execute(_PLACE_JOB, (*entry.placed, entry.job_id))
                 elif entry.ended is not None:
                     *light, about, content = entry.ended
                     if entry.packed is None:

@@ -141,16 +141,6 @@ async def test_a_delivered_result_is_never_replayed() -> None:
         assert [job.row for job in pipeline.store.find(state=None, group=None)] == [{}, {}], "memory is given back"
 
 
-@pytest.mark.parametrize(
-    "other", [row(0.2), row(0.2, _ng_task_index=0, _ng_rollout_index=1), row(0.2, **INDEXED, weight=2)]
-)
-async def test_other_rows_are_other_rollouts(other: dict[str, Any]) -> None:
-    async with service(grace_s=5) as (url, pipeline, _):
-        first = row(0.2) if "_ng_task_index" not in other else row(0.2, **INDEXED)
-        await asyncio.gather(post(url, first), post(url, other))
-        assert len(pipeline.store) == 2
-
-
 async def test_two_callers_of_which_one_vanishes() -> None:
     async with service(grace_s=0.1) as (url, pipeline, bench):
         staying = asyncio.create_task(post(url, held(named="r")))
@@ -208,33 +198,4 @@ async def test_an_answer_that_lands_in_a_closed_connection_waits_for_its_caller(
     again = await watch.run(JobRequest(wanted), b"key", Open(), answer)  # type: ignore[arg-type]
     assert orjson.loads(again)["reward"] == 1.0
     assert len(pipeline.store) == 1
-    await pipeline.close()
-
-
-async def test_an_id_is_free_again_when_its_vanished_callers_job_has_ended() -> None:
-    pipeline = Bench(PipelineSettings(cancel_grace_s=0.1)).pipeline()
-    watch = AttachedCallers(pipeline, grace_s=0.05)
-    gone = asyncio.Event()
-
-    class Leaving:
-        async def receive(self) -> dict[str, str]:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-    class Staying:
-        async def receive(self) -> dict[str, str]:
-            await asyncio.sleep(60)
-            return {"type": "http.disconnect"}
-
-    first = asyncio.create_task(
-        watch.run(JobRequest(row(3600), id="x"), b"x", Leaving(), answer)  # type: ignore[arg-type]
-    )
-    await until(lambda: JobState.RUNNING in states(pipeline))
-    gone.set()
-    with pytest.raises(CallerGone):
-        await first
-    await until(lambda: states(pipeline) == [JobState.CANCELLED])
-    await until(lambda: next(pipeline.store.find(state=None, group=None)).delivered)
-    again = await watch.run(JobRequest(row(0), id="x"), b"x", Staying(), answer)  # type: ignore[arg-type]
-    assert orjson.loads(again)["id"] == "x"
     await pipeline.close()

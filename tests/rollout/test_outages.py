@@ -261,6 +261,22 @@ def test_a_call_dropped_by_a_server_that_answers_is_an_attempt_of_its_job() -> N
     run_in_virtual_time(play())
 
 
+def test_a_job_that_met_an_outage_has_all_of_its_attempts_left() -> None:
+    async def play() -> None:
+        handler = Probed()
+        pipeline = Bench(SETTINGS, handler).pipeline()
+        broken_once = {"run": [{"how": "infrastructure"}, {}]}
+        job = pipeline.submit(JobRequest({"plan": broken_once}, max_attempts=2))
+        await asyncio.sleep(1)
+        handler.down["model"] = UNREACHABLE
+        await asyncio.sleep(60)
+        del handler.down["model"]
+        assert await pipeline.drain(timeout=1000)
+        assert (job.state, job.times[Stage.RUN].attempts) == (JobState.SUCCEEDED, 3)
+
+    run_in_virtual_time(play())
+
+
 def test_jobs_held_up_can_be_cancelled_and_the_service_closed() -> None:
     async def play() -> None:
         handler = Probed()

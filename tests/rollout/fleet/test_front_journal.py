@@ -9,19 +9,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
-
 from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet.front import Front
 from nemo_gym_prorl.rollout.fleet.nodes import Joined
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.journal import Journal, JournalFails
+from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.request import JobRequest
 from tests.rollout.command_line import TOKEN, begin, prorl
 from tests.rollout.fleet.fleets import Changing, Service, service
 from tests.rollout.fleet.test_bad_nodes import Cut, hasty  # noqa: F401
-from tests.rollout.fleet.test_front import HELD, ROW, lasting, until
+from tests.rollout.fleet.test_front import HELD, lasting, until
 
 
 def runs(node: Service) -> list[str]:
@@ -148,15 +146,3 @@ async def test_a_second_front_is_refused_by_name(tmp_path: Path) -> None:
         code, told = await prorl("fleet", node.url, "--port", "1", "--journal", "here")
         assert code == 1
         assert "relative" in told
-
-
-async def test_what_cannot_be_kept_is_not_taken(tmp_path: Path) -> None:
-    async with service() as node:
-        front = Front(Changing([node.joined]), journal=Journal(str(tmp_path)))
-        await front.start()
-        await until(lambda: front.dispatcher.statuses)
-        assert front.store.journal is not None
-        front.store.journal.failing = "no space left"
-        with pytest.raises(JournalFails, match="cannot be written"):
-            await front.accept(JobRequest(ROW))
-        await front.close()
