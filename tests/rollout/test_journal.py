@@ -196,6 +196,7 @@ def test_whenever_a_service_dies_each_accepted_rollout_has_one_outcome_in_one_or
             run_in_virtual_time(next_life(copy, before))
 
 
+@pytest.mark.long("kills a service twice; the copies of a folder at every write are what a kill leaves")
 async def test_a_killed_service_goes_on_where_it_was(tmp_path: Path) -> None:
     quick = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"how": "ok", "seconds": 0.02}]}}
     slow = {**quick, "plan": {"run": [{"how": "ok", "seconds": 2.0}]}}

@@ -233,6 +233,7 @@ async def test_a_signal_cancels_what_was_submitted_and_the_run_can_go_on(
         assert output.decode().split()[:2] == ["r-1-0.2", "r-1-1.2"]
 
 
+@pytest.mark.long("waits for a service that is gone; that a signal cancels is told by the test above")
 async def test_a_signal_ends_it_also_where_the_service_is_gone(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", LONG)
     async with standalone(TOKEN) as there:
@@ -275,6 +276,7 @@ async def test_what_the_service_has_forgotten_runs_under_a_new_id(tmp_path: Path
         assert all(count == 1 for count in started(bench).values())
 
 
+@pytest.mark.long("restarts a service twice; what a lost service had is submitted elsewhere in fleet/test_bad_nodes")
 async def test_a_service_that_is_restarted_gets_what_it_lost_again(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", *(SLOW | {"task_id": number} for number in range(30)))
     output = tmp_path / "results.jsonl"

@@ -17,7 +17,7 @@ import pytest
 from nemo_gym_prorl.failures import FailureKind, Origin
 from nemo_gym_prorl.rollout.checkpoints import SharedCheckpoints
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.fleet import dispatcher
+from nemo_gym_prorl.rollout.fleet import carrier, dispatcher
 from nemo_gym_prorl.rollout.fleet.front import MAX_LOSSES, Front
 from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
 from nemo_gym_prorl.rollout.job import JobState
@@ -241,8 +241,11 @@ async def test_what_waits_and_what_runs_is_cancelled() -> None:
         assert (await there.client.wait("s")).state is JobState.SUCCEEDED
 
 
-async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts() -> None:
+async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As an agent does that dies and is started again: a job that kills its agent kills so many, and no more."""
+    monkeypatch.setattr(carrier, "RETRY_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     front = Front(Changing([Joined("n", RolloutClient(f"http://127.0.0.1:{port}"))]))
