@@ -29,7 +29,7 @@ from benchmarks.model_agents import Agent, EchoingAgent, KeepAliveClient, Sharin
 from benchmarks.report import Row, parser, publish, quantile
 from benchmarks.servers import MODEL_SERVER, PEER_MODEL_SERVER, Process, engine, model_server
 from benchmarks.stand_in_engine import OBSERVED, pieces
-from nemo_gym_prorl.serving import open_files
+from nemo_gym_prorl.serving.process import raise_open_file_limit
 
 
 ENGINE_S = 1.0
@@ -117,7 +117,7 @@ async def play(scale: Scale, turns: int, servers: list[Process], make: Callable[
 
 async def measure(scale: Scale) -> list[Row]:
     """Play with the peer, then with ours, each over a new engine."""
-    open_files.raise_limit()
+    raise_open_file_limit()
     crowds: dict[str, Crowd] = {}
     for kind, turns, count in (
         (PEER_MODEL_SERVER, scale.peer_turns, 1),

@@ -20,7 +20,8 @@ from benchmarks.servers import AGENT, REPO, agent_server, instant_servers
 from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
 from nemo_gym_prorl.rollout.journal import Journal
-from nemo_gym_prorl.rollout.request import Cursor, JobRequest, row_digest
+from nemo_gym_prorl.rollout.request import Cursor, JobRequest
+from nemo_gym_prorl.rollout.rows import row_digest
 
 
 WITHOUT = "the same service without"

@@ -44,7 +44,7 @@ from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import HOW_TO_GET_IT, Runtime, find_runtime
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.client import Link
-from nemo_gym_prorl.serving import open_files
+from nemo_gym_prorl.serving.process import open_files_needed
 
 
 MIN_PYTHON = (3, 12)
@@ -289,7 +289,7 @@ def _image_source() -> Check:
 def _open_files() -> Check:
     name = "Open files"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = open_files.needed(ROLLOUTS)
+    need = open_files_needed(ROLLOUTS)
     enough = hard == resource.RLIM_INFINITY or hard >= need
     limit = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
     raised = "" if soft == hard else f" (now {soft:,}, our servers raise it)"

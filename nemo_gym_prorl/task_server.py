@@ -43,17 +43,15 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.handlers.gym_http import LEASE_HEADER, RENEW_S
-from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S
-from nemo_gym_prorl.rollout.shared_checkpoints import CHECKPOINT_FOLDER
+from nemo_gym_prorl.rollout.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
 from nemo_gym_prorl.sandbox.started import StartedSandbox
-from nemo_gym_prorl.serving import open_files
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
-from nemo_gym_prorl.serving.health import health_router
+from nemo_gym_prorl.serving.applications import health_router
 from nemo_gym_prorl.serving.problems import add_problem_handlers
+from nemo_gym_prorl.serving.process import end_with_starter, raise_open_file_limit
 from nemo_gym_prorl.serving.server_config import ServerConfig
-from nemo_gym_prorl.serving.starter import end_with_starter
 from nemo_gym_prorl.task_sandboxes import OURS, TaskSandboxes
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import TOOL_NUMBERS, TOOL_USE, HasEnd, SandboxNeeds, Task
@@ -179,7 +177,7 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
 
     def setup_webserver(self) -> FastAPI:
         """Gym's routes, ours, and one for each tool."""
-        open_files.raise_limit()
+        raise_open_file_limit()
         check_exposure(self.config.host, self.config.control_token)
         app: FastAPI = super().setup_webserver()
         for schema in self._task.tools.schemas:

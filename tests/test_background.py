@@ -34,7 +34,7 @@ from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.sandbox.supervisor import server as supervisor_server
 from nemo_gym_prorl.sandbox.supervisor.limit_watch import Watchdog
 from nemo_gym_prorl.sandbox.supervisor.server import Supervisor
-from nemo_gym_prorl.serving.health import LoopMetrics, health_router
+from nemo_gym_prorl.serving.applications import LoopMetrics, health_router
 from nemo_gym_prorl.serving.problems import MEDIA_TYPE
 from nemo_gym_prorl.tasks.sessions import Sessions
 from tests.policy.hosts import hosted

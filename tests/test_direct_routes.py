@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.serving.access import KeyGuard
-from nemo_gym_prorl.serving.direct_routes import DirectRoutes, put_in_front
+from nemo_gym_prorl.serving.applications import DirectRoutes, put_in_front
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.problems import ProblemError
 from tests.rollout.serving import serve

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from fastapi import FastAPI
 
-from nemo_gym_prorl.serving.embedded import served
+from nemo_gym_prorl.serving.applications import served
 
 
 @pytest.mark.parametrize(("path", "printed"), [("/waits", ""), ("/fails", "ZeroDivisionError")])

@@ -14,7 +14,7 @@ from nemo_gym.config_types import Domain
 from nemo_gym.registry import discover_environments
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.handlers.service_config import ServiceConfig
+from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
 from nemo_gym_prorl.task_server import TaskServerConfig
 from tests.tasks.rows_file import write_rows
 

@@ -20,7 +20,7 @@ import pytest
 
 from nemo_gym_prorl.failures import FailureKind, Origin, Stage, classify
 from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.serving import open_files
+from nemo_gym_prorl.serving.process import descriptor_exhaustion, open_files_needed, raise_open_file_limit
 from tests.handlers.gym_host import hosting, instance, url_of
 from tests.handlers.test_gym_environment import collected, gym_rows, scripted
 
@@ -28,11 +28,11 @@ from tests.handlers.test_gym_environment import collected, gym_rows, scripted
 def test_a_server_raises_its_soft_limit_to_the_hard_one() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))\n"
-        "from nemo_gym_prorl.serving import open_files as o\n"
-        "print(o.raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))"
+        "from nemo_gym_prorl.serving import process as o\n"
+        "print(o.raise_open_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["200", "(200,", "200)"]
-    assert open_files.needed(1000) > 4000
+    assert open_files_needed(1000) > 4000
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
@@ -42,7 +42,7 @@ def test_our_own_want_of_descriptors_is_named_as_such(number: int) -> None:
     assert failure.origin is Origin.INFRASTRUCTURE
     assert "ulimit -n" in failure.reason
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert str(limit) in open_files.exhausted().reason
+    assert str(limit) in descriptor_exhaustion().reason
 
 
 CALLERS = 1000
@@ -57,7 +57,7 @@ def room() -> Iterator[int]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] < 4 * CALLERS:
         pytest.skip(f"{CALLERS} callers need a hard limit of open files of {4 * CALLERS}, here it is {before[1]}")
-    open_files.raise_limit()
+    raise_open_file_limit()
     yield before[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from nemo_gym_prorl.handlers.service_config import ServiceConfig
+from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.rollout.schemas import SubmitRequest
 from nemo_gym_prorl.serving.server_config import ServerConfig

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nemo_gym_prorl.dapo.runner import TrainingBatch
-from nemo_gym_prorl.rollout.tokens import Turn
+from nemo_gym_prorl.rollout.rows import Turn
 
 
 CONTEXT = 256

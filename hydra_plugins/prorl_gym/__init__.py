@@ -6,7 +6,7 @@ Gym reads its command line with Hydra, and Hydra loads what lies in ``hydra_plug
 two environment variables that our configuration files name for ``uv_venv_dir`` and ``skip_venv_if_present``
 (see :mod:`nemo_gym_prorl.gym.venvs`); they have no effect on configurations without our servers. What is given on the
 command line wins. A third one names this process to our servers, which end with it
-(:mod:`nemo_gym_prorl.serving.starter`).
+(:mod:`nemo_gym_prorl.serving.process`).
 """
 
 import os
@@ -15,7 +15,7 @@ import sys
 
 def _share_environment() -> None:
     from nemo_gym_prorl.gym import venvs
-    from nemo_gym_prorl.serving.starter import STARTER_VARIABLE
+    from nemo_gym_prorl.serving.process import STARTER_VARIABLE
 
     os.environ[STARTER_VARIABLE] = str(os.getpid())
     try:

@@ -23,7 +23,7 @@ from nemo_gym_prorl.rollout.fleet.front import Front, front_app
 from nemo_gym_prorl.rollout.fleet.nodes import NodeList, Nodes
 from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.serving.access import check_exposure
-from nemo_gym_prorl.serving.embedded import served
+from nemo_gym_prorl.serving.applications import served
 
 
 _LISTENS_S = 10.0

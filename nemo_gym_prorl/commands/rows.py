@@ -22,10 +22,9 @@ from pydantic_core import ErrorDetails
 
 from nemo_gym_prorl.commands.files import json_lines
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.rollout.request import row_digest
-from nemo_gym_prorl.rollout.rows import require_writable
+from nemo_gym_prorl.rollout.rows import require_writable, row_digest
 from nemo_gym_prorl.rollout.schemas import JobView, SubmitRequest
-from nemo_gym_prorl.rollout.steps import TRAJECTORY, WISHES, gym_reads_trajectories, ng_trajectory
+from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 
 
@@ -85,7 +84,7 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[Refusal]]:
 def _in_the_row(error: ErrorDetails) -> dict[str, Any]:
     """An error with its place in the row: what a row wishes is judged as if it stood beside it."""
     place = error["loc"]
-    return {**error, "loc": place if place[:1] == ("row",) else ("row", WISHES, *place)}
+    return {**error, "loc": place if place[:1] == ("row",) else ("row", ROLLOUT_OPTIONS_KEY, *place)}
 
 
 class Results:

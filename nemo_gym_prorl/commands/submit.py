@@ -38,7 +38,7 @@ from nemo_gym_prorl.rollout.fleet.nodes import NodeList
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.request import NO_CLIENT
 from nemo_gym_prorl.rollout.schemas import JobView, StatusView, SubmitRequest, TokenForm
-from nemo_gym_prorl.rollout.steps import WISHES
+from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY
 from nemo_gym_prorl.serving.keys import CLIENT_KEY
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 
@@ -190,7 +190,7 @@ def _check_options(run: str, order: Order) -> None:
 
 def _wishes(order: Order, row: Mapping[str, Any]) -> dict[str, Any]:
     """What the order says of its rollouts; where it says nothing, the service takes what the row says of its own."""
-    own = row.get(WISHES)
+    own = row.get(ROLLOUT_OPTIONS_KEY)
     usual = {} if isinstance(own, Mapping) and "client" in own else {"client": order.usual_client}
     said = {"environment": order.environment, "client": order.client, "priority": order.priority}
     return {**usual, **{name: value for name, value in said.items() if value is not None}}

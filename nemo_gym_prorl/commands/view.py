@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_gym_prorl.commands.files import read_rollouts
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.rows import is_masked
-from nemo_gym_prorl.rollout.steps import WISHES, TurnRead, items, part, read_turns, text_of
+from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY, TurnRead, items, part, read_turns, text_of
 from nemo_gym_prorl.tasks.extras import require_extras
 
 
@@ -306,7 +306,7 @@ def _failure(row: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def _about(row: Mapping[str, Any]) -> dict[str, Any]:
-    about = row.get(WISHES)
+    about = row.get(ROLLOUT_OPTIONS_KEY)
     return about if isinstance(about, dict) else {}
 
 

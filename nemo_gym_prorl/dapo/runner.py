@@ -37,8 +37,8 @@ from nemo_gym_prorl.rollout.fleet.carrier import FORK, Loss
 from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
 from nemo_gym_prorl.rollout.fleet.nodes import NodeList
 from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.rows import Turn
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
-from nemo_gym_prorl.rollout.tokens import Turn
 
 
 LOG = logging.getLogger(__name__)

@@ -4,7 +4,7 @@
 
 What ``/run`` answers where a rollout failed depends on who asks: :func:`~.failure_rows.run_status`. And since Gym's
 client posts a call again when its connection drops, an identical row that arrives while the first still runs joins it
-(:class:`~nemo_gym_prorl.rollout.callers.CallerWatch`) instead of doing the work twice.
+(:class:`~nemo_gym_prorl.rollout.callers.AttachedCallers`) instead of doing the work twice.
 """
 
 from __future__ import annotations
@@ -24,11 +24,19 @@ from nemo_gym_prorl.handlers.gym_environment import GymContext
 from nemo_gym_prorl.handlers.gym_environments import (
     GymServers,
     SeededSessionHandler,
+    ServiceConfig,
     gym_environments,
     responses_answer,
     responses_request,
 )
-from nemo_gym_prorl.handlers.gym_http import CookieJar, Farewells, GymServer, HttpAnswer, HttpClient, require_ok
+from nemo_gym_prorl.handlers.gym_http import (
+    BackgroundCleanup,
+    CookieJar,
+    GymServer,
+    HttpAnswer,
+    HttpClient,
+    require_ok,
+)
 from nemo_gym_prorl.handlers.run_rows import (
     NOTHING_SAMPLED,
     empty_response,
@@ -41,22 +49,19 @@ from nemo_gym_prorl.handlers.run_rows import (
     run_request,
     run_status,
 )
-from nemo_gym_prorl.handlers.service_config import ServiceConfig
-from nemo_gym_prorl.rollout.api import rollout_router
-from nemo_gym_prorl.rollout.callers import CallerWatch
+from nemo_gym_prorl.rollout.access_control import ROUTES, KeysFile, own_key, submitted_by
+from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.callers import AttachedCallers
+from nemo_gym_prorl.rollout.checkpoints import CHECKPOINT_FOLDER, SharedCheckpoints
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.journal import Journal
-from nemo_gym_prorl.rollout.keys_file import KeysFile
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.ownership import ROUTES, own_key, submitted_by
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, NotYours
 from nemo_gym_prorl.rollout.rows import read_json
-from nemo_gym_prorl.rollout.shared_checkpoints import CHECKPOINT_FOLDER, SharedCheckpoints
-from nemo_gym_prorl.rollout.steps import TRAJECTORY, WISHES, gym_reads_trajectories, ng_trajectory
+from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
 from nemo_gym_prorl.rollout.wire import wire_router
 from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes, caller_in
-from nemo_gym_prorl.serving.embedded import also_by_tls, check_certificate
+from nemo_gym_prorl.serving.applications import also_by_tls, check_certificate
 from nemo_gym_prorl.serving.problems import ProblemError
 
 
@@ -97,8 +102,8 @@ class AgentService:
             f"further_model_servers.{index}": name for index, name in enumerate(config.further_model_servers)
         }
         self._models = [self._servers.get("responses_api_models", name, field) for field, name in names.items()]
-        self._farewells = Farewells()
-        base = GymContext(None, self._models[0], farewells=self._farewells, further_models=tuple(self._models[1:]))
+        self._cleanup = BackgroundCleanup()
+        base = GymContext(None, self._models[0], cleanup=self._cleanup, further_models=tuple(self._models[1:]))
         environments = gym_environments(config, self._servers, base)
         keep = config.journal_keep_s, config.journal_keep_bytes, config.keep_unread_s
         journal = None if config.journal is None else Journal(config.journal, *keep)
@@ -106,7 +111,7 @@ class AgentService:
         shared = None if folder is None else SharedCheckpoints(Path(str(folder)))
         self.pipeline = Pipeline(environments, config.pipeline_settings(), journal=journal, shared=shared)
         self.metrics = PipelineMetrics(self.pipeline)
-        self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
+        self._callers = AttachedCallers(self.pipeline, config.caller_grace_s)
         self._clients = KeysFile(config.keys_file, self.pipeline.share) if config.keys_file is not None else None
 
     def tls(self, app: ASGIApp) -> AbstractAsyncContextManager[None]:
@@ -135,13 +140,13 @@ class AgentService:
 
     def start(self) -> None:
         """Begin again what an earlier life of the service had accepted."""
-        self.pipeline.loops.start("session-leases", self._farewells.renew)
+        self.pipeline.loops.start("session-leases", self._cleanup.renew)
         self.pipeline.start()
 
     async def close(self) -> None:
         """Cancel every rollout, wait until its sandboxes are released, and close the client."""
         await self.pipeline.close()
-        await self._farewells.close(_FAREWELL_S)
+        await self._cleanup.close(_FAREWELL_S)
         await self._http.close()
 
     async def run(self, request: Request) -> Response:
@@ -282,7 +287,7 @@ def gym_row(job: Job, *, collector: bool) -> bytes:
     if failure is not None and "response" not in result:  # its handler has no idea of Gym's rows
         row = job.row
         result = failure_row(row, empty_response(row["responses_create_params"]), failure)
-    answer = {**result, WISHES: about}
+    answer = {**result, ROLLOUT_OPTIONS_KEY: about}
     if collector and gym_reads_trajectories():
         answer[TRAJECTORY] = ng_trajectory({**job.row, **answer})
     return orjson.dumps(answer)
@@ -317,11 +322,11 @@ def _refused_row(row: dict[str, Any], failure: Failure) -> bytes:
 def _in_row(error: CallerError) -> CallerError:
     """An id that is taken, or an environment that there is not, was named in the row, which is the whole body."""
     if isinstance(error, JobConflict):
-        return JobConflict(error.complaint, field=f"{WISHES}.id")
+        return JobConflict(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.id")
     if isinstance(error, NotYours):
-        return NotYours(error.complaint, field=f"{WISHES}.{error.field}")
+        return NotYours(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.{error.field}")
     if error.field == "environment":
-        return CallerError(error.complaint, field=f"{WISHES}.environment")
+        return CallerError(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.environment")
     if error.field is not None and error.field.startswith("row."):
         return CallerError(error.complaint, field=error.field.removeprefix("row."))
     return error

@@ -84,7 +84,7 @@ class GymCheckpoint:
         return cls(parts["path"], parts["session"], turns, items, envelope, parts["pending"], progress)
 
 
-class Keeper:
+class CheckpointRecorder:
     """Takes the checkpoints of one attempt, and has it begin from one.
 
     Args:

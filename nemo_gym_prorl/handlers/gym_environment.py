@@ -37,15 +37,14 @@ from nemo_gym_prorl.failures import (
     Stage,
     TaskError,
 )
-from nemo_gym_prorl.handlers.checkpoints import GymCheckpoint, Keeper
+from nemo_gym_prorl.handlers.checkpoints import CheckpointRecorder, GymCheckpoint
 from nemo_gym_prorl.handlers.conversation import Conversation, waited
-from nemo_gym_prorl.handlers.gym_http import LEASE_HEADER, CookieJar, Farewells, GymServer, json_of, require_ok
+from nemo_gym_prorl.handlers.gym_http import LEASE_HEADER, BackgroundCleanup, CookieJar, GymServer, json_of, require_ok
 from nemo_gym_prorl.handlers.run_rows import empty_response, failure_row
-from nemo_gym_prorl.handlers.tool_loop import LoopLimits, ToolAnswers, ToolLoop, Trouble
+from nemo_gym_prorl.handlers.tool_loop import LoopLimits, ToolAnswers, ToolErrorState, ToolLoop
 from nemo_gym_prorl.rollout.calls import begin
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint
+from nemo_gym_prorl.rollout.checkpoints import Checkpoint, begins_anew
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
-from nemo_gym_prorl.rollout.shared_checkpoints import begins_anew
 
 
 LATE_SEED_S = 600.0
@@ -103,7 +102,7 @@ class GymContext:
         scores_groups_of: how many siblings the resources server scores together.
         settle_s: how long a rollout that was cut short may take to fetch the tokens of its turns, or to give back the
             session that it was getting; must be less than the pipeline's grace for cancelled stages.
-        farewells: what is said to servers behind a rollout's back.
+        cleanup: what is said to servers behind a rollout's back.
         tools: what the environment's tools answer to all of its rollouts.
         checkpoint_turns: after so many turns each, a checkpoint is taken; ``None`` for none.
     """
@@ -116,7 +115,7 @@ class GymContext:
     on_timeout: OnTimeout = OnTimeout.MASK
     scores_groups_of: int = 1
     settle_s: float = 3.0
-    farewells: Farewells = field(default_factory=Farewells)
+    cleanup: BackgroundCleanup = field(default_factory=BackgroundCleanup)
     tools: ToolAnswers = field(default_factory=ToolAnswers)
     further_models: tuple[GymServer, ...] = ()
     checkpoint_turns: int | None = None
@@ -156,7 +155,7 @@ class GymSession:
     settled: bool = False
     closed: bool = False
     unscored: Verdict | BudgetExceeded | None = None
-    trouble: Trouble = field(default_factory=Trouble)
+    trouble: ToolErrorState = field(default_factory=ToolErrorState)
     checkpoint_path: str | None = None
     checkpoint: Checkpoint | None = None
     lease: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -196,7 +195,7 @@ class GymEnvironmentHandler:
             if not seeding.cancelled():
                 late = self._take_back(job, seeding)
                 late_s = self.context.settle_s if _LEASES in self._server.traits else LATE_SEED_S
-                back = self.context.farewells.start(f"job {job.id}: giving its late session back", late, late_s)
+                back = self.context.cleanup.start(f"job {job.id}: giving its late session back", late, late_s)
                 await asyncio.wait({back}, timeout=self.context.settle_s)
             raise
 
@@ -230,7 +229,7 @@ class GymEnvironmentHandler:
             for step, told in zip(job.progress.steps, conversation.weight_versions, strict=False):
                 step["weights"] = (told["first"], told["last"])
             # Never in the rollout's own time: it is finished whether or not the server forgets it.
-            self.context.farewells.start(f"job {job.id}: forgetting it", conversation.forget())
+            self.context.cleanup.start(f"job {job.id}: forgetting it", conversation.forget())
         session.awaits_verdict = True
         return trajectory
 
@@ -385,20 +384,20 @@ class GymEnvironmentHandler:
                 if (there := told.get(name)) is not None and not (isinstance(there, str) and _PATH.fullmatch(there)):
                     raise InfrastructureError(f"{what} named a {name} that is no path of that server: {there!r:.200}")
         except InfrastructureError:
-            self.context.farewells.start(f"a session at {server.name}", self._close(session))
+            self.context.cleanup.start(f"a session at {server.name}", self._close(session))
             raise
         session.release_path, session.checkpoint_path = told.get("release_path"), told.get("checkpoint_path")
         if (lease_path := told.get("lease_path")) is not None:
             server.traits.add(_LEASES)
-            self.context.farewells.leases[session.lease] = job, server, lease_path
+            self.context.cleanup.leases[session.lease] = job, server, lease_path
         return session
 
-    def _keeper(self, job: Job, session: GymSession, conversation: Conversation) -> Keeper | None:
+    def _keeper(self, job: Job, session: GymSession, conversation: Conversation) -> CheckpointRecorder | None:
         """What takes the rollout's checkpoints, or has it begin from one."""
         every, path = self.context.checkpoint_turns, session.checkpoint_path
         if path is None or (every is None and session.checkpoint is None):
             return None
-        return Keeper(
+        return CheckpointRecorder(
             self._server,
             path,
             session.cookies,
@@ -436,7 +435,7 @@ class GymEnvironmentHandler:
             await conversation.settle()
             settled = True
 
-        settling = self.context.farewells.start(f"job {job.id}: its tokens", settle())
+        settling = self.context.cleanup.start(f"job {job.id}: its tokens", settle())
         await asyncio.wait({settling}, timeout=self.context.settle_s)
         settling.cancel()  # a row that is out must not change any more
         return settled
@@ -448,7 +447,7 @@ class GymEnvironmentHandler:
         if session.closed or _NO_CLOSE in server.traits:
             return
         session.closed = True
-        self.context.farewells.leases.pop(session.lease, None)
+        self.context.cleanup.leases.pop(session.lease, None)
         answer = await server.post(_CLOSE, {}, session.cookies)
         if answer.status in (404, 405, 422):
             server.traits.add(_NO_CLOSE)
@@ -457,7 +456,7 @@ class GymEnvironmentHandler:
 
     def _close_behind(self, job: Job, session: GymSession) -> None:
         if not session.closed:
-            self.context.farewells.start(f"job {job.id}: closing its session", self._close(session))
+            self.context.cleanup.start(f"job {job.id}: closing its session", self._close(session))
 
 
 def _has_items(response: Any, trajectory: Trajectory) -> bool:

@@ -39,9 +39,9 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.rollout.calls import begin
 from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.serving import open_files
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.problem_document import Problem
+from nemo_gym_prorl.serving.process import descriptor_exhaustion, is_descriptor_exhaustion
 from nemo_gym_prorl.serving.tracing import trace_headers
 
 
@@ -165,7 +165,7 @@ class GymServer:
             async with self._http.session.get(self.url + "/", timeout=_PROBE_TIMEOUT):
                 return True
         except (aiohttp.ClientError, TimeoutError) as error:
-            return open_files.is_exhaustion(error)
+            return is_descriptor_exhaustion(error)
 
     async def call(
         self, method: str, path: str, body: Any, jar: CookieJar, extra_headers: Mapping[str, str] = _NO_HEADERS
@@ -192,8 +192,8 @@ class GymServer:
             async with response:
                 content = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            if open_files.is_exhaustion(error):
-                raise open_files.exhausted() from error
+            if is_descriptor_exhaustion(error):
+                raise descriptor_exhaustion() from error
             raise InfrastructureError(
                 f"{self.name} at {self.url} cannot be reached: {error}",
                 kind=FailureKind.TRANSPORT_UNREACHABLE,
@@ -221,7 +221,7 @@ class GymServer:
             try:
                 return await self._http.session.request(method, url, data=data, headers=headers, allow_redirects=False)
             except aiohttp.ClientConnectorError as error:
-                if not open_files.is_exhaustion(error) or asyncio.get_running_loop().time() > give_up:
+                if not is_descriptor_exhaustion(error) or asyncio.get_running_loop().time() > give_up:
                     raise
             await asyncio.sleep(0.2)
 
@@ -332,7 +332,7 @@ LEASE_HEADER = "X-ProRL-Lease"
 RENEW_S = 5.0  # a server ends a session after six without a renewal
 
 
-class Farewells:
+class BackgroundCleanup:
     """Best-effort cleanup requests of one service, sent in the background, and the leases of its sessions.
 
     A cleanup request may be lost with the agent or on its way. So the agent chooses a lease for each session, names

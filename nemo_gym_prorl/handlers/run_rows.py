@@ -31,7 +31,7 @@ from nemo_gym_prorl.rollout.callers import row_key
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.rows import FAILURE_CLASS, as_submitted, check_row, masked
 from nemo_gym_prorl.rollout.schemas import SubmitRequest
-from nemo_gym_prorl.rollout.steps import WISHES
+from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY
 from nemo_gym_prorl.serving.problems import ProblemError
 
 
@@ -147,7 +147,7 @@ class RunRequest:
 
     Attributes:
         job: what the pipeline is asked for.
-        key: equal keys are the same rollout, posted again (:class:`~nemo_gym_prorl.rollout.callers.CallerWatch`).
+        key: equal keys are the same rollout, posted again (:class:`~nemo_gym_prorl.rollout.callers.AttachedCallers`).
     """
 
     job: JobRequest
@@ -166,19 +166,19 @@ def run_request(row: Any, body: bytes) -> RunRequest:
     """
     check_row(row)
     row = as_submitted(row)
-    wishes = row.get(WISHES, {})
+    wishes = row.get(ROLLOUT_OPTIONS_KEY, {})
     if not isinstance(wishes, dict):
-        raise CallerError("must be an object", field=WISHES)
+        raise CallerError("must be an object", field=ROLLOUT_OPTIONS_KEY)
     if "row" in wishes:
-        raise CallerError("is no field of a rollout: it stands in the row", field=f"{WISHES}.row")
-    row = {name: value for name, value in row.items() if name != WISHES}
+        raise CallerError("is no field of a rollout: it stands in the row", field=f"{ROLLOUT_OPTIONS_KEY}.row")
+    row = {name: value for name, value in row.items() if name != ROLLOUT_OPTIONS_KEY}
     if not wishes:
         return RunRequest(JobRequest(row, group=group_of(row)), row_key(row, body))
     try:
         asked = SubmitRequest.model_validate({"row": {"responses_create_params": {"input": ""}}, **wishes})
     except ValidationError as error:
         first = error.errors()[0]
-        raise CallerError(first["msg"], field=".".join(map(str, (WISHES, *first["loc"])))) from None
+        raise CallerError(first["msg"], field=".".join(map(str, (ROLLOUT_OPTIONS_KEY, *first["loc"])))) from None
     job = replace(asked.to_request(), row=row, group=asked.group or group_of(row))
     key = row_key(row, body) if job.id is None else b"run:" + job.id.encode()
     return RunRequest(job, key)
@@ -192,7 +192,7 @@ def group_of(row: dict[str, Any]) -> str:
 
 def environment_of(rollout: Mapping[str, Any]) -> str | None:
     """The environment that a row of ``/run`` says it is from; ``None`` where it does not."""
-    about = rollout.get(WISHES)
+    about = rollout.get(ROLLOUT_OPTIONS_KEY)
     name = about.get("environment") if isinstance(about, Mapping) else None
     return name if isinstance(name, str) else None
 

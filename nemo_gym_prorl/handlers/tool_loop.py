@@ -84,7 +84,7 @@ class ToolLoop:
         progress: Progress,
         hidden: Collection[str],
         tools: ToolAnswers,
-        trouble: Trouble,
+        trouble: ToolErrorState,
     ) -> None:
         self._server = server
         self._cookies = cookies
@@ -268,7 +268,7 @@ _LONGEST_S = 15.0
 
 
 @dataclass(slots=True)
-class Trouble:
+class ToolErrorState:
     """What one rollout has had with tools so far.
 
     Attributes:
@@ -301,7 +301,7 @@ class ToolAnswers:
         """Answers of 500 since any other one, by tool."""
 
     async def call(
-        self, server: GymServer, tool: str, arguments: bytes, cookies: CookieJar, trouble: Trouble
+        self, server: GymServer, tool: str, arguments: bytes, cookies: CookieJar, trouble: ToolErrorState
     ) -> HttpAnswer:
         """Call a tool; again after a pause if it refuses, a few times. What comes back is an observation.
 

@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.gym.config_files import merged_files
-from nemo_gym_prorl.handlers.service_config import ServiceConfig
+from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.tokens import Turn
+from nemo_gym_prorl.rollout.rows import Turn
 from nemo_gym_prorl.serving.routed_experts import RoutedExperts, continued
 
 

@@ -15,7 +15,7 @@ from nemo_gym_prorl.policy.generation import Generation
 from nemo_gym_prorl.policy.pool.backend import Backend, Health
 from nemo_gym_prorl.policy.pool.dispatcher import Placed
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.serving.health import LoopMetrics
+from nemo_gym_prorl.serving.applications import LoopMetrics
 
 
 _OF_BACKENDS: Mapping[str, tuple[str, Callable[[Backend], float]]] = {

@@ -66,7 +66,7 @@ def row_key(row: dict[str, Any], body: bytes) -> bytes | None:
     return None
 
 
-class CallerWatch:
+class AttachedCallers:
     """Runs jobs for connected callers.
 
     Args:

@@ -33,7 +33,7 @@ from nemo_gym_prorl.failures import (
     is_text,
     unexpected_kind,
 )
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint
+from nemo_gym_prorl.rollout.checkpoints import Checkpoint, SharedCheckpoints, begins_anew
 from nemo_gym_prorl.rollout.handler import (
     AgentHandler,
     EndsScoring,
@@ -45,9 +45,7 @@ from nemo_gym_prorl.rollout.handler import (
     UnpacksCheckpoints,
 )
 from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Outcome, Trajectory, Verdict, failure_state
-from nemo_gym_prorl.rollout.rows import is_masked, masked
-from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints, begins_anew
-from nemo_gym_prorl.rollout.tokens import take_tokens
+from nemo_gym_prorl.rollout.rows import is_masked, masked, take_tokens
 
 
 LOGGER = logging.getLogger(__name__)

@@ -20,10 +20,9 @@ import orjson
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage, clean_text
 from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint, Checkpoints
-from nemo_gym_prorl.rollout.cohorts import Member
-from nemo_gym_prorl.rollout.rows import lasting_json
+from nemo_gym_prorl.rollout.queues import Member
+from nemo_gym_prorl.rollout.rows import NO_TOKENS, Turn, compact_json_bytes, packed, put_tokens, take_tokens
 from nemo_gym_prorl.rollout.steps import NO_STEPS, Step
-from nemo_gym_prorl.rollout.tokens import NO_TOKENS, Turn, packed, put_tokens, take_tokens
 
 
 class JobState(StrEnum):
@@ -213,7 +212,7 @@ class Outcome:
         failure: Failure | None = None,
         masked: bool = False,
     ) -> None:
-        body = result if isinstance(result, bytes) else lasting_json(result)
+        body = result if isinstance(result, bytes) else compact_json_bytes(result)
         fields = {"state": state, "body": body, "reward": reward, "failure": failure}
         for name, value in (fields | {"masked": masked or failure is not None}).items():
             object.__setattr__(self, name, value)
@@ -258,7 +257,7 @@ class Job:
         member: its part in those that are scored together, while it is scored; ``None`` if each is for itself.
         held: its caller holds a connection for it and takes its result away; nobody else joins it.
         delivered: its caller took the answer over a connection that it held; the id is free again.
-        tokens: of a job with its outcome, as JSON (:func:`~.tokens.packed`).
+        tokens: of a job with its outcome, as JSON (:func:`~.rows.packed`).
         steps: of a job with its outcome, as JSON.
         checkpoints: where it can go on, by the turns that were taken; ``shelf`` keeps them.
         kept_turns: the same, as its node says, where it ran at a node of a fleet.
@@ -342,13 +341,13 @@ class Job:
             self.tokens = packed(self.trajectory.tokens)
         self.session = self.trajectory = None
         try:
-            self.steps = lasting_json(self.progress.steps)
+            self.steps = compact_json_bytes(self.progress.steps)
         except (AttributeError, TypeError):  # a handler may have made anything of it
             self.steps = NO_STEPS
         self.progress = Progress.of(self.progress)
         if isinstance(self.stored_row, dict):
             try:
-                self.stored_row = lasting_json(self.stored_row)
+                self.stored_row = compact_json_bytes(self.stored_row)
             except TypeError:  # whoever works on a job may have put something into its row
                 self.stored_row = b"{}"
 

@@ -12,7 +12,8 @@ Invariants:
 - What arrives during a commit goes into the next one, so that a slow disk makes larger commits, not a longer queue.
 - The oldest outcomes are forgotten by age and by bytes. Their rows stay without content, so that their ids stay known.
 
-Rows and results are compressed with zstd at level 1, which takes a ninth of zlib's processor time for the same size.
+Listings read ``about`` alone. ``content`` is large and seldom read: row, result, tokens and steps, byte for byte as
+they are served, compressed with zstd at level 1, which takes a ninth of zlib's processor time for the same size.
 """
 
 from __future__ import annotations
@@ -30,20 +31,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import batched
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import orjson
 import zstandard
 
 from nemo_gym_prorl.background import PROCESS_LOOPS
 from nemo_gym_prorl.disks import kind_under, on_shared_disk
-from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
-from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
-from nemo_gym_prorl.rollout.journal_records import ended_job, job_record, job_to_run, outcome_record
+from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.rollout.checkpoints import Begin
+from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, StageTime
 from nemo_gym_prorl.rollout.request import Draining
-from nemo_gym_prorl.rollout.settings import JOURNAL_KEEP_BYTES, JOURNAL_KEEP_S
+from nemo_gym_prorl.rollout.rows import NO_TOKENS
+from nemo_gym_prorl.rollout.service import JOURNAL_KEEP_BYTES, JOURNAL_KEEP_S
+from nemo_gym_prorl.rollout.steps import NO_STEPS
 
 
 LOGGER = logging.getLogger(__name__)
@@ -318,9 +322,7 @@ class Journal:
                         values = entry.job_id, self._life, asked, self._zstd.compress(row)
                         connection.execute(_INSERT_JOB, values)
                 elif entry.placed is not None:
-                    connection.execute(
-                        "UPDATE jobs SET node = ?, name = ? WHERE id = ?", (*entry.placed, entry.job_id)
-                    )
+                    connection.execute(_PLACE_JOB, (*entry.placed, entry.job_id))
                 elif entry.ended is not None:
                     *light, about, content = entry.ended
                     if entry.packed is None:
@@ -528,3 +530,99 @@ def _resolve(done: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
 
     if done:
         done[0][0].get_loop().call_soon_threadsafe(resolve)
+
+
+_ASKED = (
+    *("environment", "handler", "submitted_at", "group", "client", "run", "priority", "budgets", "max_attempts"),
+    "forked_from",
+)
+
+
+def job_record(job: Job) -> tuple[bytes, bytes]:
+    """Return what was asked for with a new job, and its row."""
+    return orjson.dumps(_asked(job)), orjson.dumps(job.stored_row)
+
+
+def job_to_run(job_id: str, asked: bytes, row: bytes) -> Job:
+    """Return the job of a :func:`job_record`."""
+    return _job(job_id, orjson.loads(asked), orjson.loads(row))
+
+
+def _asked(job: Job) -> dict[str, Any]:
+    asked = {"digest": job.digest.hex(), **{name: getattr(job, name) for name in _ASKED}}
+    return asked | {name: value for name in ("begin", "tries", "scope") if (value := getattr(job, name))}
+
+
+def _job(job_id: str, told: dict[str, Any], row: dict[str, Any] | bytes) -> Job:
+    asked = {name: told[name] for name in _ASKED} | {"budgets": Budgets(**told["budgets"])}
+    job = Job(job_id, row, bytes.fromhex(told["digest"]), **asked)
+    job.tries, job.scope = told.get("tries", []), told.get("scope")
+    if (begin := told.get("begin")) is not None:
+        job.begin = Begin(**begin | {name: tuple(begin[name]) for name in ("tries", "parents")})
+    return job
+
+
+def outcome_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[bytes, bytes]:
+    """Return ``about`` and ``content`` of a packed job and its outcome. A job that a connection held keeps no content:
+    its caller has taken the answer."""
+    row = job.stored_row if isinstance(job.stored_row, bytes) else b"{}"
+    parts = () if job.held else (row, outcome.body, job.tokens, job.steps)
+    about = _asked(job) | {
+        "held": job.held,
+        "number": job.number,
+        "times": {stage.value: time for stage, time in job.times.items()},
+        "failures": job.failures,
+        "turns": job.progress.turns,
+        "tool_calls": job.progress.tool_calls,
+        "finish_reason": job.progress.finish_reason,
+        "labels": job.progress.labels,
+        "resumed": job.resumed,
+        "kept_turns": job.kept_turns,
+        "finished_at": finished_at,
+        "state": outcome.state,
+        "reward": outcome.reward,
+        "failure": outcome.failure,
+        "masked": outcome.masked,
+        "sizes": [len(part) for part in parts],
+    }
+    return orjson.dumps(about), b"".join(parts)
+
+
+def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
+    """Return the job of an :func:`outcome_record` whose content is compressed; without content it has neither row nor
+    result.
+
+    Raises:
+        ZstdError, ValueError: the content is damaged.
+    """
+    told = orjson.loads(about)
+    parts = [] if content is None else _parts(content, told["sizes"])
+    row, body, tokens, steps = parts or (b"{}", b"{}", NO_TOKENS, NO_STEPS)
+    job = _job(job_id, told, row)
+    job.state, job.held, job.delivered = JobState(told["state"]), told["held"], told["held"]
+    job.number, job.finished_at, job.resumed = told["number"], told["finished_at"], told["resumed"]
+    job.kept_turns = told["kept_turns"]
+    job.times = {Stage(stage): StageTime(**time) for stage, time in told["times"].items()}
+    job.failures = [_failure(failure) for failure in told["failures"]]
+    versions = [{"first": label, "last": label} for label in told["labels"]]
+    job.progress = Progress(told["turns"], told["tool_calls"], told["finish_reason"], versions)
+    failure = _failure(told["failure"]) if told["failure"] else None
+    job.outcome = Outcome(job.state, body, told["reward"], failure, told["masked"])
+    job.tokens, job.steps = tokens, steps
+    return job
+
+
+def _failure(told: dict[str, Any]) -> Failure:
+    known = {field.name: told[field.name] for field in fields(Failure)}
+    stage = Stage(told["stage"]) if told["stage"] else None
+    return Failure(**known | {"kind": FailureKind(told["kind"]), "origin": Origin(told["origin"]), "stage": stage})
+
+
+def _parts(content: bytes, sizes: Sequence[int]) -> list[bytes]:
+    raw, parts, at = zstandard.decompress(content), [], 0
+    if len(raw) != sum(sizes):
+        raise ValueError(f"it has {len(raw)} bytes in place of {sum(sizes)}")
+    for size in sizes:
+        parts.append(raw[at : at + size])
+        at += size
+    return parts

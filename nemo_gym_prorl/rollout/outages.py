@@ -56,7 +56,7 @@ class Outage:
     stages: frozenset[Stage] = frozenset({Stage.INIT})
 
 
-class OutageWatch:
+class CircuitBreaker:
     """Puts stages on hold, and asks handlers for their servers, for one pipeline.
 
     Args:

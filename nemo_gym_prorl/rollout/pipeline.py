@@ -41,16 +41,14 @@ from nemo_gym_prorl.failures import (
     forget_traces,
 )
 from nemo_gym_prorl.rollout.calls import Attempt, HandlerCalls
-from nemo_gym_prorl.rollout.checkpoints import RENEW_S, Begin, Checkpoint, Checkpoints
+from nemo_gym_prorl.rollout.checkpoints import RENEW_S, Begin, Checkpoint, Checkpoints, SharedCheckpoints
 from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory
-from nemo_gym_prorl.rollout.outages import Outage, OutageWatch
+from nemo_gym_prorl.rollout.outages import CircuitBreaker, Outage
 from nemo_gym_prorl.rollout.request import Fork, JobRequest, turn_to_fork
 from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
 from nemo_gym_prorl.rollout.schemas import StatusView
-from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
-from nemo_gym_prorl.rollout.settings import PipelineSettings
-from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
+from nemo_gym_prorl.rollout.service import PipelineSettings, RolloutService, restarted, shutting_down
 from nemo_gym_prorl.serving.tracing import SpanGroup, failed, note, span
 
 
@@ -119,7 +117,7 @@ class Pipeline(RolloutService):
         cohorts = {environment.name: environment.scores_groups_of for environment in every}
         self.scheduler = StageScheduler(self.settings.stages, environments.shares, cohorts)
         self._calls = HandlerCalls(environments, self.settings.release_s, self.settings.cancel_grace_s, shared)
-        self._outages = OutageWatch(
+        self._outages = CircuitBreaker(
             self._calls,
             self.scheduler,
             self._carry_out,

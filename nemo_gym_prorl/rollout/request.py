@@ -11,16 +11,14 @@ error, and never a place in the wrong log, which would be an unnoticed gap.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import orjson
-
 from nemo_gym_prorl.failures import CallerError, Stage
 from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint
+from nemo_gym_prorl.rollout.rows import row_digest
 
 
 NO_CLIENT = "default"
@@ -158,18 +156,6 @@ class JobRequest:
         """
         digest = row_digest(self.row)
         return digest if self.forked_from is None else row_digest({"row": digest.hex(), "fork": self.forked_from})
-
-
-def row_digest(row: Mapping[str, Any]) -> bytes:
-    """What tells two rows apart; equal for rows that are equal as JSON.
-
-    Raises:
-        CallerError: the row cannot be written as JSON.
-    """
-    try:
-        return hashlib.sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS)).digest()
-    except TypeError as error:
-        raise CallerError(f"cannot be written as JSON: {error}", field="row") from error
 
 
 _FORM = re.compile(r"(?:([0-9a-z]+)-)?([0-9]{1,18})", re.ASCII)

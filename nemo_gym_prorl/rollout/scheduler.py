@@ -19,11 +19,11 @@ Invariants:
   long, or never ends, can cost the others what is above one each, and not that one. (INIT's last slots are used by
   those that have less than their share of the sessions.)
 - A slot is taken by `Start` and given back by exactly one later event of that job.
-- Siblings that are scored together (:mod:`.cohorts`) start EVAL at once, in one slot: what a verifier does for all of
+- Siblings that are scored together (:mod:`.queues`) start EVAL at once, in one slot: what a verifier does for all of
   them is one piece of work, and those that wait for the others hold nothing.
 - A stage that is on hold for an environment (:meth:`StageScheduler.hold`) starts nothing of it. Rows of other
   environments go on as if those on hold were not there.
-- Among waiting jobs the order is that of :mod:`.fair_queue`. What a client or an environment has is counted in slots
+- Among waiting jobs the order is that of :mod:`.queues`. What a client or an environment has is counted in slots
   of the stage, but for INIT in sessions: else one whose rows start quickly would fill READY, and RUN with it.
 """
 
@@ -35,8 +35,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from nemo_gym_prorl.failures import Stage
-from nemo_gym_prorl.rollout.cohorts import Cohorts, Member
-from nemo_gym_prorl.rollout.fair_queue import FairQueue, is_within_part
+from nemo_gym_prorl.rollout.queues import FairQueue, GroupBarrier, Member, is_under_fair_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ class StageScheduler:
         cohorts: Mapping[str, int] | None = None,
     ) -> None:
         self.sizes = sizes
-        self._cohorts = Cohorts(cohorts or {})
+        self._cohorts = GroupBarrier(cohorts or {})
         self._shares = dict(shares or {})
         self.client_shares: Mapping[str, float] = {}
         """Of the clients that have one; set by :meth:`share`."""
@@ -177,10 +176,10 @@ class StageScheduler:
     def may_queue(self, client: str, bound: int) -> bool:
         """Whether a client may have one more job wait for INIT, where ``bound`` may in all: as long as there are
         fewer, or it has less than its part. So who floods the queue keeps nobody else out."""
-        return self.waiting(Stage.INIT) < bound or is_within_part(client, bound, self._queued, self.client_shares)
+        return self.waiting(Stage.INIT) < bound or is_under_fair_share(client, bound, self._queued, self.client_shares)
 
     def missing_siblings(self, job_id: str) -> tuple[int, frozenset[str]] | None:
-        """See :meth:`.Cohorts.missing`."""
+        """See :meth:`.GroupBarrier.missing`."""
         return self._cohorts.missing(job_id)
 
     # -- events --------------------------------------------------------------------------------------------------

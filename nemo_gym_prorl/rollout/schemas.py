@@ -18,9 +18,8 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.checkpoints import Begin
 from nemo_gym_prorl.rollout.job import Job, JobState, StageTime
 from nemo_gym_prorl.rollout.request import NO_CLIENT, JobRequest
-from nemo_gym_prorl.rollout.rows import Row, as_submitted
-from nemo_gym_prorl.rollout.steps import WISHES
-from nemo_gym_prorl.rollout.tokens import NO_TOKENS
+from nemo_gym_prorl.rollout.rows import NO_TOKENS, Row, as_submitted
+from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY
 
 
 if TYPE_CHECKING:
@@ -115,14 +114,14 @@ class SubmitRequest(BaseModel):
         if not isinstance(row, dict):
             return given
         row = as_submitted(row)
-        if WISHES not in row:
+        if ROLLOUT_OPTIONS_KEY not in row:
             return {**given, "row": row}
-        wishes = row[WISHES]
+        wishes = row[ROLLOUT_OPTIONS_KEY]
         if not isinstance(wishes, dict):
-            wrong = InitErrorDetails(type="dict_type", loc=("row", WISHES), input=wishes)
+            wrong = InitErrorDetails(type="dict_type", loc=("row", ROLLOUT_OPTIONS_KEY), input=wishes)
             raise ValidationError.from_exception_data(cls.__name__, [wrong])
         beside = {name: value for name, value in given.items() if value is not None}
-        return {**wishes, **beside, "row": {name: value for name, value in row.items() if name != WISHES}}
+        return {**wishes, **beside, "row": {name: value for name, value in row.items() if name != ROLLOUT_OPTIONS_KEY}}
 
     def to_request(self) -> JobRequest:
         """As the pipeline takes it."""

@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout service does with a job, whoever runs it: one node's pipeline, or the front of a fleet.
+"""What a rollout service does with a job, whether one node's pipeline or the front of a fleet runs the job.
 
-It takes the job on, or says why not; it ends it once, and tells whoever waits. With a journal both are on disk before
-anybody is told: what was accepted outlives the service, and nobody has seen an outcome that is not kept. But for who
-holds a connection for a job, and takes its answer away: of that nothing is kept but that it was, so it waits for none.
+A service accepts a job or says why not, ends it once, and tells all waiters. With a journal both steps are on disk
+before any caller is told: accepted jobs outlive the service, and no caller has seen an outcome that is not kept. A
+caller that holds a connection takes its answer away; of such a job the journal keeps only that it was, so its answer
+waits for no disk.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -24,15 +25,65 @@ import orjson
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, JobCancelled, Origin, RolloutError
 from nemo_gym_prorl.rollout.handler import Environments
-from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
+from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, QueueFull
-from nemo_gym_prorl.rollout.settings import ServiceSettings
+from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.store import JobStore, same_job
 
 
-if TYPE_CHECKING:  # clients have no database
+if TYPE_CHECKING:
     from nemo_gym_prorl.rollout.journal import Journal, Unfinished
     from nemo_gym_prorl.rollout.schemas import StatusView
+
+
+JOURNAL_KEEP_S = 7 * 24 * 3600.0
+JOURNAL_KEEP_BYTES = 16 * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSettings:
+    """Bounds of whatever takes jobs on; times in seconds.
+
+    Attributes:
+        budgets: defaults for jobs that bring none.
+        max_attempts: default cap on tries of INIT+RUN, and of EVAL.
+        max_queued: jobs that may wait for INIT, or for a node, before :class:`QueueFull`.
+        retain_bytes: bound of the rows and results of terminal jobs. Over it those whose time to live is over are
+            forgotten; when younger ones fill it, new jobs are refused with :class:`QueueFull`.
+        keep_unread_s: time to live of a result that nobody has read; that of one that was read is over.
+    """
+
+    budgets: Budgets = field(default_factory=Budgets)
+    max_attempts: int = 3
+    max_queued: int = 10_000
+    retain_bytes: int = 2**30
+    keep_unread_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSettings(ServiceSettings):
+    """Bounds of one pipeline; times in seconds.
+
+    Attributes:
+        stages: pool sizes.
+        release_s: how long a session may take to be released.
+        cancel_grace_s: how long a cancelled stage may take to come back before it is abandoned.
+        retry_delay_s: wait before the second try; doubles with each further one, up to 30 s.
+        unreachable_s: how long a job may be held up by a server that cannot be reached before it fails.
+        checkpoint_bytes: what checkpoints of rollouts may take, but for the latest one of each that goes on.
+        checkpoint_s: how long those of a rollout are kept that has ended.
+        probe_s: pause between two questions whether such a server answers again.
+    """
+
+    stages: PoolSizes = field(default_factory=PoolSizes)
+    release_s: float = 60.0
+    cancel_grace_s: float = 5.0
+    retry_delay_s: float = 0.5
+    unreachable_s: float = 900.0
+    probe_s: float = 3.0
+    checkpoint_bytes: int = 10 * 2**30
+    checkpoint_s: float = 3600.0
+
 
 LOGGER = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 
-WISHES = "rollout"
+ROLLOUT_OPTIONS_KEY = "rollout"
 """The row's field with what ``POST /v1/rollouts`` takes besides ``row``."""
 
 NO_STEPS = b"[]"
@@ -210,7 +210,7 @@ def ng_trajectory(row: Mapping[str, Any]) -> dict[str, Any]:
 class _Record:
     def __init__(self, row: Mapping[str, Any]) -> None:
         self._row = row
-        about = row.get(WISHES)
+        about = row.get(ROLLOUT_OPTIONS_KEY)
         self._about: dict[str, Any] = about if isinstance(about, dict) else {}
         self._task_id, self._rollout_id = _identity(row)
         model = part(row, "response", "model")

@@ -28,8 +28,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.rollout.fair_queue import is_within_part
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
+from nemo_gym_prorl.rollout.queues import is_under_fair_share
 from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, JobRequest, QueueFull, RolloutForgotten
 
 
@@ -177,7 +177,7 @@ class JobStore:
         """Raises:
         QueueFull: results that nobody has read fill the bound, and those of this client its part of it.
         """
-        if self.full and not is_within_part(client, self._retain_bytes, self.retained_of, self.shares):
+        if self.full and not is_under_fair_share(client, self._retain_bytes, self.retained_of, self.shares):
             raise QueueFull(
                 f"results that nobody has read fill {self.retained_bytes / 2**20:.0f} of "
                 f"{self._retain_bytes / 2**20:.0f} MiB; read them (GET /v1/rollouts/ID, or follow with "

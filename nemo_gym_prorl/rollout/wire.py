@@ -19,10 +19,10 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
+from nemo_gym_prorl.rollout.access_control import own_key, require_own, submitted_by
 from nemo_gym_prorl.rollout.api import JsonRoute
-from nemo_gym_prorl.rollout.callers import CallerWatch
+from nemo_gym_prorl.rollout.callers import AttachedCallers
 from nemo_gym_prorl.rollout.job import Job, JobState
-from nemo_gym_prorl.rollout.ownership import own_key, require_own, submitted_by
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
 from nemo_gym_prorl.rollout.rows import check_row
@@ -69,7 +69,7 @@ _SAMPLING = ("temperature", "top_p", "max_output_tokens")
 """Sampling parameters that a Responses API request has a field for; the rest belongs to the model server's config."""
 
 
-def wire_router(pipeline: Pipeline, callers: CallerWatch, backends: BackendControl) -> APIRouter:
+def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendControl) -> APIRouter:
     """The original routes. Include it before the job API's router, since both have a ``/status``.
 
     Args:

@@ -28,7 +28,7 @@ from fastapi import FastAPI, Request, Response
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.scripted.policy import BadRequest, ScriptedAnswer, ScriptedConfig, ScriptedPolicy
 from nemo_gym_prorl.scripted.text import MODEL_NAME, ScriptError
-from nemo_gym_prorl.serving.embedded import served
+from nemo_gym_prorl.serving.applications import served
 
 
 def create_app(config: ScriptedConfig | None = None) -> FastAPI:

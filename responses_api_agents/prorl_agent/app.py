@@ -14,14 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from starlette.types import ASGIApp
 
 from nemo_gym_prorl.handlers.agent_service import SCOPES, AgentService
-from nemo_gym_prorl.handlers.service_config import ServiceConfig
+from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
 from nemo_gym_prorl.rollout.rows import CreateParams, Row, read_json
-from nemo_gym_prorl.serving import memory, open_files
 from nemo_gym_prorl.serving.access import check_exposure
-from nemo_gym_prorl.serving.direct_routes import DirectRoutes, put_in_front
+from nemo_gym_prorl.serving.applications import DirectRoutes, put_in_front
 from nemo_gym_prorl.serving.problems import Declared, add_problem_handlers, invalid_body
+from nemo_gym_prorl.serving.process import collect_rarely, end_with_starter, raise_open_file_limit
 from nemo_gym_prorl.serving.server_config import ServerConfig
-from nemo_gym_prorl.serving.starter import end_with_starter
 
 
 class VerifiedRollout(BaseModel):
@@ -83,7 +82,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         has_keys_file = self.config.keys_file is not None
         for host in (self.config.host, None if self.config.tls_port is None else "all interfaces (tls_port)"):
             check_exposure(host, self.config.control_token, others=has_keys_file)
-        open_files.raise_limit()
+        raise_open_file_limit()
         self._service = AgentService(
             self.config, self.server_client.global_config_dict, model=self.config.model_server.name
         )
@@ -94,7 +93,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         add_problem_handlers(app, _GYM_ROUTES, SCOPES.needs if has_keys else None)
         put_in_front(app, self._guarded)
         app.router.lifespan_context = self._lifespan
-        memory.collect_rarely()
+        collect_rarely()
         return app
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:

@@ -54,12 +54,11 @@ from nemo_gym_prorl.policy.http.turn_requests import Terms, TurnRequests, about,
 from nemo_gym_prorl.policy.text.messages import Message, arguments_of
 from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
-from nemo_gym_prorl.serving import memory, open_files
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
-from nemo_gym_prorl.serving.direct_routes import DirectRoutes, put_in_front
+from nemo_gym_prorl.serving.applications import DirectRoutes, put_in_front
 from nemo_gym_prorl.serving.problems import Declared, invalid_body
+from nemo_gym_prorl.serving.process import collect_rarely, end_with_starter, raise_open_file_limit
 from nemo_gym_prorl.serving.server_config import ServerConfig
-from nemo_gym_prorl.serving.starter import end_with_starter
 
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
@@ -148,7 +147,7 @@ class ProrlModel(SimpleResponsesAPIModel):
     def setup_webserver(self) -> FastAPI:
         policy = self.config.checked_policy()
         recorded = self._recorded()
-        open_files.raise_limit()
+        raise_open_file_limit()
         app = super().setup_webserver()
         config = self.config
         self._host = PolicyHost(policy)
@@ -180,7 +179,7 @@ class ProrlModel(SimpleResponsesAPIModel):
             return KeyGuard(direct, key=policy.control_token)
 
         put_in_front(app, in_front)
-        memory.collect_rarely()
+        collect_rarely()
         return app
 
     def _recorded(self) -> bool:

@@ -19,11 +19,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from nemo_gym_prorl.rollout import client as client_module
-from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.rollout.store import Transition
 from nemo_gym_prorl.serving.problem_document import problem_of_answer
 from nemo_gym_prorl.serving.problems import add_problem_handlers

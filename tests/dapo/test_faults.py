@@ -22,7 +22,7 @@ from nemo_gym_prorl.rollout.fleet import dispatcher as dispatcher_module
 from nemo_gym_prorl.rollout.fleet.carrier import Carrier
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import TokenForm
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from tests.dapo.test_runner import SETTINGS, Fault, kill, nodes, rows, runner
 
 

@@ -18,7 +18,7 @@ from nemo_gym_prorl.dapo.runner import CLOSE_S, STALL_S, Runner, StalledError
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.rollout.job import Budgets
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from tests.dapo.machines import Line, Machine
 from tests.dapo.test_runner import rows
 from tests.rollout.virtual_time import run_in_virtual_time

@@ -26,7 +26,7 @@ from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.gym import deployment as deployments
 from nemo_gym_prorl.gym.deployment import GymDeployment
-from nemo_gym_prorl.handlers.service_config import StagesConfig
+from nemo_gym_prorl.handlers.gym_environments import StagesConfig
 from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
 from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient

@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.processes import ProcessMark
-from nemo_gym_prorl.serving.starter import STARTER_VARIABLE
+from nemo_gym_prorl.serving.process import STARTER_VARIABLE
 
 
 ROOT = Path(__file__).parents[2]
 SERVER = """
 import time
-from nemo_gym_prorl.serving.starter import end_with_starter
+from nemo_gym_prorl.serving.process import end_with_starter
 end_with_starter()
 open("up", "w").close()
 time.sleep(600)
 """
 ENDING = """
 import atexit, time
-from nemo_gym_prorl.serving.starter import end_with_starter
+from nemo_gym_prorl.serving.process import end_with_starter
 def end():
     open("up", "w").close()
     time.sleep(2)

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nemo_gym_prorl.handlers.agent_service import AgentService
-from nemo_gym_prorl.handlers.service_config import ServiceConfig
+from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
 from tests.policy.engines import free_port
 from tests.policy.model_process import Server, started

@@ -19,7 +19,7 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from responses_api_agents.prorl_agent.app import ProRLAgent, ProRLAgentConfig
 from tests.rollout.serving import serve
 

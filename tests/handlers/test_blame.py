@@ -3,17 +3,15 @@
 """Whose fault an answer of a server is, and what a server may not make the agent do."""
 
 import asyncio
-import time
+from typing import Any
 
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, TaskError
 from nemo_gym_prorl.handlers import tool_loop
 from nemo_gym_prorl.handlers.gym_http import Address, HttpAnswer, addresses, in_header, in_path, require_ok
-from nemo_gym_prorl.serving.problems import ProblemError
 from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, once, reference, status, until
 
 
@@ -31,68 +29,35 @@ def test_a_status_is_an_answer_or_somebodys_fault(code: int) -> None:
         assert raised.value.kind is FailureKind.SESSION_LOST
 
 
-@pytest.mark.parametrize("code", [422, 500])
-def test_of_a_problem_document_what_it_says_is_told(code: int) -> None:
-    document = ProblemError(code, "invalid-request", "image: there is none", errors=[{"field": "image"}]).problem
-    answer = HttpAnswer(code, document.model_dump_json().encode(), {})
-    with pytest.raises((CallerError, InfrastructureError)) as raised:
-        require_ok(answer, "prorl_swe /seed_session", FailureKind.VERIFIER_ERROR)
-    assert raised.value.reason == f"prorl_swe /seed_session: HTTP {code}: image: there is none"
+SEED, TURN, VERIFY = "/seed_session", "/v1/responses", "/verify"
 
 
-@pytest.mark.parametrize("code", [307, 401, 410, 500])
-@pytest.mark.parametrize("path", ["/seed_session", "/v1/responses", "/verify"])
-async def test_what_a_deployment_got_wrong_does_not_discard_the_row(path: str, code: int) -> None:
-    """Once wrong, then right: the row is tried again and scored."""
+@pytest.mark.parametrize(
+    ("path", "answer", "failed", "attempts"),
+    [
+        (SEED, status(307, Location="/elsewhere"), None, ["provider_unavailable"]),
+        (SEED, status(401), None, ["provider_unavailable"]),
+        (TURN, status(410), None, ["session_lost"]),
+        (VERIFY, status(500), None, ["verifier_error"]),
+        (SEED, status(400), "bad_row", ["bad_row"]),
+        (TURN, status(422), "bad_row", ["bad_row"]),
+        (VERIFY, status(422), "verifier_error", ["verifier_error"]),
+        (SEED, status(422, X_ProRL_Failure_Kind="verifier_error"), "verifier_error", ["verifier_error"]),
+    ],
+    ids=["redirect", "key", "forgotten", "verifier", "row", "turn", "verdict", "task"],
+)
+async def test_the_deployments_faults_are_tried_again_and_the_rows_are_not(
+    path: str, answer: Any, failed: str | None, attempts: list[str]
+) -> None:
+    """The answer comes once: a row that is tried again is scored."""
     environment, policy = Environment(), Policy()
-    peer = policy if path == "/v1/responses" else environment
-    peer.instead[path] = once(status(code, Location="/elsewhere"))
+    peer = policy if path == TURN else environment
+    peer.instead[path] = once(answer)
     async with deployment(environment, policy, max_attempts=2) as at:
-        done = await at.run(ROW)
-    assert done["reward"] == 1.0
-    assert len(done["rollout"]["failed_attempts"]) == 1
-    if code == 410:
-        assert done["rollout"]["failed_attempts"] == ["session_lost"]
+        done = await at.run(COLLECTED)
+    assert (done.get("failure_kind"), done["rollout"]["failed_attempts"]) == (failed, attempts)
+    assert (done["reward"], done.get("_ng_failure_terminal", False)) == ((0.0, True) if failed else (1.0, False))
     assert "/elsewhere" not in peer.paths(), "redirects are not followed"
-
-
-@pytest.mark.parametrize("code", [400, 422])
-@pytest.mark.parametrize("path", ["/seed_session", "/v1/responses", "/verify"])
-async def test_what_is_wrong_in_the_row_is_not_tried_again(path: str, code: int) -> None:
-    environment, policy = Environment(), Policy()
-    peer = policy if path == "/v1/responses" else environment
-    peer.instead[path] = status(code)
-    async with deployment(environment, policy, max_attempts=3) as at:
-        done = await at.run(COLLECTED)
-    assert done["_ng_failure_terminal"] is True
-    assert peer.counts[path] == 1
-
-
-@pytest.mark.parametrize("path", ["/seed_session", "/verify"])
-async def test_a_task_that_is_broken_for_everybody_is_masked_and_not_tried_again(path: str) -> None:
-    environment = Environment()
-    environment.instead[path] = status(422, X_ProRL_Failure_Kind="verifier_error")
-    async with deployment(environment, Policy(), max_attempts=3) as at:
-        done = await at.run(COLLECTED)
-    assert (done["failure_kind"], done["mask_sample"], done["_ng_failure_terminal"]) == ("verifier_error", True, True)
-    assert environment.counts[path] == 1
-
-
-async def test_a_model_server_that_forgot_the_rollout_is_asked_from_the_start() -> None:
-    """Restarted in mid-rollout: a new session and new tokens, not a discarded row."""
-    policy = Policy()
-    seen: list[int] = []
-
-    def second_turn() -> web.Response | None:
-        seen.append(1)
-        return status(410)() if len(seen) == 2 else None
-
-    policy.instead["/v1/responses"] = second_turn
-    async with deployment(policy=policy, max_attempts=2) as at:
-        done = await at.run(ROW)
-    assert (done["reward"], done["rollout"]["failed_attempts"]) == (1.0, ["session_lost"])
-    assert at.environment.seeds == 2
-    assert done["rollout"]["turns"] == 3
 
 
 @pytest.fixture
@@ -102,7 +67,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize(("code", "calls"), [(429, 5), (503, 5), (502, 1), (504, 1)])
+@pytest.mark.parametrize(("code", "calls"), [(503, 5), (502, 1)])
 async def test_a_gateway_before_a_tool_is_no_reward(code: int, calls: int) -> None:
     environment = Environment(instead={"/count": status(code)})
     async with deployment(environment, max_attempts=2) as at:
@@ -137,14 +102,6 @@ async def test_a_pause_after_a_refusal_is_not_the_agents_time() -> None:
         done = await at.run(ROW)
     assert (done["reward"], done["rollout"]["finish_reason"]) == (1.0, "stop")
     assert done["rollout"]["seconds"]["run"]["waited"] >= 1.4, "as far as it had gone when the budget was used up"
-
-
-async def test_pauses_at_the_same_time_are_one_pause() -> None:
-    trouble = tool_loop.Trouble()
-    began = time.monotonic()
-    await asyncio.gather(*(trouble.pause(0.1) for _ in range(8)), trouble.pause(0.2))
-    await trouble.pause(0.1)
-    assert 0.29 <= trouble.refused_s <= time.monotonic() - began
 
 
 async def test_a_connection_that_a_tool_drops_is_no_reward() -> None:
@@ -198,7 +155,7 @@ async def test_a_tool_that_fails_for_some_arguments_stays_an_observation() -> No
 async def test_an_environments_own_kinds_are_believed_and_none_makes_a_rollout_vanish() -> None:
     own = ("session_lost", "provider_oom_killed", "verifier_error")
     async with deployment() as at:
-        for kind in (*own, "cancelled", "shutdown", "kill_shaped", "agent_timeout", "nonsense"):
+        for kind in (*own, "cancelled", "agent_timeout", "nonsense"):
             at.environment.instead["/verify"] = status(500, **{"X_ProRL_Failure_Kind": kind})
             done = await at.run(COLLECTED)
             assert done["failure_kind"] == (kind if kind in own else "provider_unavailable"), kind
@@ -208,7 +165,7 @@ async def test_an_environments_own_kinds_are_believed_and_none_makes_a_rollout_v
 async def test_a_release_path_is_a_path_of_that_server() -> None:
     elsewhere = ("@127.0.0.1:9/x", "//127.0.0.1:9/x", "http://127.0.0.1:9/x")
     async with deployment() as at:
-        for path in (*elsewhere, "give_back", "/give back", "/a//b", "/x?y", "/%2e", 7):
+        for path in (*elsewhere, "/x?y", "/%2e", 7):
             at.environment.seeded = {"release_path": path}
             at.environment.calls.clear()
             assert "release_path" in (await at.run(COLLECTED))["failure_reason"], path
@@ -227,7 +184,7 @@ async def test_a_release_path_is_no_tool() -> None:
 
 async def test_a_tools_name_is_no_path() -> None:
     async with deployment() as at:
-        for tool in (".", "..", "...", "a/b", ""):
+        for tool in ("..", "a/b"):
             at.policy.tool = tool
             assert (await at.run(ROW))["rollout"]["tool_calls"] == 0, tool
 
@@ -240,30 +197,11 @@ async def test_no_proxy_of_the_environment_stands_between(monkeypatch: pytest.Mo
 
 
 async def test_each_server_is_shown_its_own_key_and_no_other() -> None:
-    keys = {"environment": "for-the-environment", "policy_model": "for-the-policy"}
-    async with deployment(keys=keys) as at:
-        await at.run(ROW)
-        await until(lambda: "DELETE" in {method for method, _ in at.policy.calls})
-    for peer, key in ((at.environment, "for-the-environment"), (at.policy, "for-the-policy")):
-        assert {headers.get("authorization") for headers in peer.headers} == {f"Bearer {key}"}
-
-
-async def test_a_server_without_a_key_is_shown_none() -> None:
     async with deployment(keys={"policy_model": "for-the-policy"}) as at:
         await at.run(ROW)
-    assert {headers.get("authorization") for headers in at.environment.headers} == {None}
-
-
-async def test_with_a_key_every_route_of_the_agent_needs_it() -> None:
-    async with deployment(control_token="open-sesame") as at:
-        for path in ("/run", "/v1/responses", "/aggregate_metrics", "/v1/rollouts"):
-            assert (await at.post(path, ROW))[0] == 401
-        async with at.http.get(f"{at.url}/openapi.json") as answer:
-            assert answer.status == 401
-        async with at.http.get(f"{at.url}/healthz") as answer:
-            assert answer.status == 200
-        code, body, _ = await at.post("/run", ROW, headers={"Authorization": "Bearer open-sesame"})
-        assert (code, body["reward"]) == (200, 1.0)
+        await until(lambda: "DELETE" in {method for method, _ in at.policy.calls})
+    for peer, shown in ((at.environment, None), (at.policy, "Bearer for-the-policy")):
+        assert {headers.get("authorization") for headers in peer.headers} == {shown}
 
 
 def test_addresses_and_keys_of_a_merged_configuration() -> None:

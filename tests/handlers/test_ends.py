@@ -69,24 +69,13 @@ async def test_the_tokens_of_a_rollout_that_was_cancelled() -> None:
         assert deleted(at.policy)[0].startswith("/v1/rollouts/mine.")
 
 
-async def test_a_cut_in_the_first_turn_frees_its_place_too() -> None:
-    policy = Policy(turns=1)
-    async with deployment(policy=policy, budgets={"run": 1.0}) as at:
-        await at.run(COLLECTED)
-        await until(lambda: len(deleted(policy)) == 1)
-        policy.instead["/v1/responses"] = hang(60)
-        done = await at.run({**COLLECTED, "_ng_rollout_index": 1})
-        assert sampled(done) == []
-        await until(lambda: len(deleted(policy)) == 2)
-
-
 async def test_a_model_server_that_keeps_nothing_is_told_nothing() -> None:
     async with deployment(policy=Policy(defers=False)) as at:
         await at.run(ROW)
     assert {method for method, _ in at.policy.calls} == {"POST"}
 
 
-@pytest.mark.parametrize("trouble", [status(500), status(404), hang(60)], ids=["500", "404", "hangs"])
+@pytest.mark.parametrize("trouble", [status(500), hang(60)], ids=["500", "hangs"])
 async def test_a_clean_up_that_fails_does_not_fail_what_is_finished(trouble: Any) -> None:
     policy = Policy(instead={"DELETE /v1/rollouts/mine.*": trouble})
     async with deployment(policy=policy, max_attempts=3) as at:
@@ -121,19 +110,6 @@ async def test_a_cut_waits_for_tokens_within_its_grace_only() -> None:
         await until(lambda: len(deleted(policy)) == 1)
 
 
-async def test_versions_of_the_weights_that_sampled_each_turn() -> None:
-    async with deployment(policy=Policy(versions=True)) as at:
-        labelled = await at.run(ROW)
-    async with deployment() as at:
-        unlabelled = await at.run(ROW)
-    assert labelled["rollout"]["weight_versions"] == [
-        {"turn": number, "first": f"w{number}", "last": f"w{number + 1}"} for number in range(3)
-    ]
-    assert unlabelled["rollout"]["weight_versions"] == [
-        {"turn": number, "first": None, "last": None} for number in range(3)
-    ]
-
-
 async def test_a_model_server_that_knows_no_runs_samples_none() -> None:
     """It would do so with whatever policy it has."""
     async with deployment() as at:
@@ -143,7 +119,7 @@ async def test_a_model_server_that_knows_no_runs_samples_none() -> None:
 
 
 async def test_what_a_rollout_has_waited() -> None:
-    wrong: list[Any] = [{"waited_s": -1}, {"waited_s": "long"}, {}, []]
+    wrong: list[Any] = [{"waited_s": -1}, {"waited_s": "long"}, []]
     async with deployment() as at, asyncio.timeout(30):
         http = HttpClient()
         model = GymServer("policy", Address(at.policy_url), http)
@@ -166,15 +142,6 @@ async def test_an_id_that_is_not_ascii_keeps_its_tokens() -> None:
 
 
 # -- sessions ------------------------------------------------------------------------------------------------------
-
-
-async def test_a_session_is_closed_after_its_verdict() -> None:
-    async with deployment() as at:
-        await at.run(ROW)
-        await until(lambda: "/close_session" in at.environment.paths())
-    assert at.environment.paths()[-3:] == ["/give_back", "/verify", "/close_session"]
-    closing = at.environment.headers[-1]
-    assert "session=1" in closing["cookie"]
 
 
 @pytest.mark.parametrize("path", ["/verify", "/give_back"])
@@ -224,17 +191,8 @@ async def test_a_verdict_that_takes_too_long_is_waited_for_by_the_next_attempt()
     assert environment.paths()[-4:] == ["/give_back", "/verify", "/verify", "/close_session"]
 
 
-async def test_each_attempts_session_is_closed() -> None:
-    policy = Policy(instead={"/v1/responses": once(status(500))})
-    async with deployment(policy=policy, max_attempts=2) as at:
-        assert (await at.run(ROW))["reward"] == 1.0
-        await until(lambda: at.environment.counts["/close_session"] == 2)
-    assert at.environment.paths()[:3] == ["/seed_session", "/give_back", "/close_session"], "before the next attempt"
-
-
-@pytest.mark.parametrize("code", [404, 405, 422])
-async def test_a_server_that_closes_nothing_is_asked_once(code: int) -> None:
-    environment = Environment(instead={"/close_session": status(code)})
+async def test_a_server_that_closes_nothing_is_asked_once() -> None:
+    environment = Environment(instead={"/close_session": status(404)})
     async with deployment(environment) as at:
         await at.run(ROW)
         await until(lambda: "/close_session" in environment.paths())
@@ -242,8 +200,7 @@ async def test_a_server_that_closes_nothing_is_asked_once(code: int) -> None:
     assert environment.counts["/close_session"] == 1
 
 
-@pytest.mark.parametrize("how", ["out of time", "cancelled"])
-@pytest.mark.parametrize("grace_s", [5.0, 0.2])
+@pytest.mark.parametrize(("how", "grace_s"), [("out of time", 5.0), ("cancelled", 0.2)])
 async def test_a_session_that_comes_up_too_late_is_given_back(how: str, grace_s: float) -> None:
     """Before the row is answered, if it comes up within the grace: engines sleep when nothing is in flight."""
     environment = Environment(instead={"/seed_session": hang(0.7)})

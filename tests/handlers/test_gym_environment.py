@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request, Response
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.handlers.agent_service import AgentService
-from nemo_gym_prorl.handlers.service_config import ServiceConfig
+from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import TokenForm
@@ -194,21 +194,6 @@ def kind_of(item: dict[str, Any]) -> tuple[Any, ...]:
     return (item["type"], item.get("name"), item.get("arguments"), item.get("generation_token_ids"))
 
 
-async def test_each_turns_tokens_are_a_prefix_of_the_next_prompt(stage: Stage) -> None:
-    [row, *_] = gym_rows("example_session_state_mgmt")
-    async with stage.prorl_agent("example_session_state_mgmt") as run:
-        result = await run(scripted(row, *counting(1)))
-    sampled = [item for item in result["response"]["output"] if item.get("generation_token_ids")]
-    assert len(sampled) == 3
-    so_far: list[int] = []
-    for item in sampled:
-        assert item["prompt_token_ids"][: len(so_far)] == so_far
-        assert len(item["generation_log_probs"]) == len(item["generation_token_ids"])
-        so_far = [*item["prompt_token_ids"], *map(int, item["generation_token_ids"])]
-    assert result["rollout"]["turns"] == 3
-    assert result["rollout"]["tool_calls"] == 3
-
-
 @asynccontextmanager
 async def recording(target: str, http: aiohttp.ClientSession) -> AsyncIterator[tuple[str, list[tuple[str, str, Any]]]]:
     """A proxy in front of a server that keeps method, path and body of each request."""
@@ -334,7 +319,7 @@ async def test_concurrent_tool_calls_come_back_in_order(stage: Stage) -> None:
     assert values == [sum(map(ord, name)) for name in names]
 
 
-@pytest.mark.parametrize("route", ["verify", "seed_session", "aggregate_metrics", "../verify"])
+@pytest.mark.parametrize("route", ["verify", "../verify"])
 async def test_a_policy_cannot_call_the_servers_own_routes(stage: Stage, route: str) -> None:
     [row, *_] = gym_rows("example_session_state_mgmt")
     async with stage.prorl_agent("example_session_state_mgmt") as run:
@@ -342,23 +327,6 @@ async def test_a_policy_cannot_call_the_servers_own_routes(stage: Stage, route: 
     [observation] = [item for item in result["response"]["output"] if item["type"] == "function_call_output"]
     assert "Not Found" in observation["output"]
     assert result["rollout"]["tool_calls"] == 0
-
-
-async def test_a_row_that_the_environment_refuses_is_the_callers_error(stage: Stage) -> None:
-    row = {"responses_create_params": {"input": "hi"}}  # the counter needs initial_count
-    async with stage.prorl_agent("example_session_state_mgmt") as run:
-        result = await run(collected(row))
-    assert result["mask_sample"] is True
-    assert result["failure_kind"] == "bad_row"
-    assert "initial_count" in result["failure_reason"]
-    assert result["_ng_failure_terminal"] is True
-    assert result["rollout"]["failed_attempts"] == ["bad_row"], "not tried again"
-
-
-async def test_a_body_that_is_no_row_is_422_and_names_the_field(stage: Stage) -> None:
-    async with stage.prorl_agent("mcqa") as run:
-        with pytest.raises(AssertionError, match=r"responses_create_params"):
-            await run({"responses_create_param": {}})
 
 
 async def test_a_killed_agent_has_its_rollouts_again(stage: Stage, tmp_path: Path) -> None:
@@ -387,31 +355,3 @@ async def test_a_killed_agent_has_its_rollouts_again(stage: Stage, tmp_path: Pat
             assert done[0].steps
             assert (await client.wait("cut")).state is JobState.SUCCEEDED
             assert [job.id for job in (await client.ended(log.cursor)).rollouts] == ["cut"]
-
-
-async def test_a_resources_server_killed_in_mid_rollout(stage: Stage) -> None:
-    """Rollouts of its neighbour do not notice; its own end in one typed outcome, masked, and slots come back."""
-    doomed_config = {
-        **stage.config,
-        "doomed": instance("resources_servers", "example_session_state_mgmt", domain="other"),
-    }
-    [row, *_] = gym_rows("example_session_state_mgmt")
-    slow = [[("increment_counter", {"count": 1})] for _ in range(400)]
-    async with hosting({"doomed": doomed_config["doomed"]}) as host:
-        both = Stage(doomed_config, stage.http, host)
-        async with (
-            both.prorl_agent("doomed", unreachable_s=2.0) as run_doomed,
-            both.prorl_agent("example_session_state_mgmt") as run_neighbour,
-        ):
-            # Each lasts for seconds on any machine, and is under way when the server dies.
-            rows = [collected(scripted(row, *slow[: 40 + number], latency_s=0.2), number) for number in range(4)]
-            doomed = [asyncio.create_task(run_doomed(each)) for each in rows]
-            neighbours = [asyncio.create_task(run_neighbour(scripted(row, *counting(2)))) for _ in range(4)]
-            await asyncio.sleep(1)
-            host.kill()
-            for result in await asyncio.gather(*doomed):
-                assert result["rollout"]["state"] == "failed"
-                assert result["mask_sample"] is True
-                assert result["failure_kind"] in ("transport_peer_drop", "transport_unreachable")
-                assert result["rollout"]["failed_attempts"]
-            assert [result["reward"] for result in await asyncio.gather(*neighbours)] == [1.0] * 4

@@ -1,8 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every route that the agent has, whoever put it there: what it asks of a key stands in one table."""
+"""Who may call the agent: what each route asks of a key, clients at Gym's routes, and the second port with TLS."""
 
+from __future__ import annotations
+
+import asyncio
 import json
+import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +16,16 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from starlette.routing import BaseRoute, Route
 
-from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.keys_file import hash_of
-from nemo_gym_prorl.rollout.ownership import ROUTES
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.rollout.access_control import ROUTES, hash_of
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.serving.access import OPEN_PATHS
 from nemo_gym_prorl.serving.keys import Scope, authorization
 from responses_api_agents.prorl_agent.tests.test_app import agent
+from tests.handlers.gym_host import free_port
+from tests.handlers.peers import COLLECTED, ROW, Deployment, Environment, deployment
+from tests.rollout.command_line import prorl
+from tests.rollout.test_access_control import OF, write
 
 
 KEYS = {"all": [*Scope]} | {
@@ -113,7 +121,7 @@ def test_with_anothers_key_a_rollout_is_refused(served: tuple[FastAPI, TestClien
     for route, body in OTHERS.items():
         method, path = route.split()
         status = call(client, method, path, "all-but-admin", body)
-        # The wire format knows its own jobs only; tests/rollout/test_ownership.py has one of another's there.
+        # The wire format knows its own jobs only; tests/rollout/test_access_control.py has one of another's there.
         assert status == ((404, "unknown-rollout") if path == "/cancel" else (403, "not-yours")), route
         if method == "GET":
             assert call(client, method, path, "all") == (200, "")
@@ -145,3 +153,119 @@ def test_clients_keys_are_keys_enough(tmp_path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(CallerError, match="keys_file: others may read or write"):
         agent(keys_file=str(path)).setup_webserver()
+
+
+SLOW = "/seed_session"
+
+
+async def post(at: Deployment, key: str, body: Any, path: str = "/run") -> tuple[int, Any]:
+    status, answer, _ = await at.post(path, body, headers=authorization(key))
+    return status, answer
+
+
+async def owners(at: Deployment) -> dict[str, str]:
+    async with at.http.get(f"{at.url}/v1/rollouts", headers=authorization("admin")) as answer:
+        return {job["id"]: job["client"] for job in (await answer.json())["rollouts"]}
+
+
+async def test_a_row_that_several_post_is_a_rollout_for_each(tmp_path: Path) -> None:
+    """Two collectors of one client may have the same row, too."""
+    come, go = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> None:
+        come.set()
+        await go.wait()
+
+    environment = Environment()
+    environment.instead[SLOW] = slow
+    keys = write(tmp_path / "keys.json", OF["alice"], OF["bob"])
+    async with deployment(environment, control_token="admin", keys_file=str(keys)) as at:
+        posts = [asyncio.create_task(post(at, key, COLLECTED)) for key in ("a", "b", "a")]
+        await come.wait()
+        async with asyncio.timeout(60):
+            while len(await owners(at)) < 3:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        go.set()
+        answers = [await one for one in posts]
+        assert [(status, answer["reward"]) for status, answer in answers] == [(200, 1.0)] * 3
+        ids = [answer["rollout"]["id"] for _, answer in answers]
+        assert len({*ids}) == 3
+        assert sorted((await owners(at)).values()) == ["alice", "alice", "bob"]
+
+
+async def test_a_row_cannot_name_another_client_or_anothers_rollout(tmp_path: Path) -> None:
+    keys = write(tmp_path / "keys.json", OF["alice"], OF["bob"])
+    async with deployment(control_token="admin", keys_file=str(keys)) as at:
+        status, problem = await post(at, "b", {**ROW, "rollout": {"client": "alice"}})
+        assert (status, problem["type"].rpartition(":")[2]) == (403, "not-yours")
+        assert problem["errors"][0]["field"] == "rollout.client"
+        assert (await post(at, "a", {"row": ROW, "id": "mine"}, "/v1/rollouts"))[0] == 202
+        status, problem = await post(at, "b", {**ROW, "rollout": {"id": "mine"}})
+        assert (status, problem["errors"][0]["field"]) == (409, "rollout.id")
+        status, row = await post(at, "b", {**COLLECTED, "rollout": {"client": "alice"}})
+        assert (status, row["mask_sample"], "rollout.client" in row["failure_reason"]) == (200, True, True)
+        assert set((await owners(at)).values()) == {"alice"}
+        assert (await post(at, "admin", {**ROW, "rollout": {"client": "bob"}}))[0] == 200
+        assert set((await owners(at)).values()) == {"alice", "bob"}
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate of its own for loopback; its key is beside it."""
+    folder = tmp_path_factory.mktemp("tls")
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made += ["-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=prorl", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(made, cwd=folder, check=True, capture_output=True)
+    return folder / "cert.pem"
+
+
+def settings(certificate: Path, **others: Any) -> dict[str, Any]:
+    tls = {"tls_port": free_port(), "tls_cert": certificate, "tls_key": certificate.with_name("key.pem")}
+    return {"control_token": "s3cret", **tls, **others}
+
+
+async def test_a_rollout_by_tls_and_one_by_the_plain_address(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = settings(certificate)
+    async with deployment(**own) as at:
+        url = f"https://127.0.0.1:{own['tls_port']}"
+        async with RolloutClient(url, "s3cret") as stranger:
+            with pytest.raises(InfrastructureError, match="certificate verify failed"):
+                await stranger.status()
+        monkeypatch.setenv("PRORL_CA", str(certificate))
+        async with RolloutClient(url, "s3cret") as client, RolloutClient(at.url, "s3cret") as plain:
+            job = await client.submit(ROW)
+            assert (await client.wait(job.id)).reward == 1.0
+            assert (await plain.get(job.id)).reward == 1.0
+        async with RolloutClient(url) as nobody:
+            with pytest.raises(ApiError, match="401"):
+                await nobody.status()
+        code, said = await prorl("status", url=url, PRORL_TOKEN="s3cret", PRORL_CA=str(certificate))
+        assert (code, "succeeded" in said) == (0, True), said
+
+
+@pytest.mark.parametrize(
+    ("others", "field", "said"),
+    [
+        ({"tls_key": None}, "tls_port", "are needed together"),
+        ({"control_token": None}, "control_token", "would listen on all interfaces"),
+        ({"tls_cert": Path(__file__)}, "tls_cert", "must be PEM, and belong together"),
+    ],
+)
+async def test_a_door_that_cannot_be_is_refused(
+    certificate: Path, others: dict[str, Any], field: str, said: str
+) -> None:
+    with pytest.raises(CallerError, match=said) as refused:
+        async with deployment(**settings(certificate, **others)):
+            pass
+    assert refused.value.field == field
+
+
+async def test_a_file_of_authorities_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in (__file__, "/none.pem"):
+        monkeypatch.setenv("PRORL_CA", file)
+        with pytest.raises(CallerError, match="PRORL_CA"):
+            async with RolloutClient("https://127.0.0.1:1"):
+                pass

@@ -20,7 +20,7 @@ from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 
 
 ROW = {"responses_create_params": {"input": "hi"}}

@@ -172,7 +172,7 @@ def test_a_configuration_that_the_handler_does_not_take_is_refused_by_name(insta
         "import sys, yaml\n"
         "from omegaconf import OmegaConf\n"
         "from nemo_gym_prorl.handlers.agent_service import AgentService\n"
-        "from nemo_gym_prorl.handlers.service_config import ServiceConfig\n"
+        "from nemo_gym_prorl.handlers.gym_environments import ServiceConfig\n"
         "known = {'policy_model': {'responses_api_models': {'m': {'host': '127.0.0.1', 'port': 1}}}}\n"
         "for block in yaml.safe_load(sys.argv[1]):\n"
         "    config = ServiceConfig(environments={'toss': block})\n"

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.agent_service import AgentService
-from nemo_gym_prorl.handlers.service_config import ServiceConfig
+from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet import carrier
 from nemo_gym_prorl.rollout.fleet.front import Front, front_app
@@ -29,7 +29,7 @@ from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.serving.embedded import served
+from nemo_gym_prorl.serving.applications import served
 from tests.handlers.gym_host import applications, hosting, instance, url_of
 from tests.handlers.test_resume import SETUP, counting, scripted
 from tests.rollout.fleet.fleets import Changing

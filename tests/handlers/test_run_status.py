@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What /run answers where a rollout failed: to Gym's collector always a row, to a trainer what it understands."""
+"""Gym's routes of the agent: what ``/run`` answers where a rollout failed, and ``/v1/responses``."""
+
+from __future__ import annotations
 
 import asyncio
 from typing import Any
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
-from nemo_gym_prorl.handlers.run_rows import failure_row, run_status
+from nemo_gym_prorl.handlers.run_rows import run_status
 from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, once, status, until
 
 
@@ -26,11 +28,6 @@ FAILURES = st.builds(
 RESPONSES = st.sampled_from([None, {}, {"output": None}, {"output": []}, {"output": [{"type": "message"}]}, TOKENS])
 
 
-@given(FAILURES | st.none(), RESPONSES)
-def test_the_collector_always_gets_a_row(failure: Failure | None, response: Any) -> None:
-    assert run_status(COLLECTED, failure, response) == 200
-
-
 @given(FAILURES, RESPONSES)
 def test_a_trainer_gets_200_for_what_it_can_mask_and_train_around_only(failure: Failure, response: Any) -> None:
     answered = run_status({**ROW, "_ng_task_index": 3, "_rowidx": 1}, failure, response)
@@ -40,22 +37,12 @@ def test_a_trainer_gets_200_for_what_it_can_mask_and_train_around_only(failure: 
     assert answered in (200, 422, 503)
 
 
-@given(FAILURES, st.dictionaries(st.text(), st.booleans()) | st.integers() | st.none())
-def test_the_mask_stands_where_gym_and_where_nemo_rl_reads_it(failure: Failure, given_config: Any) -> None:
-    row = failure_row({**ROW, "instance_config": given_config}, {}, failure)
-    assert row["mask_sample"] is True
-    assert row["instance_config"]["mask_sample"] is True
-    if isinstance(given_config, dict):
-        assert given_config.items() - {("mask_sample", False)} <= row["instance_config"].items()
-
-
 @pytest.mark.parametrize(
     ("trouble", "settings", "expected", "kind"),
     [
         ({"environment": {"/seed_session": status(500)}}, {}, 503, "provider_unavailable"),
         ({"environment": {"/seed_session": status(422)}}, {}, 422, "bad_row"),
         ({"policy": {"/v1/responses": status(500)}}, {}, 503, "agent_request_failed"),
-        ({"policy": {"/v1/responses": status(422)}}, {}, 422, "bad_row"),
         ({"policy": {"/v1/responses": hang(60)}}, {"budgets": {"run": 0.3}}, 503, "agent_timeout"),
         ({"environment": {"/count": hang(60)}}, {"budgets": {"run": 1.0}}, 200, "agent_timeout"),
         ({"environment": {"/verify": status(500)}}, {}, 503, "verifier_error"),
@@ -65,7 +52,6 @@ def test_the_mask_stands_where_gym_and_where_nemo_rl_reads_it(failure: Failure, 
         "seed-500",
         "seed-422",
         "model-500",
-        "model-422",
         "no-token-in-time",
         "slow-agent",
         "verify-500",
@@ -151,23 +137,12 @@ async def test_a_row_is_named_grouped_and_cancelled_by_its_group() -> None:
         assert "rollout" not in environment.bodies[environment.paths().index("/seed_session")], "not the environment's"
 
 
-async def test_rows_of_one_prompt_are_siblings_and_others_are_not() -> None:
-    other = {"responses_create_params": {"input": "count to four"}}
-    async with deployment() as at:
-        groups = [(await at.run(row))["rollout"]["group"] for row in (ROW, {**ROW, "_rowidx": 1}, other)]
-    assert groups[0] == groups[1] != groups[2]
-    sent = {headers.get("x-rollout-group") for headers in at.policy.headers}
-    assert set(groups) <= sent
-
-
 async def test_a_wrong_wish_names_its_field() -> None:
     async with deployment() as at:
         for wishes, field in [
             ("me", "rollout"),
-            ({"priority": "high"}, "rollout.priority"),
             ({"budgets": {"run": -1}}, "rollout.budgets.run"),
             ({"group": ""}, "rollout.group"),
-            ({"step": 3}, "rollout.step"),
             ({"row": {}}, "rollout.row"),
             ({"environment": "nope"}, "environment"),
             ({"environment": "seeded_session"}, "environment"),
@@ -177,16 +152,67 @@ async def test_a_wrong_wish_names_its_field() -> None:
         assert at.environment.calls == []
 
 
-async def test_an_id_that_runs_with_another_row_is_a_conflict() -> None:
+PARAMS = {"input": "count to three"}
+
+
+async def test_the_loop_runs_in_the_callers_session() -> None:
+    async with deployment() as at:
+        async with at.http.post(f"{at.url}/v1/responses", json=PARAMS, cookies={"session": "theirs"}) as answer:
+            response, cookies = await answer.json(), answer.cookies
+        assert [item["type"] for item in response["output"]] == ["function_call", "function_call_output"] * 2 + [
+            "message"
+        ]
+        assert response["output"][0]["generation_token_ids"] == [2]
+        assert cookies["session"].value == "theirs"
+        assert at.environment.paths() == ["/count", "/count"], "neither seeded, released, scored nor closed"
+        assert all("session=theirs" in headers["cookie"] for headers in at.environment.headers)
+        [job] = (await at.get("/v1/rollouts"))["rollouts"]
+        assert (job["state"], job["reward"]) == ("succeeded", None)
+
+
+async def test_what_is_no_request_is_422_and_names_the_field() -> None:
+    wrong = {b"": "body", b'{"input": 7}': "input"}
+    async with deployment() as at:
+        for body, field in wrong.items():
+            async with at.http.post(f"{at.url}/v1/responses", data=body) as answer:
+                assert (answer.status, answer.content_type) == (422, "application/problem+json"), body
+                [error, *_] = (await answer.json())["errors"]
+            assert error["field"].split(".")[0] == field, body
+        assert at.policy.calls == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "policy", "expected", "kind"),
+    [
+        ({"/count": hang(60)}, {}, 504, "agent_timeout"),
+        ({}, {"/v1/responses": status(500)}, 503, "agent_request_failed"),
+        ({}, {"/v1/responses": status(422)}, 422, "bad_row"),
+    ],
+    ids=["slow", "model-500", "model-422"],
+)
+async def test_failures_are_honest_statuses(environment: Any, policy: Any, expected: int, kind: str) -> None:
+    async with deployment(
+        Environment(instead=environment), Policy(instead=policy), budgets={"run": 1.0}, max_attempts=3
+    ) as at:
+        code, problem, headers = await at.post("/v1/responses", PARAMS)
+        assert (code, headers["x-prorl-failure-kind"]) == (expected, kind)
+        assert headers["content-type"] == "application/problem+json"
+        assert problem["status"] == expected
+        assert at.policy.counts["/v1/responses"] == 1, "what its tools did stays done: it is not tried again"
+
+
+async def test_a_caller_that_hangs_up_ends_it() -> None:
     environment = Environment(instead={"/count": hang(60)})
-    async with deployment(environment) as at:
-        named = {**ROW, "rollout": {"id": "mine"}}
-        first = asyncio.ensure_future(at.post("/run", named))
-        await until(lambda: "/count" in environment.paths())
-        same = asyncio.ensure_future(at.post("/run", named))
-        code, problem, _ = await at.post("/run", {**named, "other": 1})
-        assert code == 409
-        assert problem["errors"] == [{"field": "rollout.id", "message": problem["errors"][0]["message"]}]
-        await at.post("/v1/rollouts/cancel", {"ids": ["mine"]})
-        assert [(await each)[0] for each in (first, same)] == [503, 503]
-        assert environment.seeds == 1, "the same row again joined the first"
+    async with deployment(environment, caller_grace_s=0.2) as at:
+        calling = asyncio.create_task(at.post("/v1/responses", PARAMS))
+        await until(lambda: at.environment.counts["/count"] == 1)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+
+        async def cancelled() -> None:
+            while (await at.get("/v1/rollouts?state=cancelled"))["rollouts"] == []:
+                await asyncio.sleep(0.05)
+
+        await asyncio.wait_for(cancelled(), 30)
+        await until(lambda: len(at.policy.paths("DELETE")) == 1)

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Several trainers on one service, each with engines of its own: no turn crosses, whatever comes and goes. And one
-service over several model servers."""
+"""Runs of several trainers over one service and its model servers, and far more rollouts than a policy takes."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -199,10 +199,7 @@ async def test_an_engine_is_one_runs(at: Crowd) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "said"),
     [
-        ("DELETE", "/v1/backends?run=first&url=x", None, (422, "url")),
         ("DELETE", "/v1/backends", {"run": "first"}, (422, "body")),
-        ("POST", "/v1/backends/weight_version?run=first", {"weight_version": "2"}, (422, "run")),
-        ("POST", "/v1/backends/weight_version", {"weight_version": "2", "run": "frist"}, (404, "run")),
         ("POST", "/v1/backends/pause", {"run": "frist"}, (404, "run")),
     ],
 )
@@ -312,3 +309,31 @@ def test_siblings_meet_and_one_server_more_moves_its_share_only() -> None:
     moved = [(before, after) for before, after in moved if before != after]
     assert {after for _, after in moved} == {"policy_model_3"}
     assert 4000 / 4 * 0.85 < len(moved) < 4000 / 4 * 1.15
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "limit", "turn_s", "budget_s"),
+    [(32, 4, 0.25, 3.0), pytest.param(2048, 256, 16.0, 240.0, marks=pytest.mark.long("2,048 rollouts"))],
+)
+async def test_rollouts_wait_for_one_backend_as_long_as_it_takes(
+    rollouts: int, limit: int, turn_s: float, budget_s: float, tmp_path: Path
+) -> None:
+    """The last ones wait longer than their budget, and than anybody waits for a server that is gone."""
+    stages = {"init": rollouts, "ready": rollouts, "run": rollouts, "eval": 64}
+    policy = {"limit": limit, "unreachable_s": 4 * turn_s}
+    budgets = {"run": budget_s}
+    with model_server(tmp_path, **policy) as model:
+        async with crowd(model, stages=stages, budgets=budgets) as at:
+            engine = at.engine("own", delay_s=turn_s)
+            with in_thread(engine) as url:
+                assert (await model.ask("POST", "/v1/backends", {"url": url}))[0] == 201
+                for number in range(rollouts):
+                    await at.service.submit(row(), id=f"r{number}")
+                jobs = await at.ended(rollouts)
+    assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+    assert len({job.id for job in jobs}) == len(jobs) == rollouts
+    assert {job.timings["run"].attempts for job in jobs} == {1}
+    assert not any(job.failed_attempts for job in jobs)
+    assert (at.asked["seed_session"], at.asked["verify"]) == (rollouts, rollouts)
+    assert engine.prompts.total() == rollouts * TURNS
+    assert engine.most <= limit

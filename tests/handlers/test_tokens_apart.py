@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who is sent a rollout's tokens: an environment none, whoever asks for Gym's row all, a trainer each once."""
+"""What of a rollout goes to whom: tokens, and the mask of a verdict."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Callable
@@ -9,11 +11,13 @@ from typing import Any
 import orjson
 import pytest
 from fastapi.responses import JSONResponse
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_gym_prorl.dapo.outcome import usage_of
 from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.rows import Turn, is_masked, masked, unmasked
 from nemo_gym_prorl.rollout.schemas import TokenForm
-from nemo_gym_prorl.rollout.tokens import Turn
 from tests.handlers.peers import ROW, Environment, Policy, deployment, experts
 
 
@@ -87,7 +91,44 @@ async def test_a_verdict_on_other_items_has_those_that_were_sampled() -> None:
     assert sampled == [[2], [5], [8]]
 
 
-async def test_a_form_that_there_is_not_is_refused() -> None:
-    async with deployment() as at, at.http.get(f"{at.url}/v1/rollouts/any?tokens=text") as answer:
-        assert answer.status == 422
-        assert "tokens" in await answer.text()
+GYM = {"mask_sample": True}
+NEMO_RL = {"instance_config": {"mask_sample": True, "image": "x"}}
+ODD = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.dictionaries(st.sampled_from(["mask_sample", "image"]), st.booleans())
+)
+
+
+@given(st.dictionaries(st.sampled_from(["mask_sample", "instance_config", "reward"]), ODD))
+def test_a_row_that_was_masked_is_masked_and_keeps_all_else(row: dict[str, Any]) -> None:
+    once = masked(row)
+    assert is_masked(once)
+    assert once["mask_sample"] is True
+    assert once["instance_config"]["mask_sample"] is True
+    assert once.get("reward") == row.get("reward")
+    if isinstance(row.get("instance_config"), dict):
+        assert once["instance_config"].get("image") == row["instance_config"].get("image")
+    bare = unmasked(once)
+    assert not is_masked(bare)
+    assert masked(bare) == once
+    assert is_masked({"mask_sample": row.get("mask_sample")}) == bool(row.get("mask_sample"))
+
+
+@pytest.mark.parametrize("said", [GYM, NEMO_RL, {}, {"mask_sample": False, "instance_config": None}])
+async def test_both_who_read_a_mask_find_it(said: dict[str, Any]) -> None:
+    environment = Environment()
+    environment.instead["/verify"] = lambda: {**environment.bodies[-1], "reward": 0.5, **said}
+    wanted = is_masked(said)
+    async with deployment(environment) as at:
+        _, job, _ = await at.post("/v1/rollouts", {"row": ROW, "id": "mine"})
+        while job["state"] != "succeeded":
+            job = await at.get("/v1/rollouts/mine?wait=10")
+        for row in (await at.run(ROW), job["result"]):
+            assert row["reward"] == 0.5
+            assert bool(row.get("mask_sample")) == wanted
+            assert bool((row.get("instance_config") or {}).get("mask_sample")) == wanted
+        assert (job["reward"], job["masked"]) == (0.5, wanted)
+        if said is NEMO_RL:
+            assert job["result"]["instance_config"]["image"] == "x"

@@ -23,11 +23,9 @@ def any_gym(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TROUBLES: dict[str, tuple[str, Callable[[], Any] | None, dict[str, Any], int]] = {
-    "good": ("", None, {}, 3),
     "cut by max_steps": ("", None, {"max_steps": 2}, 2),
     "no session": ("/seed_session", status(500), {}, 1),
     "out of time in a tool": ("/count", hang(30), {"budgets": {"run": 0.5}, "on_timeout": "mask"}, 2),
-    "not scored": ("/verify", status(500), {}, 4),
     "masked by its verdict": ("/verify", None, {}, 3),
 }
 """What goes wrong where, settings, and how many turns the record has: one more than the policy's, where it failed."""

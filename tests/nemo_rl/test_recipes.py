@@ -18,7 +18,7 @@ from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.nemo_rl.configuration import RECIPES, file_of, names_of
 from nemo_gym_prorl.nemo_rl.groups import group_of
 from nemo_gym_prorl.nemo_rl.settings import Shaping, settings_of
-from nemo_gym_prorl.rollout.tokens import take_tokens
+from nemo_gym_prorl.rollout.rows import take_tokens
 from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed
 
 

@@ -14,7 +14,7 @@ from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 
 
 @dataclass(frozen=True)

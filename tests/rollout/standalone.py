@@ -15,10 +15,9 @@ import aiohttp
 import uvicorn
 from fastapi import FastAPI
 
-from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.journal import Journal
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.serving.access import KeyGuard
 from tests.rollout.handlers import Bench
 

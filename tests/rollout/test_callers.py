@@ -13,11 +13,11 @@ import orjson
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch, row_key
+from nemo_gym_prorl.rollout.callers import AttachedCallers, CallerGone, row_key
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
 
@@ -45,7 +45,7 @@ async def service(
 ) -> AsyncIterator[tuple[str, Pipeline, Bench]]:
     bench = Bench(PipelineSettings())
     pipeline = bench.pipeline()
-    watch = CallerWatch(pipeline, grace_s)
+    watch = AttachedCallers(pipeline, grace_s)
     app = FastAPI()
 
     @app.post("/run")
@@ -141,16 +141,6 @@ async def test_a_delivered_result_is_never_replayed() -> None:
         assert [job.row for job in pipeline.store.find(state=None, group=None)] == [{}, {}], "memory is given back"
 
 
-@pytest.mark.parametrize(
-    "other", [row(0.2), row(0.2, _ng_task_index=0, _ng_rollout_index=1), row(0.2, **INDEXED, weight=2)]
-)
-async def test_other_rows_are_other_rollouts(other: dict[str, Any]) -> None:
-    async with service(grace_s=5) as (url, pipeline, _):
-        first = row(0.2) if "_ng_task_index" not in other else row(0.2, **INDEXED)
-        await asyncio.gather(post(url, first), post(url, other))
-        assert len(pipeline.store) == 2
-
-
 async def test_two_callers_of_which_one_vanishes() -> None:
     async with service(grace_s=0.1) as (url, pipeline, bench):
         staying = asyncio.create_task(post(url, held(named="r")))
@@ -189,7 +179,7 @@ async def test_an_answer_that_cannot_be_made_is_an_error_for_every_caller_and_no
 async def test_an_answer_that_lands_in_a_closed_connection_waits_for_its_caller() -> None:
     """The caller vanishes in the moment in which the job ends: the result is not thrown away with the connection."""
     pipeline = Bench(PipelineSettings()).pipeline()
-    watch = CallerWatch(pipeline, grace_s=60)
+    watch = AttachedCallers(pipeline, grace_s=60)
     wanted = row(0, **INDEXED)
 
     class Closed:
@@ -208,33 +198,4 @@ async def test_an_answer_that_lands_in_a_closed_connection_waits_for_its_caller(
     again = await watch.run(JobRequest(wanted), b"key", Open(), answer)  # type: ignore[arg-type]
     assert orjson.loads(again)["reward"] == 1.0
     assert len(pipeline.store) == 1
-    await pipeline.close()
-
-
-async def test_an_id_is_free_again_when_its_vanished_callers_job_has_ended() -> None:
-    pipeline = Bench(PipelineSettings(cancel_grace_s=0.1)).pipeline()
-    watch = CallerWatch(pipeline, grace_s=0.05)
-    gone = asyncio.Event()
-
-    class Leaving:
-        async def receive(self) -> dict[str, str]:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-    class Staying:
-        async def receive(self) -> dict[str, str]:
-            await asyncio.sleep(60)
-            return {"type": "http.disconnect"}
-
-    first = asyncio.create_task(
-        watch.run(JobRequest(row(3600), id="x"), b"x", Leaving(), answer)  # type: ignore[arg-type]
-    )
-    await until(lambda: JobState.RUNNING in states(pipeline))
-    gone.set()
-    with pytest.raises(CallerGone):
-        await first
-    await until(lambda: states(pipeline) == [JobState.CANCELLED])
-    await until(lambda: next(pipeline.store.find(state=None, group=None)).delivered)
-    again = await watch.run(JobRequest(row(0), id="x"), b"x", Staying(), answer)  # type: ignore[arg-type]
-    assert orjson.loads(again)["id"] == "x"
     await pipeline.close()

@@ -1,16 +1,32 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""How long checkpoints are kept, and when they are erased."""
+"""Checkpoints: how long they are kept, what other services find of them in a shared folder, and forks."""
+
+from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from nemo_gym_prorl.failures import Stage
-from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S, RENEW_S, Checkpoint, Checkpoints
-from nemo_gym_prorl.rollout.job import Budgets, Job, Trajectory
-from nemo_gym_prorl.rollout.request import JobRequest, row_digest
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+import pytest
+
+from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
+from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S, RENEW_S, Begin, Checkpoint, Checkpoints, SharedCheckpoints
+from nemo_gym_prorl.rollout.handler import Environments
+from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Trajectory
+from nemo_gym_prorl.rollout.journal import Journal, JournalFails
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import CheckpointsForgotten, JobConflict, JobRequest, QueueFull
+from nemo_gym_prorl.rollout.rows import row_digest
+from nemo_gym_prorl.rollout.scheduler import PoolSizes
+from nemo_gym_prorl.rollout.schemas import ForkRequest
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from tests.rollout.handlers import Act, Bench, PlannedHandler
 from tests.rollout.virtual_time import run_in_virtual_time
 
@@ -57,14 +73,6 @@ def test_what_has_ended_goes_first_and_by_age() -> None:
     shelf.store.tidy()
     assert shelf.turns() == [1, 2, 3]
     assert live.latest_checkpoint is not None
-
-
-def test_what_nobody_will_ask_for_is_erased_at_once() -> None:
-    shelf = Shelf()
-    job = shelf.job(1, 2)
-    shelf.store.ended(job, keep=False)
-    assert shelf.turns() == [1, 2]
-    assert (shelf.store.bytes, job.checkpoints) == (0, {})
 
 
 def test_one_that_is_shared_counts_once_and_goes_with_the_last() -> None:
@@ -132,3 +140,294 @@ def test_what_rollouts_have_is_renewed_as_long_as_they_have_it() -> None:
         await pipeline.close()
 
     run_in_virtual_time(play())
+
+
+ROW = {"task": 1}
+
+
+@dataclass(frozen=True)
+class State:
+    """What a handler goes on from."""
+
+    text: str
+
+    def pack(self) -> bytes:
+        return self.text.encode()
+
+
+def unpack(packed: bytes) -> State:
+    if packed.startswith(b"odd"):
+        raise KeyError("turns")
+    return State(packed.decode())
+
+
+class Service:
+    """One of the services of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shared = SharedCheckpoints(folder)
+        self.erased: list[Checkpoint] = []
+        self.shelf = Checkpoints(1 << 20, 60.0, lambda _, some: self.erased.extend(some), lambda: 0.0, self.shared)
+
+    def job(self, name: str, begin: Begin | None = None, row: Any = None) -> Job:
+        asked = JobRequest(row or ROW, begin=begin)
+        forked = asked.forked_from
+        return Job(name, asked.row, asked.digest(), "e", "h", 0.0, shelf=self.shelf, begin=begin, forked_from=forked)
+
+    async def keep(self, job: Job, *turns: int, text: str | None = None) -> None:
+        for turn in turns:
+            state = State(text or f"{job.id} {turn}")
+            await job.keep_checkpoint(Checkpoint(turn, state, 10, turn / 2, ("kernel",)))
+
+    async def went_on(self, name: str, *tries: str, row: Any = None) -> Job:
+        job = self.job(name, Begin(tries), row)
+        await self.shared.give(job, unpack)
+        return job
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Iterator[tuple[Service, Service]]:
+    return Service(tmp_path), Service(tmp_path)
+
+
+def latest(job: Job) -> tuple[int, str]:
+    checkpoint = job.latest_checkpoint
+    assert checkpoint is not None
+    return checkpoint.turn, checkpoint.state.text
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return sorted(path for path in (tmp_path / "rollouts").rglob("*") if path.is_file())
+
+
+async def test_another_service_goes_on_from_the_latest_turn(services: tuple[Service, Service], tmp_path: Path) -> None:
+    one, other = services
+    await one.keep(one.job("try-1"), 1, 2, 3)
+    job = await other.went_on("try-2", "try-0", "try-1")
+    checkpoint = job.latest_checkpoint
+    assert checkpoint is not None
+    assert (latest(job), checkpoint.spent_s, checkpoint.lost) == ((3, "try-1 3"), 1.5, ("kernel",))
+    assert (checkpoint.borrowed, job.failures, other.shelf.bytes) == ("try-1", [], 0)
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(tmp_path))
+
+
+async def test_its_next_try_has_all_turns_that_led_there_and_none_besides(services: tuple[Service, Service]) -> None:
+    one, other = services
+    first = one.job("try-1")
+    await one.keep(first, 1, 2, 3)
+    second = await other.went_on("try-2", "try-1")
+    await one.keep(first, 4, 5)  # it was only cut off
+    await other.keep(second, 4)
+    assert await one.shared.turns("try-2") == [1, 2, 3, 4]
+    assert latest(await one.went_on("try-3", "try-2", "try-1")) == (4, "try-2 4")
+    fork = one.job("fork", Begin(parents=("try-2", "try-1"), turn=2, parent="r"))
+    await one.shared.give(fork, unpack)
+    assert latest(fork) == (2, "try-1 2")
+    assert fork.forked_from == {"id": "r", "turn": 2, "lost": ["kernel"]}
+
+
+async def test_who_ends_erases_its_own_and_not_what_it_has_borrowed(
+    services: tuple[Service, Service], tmp_path: Path
+) -> None:
+    one, other = services
+    await one.keep(one.job("try-1"), 1, 2)
+    second = await other.went_on("try-2", "try-1")
+    await other.keep(second, 3)
+    other.shelf.ended(second, keep=False)
+    await other.shared.erase(other.erased)
+    assert [path.name for path in files(tmp_path)] == ["1", "2"]
+    assert await one.shared.turns("try-2") == []
+
+
+@pytest.mark.parametrize("how", ["changed", "of another version", "a pipe"])
+async def test_one_that_is_damaged_is_passed_over(how: str, services: tuple[Service, Service], tmp_path: Path) -> None:
+    one, other = services
+    text = secrets.token_hex(4000)
+    await one.keep(one.job("try-1"), 1, 2, text=text)
+    [last] = [path for path in files(tmp_path) if path.name == "2"]
+    content = last.read_bytes()
+    match how:
+        case "changed":
+            last.write_bytes(content[:2000] + bytes([content[2000] ^ 1]) + content[2001:])
+        case "of another version":
+            await one.keep(one.job("try-1b"), 2, text="odd")
+            [odd] = [path for path in files(tmp_path) if path.parent != last.parent]
+            odd.rename(last)
+        case _:
+            last.unlink()
+            os.mkfifo(last)
+    assert latest(await other.went_on("try-2", "try-1")) == (1, text)
+    for path in files(tmp_path):
+        path.write_bytes(b"nothing")
+    job = await other.went_on("try-3", "try-1")
+    assert job.latest_checkpoint is None
+    assert [failure.kind for failure in job.failures] == [FailureKind.SESSION_LOST]
+    assert "begins anew" in job.failures[0].reason
+    with pytest.raises(CallerError, match="is gone"):
+        await other.shared.give(other.job("fork", Begin(parents=("try-1",), turn=1)), unpack)
+
+
+async def test_nobody_goes_on_with_another_row(services: tuple[Service, Service]) -> None:
+    one, other = services
+    await one.keep(one.job("try-1"), 1)
+    assert (await other.went_on("try-2", "try-1", row={"task": 2})).latest_checkpoint is None
+
+
+async def test_nobody_goes_on_with_what_another_client_had_under_the_id(services: tuple[Service, Service]) -> None:
+    one, other = services
+    await one.keep(one.job("r"), 1)
+    for client, there in (("default", True), ("bob", False)):
+        job = replace(other.job("r", Begin(("r",), client=client)), client=client)
+        await other.shared.give(job, unpack)
+        assert bool(job.checkpoints) is there
+
+
+async def test_what_was_left_under_an_id_is_no_part_of_another_rollout(services: tuple[Service, Service]) -> None:
+    one, _ = services
+    await one.keep(one.job("r"), 1, 2, 3)
+    again = one.job("r")
+    await one.keep(again, 1, text="anew")
+    assert await one.shared.turns("r") == [1]
+    mine = Begin(("r",))
+    restarted = one.job("r", mine)
+    await one.shared.give(restarted, unpack)
+    await one.keep(restarted, 2)
+    assert await one.shared.turns("r") == [1, 2], "but one that is taken up again has what it had"
+
+
+async def test_of_its_own_id_only_what_it_has_left_itself_is_gone_on_from(services: tuple[Service, Service]) -> None:
+    """Another one of that id and row, of a service with another journal, is another sample."""
+    one, other = services
+    await one.keep(one.job("r"), 1, 2)
+    again = other.job("r", Begin(("r",)))
+    await other.shared.give(again, unpack)
+    assert latest(again) == (2, "r 2"), "its service was restarted"
+    another = replace(other.job("r", Begin(("r",))), submitted_at=1.0)
+    await other.shared.give(another, unpack)
+    assert another.latest_checkpoint is None
+
+
+async def test_only_what_no_service_renews_goes_by_age(services: tuple[Service, Service], tmp_path: Path) -> None:
+    one, other = services
+    owned, borrower = one.job("owned"), one.job("borrower", Begin(("lent",)))
+    await one.keep(owned, 1)
+    await one.keep(one.job("left"), 1)
+    await other.keep(other.job("lent"), 1)
+    await one.shared.give(borrower, unpack)
+    for path in files(tmp_path):
+        os.utime(path.parent, (time.time() - ORPHAN_S - 60,) * 2)
+    await one.shared.renew([*owned.checkpoints.values(), *borrower.checkpoints.values()])
+    third = Service(tmp_path)
+    await third.keep(third.job("mine"), 1)
+    kept = {rollout: await one.shared.turns(rollout) for rollout in ("owned", "lent", "left", "mine")}
+    assert kept == {"owned": [1], "lent": [1], "left": [], "mine": [1]}
+
+
+async def test_a_write_that_fails_costs_no_rollout(services: tuple[Service, Service], tmp_path: Path) -> None:
+    one, _ = services
+    job = one.job("try-1")
+    (tmp_path / "rollouts").rename(tmp_path / "away")
+    (tmp_path / "rollouts").write_text("no folder")
+    await one.keep(job, 1)
+    assert latest(job) == (1, "try-1 1")
+
+
+def test_a_folder_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (Path(os.path.relpath(tmp_path)), tmp_path / "none", file, Path("/proc")):
+        with pytest.raises(CallerError) as error:
+            SharedCheckpoints(path)
+        assert (error.value.field, str(path) in str(error.value)) == ("checkpoint_folder", True)
+
+
+def test_a_fork_under_an_id_is_another_job() -> None:
+    plain, fork = JobRequest(ROW), JobRequest(ROW, begin=Begin(("a",), ("p",), 2))
+    assert plain.digest() == JobRequest(ROW, begin=Begin(("a",))).digest() == row_digest(ROW)
+    assert fork.digest() != plain.digest()
+
+
+HELD: dict[str, Any] = {"plan": {"run": [Act("held")]}}
+ONE = PoolSizes(init=1, ready=1, run=1, eval=1)
+
+
+class Keeps(PlannedHandler):
+    """Takes a checkpoint after its first turn."""
+
+    async def run(self, job: Job, session: int) -> Trajectory:
+        await job.keep_checkpoint(Checkpoint(1, object(), 10))
+        return await super().run(job, session)
+
+    async def forget(self, checkpoints: Any) -> None:
+        """Of which there is nothing."""
+
+
+async def parent_at(stages: PoolSizes, max_queued: int = 100, journal: Journal | None = None) -> tuple[Pipeline, Job]:
+    settings = PipelineSettings(stages=stages, max_queued=max_queued, checkpoint_s=0.0)
+    pipeline = Pipeline(Environments.of(Keeps()), settings, journal=journal)
+    pipeline.start()
+    parent = await pipeline.accept(JobRequest(dict(HELD), id="parent"))
+    async with asyncio.timeout(30):
+        while not parent.checkpoints:
+            await asyncio.sleep(0.01)
+    return pipeline, parent
+
+
+async def fork(pipeline: Pipeline, parent: Job, *ids: str) -> list[Job]:
+    return await pipeline.fork(parent, 1, ForkRequest(ids=[*ids]).to_requests(parent, len(ids)))
+
+
+async def test_a_fork_that_is_refused_leaves_those_of_another_alone() -> None:
+    pipeline, parent = await parent_at(PoolSizes())
+    [first] = await fork(pipeline, parent, "a")
+    await pipeline.accept(JobRequest({"another": "row"}, id="taken"))
+    with pytest.raises(JobConflict):
+        await fork(pipeline, parent, "a", "new", "taken")
+    await asyncio.sleep(0.1)
+    assert not first.state.terminal
+    assert await fork(pipeline, parent, "a") == [first], "asked for again it is the same one"
+    assert pipeline.store.get("new") is None, "none of them was begun"
+    await pipeline.close()
+
+
+async def test_a_fork_for_which_there_is_no_room_is_as_good_as_new_the_next_time() -> None:
+    pipeline, parent = await parent_at(ONE, max_queued=3)
+    others = [await pipeline.accept(JobRequest(dict(HELD), id=name)) for name in "xyz"]
+    with pytest.raises(QueueFull):
+        await fork(pipeline, parent, "a", "b")
+    assert pipeline.store.get("a") is None
+    for other in others:
+        await pipeline.cancel(other)
+    assert [job.state for job in await fork(pipeline, parent, "a", "b")] == [JobState.QUEUED] * 2
+    await pipeline.close()
+
+
+async def test_a_fork_that_could_not_be_written_keeps_nothing_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, parent = await parent_at(PoolSizes(), journal=Journal(str(tmp_path)))
+
+    async def full(*_: Any, **__: Any) -> bool:
+        raise JournalFails("the disk is full")
+
+    monkeypatch.setattr(Journal, "accepted", full)
+    with pytest.raises(JournalFails):
+        await fork(pipeline, parent, "a")
+    await pipeline.cancel(parent)
+    assert pipeline.checkpoints.bytes == 0
+    await pipeline.close()
+
+
+async def test_a_fork_of_what_is_erased_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, parent = await parent_at(PoolSizes(), journal=Journal(str(tmp_path)))
+    find = Journal.find
+
+    async def slow(journal: Journal, ids: Any) -> Any:
+        await pipeline.cancel(parent)
+        return await find(journal, ids)
+
+    monkeypatch.setattr(Journal, "find", slow)
+    with pytest.raises(CheckpointsForgotten):
+        await fork(pipeline, parent, "a")
+    assert pipeline.store.get("a") is None
+    await pipeline.close()

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Stage
+from nemo_gym_prorl.rollout.api import PipelineMetrics
 from nemo_gym_prorl.rollout.handler import Environment, Environments
 from nemo_gym_prorl.rollout.job import FAILED_STATES, Budgets, Job, JobState, Trajectory, Verdict
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import StatusView
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from tests.rollout.handlers import Bench, PlannedHandler
 from tests.rollout.virtual_time import run_in_virtual_time
 
@@ -257,6 +257,22 @@ def test_a_call_dropped_by_a_server_that_answers_is_an_attempt_of_its_job() -> N
         assert job.state is JobState.FAILED
         assert job.times[Stage.INIT].attempts == 3
         assert not pipeline.held
+
+    run_in_virtual_time(play())
+
+
+def test_a_job_that_met_an_outage_has_all_of_its_attempts_left() -> None:
+    async def play() -> None:
+        handler = Probed()
+        pipeline = Bench(SETTINGS, handler).pipeline()
+        broken_once = {"run": [{"how": "infrastructure"}, {}]}
+        job = pipeline.submit(JobRequest({"plan": broken_once}, max_attempts=2))
+        await asyncio.sleep(1)
+        handler.down["model"] = UNREACHABLE
+        await asyncio.sleep(60)
+        del handler.down["model"]
+        assert await pipeline.drain(timeout=1000)
+        assert (job.state, job.times[Stage.RUN].attempts) == (JobState.SUCCEEDED, 3)
 
     run_in_virtual_time(play())
 

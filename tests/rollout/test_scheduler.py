@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler against random schedules, and the rules of its queues one by one."""
+"""The scheduler against random schedules: bounds, shares, and siblings that are scored together."""
+
+from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nemo_gym_prorl.failures import Stage
-from nemo_gym_prorl.rollout.fair_queue import FairQueue
+from nemo_gym_prorl.rollout.queues import FairQueue
 from nemo_gym_prorl.rollout.scheduler import PoolSizes, StageScheduler, Start
 
 
@@ -189,16 +191,6 @@ TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=100, stateful_step_count=50)
 
 
-def test_priority_goes_before_arrival_and_clients_take_turns() -> None:
-    queue = FairQueue(lambda client, environment: 0.0)
-    for job_id, client, priority in [("a1", "a", 0), ("a2", "a", 0), ("b1", "b", 0), ("a3", "a", 0), ("c1", "c", 5)]:
-        queue.push(job_id, client, priority, "")
-    order = []
-    for _ in range(5):
-        order.append(queue.pop())
-    assert order == ["c1", "a1", "b1", "a2", "a3"]
-
-
 SHARES = {"swe": 3.0, "math": 1.0, "code": 0.5}
 
 type Line = OrderedDict[str, OrderedDict[str, None]]
@@ -293,13 +285,18 @@ def test_the_order_is_that_of_the_simple_queue(events: list[tuple[str, int, int,
         takes(job_id)
 
 
+@pytest.mark.parametrize("by", ["client", "environment"])
 @pytest.mark.parametrize(
     "seconds", [{}, {("one", Stage.RUN): 200}, {("three", Stage.RUN): 200, ("three", Stage.INIT): 9}]
 )
-def test_clients_have_their_shares_of_sandboxes_and_slots(seconds: dict[tuple[str, Stage], int]) -> None:
-    """Also where INIT is so quick that nobody waits there, and rows of the one take longer than those of the other."""
-    scheduler = StageScheduler(PoolSizes(init=16, ready=4, run=32, eval=8))
-    scheduler.share({"one": 1.0, "three": 3.0})
+def test_clients_and_environments_have_their_shares_of_sandboxes_and_slots(
+    by: str, seconds: dict[tuple[str, Stage], int]
+) -> None:
+    """Also where no row waits for INIT, and where rows of one take longer than those of the other."""
+    shares = {"one": 1.0, "three": 3.0}
+    scheduler = StageScheduler(PoolSizes(init=16, ready=4, run=32, eval=8), shares if by == "environment" else {})
+    if by == "client":
+        scheduler.share(shares)
     ends: list[tuple[float, int, str, Stage]] = []
     now, count, running, slots = 0.0, 0, Counter[str](), Counter[str]()
 
@@ -313,8 +310,9 @@ def test_clients_have_their_shares_of_sandboxes_and_slots(seconds: dict[tuple[st
             heapq.heappush(ends, (now + lasts * (1 + count % 7 / 10), count, start.job_id, start.stage))
 
     for number in range(2000):
-        begin(scheduler.submit(f"one-{number}", "one", 0))
-        begin(scheduler.submit(f"three-{number}", "three", 0))
+        for name in shares:
+            client, environment = (name, "") if by == "client" else ("trainer", name)
+            begin(scheduler.submit(f"{name}-{number}", client, 0, environment))
     while scheduler.waiting(Stage.INIT) and now < 1500:
         before = now
         now, _, job_id, stage = heapq.heappop(ends)
@@ -323,7 +321,7 @@ def test_clients_have_their_shares_of_sandboxes_and_slots(seconds: dict[tuple[st
                 slots[client] += jobs * (now - before)
         running[environment_of(job_id)] -= stage is Stage.RUN
         begin(scheduler.worked(job_id, NEXT[stage]))
-    assert slots["one"] / slots.total() == pytest.approx(0.25, abs=0.03)
+    assert slots["one"] / slots.total() == pytest.approx(0.25, abs=0.04)
 
 
 @settings(max_examples=100)
@@ -355,37 +353,6 @@ def test_whoever_floods_a_bound_keeps_nobody_from_his_part(
         assert len(waiting) < 2 * bound + len(shares) + 1, "a part each, over what all may"
 
 
-@pytest.mark.parametrize("shares", [{}, {"swe": 3.0, "math": 1.0}, {"swe": 1.0, "math": 7.0}])
-def test_environments_have_their_shares_of_sandboxes_and_slots(shares: dict[str, float]) -> None:
-    """However much longer the rows of one take to begin and to run, while rows of both wait."""
-    scheduler = StageScheduler(PoolSizes(init=16, ready=4, run=32, eval=8), shares)
-    seconds = {("swe", Stage.INIT): 9, ("swe", Stage.RUN): 200, ("swe", Stage.EVAL): 30}
-    ends: list[tuple[float, int, str, Stage]] = []
-    now, count, running, slots = 0.0, 0, Counter[str](), Counter[str]()
-
-    def begin(starts: list[Start]) -> None:
-        nonlocal count
-        for start in starts:
-            count += 1
-            running[environment_of(start.job_id)] += start.stage is Stage.RUN
-            lasts = seconds.get((environment_of(start.job_id), start.stage), 2 + start.stage.value.count("u") * 20)
-            heapq.heappush(ends, (now + lasts * (1 + count % 7 / 10), count, start.job_id, start.stage))
-
-    for number in range(2000):
-        begin(scheduler.submit(f"swe-{number}", "trainer", 0, "swe"))
-        begin(scheduler.submit(f"math-{number}", "trainer", 0, "math"))
-    while scheduler.waiting(Stage.INIT) and now < 1500:
-        before = now
-        now, _, job_id, stage = heapq.heappop(ends)
-        if before > 500:
-            for environment, jobs in running.items():
-                slots[environment] += jobs * (now - before)
-        running[environment_of(job_id)] -= stage is Stage.RUN
-        begin(scheduler.worked(job_id, NEXT[stage]))
-    share = shares.get("swe", 1.0) / (shares.get("swe", 1.0) + shares.get("math", 1.0))
-    assert slots["swe"] / slots.total() == pytest.approx(share, abs=0.04)
-
-
 @settings(max_examples=100)
 @given(
     sizes=st.builds(PoolSizes, st.integers(2, 5), st.integers(0, 3), st.integers(2, 6), st.integers(2, 5)),
@@ -411,19 +378,6 @@ def test_work_that_never_ends_keeps_no_other_environment_out(
     assert done == 20
 
 
-def test_a_client_that_holds_fewer_slots_goes_first() -> None:
-    """A thousand long jobs of one client do not keep another one out."""
-    scheduler = StageScheduler(PoolSizes(init=4, ready=0, run=100, eval=1))
-    for number in range(10):
-        scheduler.submit(f"big-{number}", "big", 0)
-    scheduler.submit("small-0", "small", 0)
-    scheduler.submit("small-1", "small", 0)
-    first = scheduler.worked("big-0", Stage.RUN)
-    assert Start("small-0", Stage.INIT) in first
-    second = scheduler.worked("big-1", Stage.RUN)
-    assert Start("small-1", Stage.INIT) in second  # big still holds two slots, small one
-
-
 def test_ready_is_bounded_without_blocking_init() -> None:
     scheduler = StageScheduler(PoolSizes(init=4, ready=1, run=1, eval=1))
     for number in range(10):
@@ -440,3 +394,120 @@ def test_ready_is_bounded_without_blocking_init() -> None:
 def test_impossible_sizes_name_the_field(field: str, sizes: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match=rf"stages\.{field} must be at least"):
         PoolSizes(*sizes)
+
+
+SIZE = 3
+
+
+class Groups(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.group: dict[str, str] = {}
+        self.live = set[str]()
+        self.upstream: dict[str, Stage] = {}
+        self.gathered: list[str] = []
+        self.scoring: dict[str, int] = {}
+        self.aside: list[str] = []
+        self.held = False
+        self.overflow = 0
+        self.cohorts = set[int]()
+
+    @initialize(slots=st.integers(1, 2))
+    def start(self, slots: int) -> None:
+        self.slots = slots
+        self.scheduler = StageScheduler(PoolSizes(8, 8, 8, slots), cohorts={"judged": SIZE})
+
+    def apply(self, starts: list[Start]) -> None:
+        together = Counter[int]()
+        before = {self.group[job] for job in self.scoring}
+        for start in starts:
+            if start.stage is not Stage.EVAL:
+                self.upstream[start.job_id] = start.stage
+                continue
+            assert start.member is not None
+            assert not self.held
+            assert start.member.cohort not in self.cohorts, "a number of its own"
+            assert start.member.index == together[start.member.cohort]
+            assert self.group[start.job_id] not in before, "one cohort of a group at a time"
+            together[start.member.cohort] += 1
+            self.gathered.remove(start.job_id)
+            self.scoring[start.job_id] = start.member.cohort
+        self.cohorts |= together.keys()
+        assert set(together.values()) <= {SIZE}
+        for cohort in together:
+            assert len({self.group[job] for job, of in self.scoring.items() if of == cohort}) == 1
+
+    @rule(group=st.sampled_from("ab"), client=st.sampled_from("xy"))
+    def submit(self, group: str, client: str) -> None:
+        job = f"{group}{len(self.group)}"
+        self.group[job] = group
+        self.live.add(job)
+        self.apply(self.scheduler.submit(job, client, 0, "judged", group))
+
+    @precondition(lambda self: self.upstream)
+    @rule(data=st.data())
+    def stage_works(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(sorted(self.upstream)))
+        then = Stage.RUN if self.upstream.pop(job) is Stage.INIT else Stage.EVAL
+        if then is Stage.EVAL:
+            self.gathered.append(job)
+        self.apply(self.scheduler.worked(job, then))
+
+    @precondition(lambda self: self.scoring)
+    @rule(data=st.data(), again=st.booleans())
+    def is_scored(self, data: st.DataObject, again: bool) -> None:
+        job = data.draw(st.sampled_from(sorted(self.scoring)))
+        del self.scoring[job]
+        if again:
+            self.aside.append(job)
+        else:
+            self.live.remove(job)
+        self.apply(self.scheduler.set_aside(job) if again else self.scheduler.worked(job, None))
+
+    @precondition(lambda self: self.aside)
+    @rule()
+    def retry(self) -> None:
+        self.gathered.append(job := self.aside.pop())
+        self.apply(self.scheduler.requeue(job, Stage.EVAL))
+
+    @precondition(lambda self: self.gathered)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(sorted(self.gathered)))
+        self.gathered.remove(job)
+        self.live.remove(job)
+        assert self.scheduler.is_waiting(job)
+        self.apply(self.scheduler.pause(job))
+        self.apply(self.scheduler.remove(job))
+
+    @rule()
+    def hold(self) -> None:
+        self.held = not self.held
+        self.apply(self.scheduler.hold("judged", frozenset({Stage.EVAL} if self.held else ())))
+        self.overflow = max(0, len({*self.scoring.values()}) - self.slots)
+
+    @invariant()
+    def a_cohort_takes_one_slot(self) -> None:
+        if self.group:
+            taken = len({*self.scoring.values()})
+            assert self.scheduler.working(Stage.EVAL) == taken
+            assert self.scheduler.waiting(Stage.EVAL) == len(self.gathered)
+            assert self.held or taken <= self.slots + self.overflow
+            self.overflow = min(self.overflow, max(0, taken - self.slots))
+
+    @invariant()
+    def no_group_that_is_whole_waits_for_nothing(self) -> None:
+        if not self.held and len({*self.scoring.values()}) < getattr(self, "slots", 0):
+            busy = {self.group[job] for job in self.scoring}
+            waiting = Counter(self.group[job] for job in self.gathered)
+            assert all(count < SIZE for group, count in waiting.items() if group not in busy)
+
+    @invariant()
+    def who_misses_siblings_knows_how_many(self) -> None:
+        for job in self.gathered:
+            siblings = {other for other in self.live if self.group[other] == self.group[job]}
+            assert self.scheduler.missing_siblings(job) == (max(0, SIZE - len(siblings)), frozenset(siblings))
+
+
+TestGroups = Groups.TestCase
+TestGroups.settings = settings(max_examples=60, stateful_step_count=50)

@@ -20,7 +20,6 @@ from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.keys import authorization
-from tests.conftest import LONG
 from tests.handlers.gym_host import hosting, instance, url_of
 
 
@@ -29,7 +28,10 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 ENDLESS = "/v1/events"
 """A stream; tests/rollout/test_api.py reads it."""
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.longer("for a minute each")]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.long("starts Gym's servers; tests/handlers has each refusal"),
+]
 
 
 def _agent(**settings: Any) -> dict[str, Any]:
@@ -99,7 +101,7 @@ async def attack(url: str, folder: Path, *options: str) -> tuple[int, str]:
     return process.returncode, output.decode()
 
 
-BOUNDS = ("--max-examples", *(("8", "--max-time", "60") if LONG else ("4", "--max-time", "8")))
+BOUNDS = ("--max-examples", "8", "--max-time", "60")
 
 TAKES_AWAY = ("/stop", "/v1/drain", "/add_llm_server", "/clear_llm_server")
 """Routes that leave a service without work, or without a model that answers."""

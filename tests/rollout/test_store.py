@@ -5,7 +5,6 @@
 import asyncio
 import gc
 import tracemalloc
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +22,7 @@ from nemo_gym_prorl.rollout.request import (
     RolloutForgotten,
     row_digest,
 )
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.rollout.store import EVENT_HISTORY, JobStore
 from tests.rollout.handlers import Bench
 from tests.rollout.virtual_time import run_in_virtual_time
@@ -85,23 +84,6 @@ def test_no_result_is_forgotten_unread_before_its_time_and_the_books_are_right(
             with pytest.raises(StopIteration) as answer:  # without a journal nothing is waited for
                 store.ended_after(START, 100).send(None)
             assert [job.id for job in answer.value.value[0]] == [*ended], "a log without gaps, or an error"
-
-
-async def test_what_was_read_goes_first_and_its_id_is_remembered() -> None:
-    store = JobStore(retain_bytes=450_000)
-    first, second, third = (end(store, name) for name in "abc")
-    store.mark_read(second)
-    store.mark_read(first)
-    cursor = (await store.ended_after(START, 1))[1]
-    for name in "de":
-        end(store, name)
-    assert store.get("b") is None, "it was read first"
-    assert store.is_forgotten("b")
-    assert not store.is_forgotten("z")
-    assert store.get("a") is first
-    assert store.get("c") is third
-    with pytest.raises(CursorExpired):
-        await store.ended_after(cursor, 10)
 
 
 def test_accepted_jobs_keep_their_results_and_new_ones_are_refused_instead() -> None:
@@ -171,17 +153,6 @@ def test_a_finished_job_is_bytes_and_still_knows_its_row() -> None:
         again = await finish(pipeline, JobRequest({"a": "y"}, id="a"))
         assert again is not job, "a delivered id is free"
         assert pipeline.store.get("a") is again
-
-    run_in_virtual_time(play())
-
-
-@pytest.mark.parametrize("row", [{"text": "\ud800"}, {"a": object()}, {1: 2}])
-def test_a_row_that_is_no_json_is_refused(row: dict[Any, Any]) -> None:
-    async def play() -> None:
-        pipeline = Bench(PipelineSettings()).pipeline()
-        with pytest.raises(CallerError, match="row"):
-            pipeline.submit(JobRequest(row))
-        assert len(pipeline.store) == 0
 
     run_in_virtual_time(play())
 
@@ -258,22 +229,3 @@ def test_pages_have_each_job_once_whatever_was_forgotten(steps: list[tuple[str, 
 
     for group in (None, "g0", "none"):
         assert asyncio.run(pages(group)) == [job for job in there if group in (None, job.group)]
-
-
-async def test_a_page_costs_what_is_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = JobStore()
-    for number in range(3000):
-        end(store, f"r{number}", 1, group=f"g{number % 300}")
-    looked_at = 0
-    fits = Job.fits
-
-    def counted(job: Job, *which: Any) -> bool:
-        nonlocal looked_at
-        looked_at += 1
-        return fits(job, *which)
-
-    monkeypatch.setattr(Job, "fits", counted)
-    for group, after, least in ((None, 2900, 100), (None, 0, 100), ("g7", 0, 10)):
-        looked_at = 0
-        assert len(await store.page(state=None, group=group, after=after, limit=100, content=False)) == least
-        assert looked_at <= 101

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.rollout.steps import TRAJECTORY, gym_reads_trajectories, ng_trajectory, read_turns, turns
-from tests.rollout.test_show import call, observation, said
+from tests.rollout.test_show import call, observation, said, step
 
 
 needs_gym_07 = pytest.mark.skipif(not gym_reads_trajectories(), reason="from Gym 0.7 on")
@@ -41,12 +41,6 @@ def row(output: Any, given: Any = "Go", **more: Any) -> dict[str, Any]:
     }
     made[TRAJECTORY] = ng_trajectory(made)
     return made
-
-
-def step(items: int, *tools: str, **more: Any) -> dict[str, Any]:
-    times = [{"call_id": call_id, "started_at": 11.0, "seconds": 0.5} for call_id in tools]
-    timed = {"started_at": 10.0, "seconds": 1.0, "input_tokens": 7, "output_tokens": 2}
-    return {**timed, "items": items, "tools": times, **more}
 
 
 def answers(record: dict[str, Any]) -> list[str]:

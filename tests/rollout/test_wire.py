@@ -12,12 +12,11 @@ import aiohttp
 import pytest
 from fastapi import FastAPI
 
-from nemo_gym_prorl.rollout.api import rollout_router
-from nemo_gym_prorl.rollout.callers import CallerWatch
+from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.callers import AttachedCallers
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Budgets
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.rollout.wire import to_messages, to_row, wire_router
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
@@ -63,7 +62,7 @@ async def service(grace_s: float = 0.1) -> AsyncIterator[Wire]:
     pipeline = bench.pipeline()
     backends = Backends()
     app = FastAPI()
-    app.include_router(wire_router(pipeline, CallerWatch(pipeline, grace_s), backends))
+    app.include_router(wire_router(pipeline, AttachedCallers(pipeline, grace_s), backends))
     app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
     async with serve(app) as url, aiohttp.ClientSession() as http:
         yield Wire(url, http, bench, backends)
@@ -141,17 +140,6 @@ async def test_failures_say_where(plan: dict[str, Act], critical: str) -> None:
         assert result["error"]
 
 
-async def test_the_same_job_id_twice_is_one_job() -> None:
-    async with service() as wire:
-        await wire.post("/start")
-        both = await asyncio.gather(
-            *(wire.post("/process", instance=instance(run=Act("ok", 0.2)), job_id="j") for _ in range(2))
-        )
-        assert both[0] == both[1]
-        assert wire.bench.handler.calls["j", "run"] == 1
-        assert both[0][1]["job_id"] == "j"
-
-
 async def test_a_job_id_again_is_a_new_job_once_its_answer_was_delivered() -> None:
     """A trainer uses its ids again under new weights, also with another row."""
     async with service() as wire:
@@ -161,17 +149,6 @@ async def test_a_job_id_again_is_a_new_job_once_its_answer_was_delivered() -> No
             status, result = await wire.post("/process", instance=wanted, job_id="j")
             assert (status, result["job_id"], result["success"]) == (200, "j", True), result
         assert sum(calls for (_, what), calls in wire.bench.handler.calls.items() if what == "run") == 3
-
-
-async def test_a_job_id_that_runs_with_another_row_is_a_conflict() -> None:
-    async with service() as wire:
-        await wire.post("/start")
-        running = asyncio.create_task(wire.post("/process", instance=instance(run=Act("ok", 60)), job_id="j"))
-        await wire.active(1)
-        status, problem = await wire.post("/process", instance=instance(), job_id="j")
-        assert (status, problem["errors"][0]["field"]) == (409, "job_id")
-        await wire.post("/cancel", job_id="j")
-        assert (await running)[1]["critical_error"] == "cancelled"
 
 
 async def test_the_wire_format_and_the_job_api_do_not_take_each_others_rollouts() -> None:
@@ -206,57 +183,21 @@ async def test_callers_that_vanished_are_forgotten() -> None:
         assert (status, result["job_id"], result["success"]) == (200, "j", True)
 
 
-async def test_one_that_comes_back_for_its_answer_leaves_nothing_pending() -> None:
-    async with service(grace_s=30) as wire:
-        await wire.post("/start")
-        body = {"instance": instance(run=Act("ok", 0.3)), "job_id": "j"}
-        posting = asyncio.create_task(wire.post("/process", **body))
-        await wire.active(1)
-        posting.cancel()
-        async with asyncio.timeout(30):
-            while (await wire.status())["pending_jobs"]:
-                await asyncio.sleep(0.01)
-        status, result = await wire.post("/process", **body)
-        assert (status, result["reward"]) == (200, 1.0)
-        assert (await wire.status())["pending_jobs"] == 0
-
-
 @pytest.mark.parametrize(
-    ("instance", "field"),
+    ("path", "body", "field"),
     [
-        ({"prompt": 5}, "instance.responses_create_params.input"),
-        ({"prompt": ["x"]}, "instance.responses_create_params.input"),
-        ({"responses_create_params": {"input": {"no": "list"}}}, "instance.responses_create_params.input"),
-        ({"responses_create_params": 5}, "instance.responses_create_params"),
-        ({"prompt": "\ud800"}, "instance.prompt"),
+        ("/process", {"instance": {"instance_id": "i"}}, "instance"),
+        ("/process", {"instance": {"prompt": 5}}, "instance.responses_create_params.input"),
+        ("/process", {"instance": {"prompt": "\ud800"}}, "instance.prompt"),
+        ("/add_llm_server", {"address": "no url"}, "address"),
     ],
 )
-async def test_an_instance_that_is_no_row_says_which_field(instance: dict[str, Any], field: str) -> None:
+async def test_what_is_refused_names_the_field(path: str, body: dict[str, Any], field: str) -> None:
     async with service() as wire:
         await wire.post("/start")
-        status, problem = await wire.post("/process", instance=instance)
+        status, problem = await wire.post(path, **body)
         assert status == 422
         assert problem["errors"][0]["field"].startswith(field)
-
-
-async def test_a_prompt_of_odd_items_is_answered_all_the_same() -> None:
-    async with service() as wire:
-        await wire.post("/start")
-        odd = [{}, {"type": "function_call_output"}, {"role": "user", "content": [5, {"text": 6}]}, {"type": "new"}]
-        status, result = await wire.post("/process", instance={"prompt": odd})
-        assert status == 200, result
-        assert result["success"]
-
-
-async def test_an_instance_without_a_prompt_is_refused_by_name() -> None:
-    async with service() as wire:
-        await wire.post("/start")
-        status, problem = await wire.post("/process", instance={"instance_id": "i"})
-        assert status == 422
-        assert problem["errors"][0]["field"] == "instance"
-        status, problem = await wire.post("/add_llm_server", address="no url")
-        assert status == 422
-        assert problem["errors"][0]["field"] == "address"
 
 
 async def test_backends_reach_the_model_server() -> None:

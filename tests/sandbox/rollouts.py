@@ -19,10 +19,9 @@ from typing import Any
 from fastapi import FastAPI
 
 from nemo_gym_prorl.failures import Failure, FailureKind, InfrastructureError, Stage
-from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline, PipelineSettings
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec

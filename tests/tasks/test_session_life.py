@@ -40,7 +40,7 @@ from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Budgets, Job, Trajectory
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import LEASE_SWEEPS, STOP_AGAIN_S, SessionLimits, Sessions
@@ -328,7 +328,7 @@ class Agent:
         context = GymContext(self.wire, self.wire)
         clock = asyncio.get_running_loop().time
         self.pipeline = Pipeline(Environments.of(Doer(context)), SETTINGS, clock)
-        self.pipeline.loops.start("session-leases", context.farewells.renew)
+        self.pipeline.loops.start("session-leases", context.cleanup.renew)
         self.jobs: dict[str, Job] = {}
 
     @classmethod

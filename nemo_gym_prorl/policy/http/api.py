@@ -24,7 +24,7 @@ from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.tokens.saved import SavedTurn, saved_turns
 from nemo_gym_prorl.policy.turns import RolloutGone
-from nemo_gym_prorl.serving.health import health_router
+from nemo_gym_prorl.serving.applications import health_router
 from nemo_gym_prorl.serving.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
 
 

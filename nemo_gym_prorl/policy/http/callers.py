@@ -7,7 +7,7 @@ their base URL); who says neither is told by a session.
 
 A turn's work is small beside what a web framework does around it: models of request and answer, dependencies,
 middlewares with a task each. So routes of turns stand in front of all that
-(:mod:`nemo_gym_prorl.serving.direct_routes`), with what they need of it: a session's cookie, errors as documents, an
+(:mod:`nemo_gym_prorl.serving.applications`), with what they need of it: a session's cookie, errors as documents, an
 end when a caller hangs up. The last is for routes of Gym's own as well.
 """
 

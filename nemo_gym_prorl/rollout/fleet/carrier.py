@@ -142,7 +142,7 @@ class Carrier:
         self._ended, self._lost, self._broke, self._say = ended, lost, broke, say
         self._follows, self._replaceable = follows, replaceable
         self._carried: dict[str, _Carried] = {}
-        self._ghosts: set[str] = set()
+        self._orphaned_ids: set[str] = set()
         """Given up here, and to be cancelled when the service is back."""
         self.trouble = ""
         """Why it is away; empty if it is not."""
@@ -355,7 +355,7 @@ class Carrier:
 
     def _give_up(self, it: _Carried) -> bool:
         if it.sent:
-            self._ghosts.add(it.id)
+            self._orphaned_ids.add(it.id)
         return self._settle(it, Loss.AWAY, f"{self.client.url} does not answer")
 
     # All of them
@@ -391,7 +391,7 @@ class Carrier:
                 if cursor is None:
                     cursor = (await self.client.list(limit=1)).cursor
                     self._is_back()
-                    await self._lay_ghosts()
+                    await self._cancel_orphans()
                     self._ask_all()
                 page = await self.client.ended(cursor, wait=_FOLLOW_S, limit=1000)
                 self._is_back()
@@ -431,10 +431,10 @@ class Carrier:
         for it in [*self._carried.values()]:
             it.news.set()
 
-    async def _lay_ghosts(self) -> None:
-        if ghosts := [*self._ghosts]:
+    async def _cancel_orphans(self) -> None:
+        if ghosts := [*self._orphaned_ids]:
             await self.client.cancel(ghosts)
-            self._ghosts.difference_update(ghosts)
+            self._orphaned_ids.difference_update(ghosts)
 
     def _is_away(self, error: BaseException, *, refuses: bool = False) -> None:
         """Note that it does not answer, or that it takes nothing new on."""

@@ -3,7 +3,7 @@
 """Rollouts over many services, for whoever has more of them than one node: a trainer, ``prorl submit``, a front.
 
 It is handed rollouts and tells the outcome of each, once, as a :class:`~.carrier.Carrier` does for one service. Which
-node a rollout goes to, and when, is :class:`~.placement.Placement`'s to say; those that wait do so here, in a fair
+node a rollout goes to, and when, is :class:`~.nodes.Placement`'s to say; those that wait do so here, in a fair
 order. A rollout whose node is lost is told as lost: to begin it again is its owner's business, under another id, so
 that what a node still says of the first try concerns nobody.
 """
@@ -23,11 +23,10 @@ from typing import Any
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.client import ApiError
-from nemo_gym_prorl.rollout.fair_queue import FairQueue, is_within_part
 from nemo_gym_prorl.rollout.fleet.carrier import Carrier, Loss
-from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left, Nodes
-from nemo_gym_prorl.rollout.fleet.placement import Capacity, Placement
+from nemo_gym_prorl.rollout.fleet.nodes import Capacity, Joined, Left, Nodes, Placement
 from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.queues import FairQueue, is_under_fair_share
 from nemo_gym_prorl.rollout.schemas import JobView, StatusView, TokenForm
 
 
@@ -162,7 +161,7 @@ class Dispatcher:
     def may_wait(self, client: str, bound: int) -> bool:
         """Whether a client may have one more wait, where ``bound`` may in all: as long as there are fewer, or it has
         less than its part."""
-        return len(self._waiting) < bound or is_within_part(client, bound, self._waiting_of, self._shares)
+        return len(self._waiting) < bound or is_under_fair_share(client, bound, self._waiting_of, self._shares)
 
     def share(self, clients: Mapping[str, float]) -> None:
         """From now on clients have these shares of the nodes, in proportion to each other's; 1 where none is said."""

@@ -40,23 +40,18 @@ from nemo_gym_prorl.failures import (
     Stage,
     classify,
 )
-from nemo_gym_prorl.rollout.api import JsonRoute, rollout_router
-from nemo_gym_prorl.rollout.checkpoints import Begin
+from nemo_gym_prorl.rollout.access_control import ROUTES, KeysFile
+from nemo_gym_prorl.rollout.api import JsonRoute, ServiceMetrics, rollout_router
+from nemo_gym_prorl.rollout.checkpoints import CHECKPOINT_FOLDER, Begin
 from nemo_gym_prorl.rollout.fleet.carrier import MAX_LOSSES, Loss
 from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher, NodeView
 from nemo_gym_prorl.rollout.fleet.nodes import Nodes
 from nemo_gym_prorl.rollout.handler import AgentHandler, Environment, Environments
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, failure_state
-from nemo_gym_prorl.rollout.keys_file import KeysFile
-from nemo_gym_prorl.rollout.metrics import ServiceMetrics
-from nemo_gym_prorl.rollout.ownership import ROUTES
 from nemo_gym_prorl.rollout.request import Draining, JobRequest, turn_to_fork
-from nemo_gym_prorl.rollout.rows import lasting_json
+from nemo_gym_prorl.rollout.rows import Turn, compact_json_bytes
 from nemo_gym_prorl.rollout.schemas import MAX_ID, FailureView, JobView, StatusView, TokenForm
-from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
-from nemo_gym_prorl.rollout.settings import ServiceSettings
-from nemo_gym_prorl.rollout.shared_checkpoints import CHECKPOINT_FOLDER
-from nemo_gym_prorl.rollout.tokens import Turn
+from nemo_gym_prorl.rollout.service import RolloutService, ServiceSettings, restarted, shutting_down
 from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes
 from nemo_gym_prorl.serving.keys import Scope
 from nemo_gym_prorl.serving.problems import add_problem_handlers, no_other_parameters, problem_responses
@@ -318,7 +313,7 @@ class Front(RolloutService):
         tokens = [turn.model_dump(exclude_none=True) for turn in view.tokens or ()]
         for told in tokens:
             Turn.unpacked(told)
-        job.tokens = lasting_json(tokens)
+        job.tokens = compact_json_bytes(tokens)
         failure = _failure(view.failure, timed_out=view.state is JobState.TIMED_OUT) if view.failure else None
         if failure is not None and control.cancelled is not None:
             failure = classify(control.cancelled, failure.stage)

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet.front import SETTINGS, Front, front_app
 from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.settings import PipelineSettings, ServiceSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings, ServiceSettings
 from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.rollout.handlers import Bench, PlannedHandler
 from tests.rollout.serving import serve

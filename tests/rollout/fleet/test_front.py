@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet as one service: every job has one outcome, whatever happens to its nodes."""
+"""A fleet as one service: every job has one outcome, whatever happens to its nodes, and clients are told apart."""
+
+from __future__ import annotations
 
 import asyncio
 import socket
@@ -11,24 +13,23 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fastapi import FastAPI
 
 from nemo_gym_prorl.failures import FailureKind, Origin
-from nemo_gym_prorl.rollout import schemas
+from nemo_gym_prorl.rollout.checkpoints import SharedCheckpoints
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.fleet import dispatcher
+from nemo_gym_prorl.rollout.fleet import carrier, dispatcher
 from nemo_gym_prorl.rollout.fleet.front import MAX_LOSSES, Front
 from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
-from nemo_gym_prorl.rollout.settings import ServiceSettings
-from nemo_gym_prorl.rollout.shared_checkpoints import SharedCheckpoints
+from nemo_gym_prorl.rollout.service import ServiceSettings
+from nemo_gym_prorl.serving.keys import authorization
 from tests.dapo.test_runner import Scorer
-from tests.rollout.command_line import prorl, write
 from tests.rollout.fleet.fleets import SMALL, Changing, Fleet, Service, fleet, service
 from tests.rollout.handlers import PlannedHandler
 from tests.rollout.serving import serve
+from tests.rollout.test_access_control import OF, write
 
 
 ROW = {"responses_create_params": {"input": "hi"}}
@@ -41,7 +42,7 @@ def lasting(seconds: float, **plan: Any) -> dict[str, Any]:
 HELD = ROW | {"plan": {"run": [{"how": "held"}]}}
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -156,34 +157,6 @@ async def test_a_node_with_another_folder_is_named_and_gets_nothing(
         assert "is not set" in said[1]
 
 
-async def test_a_node_whose_folder_changes_is_measured_by_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not by what it said before: alone it sets the measure, and a front tells of none before its nodes are up."""
-    monkeypatch.setattr(dispatcher, "SURVEY_S", 0.05)
-    first, second = (tmp_path / name for name in ("first", "second"))
-    for folder in (first, second):
-        folder.mkdir()
-    async with fleet(2, joined=0) as there:
-        one, other = there.services
-        there.nodes.tell(one.joined)
-        await until(lambda: there.front.dispatcher.statuses)
-        one.pipeline.shared = SharedCheckpoints(first)
-        await until(lambda: there.front.status().checkpoint_folder == one.pipeline.shared.identity)
-        other.pipeline.shared = SharedCheckpoints(first)
-        there.nodes.tell(other.joined)
-        await until(lambda: sum(view.usable for view in there.front.dispatcher.views()) == 2)
-        assert not [what for what in there.said if "checkpoint_folder" in what]
-        one.pipeline.shared = SharedCheckpoints(second)
-        await until(lambda: [what for what in there.said if "is another one" in what])
-        await asyncio.sleep(0.5)
-        for i in range(8):
-            await there.client.submit(lasting(0.1), id=f"r{i}")
-        await outcomes(there, 8)
-        assert [bool(node.handler.calls) for node in there.services] == [False, True]
-        assert len([what for what in there.said if "checkpoint_folder" in what]) == 1
-
-
 async def test_a_next_try_is_told_of_those_before_it() -> None:
     async with fleet(3) as there:
         await there.client.submit(HELD, id="r")
@@ -268,56 +241,11 @@ async def test_what_waits_and_what_runs_is_cancelled() -> None:
         assert (await there.client.wait("s")).state is JobState.SUCCEEDED
 
 
-async def test_what_ended_as_it_was_cancelled_has_its_result_or_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer to a cancellation tells of an outcome, and not what came of it."""
-    async with fleet(1) as there:
-        (carried,) = there.front.dispatcher._carriers.values()
-        get, may = carried.client.get, asyncio.Event()
-
-        async def late(rollout: str, **options: Any) -> JobView:
-            await may.wait()
-            return await get(rollout, **options)
-
-        monkeypatch.setattr(carried.client, "get", late)
-        await there.client.submit(lasting(0.05), id="a")
-        await until(lambda: there.services[0].pipeline.store.states[JobState.SUCCEEDED])
-        asked = asyncio.create_task(there.client.cancel(["a"]))
-        await asyncio.sleep(0.3)
-        may.set()
-        await asked
-        job = await there.client.get("a")
-        assert (job.state, job.reward) == (JobState.SUCCEEDED, 1.0)
-        assert job.result is not None
-        assert job.result["reward"] == 1.0
-
-
-async def test_what_is_cancelled_on_its_way_to_a_node_that_drains_runs_nowhere(
+async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with fleet(2) as there:
-        first, second = there.services
-        carried = there.front.dispatcher._carriers[first.joined.node]
-        submit, may = carried.client.submit_once, asyncio.Event()
-
-        async def late(row: dict[str, Any], **options: Any) -> JobView:
-            await may.wait()
-            return await submit(row, **options)
-
-        monkeypatch.setattr(carried.client, "submit_once", late)
-        there.front.dispatcher.drain(second.joined.node)
-        await there.client.submit(lasting(3), id="a")
-        await until(lambda: there.front._jobs)
-        first.pipeline.draining = True
-        there.front.dispatcher.drain(second.joined.node, drained=False)
-        asked = asyncio.create_task(there.client.cancel(["a"]))
-        await asyncio.sleep(0.2)
-        may.set()
-        assert (await asked).rollouts[0].state is JobState.CANCELLED
-        assert not second.handler.calls
-
-
-async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts() -> None:
     """As an agent does that dies and is started again: a job that kills its agent kills so many, and no more."""
+    monkeypatch.setattr(carrier, "RETRY_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     front = Front(Changing([Joined("n", RolloutClient(f"http://127.0.0.1:{port}"))]))
@@ -343,34 +271,6 @@ async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts()
     for it in lives:
         it.handler.let_go.set()
         await it.pipeline.close()
-
-
-async def test_what_a_node_has_lost_does_not_go_to_whatever_is_at_its_address_by_now(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with fleet(1) as there:
-        old = Service(PlannedHandler(), SMALL)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        async with serve(old.app(), port):
-            there.nodes.tell(Joined("changes", RolloutClient(f"http://127.0.0.1:{port}")))
-            await until(lambda: len(there.front.dispatcher.statuses) == 2)
-            there.front.dispatcher.drain(there.services[0].joined.node)
-            for number in range(3):
-                await there.client.submit(HELD, id=f"r{number}")
-            await until(lambda: len(old.handler.sessions) == 3)
-            there.front.dispatcher.drain(there.services[0].joined.node, drained=False)
-        new = Service(PlannedHandler(), SMALL)
-        status = new.pipeline.status
-        monkeypatch.setattr(new.pipeline, "status", lambda: status().model_copy(update={"version": "0.0.9"}))
-        there.handlers[0].let_go.set()
-        async with serve(new.app(), port):
-            for number in range(3):
-                assert (await there.client.wait(f"r{number}")).reward == 1.0
-            assert not new.handler.calls
-        old.handler.let_go.set()
-        for it in (old, new):
-            await it.pipeline.close()
 
 
 async def test_states_are_seen_as_at_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,33 +310,6 @@ async def test_groups_that_are_scored_together_stay_together() -> None:
         assert sum(map(len, groups)) == 6
 
 
-async def test_bad_nodes_are_told_by_name_and_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "SURVEY_S", 0.1)
-    monkeypatch.setattr(schemas, "VERSION", "0.1.0")
-    something_else = FastAPI()
-
-    @something_else.get("/{path:path}")
-    async def page(path: str) -> dict[str, str]:
-        return {"welcome": path}
-
-    async with fleet(1) as there, service() as old, serve(something_else) as elsewhere:
-        older = old.pipeline.status().model_copy(update={"version": "0.0.9"})
-        monkeypatch.setattr(old.pipeline, "status", lambda: older)
-        there.nodes.tell(old.joined)
-        there.nodes.tell(Joined("elsewhere", RolloutClient(elsewhere)))
-        there.nodes.tell(Joined("nobody", RolloutClient("http://127.0.0.1:9")))
-        await until(lambda: len(there.front.dispatcher.nodes) == 4)
-        await until(lambda: len([said for said in there.said if "0.0.9" in said or "no rollout service" in said]) >= 3)
-        for i in range(12):
-            await there.client.submit(lasting(0.01), id=f"r{i}")
-        assert {job.state for job in await outcomes(there, 12)} == {JobState.SUCCEEDED}
-        assert not old.handler.calls
-        said = " ".join(there.said)
-        assert "it runs nemo-gym-prorl 0.0.9, and this is 0.1.0" in said
-        assert f"what answers at {elsewhere} is no rollout service" in said
-        assert "no rollout service answers at http://127.0.0.1:9" in said
-
-
 async def test_without_nodes_a_front_says_so_and_takes_nothing() -> None:
     async with fleet(0) as there:
         with pytest.raises(ApiError, match="503: no node is up yet"):
@@ -458,19 +331,55 @@ async def test_a_front_has_bounds() -> None:
             await there.client.submit_once(ROW, environment="nope")
 
 
-async def test_the_command_line_finds_a_front_and_its_nodes(tmp_path: Path) -> None:
-    rows = write(tmp_path / "rows.jsonl", *[lasting(0.01)] * 10)
-    async with fleet(2) as there:
-        code, said = await prorl("submit", str(rows), "--repeats", "2", PRORL_HEAD=there.url, PRORL_URL="")
-        assert (code, "20 rollouts" in said or "20" in said) == (0, True), said
-        urls = ",".join(it.url for it in there.services)
-        code, said = await prorl("submit", str(rows), "--repeats", "2", "--run", "direct", url=urls)
-        assert code == 0, said
-        shares = [
-            sum(1 for (rollout, what) in it.calls if what == "run" and "direct" in rollout) for it in there.handlers
-        ]
-        assert sum(shares) == 20
-        assert all(shares)
-        code, said = await prorl("status", url=urls)
-        assert code == 1
-        assert "several services" in said
+async def test_a_front_tells_its_clients_apart(tmp_path: Path) -> None:
+    keys = write(tmp_path / "keys.json", OF["alice"], OF["bob"])
+    async with (
+        fleet(1, key="admin", clients=keys) as there,
+        RolloutClient(there.url, "a", patience_s=0) as alice,
+        RolloutClient(there.url, "b", patience_s=0) as bob,
+        aiohttp.ClientSession() as http,
+    ):
+        for method, path in [("GET", "/v1/rollouts"), ("GET", "/v1/nodes"), ("GET", "/server_instances")]:
+            for key, status in [(None, 401), ("c", 401), ("a", 403 if path == "/v1/nodes" else 200), ("admin", 200)]:
+                async with http.request(method, there.url + path, headers=authorization(key)) as answer:
+                    assert answer.status == status, (path, key)
+        async with http.post(f"{there.url}/v1/nodes/drain", json={"node": "x"}, headers=authorization("b")) as answer:
+            assert answer.status == 403
+        assert (await alice.submit(HELD, id="r", group="g")).client == "alice"
+        assert (await bob.submit(HELD, id="s", group="g")).client == "bob"
+        with pytest.raises(ApiError, match="403"):
+            await bob.get("r")
+        with pytest.raises(ApiError, match="403"):
+            await bob.cancel(["r"])
+        assert [job.id async for job in alice.every(group="g")] == ["r"]
+        (node,) = there.services
+        await until(lambda: len(node.handler.sessions) == 2)
+        groups = {job.group for job in node.pipeline.store.live()}
+        assert len(groups) == 2, "at the node they are no siblings"
+        node.handler.let_go.set()
+        done = await alice.wait("r")
+        assert (done.state, done.group) == (JobState.SUCCEEDED, "g")
+
+
+async def test_who_floods_a_front_has_no_more_than_its_share(tmp_path: Path) -> None:
+    keys = write(tmp_path / "keys.json", OF["alice"], OF["bob"])  # 1 to 3
+    async with (
+        fleet(2, settings=ServiceSettings(max_queued=40), key="admin", clients=keys) as there,
+        RolloutClient(there.url, "a", patience_s=0) as alice,
+        RolloutClient(there.url, "b", patience_s=0) as bob,
+    ):
+        for number in range(48):  # two windows of 4, and what may wait
+            # Those behind last, since shares are of slots that are held.
+            await alice.submit(HELD if number < 8 else lasting(0.3), id=f"a{number}")
+        with pytest.raises(ApiError, match="429: 40 rollouts are waiting"):
+            await alice.submit_once(HELD)
+        for number in range(20):
+            await bob.submit(lasting(0.3), id=f"b{number}")
+        for node in there.services:
+            node.handler.let_go.set()
+        cursor, clients = "0", list[str]()
+        while len(clients) < 68:
+            page = await there.client.ended(cursor, wait=20, limit=100)
+            clients, cursor = clients + [job.client for job in page.rollouts], page.cursor
+        assert 15 <= clients[8:32].count("bob") <= 20, "three of four, while it has any"
+        await alice.submit(ROW)

@@ -1,43 +1,150 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Two clients with keys of their own at one service, over real sockets: neither sees, holds up or ends what the other
-does; and an administrator does all of it, of which the log tells."""
+"""Clients with keys: what a file of keys may say, and that no client sees, holds up or ends what another does.
+
+The services are real, over real sockets. An administrator does all of it, of which the log tells.
+"""
+
+from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 from fastapi import FastAPI
 
-from nemo_gym_prorl.rollout.api import rollout_router
-from nemo_gym_prorl.rollout.callers import CallerWatch
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.rollout.access_control import ROUTES, KeysFile, hash_of, new_key, read_clients
+from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.callers import AttachedCallers
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.handler import Environment, Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.journal import Journal
-from nemo_gym_prorl.rollout.keys_file import KeysFile, hash_of, new_key
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.ownership import ROUTES
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.rollout.wire import wire_router
 from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes
-from nemo_gym_prorl.serving.keys import authorization
+from nemo_gym_prorl.serving.keys import Caller, Scope, authorization
 from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.rollout.command_line import prorl
-from tests.rollout.command_line import write as write_rows
 from tests.rollout.handlers import Act, Bench, PlannedHandler
 from tests.rollout.serving import serve
 from tests.rollout.test_api import FOREVER, reach, row
-from tests.rollout.test_keys_file import OF, write
 from tests.rollout.test_wire import Backends
+
+
+OF = {"alice": {"name": "alice", "hash": hash_of("a")}, "bob": {"name": "bob", "hash": hash_of("b"), "share": 3}}
+
+
+def write(path: Path, *clients: Mapping[str, Any], mode: int = 0o600) -> Path:
+    path.write_text(json.dumps({"clients": clients}))
+    path.chmod(mode)
+    return path
+
+
+def written(file: str) -> tuple[str, int]:
+    [client] = yaml.safe_load(Path(file).read_text())["clients"]
+    assert client.keys() == {"name", "hash", "scopes", "share"}
+    return client["hash"], Path(file).stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"share": 0}, r"clients\.0\.share: Input should be greater than 0"),
+        ({"scopes": ["write"]}, r"clients\.0\.scopes\.0: Input should be 'submit', 'read', 'cancel' or 'admin'"),
+        ({"scope": ["read"]}, r"clients\.0\.scope: Extra inputs are not permitted"),
+        ({"hash": "a"}, r"clients\.0\.hash: .* must be sha256: and 64 hexadecimal digits"),
+        ({"name": "default"}, r"clients\.0\.name: .* is the client of rollouts that name none"),
+        ({"name": "bob"}, r"clients\.1\.name: another has the same"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_the_name_of_its_field(
+    tmp_path: Path, wrong: dict[str, Any], said: str
+) -> None:
+    path = write(tmp_path / "keys.json", {**OF["alice"], **wrong}, OF["bob"])
+    with pytest.raises(CallerError, match=rf"keys_file: {path}: {said}") as refused:
+        read_clients(path)
+    assert refused.value.field == "keys_file"
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o620])
+def test_a_file_that_others_can_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+    path = write(tmp_path / "keys.json", OF["alice"], mode=mode)
+    with pytest.raises(CallerError, match=rf"others may read or write .* \(mode {mode:04o}\): chmod 600"):
+        read_clients(path)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff"])
+def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(CallerError, match=r"keys\.yaml"):
+        read_clients(path)
+    with pytest.raises(CallerError, match=r"No such file or directory; `prorl key new` makes one"):
+        read_clients(tmp_path / "none.yaml")
+
+
+def test_a_file_that_changes_is_taken_and_one_that_is_wrong_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, shares = 0.0, list[Mapping[str, float]]()
+    path = write(tmp_path / "keys.json", OF["alice"], OF["bob"])
+    keys = KeysFile(path, shares.append, lambda: now)
+    alice = Caller("alice", frozenset({Scope.SUBMIT, Scope.READ, Scope.CANCEL}))
+    assert keys.caller("a") == alice
+    assert keys.caller("c") is None
+    assert shares == [{"alice": 1.0, "bob": 3.0}]
+    write(path, OF["bob"])
+    assert keys.caller("a") == alice, "it is looked at once a second at most"
+    now = 1.1
+    assert keys.caller("a") is None, "revoked"
+    assert shares[1:] == [{"bob": 3.0}]
+    for break_it in (lambda: path.write_text("{"), lambda: path.chmod(0o644), path.unlink):
+        break_it()
+        now += 1.1
+        with caplog.at_level(logging.ERROR):
+            assert keys.caller("b") is not None
+            now += 1.1
+            assert keys.caller("b") is not None
+        assert "the keys stay as they were before" in caplog.text
+        assert len(caplog.records) == 1, "told once"
+        caplog.clear()
+    write(path, OF["alice"])
+    now += 1.1
+    assert keys.caller("a") == alice
+    assert keys.caller("b") is None
+    assert len(shares) == 3
+
+
+async def test_a_key_from_the_command_line_to_its_end(tmp_path: Path) -> None:
+    file = str(tmp_path / "keys.yaml")
+    code, key = await prorl("key", "new", "alice", "--file", file, "--scope", "read", "--share", "2.5")
+    assert code == 0
+    key = key.strip()
+    assert written(file) == (hash_of(key), 0o600), "its hash alone is kept"
+    assert KeysFile(Path(file), lambda shares: None).caller(key) == Caller("alice", frozenset({Scope.READ}))
+    assert (await prorl("key", "new", "alice", "--file", file))[0] == 1, "a name is one client's"
+    code, said = await prorl("key", "new", "bob", "--file", file, "--scope", "write")
+    assert (code, "scopes.0: Input should be 'submit'" in said) == (1, True)
+    assert (await prorl("key", "new", "bob", "--file", file))[0] == 0
+    assert await prorl("key", "list", "--file", file) == (0, "alice\t2.5\tread\nbob\t1\tsubmit,read,cancel\n")
+    assert (await prorl("key", "revoke", "alicia", "--file", file))[0] == 1
+    assert (await prorl("key", "revoke", "alice", "--file", file))[0] == 0
+    assert await prorl("key", "list", "--file", file) == (0, "bob\t1\tsubmit,read,cancel\n")
+    assert len({new_key() for _ in range(100)}) == 100
+    assert all(len(new_key().removeprefix("prorl_")) == 43 for _ in range(10)), "256 bits"
 
 
 class Service:
@@ -65,7 +172,7 @@ async def service(
     app = FastAPI()
     add_problem_handlers(app)
     app.add_middleware(KeyGuard, key="admin", clients=keys.caller, scopes=RouteScopes(ROUTES))
-    app.include_router(wire_router(pipeline, CallerWatch(pipeline, grace_s=0.1), Backends()))
+    app.include_router(wire_router(pipeline, AttachedCallers(pipeline, grace_s=0.1), Backends()))
     app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
     async with serve(app) as url, aiohttp.ClientSession() as http:
         at = Service(url, pipeline, bench, path, http)
@@ -234,15 +341,6 @@ async def test_a_key_that_is_revoked_ends_what_is_open(tmp_path: Path) -> None:
         assert (await at.alice.submit(row())).client == "alice"
 
 
-async def test_shares_follow_the_file(tmp_path: Path) -> None:
-    async with service(tmp_path) as at:
-        assert at.pipeline.scheduler.client_shares == at.pipeline.store.shares == {"alice": 1.0, "bob": 3.0}
-        write(at.keys, {**OF["alice"], "share": 7})
-        await asyncio.sleep(0.05)
-        await at.alice.status()
-        assert at.pipeline.scheduler.client_shares == at.pipeline.store.shares == {"alice": 7.0}
-
-
 async def test_the_original_wire_format_obeys_it_too(tmp_path: Path) -> None:
     instance = {**row(run=[Act("held")]), "prompt": "hi"}
     async with service(tmp_path) as at:
@@ -290,21 +388,6 @@ async def test_the_log_tells_of_every_call_that_only_an_administrator_may_make(
             "admin: DELETE '/v1/rollouts/s' by the deployment from 127.0.0.1: 200",
         ]
         assert not at.pipeline.draining
-
-
-async def test_the_command_line_with_a_clients_key(tmp_path: Path) -> None:
-    key = new_key()
-    rows = write_rows(tmp_path / "rows.jsonl", row(), row())
-    async with service(tmp_path) as at:
-        write(at.keys, {"name": "eve", "hash": hash_of(key)}, OF["bob"])
-        await at.bob.submit(row(), id="b", group="r-1")
-        code, said = await prorl("submit", str(rows), "--run", "r", url=at.url, PRORL_TOKEN=key)
-        assert code == 0, said
-        assert {job.client async for job in at.admin.every(group="r-1")} == {"bob", "eve"}
-        code, said = await prorl("status", "--group", "r-1", url=at.url, PRORL_TOKEN=key)
-        assert (code, "r-1-0" in said, "b " in said) == (0, True, False), said
-        code, said = await prorl("cancel", "b", url=at.url, PRORL_TOKEN=key)
-        assert (code, "is another client's" in said) == (1, True)
 
 
 async def test_a_key_with_the_scope_admin_is_an_administrators(tmp_path: Path) -> None:

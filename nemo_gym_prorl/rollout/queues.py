@@ -1,13 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The order of waiting jobs, and each client's part of the bounds that all share. Pure.
+"""Queues of the scheduler: the fair order of waiting jobs, and the barrier of groups that are scored together. Pure.
 
-The highest priority goes first; among equals the client that holds the least for its share, ties in turn; within a
-client the environment that has the least for its share, ties in turn; within that, first come, first served. So a
-thousand long jobs of one client, or of one environment, keep nobody else's out.
+:class:`FairQueue` orders by priority, then by client, then by environment, then by arrival. Of two clients or
+environments, the one that holds less for its share goes first, and ties are served in turn. So a thousand long jobs of
+one client, or of one environment, keep no other's out. Each client with a share has a part of the bounds. All others
+have one part together, as if they were a client with a share of 1, since new names cost nothing.
 
-Clients with a share have a part each; all others have one part together, as if they were a client with a share of 1:
-a name costs nothing there, and each new name would be a new part.
+:class:`GroupBarrier` gathers the rollouts of a group whose verifier compares them (Gym's ``genrm_compare``):
+``/verify`` answers for none of a group before all of them have come. Siblings gather outside the queue and go through
+EVAL as one, so that those that wait for the others hold no slots. A group has one cohort at a time in the queue or at
+work, since a verifier tells its cohorts apart by their prompt at best. A job that is scored again, after a failure,
+gathers anew.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, KeysView, Mapping, Set
+from dataclasses import dataclass, field
+from itertools import count
 from types import MappingProxyType
 
 
@@ -202,7 +208,7 @@ class FairQueue:
             del self._levels[-heapq.heappop(self._priorities)]
 
 
-def is_within_part(client: str, bound: float, has: Mapping[str, float], shares: Mapping[str, float]) -> bool:
+def is_under_fair_share(client: str, bound: float, has: Mapping[str, float], shares: Mapping[str, float]) -> bool:
     """Whether a client has less than its part, so that it may have more although the bound is reached.
 
     Args:
@@ -216,3 +222,118 @@ def is_within_part(client: str, bound: float, has: Mapping[str, float], shares: 
     else:
         own, share = sum(had for name, had in has.items() if name not in shares), 1.0
     return own < bound * share / (sum(shares.values()) + 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A job's part in its cohort: the cohort's number, which no other has had, and the job's place in it from 0."""
+
+    cohort: int
+    index: int
+
+
+@dataclass(slots=True)
+class _Group:
+    """The jobs of a group that have no outcome yet.
+
+    Attributes:
+        live: all of them.
+        gathered: those that wait for siblings, in the order in which they came.
+        complete: those that wait for a slot, the one that stands in the queue first.
+        working: those that are being scored.
+    """
+
+    live: set[str] = field(default_factory=set)
+    gathered: dict[str, None] = field(default_factory=dict)
+    complete: tuple[str, ...] = ()
+    working: dict[str, None] = field(default_factory=dict)
+
+
+class GroupBarrier:
+    """The groups of those environments whose verifiers score siblings together.
+
+    Args:
+        sizes: how many make a cohort, by environment; others are none of its business.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = {name: size for name, size in sizes.items() if size > 1}
+        self._groups: dict[tuple[str, str], _Group] = {}
+        self._keys: dict[str, tuple[str, str]] = {}
+        self._numbers = count()
+
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._keys
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait for siblings or with them, those in the queue left out."""
+        return sum(len(group.gathered) + len(group.complete[1:]) for group in self._groups.values())
+
+    def missing(self, job_id: str) -> tuple[int, frozenset[str]] | None:
+        """How many siblings a waiting job lacks of which none is on its way, and those there are; ``None`` if it does
+        not wait for any, nor for a slot with those that it had: they may be too few again before there is one."""
+        if job_id not in self._keys:
+            return None
+        group, size = self._of(job_id)
+        if job_id not in group.gathered and job_id not in group.complete:
+            return None
+        return max(0, size - len(group.live)), frozenset(group.live)
+
+    # -- events: each that may complete a cohort gives the job that is to stand in the queue for it ---------------
+
+    def join(self, job_id: str, environment: str, group: str | None) -> None:
+        """A job begins; one of another environment, or without a group, is left alone."""
+        if environment in self._sizes and group is not None:
+            self._keys[job_id] = environment, group
+            self._groups.setdefault((environment, group), _Group()).live.add(job_id)
+
+    def leave(self, job_id: str) -> None:
+        """A job has its outcome; it neither waits nor works."""
+        key = self._keys.pop(job_id, None)
+        if key is not None:
+            self._groups[key].live.discard(job_id)
+            if not self._groups[key].live:
+                del self._groups[key]
+
+    def gather(self, job_id: str) -> str | None:
+        """A job is ready to be scored."""
+        group, size = self._of(job_id)
+        group.gathered[job_id] = None
+        return self._completed(group, size)
+
+    def withdraw(self, job_id: str) -> tuple[str | None, str | None]:
+        """A job waits no more. Gives the one that stood in the queue for its cohort, which is incomplete now, if that
+        was complete, and the one that is to stand there instead."""
+        group, size = self._of(job_id)
+        stood = None
+        if job_id in group.complete:
+            stood = group.complete[0]
+            group.gathered = dict.fromkeys((*group.complete, *group.gathered))
+            group.complete = ()
+        group.gathered.pop(job_id, None)
+        return stood, self._completed(group, size)
+
+    def start(self, job_id: str) -> dict[str, Member]:
+        """The job that stands in the queue has a slot: all of its cohort start, the job first."""
+        group, _ = self._of(job_id)
+        number = next(self._numbers)
+        group.working, group.complete = dict.fromkeys(group.complete), ()
+        return {member: Member(number, index) for index, member in enumerate(group.working)}
+
+    def scored(self, job_id: str) -> tuple[str | None, str | None]:
+        """A job is not worked on any more. Gives a sibling that still is, if there is one; else who is next."""
+        group, size = self._of(job_id)
+        del group.working[job_id]
+        return next(iter(group.working), None), self._completed(group, size)
+
+    def _of(self, job_id: str) -> tuple[_Group, int]:
+        key = self._keys[job_id]
+        return self._groups[key], self._sizes[key[0]]
+
+    def _completed(self, group: _Group, size: int) -> str | None:
+        if group.complete or group.working or len(group.gathered) < size:
+            return None
+        group.complete = tuple(group.gathered)[:size]
+        group.gathered = dict.fromkeys(tuple(group.gathered)[size:])
+        return group.complete[0]
