@@ -15,10 +15,16 @@ from collections.abc import AsyncIterator
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.config import PolicyConfig, check_host
-from nemo_gym_prorl.policy.engines.addresses import checked_url, origin_of, root_of
 from nemo_gym_prorl.policy.engines.connections import Connections
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, LogitsReturned, Misconfigured
-from nemo_gym_prorl.policy.engines.registry import ENGINES
+from nemo_gym_prorl.policy.engines.engine import (
+    BackendFailed,
+    LogitsReturned,
+    Misconfigured,
+    checked_url,
+    origin_of,
+    root_of,
+)
+from nemo_gym_prorl.policy.engines.protocols import ENGINES
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
@@ -26,15 +32,15 @@ from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.formats import FORMATS, format_named
 from nemo_gym_prorl.policy.text.parsers import Format
-from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.validate_template import validate_template
 from nemo_gym_prorl.serving.keys import authorization
 
 
 _log = logging.getLogger(__name__)
 
 
-class PolicyHost:
+class PolicyRuntime:
     """A policy service, its backends and its connections.
 
     Args:
@@ -101,7 +107,7 @@ class PolicyHost:
     def _followed(self, folder: str) -> tuple[Renderer, Format]:
         """Tokenizer and template, once it is known that they can be followed, and how the model writes its turns."""
         renderer = Renderer.load(folder, self.config.chat_template)
-        return renderer, rehearse(renderer, self.config.tool_call_parser, thoughts=self.config.thoughts)
+        return renderer, validate_template(renderer, self.config.tool_call_parser, thoughts=self.config.thoughts)
 
     async def _look_over(self) -> None:
         """Say early what every turn would fail with; engines may also come later, so nothing ends for it."""

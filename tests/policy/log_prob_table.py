@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs that the ledger keeps, beside those of the sampled distribution, for each way to sample.
 
-Each row is one way to sample: a few rollouts of two turns through ``PolicyHost``, over a stock vLLM. A recording proxy
+Each row is one way to sample: a few rollouts of two turns through a policy, over a stock vLLM. A recording proxy
 in front of the engine notes each request. The kept log-probs are compared with :mod:`tests.policy.log_prob_truth`,
 which computes them from the model's logits, the recorded request and the model's ``generation_config.json``.
 
@@ -33,8 +33,8 @@ from tokenizers import Tokenizer
 
 from nemo_gym_prorl.failures import RolloutError
 from nemo_gym_prorl.policy.config import PolicyConfig
-from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.engines.engine import Sampling
+from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.http.api import trajectory
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, tiny_model, vllm, vllm_python
@@ -116,7 +116,7 @@ async def recording(engine: str) -> AsyncIterator[tuple[str, dict[tuple[int, ...
 class Meter:
     """Plays rows through a policy and keeps their turns."""
 
-    def __init__(self, host: PolicyHost, seen: Mapping[tuple[int, ...], dict[str, Any]]) -> None:
+    def __init__(self, host: PolicyRuntime, seen: Mapping[tuple[int, ...], dict[str, Any]]) -> None:
         self._host, self._seen, self._names = host, seen, itertools.count()
 
     async def play(self, way: Way) -> list[Sample] | RolloutError:
@@ -192,7 +192,7 @@ class Engine:
         reader = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         async with recording(self.url) as (proxy, seen):
             config = PolicyConfig(base_url=[proxy], model=MODEL, tokenizer=str(self.folder), unreachable_s=30.0)
-            host = PolicyHost(config)
+            host = PolicyRuntime(config)
             async with host.lifespan():
                 meter = Meter(host, seen)
                 first = await meter.play(NEUTRAL)

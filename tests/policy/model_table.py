@@ -18,11 +18,11 @@ from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.text.messages import with_reasoning
 from nemo_gym_prorl.policy.text.parsers import Format, Parsed, parse
-from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
-from nemo_gym_prorl.policy.text.seam import end_of_turn
+from nemo_gym_prorl.policy.text.template import with_reasoning
+from nemo_gym_prorl.policy.text.turn_boundary import end_of_turn
+from nemo_gym_prorl.policy.text.validate_template import validate_template
 from tests.policy.test_formats import ARGUMENTS, PROPERTIES
 from tests.policy.transitions import SHAPES, outcome, renderer_of
 
@@ -129,7 +129,7 @@ def row(file: Path) -> list[str]:
     source, eos = file.read_text(), EOS.get(file.stem, "")
     renderer = renderer_of(source, "bytes", eos)
     try:
-        form = rehearse(renderer)
+        form = validate_template(renderer)
     except CallerError as error:
         why = error.reason.split("turn by turn: ")[-1].split(". Give another")[0].splitlines()[0]
         return ["refused", why[:90].replace("|", "\\|"), *[""] * 5]

@@ -14,17 +14,23 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.pool.backend import (
+    BLOCK,
     Abort,
     Assign,
     Backend,
     Decision,
     GiveUp,
     Health,
+    PrefixBlockCounts,
     Probe,
+    Queue,
+    Rollout,
+    Ticket,
+    blocks_of,
+    first_of,
+    tokens_in,
 )
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.policy.pool.prefixes import BLOCK, Holdings, blocks_of, tokens_in
-from nemo_gym_prorl.policy.pool.tickets import Queue, Rollout, Ticket, first_of
 
 
 LIMIT = 3
@@ -111,7 +117,7 @@ class PoolMachine(RuleBasedStateMachine):
         # Fewer live rollouts than the escape margin: only its own word or its slowness can make a backend hot.
         stays = at_home and home is not None and not (home.paused or home.hot) and home.slowness == 1.0
         if stays and home is not None and home.capacity:
-            stays = home.demand + tokens <= home.capacity
+            stays = home.kv_demand + tokens <= home.capacity
         self.tickets[self.count] = name
         self.waiting.append(self.count)
         if self.pool.backend_of(name) is None:
@@ -236,7 +242,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert len(backend.live) <= LIMIT
             assert sum(backend.groups.values()) == len(backend.live)
             shared = BLOCK * (len(backend.groups) + bool(backend.live))
-            assert backend.demand == shared + sum(max(0, self.prompts[name] - PROMPT) for name in backend.live)
+            assert backend.kv_demand == shared + sum(max(0, self.prompts[name] - PROMPT) for name in backend.live)
         homes = [rollout for backend in self.pool.backends.values() for rollout in backend.live]
         assert len(homes) == len(set(homes)), "a rollout lives on two backends"
 
@@ -368,7 +374,7 @@ def test_what_prompts_share_is_counted_once(live: list[list[int]], asked: list[i
     def prompt(letters: list[int]) -> list[int]:
         return [letter for letter in letters for _ in range(BLOCK)] + [9] * 10
 
-    holdings = Holdings()
+    holdings = PrefixBlockCounts()
     for letters in live:
         holdings.add(blocks_of(prompt(letters)))
     there = {tuple(letters[:end]) for letters in live for end in range(1, len(letters) + 1)}
@@ -391,7 +397,7 @@ def test_siblings_spread_though_a_large_prompt_is_shared_by_all() -> None:
             load.start(f"g{group}", prompt=[*system, *[1 + group] * BLOCK])
     assert max(load.live().values()) - min(load.live().values()) <= 2
     for backend in load.pool.backends.values():
-        assert backend.demand == (80 + len(backend.groups)) * BLOCK
+        assert backend.kv_demand == (80 + len(backend.groups)) * BLOCK
 
 
 def test_a_rollout_that_must_move_goes_where_it_takes_the_least_room() -> None:
@@ -404,7 +410,7 @@ def test_a_rollout_that_must_move_goes_where_it_takes_the_least_room() -> None:
     pool.remove("b2")
     pool.request(100, mover, "g", 0.0, 70)
     assert pool.backend_of(mover) == "b1"
-    assert (pool.backends["b0"].demand, pool.backends["b1"].demand) == (100, 120)
+    assert (pool.backends["b0"].kv_demand, pool.backends["b1"].kv_demand) == (100, 120)
 
 
 def test_equal_backends_take_turns_though_rollouts_come_one_at_a_time() -> None:
@@ -523,7 +529,7 @@ def test_short_rollouts_leave_a_cache_that_overflows_for_one_with_room() -> None
     assert not load.turn(long, 320), "it would cost most to read again"
     assert load.turn(short, 60)
     assert not load.turn(short, 60)
-    assert (load.pool.backends["b0"].demand, load.pool.backends["b1"].demand) == (420, 260)
+    assert (load.pool.backends["b0"].kv_demand, load.pool.backends["b1"].kv_demand) == (420, 260)
 
 
 def test_rollouts_leave_a_crowd_for_an_empty_backend() -> None:

@@ -19,10 +19,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.formats import FORMATS
-from nemo_gym_prorl.policy.text.messages import Message, as_message
 from nemo_gym_prorl.policy.text.parsers import parse
 from nemo_gym_prorl.policy.text.renderer import Renderer
-from nemo_gym_prorl.policy.text.template import ChatTemplate
+from nemo_gym_prorl.policy.text.template import ChatTemplate, Message, as_message
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from tests.policy.engines import tiny_model
 from tests.policy.families import FAMILIES, TOOLS, Family, call_message

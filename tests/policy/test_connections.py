@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.policy.engines.answers import without_echo
-from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, post
+from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, post, without_echo
 from tests.policy.engines import free_port
 
 

@@ -29,13 +29,11 @@ from nemo_gym_prorl.policy.engines.engine import (
     Misconfigured,
     RequestRefused,
     SampleRequest,
+    Sampling,
 )
-from nemo_gym_prorl.policy.engines.nemo_rl import NemoRl
-from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.engines.sglang import SglangGenerate
-from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
+from nemo_gym_prorl.policy.engines.protocols import NemoRl, SglangGenerate, VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.http.api import add_control_routes, trajectory
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.formats import FORMATS
@@ -50,7 +48,7 @@ from tests.rollout.serving import serve as serving
 @pytest.fixture(autouse=True)
 def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenizers of a few words have too few for a rehearsal."""
-    monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: FORMATS["hermes"])
+    monkeypatch.setattr("nemo_gym_prorl.policy.host.validate_template", lambda *_, **__: FORMATS["hermes"])
 
 
 @pytest.fixture
@@ -547,7 +545,7 @@ async def test_an_engine_that_rewrites_history_gives_a_branch_and_no_wrong_chain
 
 
 async def test_the_control_routes(connections: Connections) -> None:
-    host = PolicyHost(PolicyConfig(base_url=[], model=MODEL, engine="vllm_chat", control_token="secret"))
+    host = PolicyRuntime(PolicyConfig(base_url=[], model=MODEL, engine="vllm_chat", control_token="secret"))
     app = FastAPI()
     add_control_routes(app, host)
     async with serving(app) as url:

@@ -18,10 +18,8 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.config import HostRefused
-from nemo_gym_prorl.policy.engines.addresses import checked_url
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, RequestRefused
-from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, RequestRefused, Sampling, checked_url
+from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.pool.backend import Health
 from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.turns import TurnRequest
@@ -38,7 +36,7 @@ HI = [{"role": "user", "content": "hi"}]
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A tokenizer of three words, too few for a rehearsal."""
-    monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: FORMATS["hermes"])
+    monkeypatch.setattr("nemo_gym_prorl.policy.host.validate_template", lambda *_, **__: FORMATS["hermes"])
     folder = tmp_path / "words"
     folder.mkdir()
     return words_in(folder, "hi", "ho", "?")
@@ -79,7 +77,7 @@ async def test_a_server_without_its_tokenizer_does_not_start(
 # What the engines are
 
 
-async def answer_later(host: PolicyHost) -> asyncio.Task[Any]:
+async def answer_later(host: PolicyRuntime) -> asyncio.Task[Any]:
     turn = TurnRequest("r", HI, sampling=Sampling(max_tokens=4, temperature=1.0))
 
     async def ask() -> Any:

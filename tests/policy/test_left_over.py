@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.policy.engines.engine import Misconfigured
 from nemo_gym_prorl.policy.text.formats import FORMATS
-from nemo_gym_prorl.policy.text.left_over import left_over
+from nemo_gym_prorl.policy.text.parsers import unparsed_tool_call
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.families import TOOLS
 from tests.policy.hosts import hosted
@@ -41,30 +41,30 @@ NOT_LEFT = [
 
 @pytest.mark.parametrize("tool_format", GOOD)
 def test_a_call_at_the_end_is_left_over(tool_format: str) -> None:
-    assert left_over(GOOD[tool_format], FORMATS[tool_format], {"look"}) == "look"
-    assert left_over(GOOD[tool_format], FORMATS[tool_format], {"touch"}) is None
-    assert left_over(GOOD[tool_format], FORMATS["plain"], {"look"}) is None
+    assert unparsed_tool_call(GOOD[tool_format], FORMATS[tool_format], {"look"}) == "look"
+    assert unparsed_tool_call(GOOD[tool_format], FORMATS[tool_format], {"touch"}) is None
+    assert unparsed_tool_call(GOOD[tool_format], FORMATS["plain"], {"look"}) is None
 
 
 @pytest.mark.parametrize("before", ["Let me see.\n", "", "`ls` and ```sh\nls\n``` first. "])
 def test_what_is_said_before_a_call_is_no_excuse(before: str) -> None:
-    assert left_over(f"{before}{CALL}\n{CALL}\n", FORMATS["hermes"], {"look"}) == "look"
+    assert unparsed_tool_call(f"{before}{CALL}\n{CALL}\n", FORMATS["hermes"], {"look"}) == "look"
 
 
 @pytest.mark.parametrize("content", NOT_LEFT)
 def test_talk_about_calls_and_mistakes_are_the_policys(content: str) -> None:
-    assert left_over(content, FORMATS["hermes"], {"look"}) is None
+    assert unparsed_tool_call(content, FORMATS["hermes"], {"look"}) is None
 
 
 @pytest.mark.parametrize("tool_format", BAD)
 def test_malformed_calls_are_the_policys(tool_format: str) -> None:
     for content, _ in BAD[tool_format]:
-        assert left_over(content, FORMATS[tool_format], {"look"}) is None
+        assert unparsed_tool_call(content, FORMATS[tool_format], {"look"}) is None
 
 
 @given(st.text(), st.sampled_from(sorted(FORMATS)))
 def test_any_text_has_an_answer(content: str, tool_format: str) -> None:
-    left_over(content, FORMATS[tool_format], {"look"})
+    unparsed_tool_call(content, FORMATS[tool_format], {"look"})
 
 
 def engine(turns: list[dict[str, Any]]) -> Any:
@@ -141,7 +141,7 @@ def test_whatever_vllms_own_parser_leaves_is_no_error_of_the_deployment() -> Non
     texts += [*NOT_LEFT, CALL]
     with VllmParser("<tool_call>", "</tool_call>") as parser:
         parsed = [bool(parser("hermes", text)[1]) for text in texts]
-    left = [left_over(text, FORMATS["hermes"], {"look"}) is not None for text in texts]
+    left = [unparsed_tool_call(text, FORMATS["hermes"], {"look"}) is not None for text in texts]
     wrong = [text for text, theirs, ours in zip(texts, parsed, left, strict=True) if ours and not theirs]
     assert not wrong
     assert sum(left) > 20, "too few to tell"

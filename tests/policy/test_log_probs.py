@@ -16,11 +16,17 @@ from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.connections import Connections
-from nemo_gym_prorl.policy.engines.engine import BackendErred, LogitsReturned, RequestRefused, SampleRequest
+from nemo_gym_prorl.policy.engines.engine import (
+    NEUTRAL,
+    BackendErred,
+    LogitsReturned,
+    RequestRefused,
+    SampleRequest,
+    Sampling,
+)
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.log_probs import LogProbMode, changes, check, judge, judge_biased
-from nemo_gym_prorl.policy.engines.registry import ENGINES
-from nemo_gym_prorl.policy.engines.sampling import NEUTRAL, Sampling
+from nemo_gym_prorl.policy.engines.protocols import ENGINES
 from nemo_gym_prorl.policy.generation import Generation
 from nemo_gym_prorl.policy.http.api import _listing, trajectory
 from nemo_gym_prorl.policy.turns import TurnRequest

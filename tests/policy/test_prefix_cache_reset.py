@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from nemo_gym_prorl.policy.engines.registry import ENGINES
-from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.engines.protocols import ENGINES
+from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.http.api import add_control_routes
 from tests.policy.engines import MODEL, vllm, vllm_python
 from tests.policy.hosts import hosted
@@ -41,7 +41,7 @@ save_file({name: one + changed.get(name, 0) for name, one in weights.items()}, s
 
 
 @asynccontextmanager
-async def controlled(*urls: str, **config: Any) -> AsyncIterator[tuple[PolicyHost, aiohttp.ClientSession]]:
+async def controlled(*urls: str, **config: Any) -> AsyncIterator[tuple[PolicyRuntime, aiohttp.ClientSession]]:
     """The control routes of a model server before these engines, and a client of them."""
     async with hosted(*urls, **config) as host:
         app = FastAPI()

@@ -427,7 +427,7 @@ async def test_nonsense_is_answered_with_a_problem_document(
     http: aiohttp.ClientSession, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A tokenizer of two words has too few for a rehearsal.
-    monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: FORMATS["hermes"])
+    monkeypatch.setattr("nemo_gym_prorl.policy.host.validate_template", lambda *_, **__: FORMATS["hermes"])
     words_in(tmp_path, "hi", "?", template="{{ messages[0].content }}{{ tools | tojson if tools }}")
     policy, headers = {"engine": engine, "tokenizer": str(tmp_path)}, {"Content-Type": "application/json"}
     async with scripted() as upstream:

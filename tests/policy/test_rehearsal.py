@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.text.rehearsal import CannotFollow, rehearse
+from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate
+from nemo_gym_prorl.policy.text.validate_template import CannotFollow, validate_template
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.families import FAMILIES, TEMPLATES, TOOLS
 from tests.policy.hosts import hosted
@@ -37,7 +37,7 @@ def renderer(text: str, *names: str, kind: str = "bytes") -> Renderer:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_can_be_followed_with_every_kind_of_tokenizer(name: str, kind: str) -> None:
     family = FAMILIES[name]
-    rehearse(renderer((TEMPLATES / f"{name}.jinja").read_text(), kind=kind), family.tool_format)
+    validate_template(renderer((TEMPLATES / f"{name}.jinja").read_text(), kind=kind), family.tool_format)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_what_cannot_be_followed_is_refused_by_name(change: tuple[str, str], too
     text = CHATML.replace(*change) if change[0] else CHATML
     assert (text == CHATML) is not bool(change[0])
     with pytest.raises(CannotFollow, match=r"chat_template: .* turn by turn") as refused:
-        rehearse(renderer(text, "<|channel|>"), tool_format)
+        validate_template(renderer(text, "<|channel|>"), tool_format)
     assert why in str(refused.value)
 
 
@@ -71,16 +71,16 @@ def test_a_template_that_is_for_tools_only_is_tried_out_with_tools() -> None:
     text = CHATML.replace(
         "{%- if tools %}", "{%- if not tools %}{{ raise_exception('tools!') }}{% endif %}{%- if tools %}"
     )
-    rehearse(renderer(text), "hermes")
+    validate_template(renderer(text), "hermes")
     with pytest.raises(CannotFollow, match=r"it does not take an answer and another question: .*tools!"):
-        rehearse(renderer(text), "plain")
+        validate_template(renderer(text), "plain")
 
 
 def test_a_tokenizer_that_gives_another_text_back_is_refused() -> None:
     chat = renderer(CHATML)
     chat.tokenizer._fast.decoder = None
     with pytest.raises(CannotFollow, match="the tokenizer gives"):
-        rehearse(chat, "hermes")
+        validate_template(chat, "hermes")
 
 
 def folder_of(tmp_path: Path, text: str | None = None) -> Path:

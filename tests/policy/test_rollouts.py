@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.policy.pool.waits import Wait
+from nemo_gym_prorl.policy.pool.dispatcher import Wait
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from responses_api_models.prorl_model.app import ProrlModel
 from tests.policy.engines import free_port
@@ -140,7 +140,7 @@ def test_time_in_which_several_turns_wait_counts_once(moves: list[tuple[int, flo
     wait, turns, expected = Wait(), dict[int, contextlib.ExitStack](), 0.0
     now = 0.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nemo_gym_prorl.policy.pool.waits.time.monotonic", lambda: now)
+        patch.setattr("nemo_gym_prorl.policy.pool.dispatcher.time.monotonic", lambda: now)
         for turn, seconds in moves:
             if turn in turns:
                 turns.pop(turn).close()

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.engine import BackendFailed
-from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend
 
 
@@ -19,7 +19,7 @@ async def url_of(backend: Backend) -> str:
 
 
 async def test_a_turn_runs_at_its_rollouts_run_only() -> None:
-    host = PolicyHost(PolicyConfig(base_url=[], model="m", engine="vllm_chat", unreachable_s=1.0))
+    host = PolicyRuntime(PolicyConfig(base_url=[], model="m", engine="vllm_chat", unreachable_s=1.0))
     dispatcher, pool = host.dispatcher, host.pool
     async with host.lifespan():
         for run in ("x", "y"):
@@ -53,7 +53,7 @@ async def test_a_turn_runs_at_its_rollouts_run_only() -> None:
     [("label", {"y"}), ("resume", {"y"}), ("resume without a label", {"x", "y"})],
 )
 async def test_new_weights_have_engines_of_their_run_met_again(update: str, met: set[str]) -> None:
-    host = PolicyHost(PolicyConfig(base_url=[], model="m", engine="vllm_chat"))
+    host = PolicyRuntime(PolicyConfig(base_url=[], model="m", engine="vllm_chat"))
     async with host.lifespan():
         # The load reports, which also forget an engine that does not answer, come later.
         urls = {run: f"http://127.0.0.1:1/{run}" for run in ("x", "y")}

@@ -15,12 +15,12 @@ import orjson
 import pytest
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.http.api import SavedRollout, trajectory
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.tokens.saved import saved_turns
+from nemo_gym_prorl.policy.tokens.history import saved_turns
 from nemo_gym_prorl.policy.turns import PolicyAnswer, RolloutGone, RolloutTaken, TurnRequest
 from tests.policy.families import TEMPLATES, TOOLS
 from tests.policy.hosts import hosted
@@ -49,7 +49,7 @@ class Agent:
         self.messages += [{**answer.message, **changes}, asked]
 
 
-def started(engine_url: str, model_folder: Path, **config: Any) -> AbstractAsyncContextManager[PolicyHost]:
+def started(engine_url: str, model_folder: Path, **config: Any) -> AbstractAsyncContextManager[PolicyRuntime]:
     settings = {"tokenizer": str(model_folder), "chat_template": str(TEMPLATES / "thinking.jinja")} | config
     return hosted(engine_url, **settings)
 

@@ -22,11 +22,11 @@ from nemo_gym.responses_converter import VLLMConverter
 from openai.types.responses import FunctionToolParam
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.renderer import Renderer
-from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.text.template import ChatTemplate
+from nemo_gym_prorl.policy.text.turn_boundary import RenderedPrompt
 from nemo_gym_prorl.policy.turns import TurnRequest
 from responses_api_models.prorl_model.app import _offered
 from tests.policy.families import TEMPLATES
@@ -281,7 +281,7 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
 
 @given(text=st.text("ab", max_size=6), other=st.text("ab", max_size=6), opened=st.sampled_from(["", "<think>\n"]))
 def test_a_prompt_is_known_again_and_whether_it_opens_a_thought(text: str, other: str, opened: str) -> None:
-    written = Written.of(text + opened)
+    written = RenderedPrompt.of(text + opened)
     assert written.begins(text + opened + other)
     assert written.begins(other) == other.startswith(text + opened)
     assert written.opened == ("\n" if opened else None)
@@ -320,7 +320,7 @@ def test_tools_of_gyms_rows_are_dumped_likewise() -> None:
     converter = VLLMConverter(return_token_id_information=True)
     chat = converter.responses_to_chat_completion_create_params(params).model_dump(exclude_unset=True)
     text = renderer("{{ tools | tojson }}").first([USER], list(_offered(chat))).written
-    assert text == Written.of(f"[{DUMPED}]")
+    assert text == RenderedPrompt.of(f"[{DUMPED}]")
 
 
 @pytest.mark.parametrize("tool", [{}, {"type": "function"}, {"function": {}}, {"function": "f"}])
@@ -332,7 +332,7 @@ def test_a_tool_without_a_name_is_the_callers_fault(tool: dict[str, Any]) -> Non
 def test_parts_of_a_message_are_lines_as_vllm_makes_them() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
     chat = renderer("{{ messages[0].content }}")
-    assert chat.first([{"role": "user", "content": parts}]).written == Written.of("a\nb")
+    assert chat.first([{"role": "user", "content": parts}]).written == RenderedPrompt.of("a\nb")
 
 
 def test_json_is_written_as_the_template_asks() -> None:

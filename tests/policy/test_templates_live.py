@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.engines.engine import Sampling
+from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES
@@ -80,7 +80,7 @@ async def rendered_by_vllm(
 class Agent:
     """Has the policy say what it is to say, token for token sampled by the engine."""
 
-    def __init__(self, host: PolicyHost, case: tuple[str, str, str, str]) -> None:
+    def __init__(self, host: PolicyRuntime, case: tuple[str, str, str, str]) -> None:
         self.host = host
         self.end, _, self.call, self.stop = case
         self.calls = 0

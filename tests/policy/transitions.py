@@ -18,11 +18,10 @@ from typing import Any
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.formats import FORMATS
-from nemo_gym_prorl.policy.text.messages import with_reasoning
-from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
-from nemo_gym_prorl.policy.text.template import ChatTemplate
+from nemo_gym_prorl.policy.text.template import ChatTemplate, with_reasoning
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
+from nemo_gym_prorl.policy.text.validate_template import validate_template
 from tests.policy.families import TOOLS
 from tests.policy.tokenizers import tokenizer_of
 
@@ -272,7 +271,7 @@ def outcome(source: str, kind: str, shapes: Sequence[str] = ("ac", "ta"), eos: s
     why, followed = "", None
     for tool_format in ("plain", None):
         try:
-            form = rehearse(renderer, tool_format)
+            form = validate_template(renderer, tool_format)
         except CallerError as error:
             why = why or f"{error}"
             if tool_format == "plain" and not renderer.wants_tools:

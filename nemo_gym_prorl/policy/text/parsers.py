@@ -13,13 +13,16 @@ Invariants:
 - A call that the token limit cut off is malformed, however much of it can be read.
 - No call is read from inside a thought. A complete call at the end of an unfinished thought ends the thought, as in
   vLLM's parsers.
+
+An engine that takes turns apart itself, but runs without its tool parser, reports a call as a final answer.
+:func:`unparsed_tool_call` recognises one only beyond doubt: to refuse a sample for what it says would bias training.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -247,3 +250,27 @@ def as_call(name: object, arguments: object, raw: str, own_id: object = None) ->
         return ToolCall(name, raw, "its arguments hold a number that is too large, or half a character", own)
     # Arguments that came as text stay as they are: an engine that renders history must see what it wrote.
     return ToolCall(name, text if text is not None else written, None, own)
+
+
+_QUOTED = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
+
+
+def unparsed_tool_call(content: str, form: Format, tools: Collection[str]) -> str | None:
+    """The tool that the end of a text calls, if it does so beyond doubt.
+
+    Calls that are malformed are the policy's mistake, which engines leave in the text as well; so are those of tools
+    that nobody offered. What is in a block of code, or has text behind it, is talk about a call.
+
+    Args:
+        content: of a turn that is said to be final, without its thought.
+        form: how the model writes calls.
+        tools: names of those that were offered.
+    """
+    plain = _QUOTED.sub("", content)
+    found, quoted_too = parse(plain, form, thoughts=False), parse(content, form, thoughts=False).calls
+    rest, calls = found.content, found.calls
+    if not calls or any(call.malformed or call.name not in tools for call in (*calls, *quoted_too)):
+        return None  # engines leave all calls of a turn in its text for the sake of one that they can't read
+    if "<tool_call>{" in "".join(plain.split()) and plain.count('"arguments"') < len(calls):
+        return None  # engines insist on the key, and we don't
+    return calls[0].name if plain.startswith(rest.rstrip()) else None
