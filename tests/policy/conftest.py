@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.policy.text.formats import FORMATS
 from tests.policy.engines import PROCESSED, tiny_model, vllm
+from tests.policy.hosts import words_in
 
 
 _failed: dict[str, BaseException] = {}
@@ -52,10 +54,20 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield url
 
 
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A tokenizer of three words, too few for a template to be tried out with."""
+    monkeypatch.setattr("nemo_gym_prorl.policy.host.validate_template", lambda *_, **__: FORMATS["hermes"])
+    folder = tmp_path / "words"
+    folder.mkdir()
+    return words_in(folder, "hi", "ho", "?")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whichever test comes first may have to build the engine's environment and teach the model, once per machine."""
     for item in items:
         if {"engine_url", "model_folder"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.engine)
-        if Path(item.path).parent == Path(__file__).parent:
+        if Path(item.path).parent == Path(__file__).parent and item.get_closest_marker("engine"):
             item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.long("starts a real vLLM"))

@@ -23,7 +23,7 @@ from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import with_reasoning
 from nemo_gym_prorl.policy.text.turn_boundary import end_of_turn
 from nemo_gym_prorl.policy.text.validate_template import validate_template
-from tests.policy.test_formats import ARGUMENTS, PROPERTIES
+from tests.policy.test_parsers import ARGUMENTS, PROPERTIES
 from tests.policy.transitions import SHAPES, outcome, renderer_of
 
 

@@ -30,12 +30,12 @@ from tests.policy.families import FAMILIES, TEMPLATES, TOOLS, some_words
 pytestmark = [pytest.mark.gym, pytest.mark.engine, pytest.mark.timeout(600)]
 
 
-def servers(policy_url: str, name: str, server: str = "prorl_model", **settings: Any) -> dict[str, Any]:
-    """Gym's agent and its smallest example, over our model server or Gym's."""
+def servers(policy_url: str, name: str, **settings: Any) -> dict[str, Any]:
+    """Gym's agent and its smallest example, over our model server."""
     return {
         "policy_model": instance(
             "responses_api_models",
-            server,
+            "prorl_model",
             **{"base_url": policy_url, "api_key": "none", "model": name},
             **{"return_token_id_information": True, "uses_reasoning_parser": True, **settings},
         ),
@@ -112,9 +112,7 @@ async def test_gyms_own_agent_over_a_real_engine(engine_url: str, model_folder: 
     assert [(b["id"], b["health"]) for b in backends] == [("backend0", "up")]
 
 
-@pytest.mark.parametrize("server", ["prorl_model", "vllm_model"])
-async def test_a_scripted_policy_needs_no_tokenizer(server: str) -> None:
-    """Nor ours to be the server: Gym's own keeps the prefix chain of what is scripted, too."""
+async def test_a_scripted_policy_needs_no_tokenizer() -> None:
     script = {"turns": [{"tool_calls": [{"name": "get_weather", "arguments": {"city": "x"}}]}, {"content": "done"}]}
     row = {
         "input": [{"role": "user", "content": "how is it?"}],
@@ -130,7 +128,7 @@ async def test_a_scripted_policy_needs_no_tokenizer(server: str) -> None:
         "metadata": {"script": json.dumps(script)},
     }
     async with serve(ScriptedConfig()) as url:
-        config = servers(url, ScriptedConfig().model, server)
+        config = servers(url, ScriptedConfig().model)
         async with hosting(config), aiohttp.ClientSession() as http:
             results = await collect(http, config, [row] * 4)
     assert [result["reward"] for result in results] == [1.0] * 4

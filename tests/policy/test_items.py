@@ -105,18 +105,15 @@ def test_each_sampled_turn_is_a_message_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("item", "field"),
     [
-        ({"role": "user"}, "content"),
         ({"role": "user", "content": 5}, "content"),
         ({"role": "tool", "content": "x"}, "role"),
         ({"role": "user", "content": "x", "colour": "red"}, "colour"),
         ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "content.0.type"),
-        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "content.0.type"),
         ({"type": "function_call", "call_id": "c", "name": "f"}, "arguments"),
         ({"type": "function_call_output", "call_id": "c", "output": "x", "status": "done"}, "status"),
         ({"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"}, "encrypted_content"),
         ({"type": "web_search_call", "id": "w"}, "type"),
         ({"role": "assistant", "content": "x", "generation_token_ids": ["1"]}, "generation_token_ids"),
-        ({"role": "assistant", "content": "x", "generation_log_probs": 5}, "generation_log_probs"),
         ({"role": "assistant", "content": "x", "routed_experts": [[1]]}, "routed_experts"),
         ({"role": "user", "content": "x", "generation_token_ids": [1]}, None),
         ("text", None),

@@ -77,7 +77,7 @@ def url() -> Iterator[str]:
 
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
-EXAMPLES = 20
+EXAMPLES = 10
 
 
 def try_out(url: str, operation: Any) -> int:

@@ -1,13 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Can a chat template be followed? Tried out with a few conversations before the first rollout.
+"""Whether a chat template can be followed turn by turn, tried out with a few conversations before the first rollout.
 
-A template is an arbitrary program, and a tokenizer has its own ideas of white space. What neither is known to do is
-what goes wrong in silence: results that are not shown, an end of turn written twice, a space that nobody wrote.
-So each turn boundary of some made-up conversations is rendered as it will be, and held against the template's rendering of the
-whole. What a rollout's tokens would differ in is refused by its name, at the start.
-
-Pure: no task, socket, clock or thread.
+A template is an arbitrary program, and tokenizers differ in what they do to white space. What goes wrong does so in
+silence: results that are not shown, an end of turn written twice, a space that nobody wrote. So each turn boundary of
+some made-up conversations is rendered as it will be, and compared with the template's rendering of the whole. A
+template whose rollouts would differ in a token is refused at the start, with the difference. Pure: no task, socket,
+clock or thread.
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ def saved_turns(answers: Mapping[str, ConversationNode], after: str | None) -> I
     for name, point in answers.items():
         if behind:
             length = len(before.messages) if before else 0
-            if before is not None and point.messages[:length] != before.messages:
+            if before is not None and (point.messages[:length] != before.messages or len(point.messages) == length):
                 raise CallerError(f"answer {name!r} does not continue the one before: only one line can be saved")
             turn = point.turn
             yield {

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -23,11 +22,7 @@ from nemo_gym_prorl.policy.pool.backend import (
     Health,
     PrefixBlockCounts,
     Probe,
-    Queue,
-    Rollout,
-    Ticket,
     blocks_of,
-    first_of,
     tokens_in,
 )
 from nemo_gym_prorl.policy.pool.pool import BackendPool
@@ -326,32 +321,6 @@ def test_a_late_joiner_gets_its_share_of_the_new_and_no_burst(backends: int, bef
     assert abs(load.live()["late"] - share) <= 1
 
 
-@given(backends=st.integers(1, 8), rollouts=st.integers(10, 80), seed=st.randoms(use_true_random=False))
-def test_a_late_joiner_carries_its_fair_share_once_the_old_load_is_gone(
-    backends: int, rollouts: int, seed: object
-) -> None:
-    load = Load(backends)
-    elders = [load.start() for _ in range(rollouts)]
-    load.pool.add("late", "http://localhost")
-    seed.shuffle(elders)
-    for elder in elders:
-        load.pool.finish(elder)
-        load.start()
-    counts = load.live().values()
-    assert abs(load.live()["late"] - rollouts / (backends + 1)) <= 1 + (max(counts) - min(counts)) / 2
-    assert max(counts) - min(counts) <= max(3, rollouts // backends)
-
-
-@given(backends=st.integers(2, 8), groups=st.integers(1, 12), size=st.integers(1, 16))
-def test_siblings_stay_together_within_the_margin(backends: int, groups: int, size: int) -> None:
-    load = Load(backends)
-    for group in range(groups):
-        for _ in range(size):
-            load.start(f"g{group}")
-    counts = load.live().values()
-    assert max(counts) - min(counts) <= 2
-
-
 @pytest.mark.parametrize(("prompt", "own", "backends"), [(30_000, 0, 1), (30_000, 40_000, 4), (1_000, 0, 4)])
 def test_groups_stay_whole_where_their_prompt_is_long_beside_what_rollouts_own(
     prompt: int, own: int, backends: int
@@ -411,16 +380,6 @@ def test_a_rollout_that_must_move_goes_where_it_takes_the_least_room() -> None:
     pool.request(100, mover, "g", 0.0, 70)
     assert pool.backend_of(mover) == "b1"
     assert (pool.backends["b0"].kv_demand, pool.backends["b1"].kv_demand) == (100, 120)
-
-
-def test_equal_backends_take_turns_though_rollouts_come_one_at_a_time() -> None:
-    load = Load(4)
-    used = []
-    for _ in range(8):
-        name = load.start()
-        used.append(load.where[name])
-        load.pool.finish(name)
-    assert [used.count(f"b{i}") for i in range(4)] == [2, 2, 2, 2]
 
 
 def test_a_rollout_that_returns_finds_its_backend() -> None:
@@ -530,51 +489,6 @@ def test_short_rollouts_leave_a_cache_that_overflows_for_one_with_room() -> None
     assert load.turn(short, 60)
     assert not load.turn(short, 60)
     assert (load.pool.backends["b0"].kv_demand, load.pool.backends["b1"].kv_demand) == (420, 260)
-
-
-def test_rollouts_leave_a_crowd_for_an_empty_backend() -> None:
-    load = Load(2)
-    names = [load.start() for _ in range(24)]
-    for name in names:
-        if load.where[name] == "b1":
-            load.pool.finish(name)
-    moved = [
-        n for n in names if load.where[n] == "b0" and load.pool.request(hash(n), n) != [Assign(hash(n), "b0", None)]
-    ]
-    assert 0 < len(moved) < 12
-    assert load.pool.migrations == len(moved)
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["last", "first", "move", "withdraw", "serve"]), st.integers(0, 30), st.booleans()),
-        max_size=80,
-    )
-)
-def test_tickets_wait_in_the_order_of_a_plain_list(events: list[tuple[str, int, bool]]) -> None:
-    queues: tuple[Queue, Queue] = (OrderedDict(), OrderedDict())
-    lists: tuple[list[int], list[int]] = ([], [])
-    rollout = Rollout("r", None, 0)
-    tickets: dict[int, Ticket] = {}
-    for number, (event, which, other) in enumerate(events):
-        queue, plain = queues[other], lists[other]
-        if event in ("last", "first"):
-            tickets[number] = Ticket(number, rollout)
-            tickets[number].enqueue(queue, first=event == "first")
-            plain.insert(0 if event == "first" else len(plain), number)
-        elif event == "serve" and plain:
-            assert first_of(queue).id == plain[0]
-            tickets.pop(plain.pop(0)).unqueue()
-        elif event in ("move", "withdraw") and tickets:
-            chosen = sorted(tickets)[which % len(tickets)]
-            tickets[chosen].unqueue()
-            lists[chosen in lists[True]].remove(chosen)
-            if event == "move":
-                tickets[chosen].enqueue(queue)
-                plain.append(chosen)
-            else:
-                tickets.pop(chosen).unqueue()
-        assert tuple(map(list, queues)) == lists
 
 
 def test_pausing_drains_and_resuming_names_the_new_weights() -> None:
