@@ -105,22 +105,6 @@ async def test_a_reset_makes_samples_those_of_the_new_weights(
     assert distance(right, wanted) <= 1e-4
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("paused", [True, False])
-async def test_a_vllm_without_the_route_stays_as_it_was_and_the_error_names_the_fix(
-    engine_url: str, paused: bool
-) -> None:
-    async with controlled(engine_url, engine="vllm_chat") as (host, client):
-        if paused:
-            assert (await call(client, "pause"))[0] == 200
-        status, problem = await call(client, "resume", reset_prefix_cache=True)
-        assert status == 422
-        assert "VLLM_SERVER_DEV_MODE=1" in problem["detail"]
-        assert host.pool.backends["backend0"].paused is paused
-        assert (await call(client, "resume"))[0] == 200
-        assert not host.pool.backends["backend0"].paused
-
-
 @pytest.mark.parametrize(
     ("engine", "answers", "status", "says"),
     [
