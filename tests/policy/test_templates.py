@@ -2,15 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands between two turns is what the template says, for templates of every kind; templates that cannot be
 followed are refused by name at the start.
-
-``PRORL_TEMPLATES=FOLDER`` adds real ones: ``.jinja`` files as public collections of chat templates hold them (TRL's,
-llama.cpp's, vLLM's). Nothing of theirs is in this repository.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import replace
 from datetime import datetime
@@ -39,7 +35,7 @@ from tests.policy.families import FAMILIES, TEMPLATES, TOOLS, Family, call_messa
 from tests.policy.hosts import hosted
 from tests.policy.scripted_engine import ScriptedEngine, saved
 from tests.policy.tokenizers import KINDS, tokenizer_of
-from tests.policy.transitions import ids_of, outcome, tally
+from tests.policy.transitions import ids_of, tally
 from tests.rollout.serving import serve as serving
 
 
@@ -125,26 +121,6 @@ def test_a_sampled_text_is_read_as_what_continues_its_prompt(kind: str, words: l
         if kind in ("always", "prepend"):  # They write or take spaces beside special tokens.
             read, wanted = (re.sub(" *(</s>|^) *", r"\1", one) for one in (read, wanted))
         assert read == wanted
-
-
-REAL = Path(os.environ.get("PRORL_TEMPLATES", os.devnull))
-
-
-@pytest.mark.parametrize("kind", KINDS[:3])
-@pytest.mark.parametrize("file", sorted(REAL.glob("*.jinja")) or [None], ids=lambda file: file and file.stem)
-def test_a_real_template_is_followed_to_the_token_or_refused_by_name(
-    file: Path | None, kind: str, record_property: Any
-) -> None:
-    if file is None:
-        pytest.skip("PRORL_TEMPLATES names no folder with real templates")
-    found = outcome(file.read_text(), kind)
-    record_property("outcome", str(found))
-    assert found.tally.faults == 0
-    if found.followed is None:
-        assert re.match("chat_template: (it cannot be followed turn by turn|not a Jinja template): .", found.why)
-    if kind != "bytes":  # no tokenizer of the families that the table names
-        return
-    assert found.followed is None or found.tally.right + found.tally.rewritten > 0
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=30).filter(
