@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import (
     BackendFailed,
@@ -24,6 +23,7 @@ from nemo_gym_prorl.policy.engines.engine import (
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.log_probs import LogProbMode
 from nemo_gym_prorl.policy.engines.protocols import ENGINES
+from nemo_gym_prorl.policy.host import PolicyConfig
 from nemo_gym_prorl.policy.text.formats import FORMATS, format_named
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.validate_template import validate_template

@@ -36,10 +36,9 @@ from starlette.middleware.sessions import SessionMiddleware
 from starlette.types import ASGIApp
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.host import PolicyRuntime
+from nemo_gym_prorl.policy.host import PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.http.callers import (
     DEFERRAL,

@@ -15,8 +15,7 @@ from omegaconf import DictConfig
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
-from nemo_gym_prorl.policy.config import PolicyConfig
-from nemo_gym_prorl.policy.host import PolicyRuntime
+from nemo_gym_prorl.policy.host import PolicyConfig, PolicyRuntime
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
 from tests.policy.engines import MODEL
 

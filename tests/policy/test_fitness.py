@@ -13,8 +13,8 @@ from fastapi import Body, FastAPI
 from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli import app
-from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.fitness import Finding, examine_engine
+from nemo_gym_prorl.policy.host import PolicyConfig
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES
 from tests.policy.hosts import words_in

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.config import HostRefused, PolicyConfig
 from nemo_gym_prorl.policy.engines.engine import (
     BackendFailed,
     Misconfigured,
@@ -26,7 +25,7 @@ from nemo_gym_prorl.policy.engines.engine import (
     Sampling,
     checked_url,
 )
-from nemo_gym_prorl.policy.host import PolicyRuntime
+from nemo_gym_prorl.policy.host import HostRefused, PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend, Health
 from nemo_gym_prorl.policy.turns import TurnRequest

@@ -20,8 +20,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.text.arguments import read_json
-from nemo_gym_prorl.policy.text.parsers import MALFORMED_NAME, Parsed
+from nemo_gym_prorl.policy.text.parsers import MALFORMED_NAME, Parsed, read_json
 
 
 type Message = Mapping[str, Any]
