@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,25 +19,9 @@ from tests.policy.engines import PROCESSED, tiny_model, vllm
 from tests.policy.hosts import words_in
 
 
-_failed: dict[str, BaseException] = {}
-
-
-@contextlib.contextmanager
-def _tried_once(what: str) -> Iterator[None]:
-    """What takes minutes to fail is not tried anew by each test that gets a second try: that took CI hours."""
-    if what in _failed:
-        raise RuntimeError(f"{what} failed before") from _failed[what]
-    try:
-        yield
-    except BaseException as error:
-        _failed[what] = error
-        raise
-
-
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
-    with _tried_once("making the tiny model"):
-        return tiny_model()
+    return tiny_model()
 
 
 @pytest.fixture(scope="package")
@@ -47,10 +30,8 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     if running := os.environ.get("PRORL_TEST_ENGINES"):
         yield running.split(",")[0]
         return
-    with contextlib.ExitStack() as stack:
-        log = tmp_path_factory.mktemp("vllm") / "engine.log"
-        with _tried_once("starting vLLM"):
-            url, _ = stack.enter_context(vllm(model_folder, log, "--trust-request-chat-template", *PROCESSED))
+    log = tmp_path_factory.mktemp("vllm") / "engine.log"
+    with vllm(model_folder, log, "--trust-request-chat-template", *PROCESSED) as (url, _):
         yield url
 
 
