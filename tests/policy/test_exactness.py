@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 from dataclasses import dataclass, field
@@ -75,12 +76,15 @@ async def play_all(engine_url: str, model_folder: Path) -> list[Run]:
     """All rollouts, a few dozen at a time, over all template families in turn."""
     tokenizer = Tokenizer(FastTokenizer.from_file(str(model_folder / "tokenizer.json")))
     gate = asyncio.Semaphore(32)
-    async with Connections() as connections:
+    async with contextlib.AsyncExitStack() as stack:
+        connections = await stack.enter_async_context(Connections())
         services = {}
         for family in FAMILIES.values():
             pool = BackendPool()
             dispatcher = Dispatcher(pool, VllmCompletions(connections, MODEL))
             dispatcher.apply(pool.add("a", engine_url))
+            dispatcher.start()  # else a backend that fails once stays down
+            stack.push_async_callback(dispatcher.aclose)
             renderer = family.renderer(tokenizer)
             services[family.name] = PolicyService(
                 dispatcher, PolicyMetrics(pool), renderer=renderer, form=FORMATS[family.tool_format]
