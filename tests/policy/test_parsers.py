@@ -567,7 +567,7 @@ def test_long_texts_take_linear_time(name: str) -> None:
     for piece in pieces:
         for text in (piece, written(name, [("edit", {"text": piece})]), f"<tool_call>{piece}"):
             parse(text, FORMATS[name], TOOLS)
-    for at in range(0, len(call), 3):
+    for at in range(0, len(call), 9):
         parse(f"{call[:at]}{' ' * 50_000}x{call[at:]}", FORMATS[name], TOOLS)
     parse(call * (200_000 // len(call)), FORMATS[name], TOOLS)
 

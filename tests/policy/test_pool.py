@@ -269,7 +269,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=60)
+TestPool.settings = settings(stateful_step_count=60)
 
 
 class Load:
