@@ -131,7 +131,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "error", "said"), WRONG)
+@pytest.mark.parametrize(("answer", "error", "said"), WRONG, ids=[said for *_, said in WRONG])
 async def test_an_answer_that_is_no_trajectory_is_an_error(
     connections: Connections, answer: Callable[[Any], Any], error: type[Exception], said: str
 ) -> None:
