@@ -246,7 +246,7 @@ async def test_log_probs_depend_on_the_seed_only():
         ({"n": 2}, "n: "),
         ({"stream": True}, "stream: "),
         ({"messages": [{"role": "robot"}]}, "messages[0].role: "),
-        ({"metadata": {"script": "{}"}}, "metadata.script: "),
+        ({"metadata": {"script": "{}"}}, "metadata.script.turns: "),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs: "),
     ],
 )
