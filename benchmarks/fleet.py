@@ -31,7 +31,7 @@ from benchmarks import processes
 from benchmarks.report import Row, parser, publish
 from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.scripted.policy import ScriptedConfig
+from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems

@@ -9,9 +9,8 @@ from collections import Counter, defaultdict
 
 from benchmarks.engines import Request, Rollout, Trace
 from benchmarks.traces import Fleet
-from nemo_gym_prorl.policy.pool.backend import Assign, Decision
+from nemo_gym_prorl.policy.pool.backend import Assign, Decision, blocks_of
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.policy.pool.prefixes import blocks_of
 
 
 class Base:

@@ -245,8 +245,7 @@ def scripted(
     seed: Annotated[int, typer.Option(help="Seed of the log-probabilities.")] = 0,
 ) -> None:
     """Run a model server that plays back the answers that a row brings with it. No language model."""
-    from nemo_gym_prorl.scripted.policy import ScriptedConfig
-    from nemo_gym_prorl.scripted.server import run
+    from nemo_gym_prorl.scripted.server import ScriptedConfig, run
 
     with contextlib.suppress(typer.Exit):  # an interrupt is its good end
         _run(run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port))

@@ -39,7 +39,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
-from nemo_gym_prorl.scripted.policy import ScriptedConfig, ScriptedPolicy
+from nemo_gym_prorl.scripted.server import ScriptedConfig, ScriptedPolicy
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME, ScriptTurn, parse_script
 from tests.handlers.gym_host import hosting, instance, url_of

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
-from nemo_gym_prorl.policy.config import PolicyConfig
+from nemo_gym_prorl.policy.host import PolicyConfig
 from nemo_gym_prorl.rollout.schemas import SubmitRequest
 from nemo_gym_prorl.serving.server_config import ServerConfig
 from resources_servers.prorl_code.app import ProRLCodeConfig

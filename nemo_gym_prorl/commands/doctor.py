@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from nemo_gym_prorl.doctor import Check, Level, examine
-from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.fitness import examine_engine
+from nemo_gym_prorl.policy.host import PolicyConfig
 
 
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}

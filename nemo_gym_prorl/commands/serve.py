@@ -22,7 +22,7 @@ from nemo_gym_prorl.commands import fleet
 from nemo_gym_prorl.failures import CallerError, suggest
 from nemo_gym_prorl.gym import config_files
 from nemo_gym_prorl.gym.deployment import Death, GymDeployment
-from nemo_gym_prorl.policy.engines.addresses import checked_url
+from nemo_gym_prorl.policy.engines.engine import checked_url
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.task_sandboxes import PROGRESS
 

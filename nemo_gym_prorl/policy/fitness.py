@@ -11,17 +11,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.config import PolicyConfig
-from nemo_gym_prorl.policy.engines.addresses import checked_url, origin_of
 from nemo_gym_prorl.policy.engines.connections import Connections
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, SampleRequest
+from nemo_gym_prorl.policy.engines.engine import (
+    BackendFailed,
+    Misconfigured,
+    SampleRequest,
+    Sampling,
+    checked_url,
+    origin_of,
+)
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.log_probs import LogProbMode
-from nemo_gym_prorl.policy.engines.registry import ENGINES
-from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.engines.protocols import ENGINES
+from nemo_gym_prorl.policy.host import PolicyConfig
 from nemo_gym_prorl.policy.text.formats import FORMATS, format_named
-from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.validate_template import validate_template
 from nemo_gym_prorl.serving.keys import authorization
 
 
@@ -114,7 +119,7 @@ def _templates(config: PolicyConfig, engine: HttpEngine) -> Finding:
         if config.tool_call_parser is not None and format_named(config.tool_call_parser) is None:
             raise CallerError(f"{config.tool_call_parser!r} is none of {', '.join(FORMATS)}", field="tool_call_parser")
         renderer = Renderer.load(str(config.tokenizer_folder), config.chat_template)
-        form = rehearse(renderer, config.tool_call_parser, thoughts=config.thoughts)
+        form = validate_template(renderer, config.tool_call_parser, thoughts=config.thoughts)
     except CallerError as error:
         return Finding("Template", "missing", error.reason, "correct --tokenizer, --chat-template or its parser")
     text = renderer.tokenizer.sample_text()

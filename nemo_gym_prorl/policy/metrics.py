@@ -20,7 +20,7 @@ from nemo_gym_prorl.serving.applications import LoopMetrics
 
 _OF_BACKENDS: Mapping[str, tuple[str, Callable[[Backend], float]]] = {
     "live_rollouts": ("Rollouts that live there", lambda backend: len(backend.live)),
-    "live_tokens": ("Tokens of their prompts, shared ones once", lambda backend: backend.demand),
+    "live_tokens": ("Tokens of their prompts, shared ones once", lambda backend: backend.kv_demand),
     "in_flight": ("Requests in flight", lambda backend: len(backend.in_flight)),
     "held": ("Turns that wait for this very backend", lambda backend: len(backend.held)),
     "up": ("1 while the backend serves", lambda backend: backend.health is Health.UP),

@@ -29,21 +29,23 @@ from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, SampleRequest
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.pool.backend import Backend
-from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
-from nemo_gym_prorl.policy.pool.prefixes import blocks_of
-from nemo_gym_prorl.policy.pool.waits import Wait
+from nemo_gym_prorl.policy.pool.backend import Backend, blocks_of
+from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher, Wait
 from nemo_gym_prorl.policy.text.formats import FORMATS
-from nemo_gym_prorl.policy.text.left_over import left_over
-from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of, without_developers
-from nemo_gym_prorl.policy.text.parsers import Format, Parsed, parse, parsed_by_engine
+from nemo_gym_prorl.policy.text.parsers import Format, Parsed, parse, parsed_by_engine, unparsed_tool_call
 from nemo_gym_prorl.policy.text.renderer import Renderer
-from nemo_gym_prorl.policy.text.seam import Written
-from nemo_gym_prorl.policy.tokens.echo import without_tokens
-from nemo_gym_prorl.policy.tokens.history import History, Match, Point, digest
+from nemo_gym_prorl.policy.text.template import Message, as_message, head_of, without_developers
+from nemo_gym_prorl.policy.text.turn_boundary import RenderedPrompt
+from nemo_gym_prorl.policy.tokens.history import (
+    ConversationIndex,
+    ConversationNode,
+    Match,
+    SavedTurn,
+    digest,
+    restored,
+)
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
-from nemo_gym_prorl.policy.tokens.prompt import IdTexts, Prompt
-from nemo_gym_prorl.policy.tokens.saved import SavedTurn, restored
+from nemo_gym_prorl.policy.tokens.prompt import IdTexts, Prompt, strip_known_tokens
 from nemo_gym_prorl.policy.turns import Counts, PolicyAnswer, RolloutGone, RolloutTaken, TurnRequest
 from nemo_gym_prorl.serving.tracing import SpanGroup, note, span
 
@@ -62,9 +64,9 @@ class RolloutState:
     """All that is kept of a rollout."""
 
     run: str | None = None
-    history: History = field(default_factory=History)
+    history: ConversationIndex = field(default_factory=ConversationIndex)
     texts: IdTexts = field(default_factory=IdTexts)
-    answers: dict[str, Point] = field(default_factory=dict)
+    answers: dict[str, ConversationNode] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     began: datetime = field(default_factory=datetime.now)
     wait: Wait = field(default_factory=Wait)
@@ -250,10 +252,10 @@ class PolicyService:
         self._rollouts[name] = rollout
         self._use(name, rollout)
 
-    def without_tokens(self, rollout: str, body: bytes) -> tuple[bytes, list[Turn]] | None:
-        """A request without the tokens of this rollout that it repeats; see :func:`.echo.without_tokens`."""
+    def strip_known_tokens(self, rollout: str, body: bytes) -> tuple[bytes, list[Turn]] | None:
+        """A request without the tokens of this rollout that it repeats; see :func:`.echo.strip_known_tokens`."""
         known = self._rollouts.get(rollout, _NOTHING)
-        return without_tokens(body, known.history.ledger, known.texts)
+        return strip_known_tokens(body, known.history.ledger, known.texts)
 
     def token_fields(self, rollout: str, turn: Turn) -> tuple[bytes, bytes]:
         """A turn's three token fields as JSON, but for the name of the first, in two parts: prompt, and the rest."""
@@ -356,7 +358,7 @@ class PolicyService:
 
     def _render(
         self, rollout: RolloutState, match: Match, messages: Sequence[Message], request: TurnRequest
-    ) -> tuple[Prompt, Turn | None, Written | None]:
+    ) -> tuple[Prompt, Turn | None, RenderedPrompt | None]:
         """The prompt, the turn that it continues, and what the template wrote, if that was done here."""
         if match.ambiguous:
             self._count(rollout, "ambiguous")
@@ -409,7 +411,7 @@ class PolicyService:
         tools = {tool["function"]["name"] for tool in request.tools}
         if parsed.calls:
             self._calling.add(url)
-        elif generation.finish is Finish.STOP and (name := left_over(parsed.content, self.form, tools)):
+        elif generation.finish is Finish.STOP and (name := unparsed_tool_call(parsed.content, self.form, tools)):
             raise Misconfigured(
                 f"{url} gave a call of {name} as the text of a final answer: it parses no calls. In NeMo RL set "
                 "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser, start vLLM with "

@@ -21,11 +21,12 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 
 MODEL_NAME = "prorl-scripted-policy"
@@ -64,15 +65,22 @@ class ScriptError(ValueError):
         self.field = field
 
 
-@dataclass(frozen=True, slots=True)
+def _written(given: Any) -> Any:
+    return orjson.dumps(given).decode() if isinstance(given, dict) else given
+
+
+_STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class ToolCall:
-    """One scripted tool call; ``arguments`` is JSON text, as on the wire."""
+    """One scripted tool call; ``arguments`` is JSON text, as on the wire, or an object."""
 
-    name: str
-    arguments: str
+    name: Annotated[str, Field(min_length=1)]
+    arguments: Annotated[str, BeforeValidator(_written)] = "{}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class ScriptTurn:
     """One scripted assistant turn.
 
@@ -82,9 +90,9 @@ class ScriptTurn:
         latency_s: seconds to wait before answering, in addition to the server's own latency.
     """
 
-    content: str | None
+    content: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
-    latency_s: float = 0.0
+    latency_s: Annotated[float, Field(ge=0)] = 0.0
 
     @property
     def body(self) -> bytes:
@@ -92,7 +100,7 @@ class ScriptTurn:
         return _assistant_body(None, self.content, ((call.name, call.arguments) for call in self.tool_calls))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class Script:
     """The turns of one rollout, in order."""
 
@@ -106,55 +114,22 @@ class Script:
 
 
 NO_SCRIPT_TURN = ScriptTurn(NO_SCRIPT_TEXT)
+_SCRIPT = TypeAdapter(Script)
 
 
 @lru_cache(maxsize=512)
 def parse_script(text: str) -> Script:
-    """Read the JSON text of ``metadata.script``: ``{"turns": [{"content", "tool_calls", "latency_s"}]}``.
-
-    ``arguments`` of a tool call may be JSON text or an object.
+    """Return the script that ``metadata.script`` holds as JSON text.
 
     Raises:
-        ScriptError: it is not such a script; the error names the field.
+        ScriptError: it is no script; the error names the field.
     """
-    where = "metadata.script"
     try:
-        data = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ScriptError(where, f"not JSON ({error})") from error
-    if not isinstance(data, dict) or not isinstance(data.get("turns"), list):
-        raise ScriptError(where, 'must be an object {"turns": [...]}')
-    return Script(tuple(_parse_turn(turn, f"{where}.turns[{i}]") for i, turn in enumerate(data["turns"])))
-
-
-def _parse_turn(data: Any, where: str) -> ScriptTurn:
-    if not isinstance(data, dict):
-        raise ScriptError(where, "must be an object")
-    unknown = data.keys() - {"content", "tool_calls", "latency_s"}
-    if unknown:
-        raise ScriptError(where, f"unknown key {min(unknown)!r}; known are content, tool_calls, latency_s")
-    content = data.get("content")
-    if content is not None and not isinstance(content, str):
-        raise ScriptError(f"{where}.content", "must be a string or null")
-    latency = data.get("latency_s", 0)
-    if not isinstance(latency, (int, float)) or latency < 0:
-        raise ScriptError(f"{where}.latency_s", "must be a number of seconds >= 0")
-    calls = data.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise ScriptError(f"{where}.tool_calls", "must be a list")
-    parsed = tuple(_parse_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
-    return ScriptTurn(content, parsed, float(latency))
-
-
-def _parse_call(data: Any, where: str) -> ToolCall:
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not data["name"]:
-        raise ScriptError(f"{where}.name", "must be a non-empty string")
-    arguments = data.get("arguments", "{}")
-    if isinstance(arguments, dict):
-        arguments = orjson.dumps(arguments).decode()
-    if not isinstance(arguments, str):
-        raise ScriptError(f"{where}.arguments", "must be JSON text or an object")
-    return ToolCall(data["name"], arguments)
+        return _SCRIPT.validate_json(text)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in wrong["loc"])
+        raise ScriptError(f"metadata.script{path}", wrong["msg"]) from error
 
 
 def next_turn(messages: Sequence[Mapping[str, Any]]) -> int:

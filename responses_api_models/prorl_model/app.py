@@ -36,10 +36,9 @@ from starlette.middleware.sessions import SessionMiddleware
 from starlette.types import ASGIApp
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.config import PolicyConfig
-from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.host import PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.http.callers import (
     DEFERRAL,
@@ -50,9 +49,9 @@ from nemo_gym_prorl.policy.http.callers import (
     route_of_callers,
 )
 from nemo_gym_prorl.policy.http.fields import FOR_ENGINES, check, of_messages, of_responses
-from nemo_gym_prorl.policy.http.turn_requests import Terms, TurnRequests, about, read_object
-from nemo_gym_prorl.policy.text.messages import Message, arguments_of
+from nemo_gym_prorl.policy.http.turn_requests import RequestTemplate, TurnRequests, about, read_object
 from nemo_gym_prorl.policy.text.parsers import Parsed
+from nemo_gym_prorl.policy.text.template import Message, arguments_of
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
 from nemo_gym_prorl.serving.applications import DirectRoutes, put_in_front
@@ -150,7 +149,7 @@ class ProrlModel(SimpleResponsesAPIModel):
         raise_open_file_limit()
         app = super().setup_webserver()
         config = self.config
-        self._host = PolicyHost(policy)
+        self._host = PolicyRuntime(policy)
         self._converter = VLLMConverter(
             return_token_id_information=config.return_token_id_information,
             uses_reasoning_parser=config.uses_reasoning_parser,
@@ -256,7 +255,7 @@ class ProrlModel(SimpleResponsesAPIModel):
         echoed += ("text", "reasoning", "service_tier", "truncation")
         return {name: getattr(body, name) for name in echoed} | {"model": self.config.model, "object": "response"}
 
-    def _terms(self, params: dict[str, Any], more: Mapping[str, Any]) -> Terms:
+    def _terms(self, params: dict[str, Any], more: Mapping[str, Any]) -> RequestTemplate:
         """A request without its input, read and answered by Gym's own classes."""
         try:
             body = NeMoGymResponseCreateParamsNonStreaming.model_validate(params | {"input": []})
@@ -265,7 +264,7 @@ class ProrlModel(SimpleResponsesAPIModel):
         asked = self._turn_request(self._asked(body) | more, (), body.instructions)
         empty = PolicyAnswer("", {}, Parsed(None, "", ()), None, Finish.STOP, 0)
         response = NeMoGymResponse.model_validate(self._envelope(body) | about(empty, None) | {"output": []})
-        return Terms(asked, orjson.loads(response.model_dump_json(by_alias=True)))
+        return RequestTemplate(asked, orjson.loads(response.model_dump_json(by_alias=True)))
 
     def _items(self, message: Message) -> list[dict[str, Any]]:
         """A turn's items as this Gym writes them."""

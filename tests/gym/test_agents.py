@@ -15,7 +15,7 @@ from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from scripts.scripted_turns.swe import scripted_row
 from tests.gym.families import MIXTURE, MODELS, WITH_GYMS_AGENT, Families
-from tests.policy.test_gym import assert_chain, trained
+from tests.policy.test_gym_agents import assert_chain, trained
 from tests.tasks.swe import tally
 
 

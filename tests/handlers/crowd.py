@@ -27,7 +27,7 @@ from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
 from tests.policy.engines import free_port
 from tests.policy.model_process import Server, started
-from tests.policy.probes import answer_of, is_probe
+from tests.policy.scripted_engine import answer_of, is_probe
 from tests.rollout.serving import serve
 
 

@@ -28,7 +28,7 @@ from nemo_rl.models.generation.vllm.utils import attach_routed_experts_to_chat_r
 
 from nemo_gym_prorl.scripted import text
 from tests.nemo_rl.tokenizer import ByteTokenizer
-from tests.policy.probes import answer_of, is_probe
+from tests.policy.scripted_engine import answer_of, is_probe
 
 
 MODEL = "bytes"

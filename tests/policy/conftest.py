@@ -8,35 +8,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.policy.text.formats import FORMATS
 from tests.policy.engines import PROCESSED, tiny_model, vllm
-
-
-_failed: dict[str, BaseException] = {}
-
-
-@contextlib.contextmanager
-def _tried_once(what: str) -> Iterator[None]:
-    """What takes minutes to fail is not tried anew by each test that gets a second try: that took CI hours."""
-    if what in _failed:
-        raise RuntimeError(f"{what} failed before") from _failed[what]
-    try:
-        yield
-    except BaseException as error:
-        _failed[what] = error
-        raise
+from tests.policy.hosts import words_in
 
 
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
-    with _tried_once("making the tiny model"):
-        return tiny_model()
+    return tiny_model()
 
 
 @pytest.fixture(scope="package")
@@ -45,11 +30,18 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     if running := os.environ.get("PRORL_TEST_ENGINES"):
         yield running.split(",")[0]
         return
-    with contextlib.ExitStack() as stack:
-        log = tmp_path_factory.mktemp("vllm") / "engine.log"
-        with _tried_once("starting vLLM"):
-            url, _ = stack.enter_context(vllm(model_folder, log, "--trust-request-chat-template", *PROCESSED))
+    log = tmp_path_factory.mktemp("vllm") / "engine.log"
+    with vllm(model_folder, log, "--trust-request-chat-template", *PROCESSED) as (url, _):
         yield url
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A tokenizer of three words, too few for a template to be tried out with."""
+    monkeypatch.setattr("nemo_gym_prorl.policy.host.validate_template", lambda *_, **__: FORMATS["hermes"])
+    folder = tmp_path / "words"
+    folder.mkdir()
+    return words_in(folder, "hi", "ho", "?")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,5 +49,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"engine_url", "model_folder"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.engine)
-        if Path(item.path).parent == Path(__file__).parent:
+        if Path(item.path).parent == Path(__file__).parent and item.get_closest_marker("engine"):
             item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.long("starts a real vLLM"))

@@ -15,16 +15,15 @@ from omegaconf import DictConfig
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
-from nemo_gym_prorl.policy.config import PolicyConfig
-from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.host import PolicyConfig, PolicyRuntime
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
 from tests.policy.engines import MODEL
 
 
 @contextlib.asynccontextmanager
-async def hosted(*urls: str, **config: Any) -> AsyncIterator[PolicyHost]:
+async def hosted(*urls: str, **config: Any) -> AsyncIterator[PolicyRuntime]:
     """A policy before these engines, from its start to its end."""
-    host = PolicyHost(PolicyConfig(base_url=list(urls), **({"model": MODEL} | config)))
+    host = PolicyRuntime(PolicyConfig(base_url=list(urls), **({"model": MODEL} | config)))
     async with host.lifespan():
         yield host
 

@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.text.messages import with_reasoning
+from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.text.parsers import Format, Parsed, parse
-from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
-from nemo_gym_prorl.policy.text.seam import end_of_turn
-from tests.policy.test_formats import ARGUMENTS, PROPERTIES
-from tests.policy.transitions import SHAPES, outcome, renderer_of
+from nemo_gym_prorl.policy.text.template import ChatTemplate, with_reasoning
+from nemo_gym_prorl.policy.text.turn_boundary import end_of_turn
+from nemo_gym_prorl.policy.text.validate_template import validate_template
+from tests.policy.families import TOOLS as LOOK
+from tests.policy.test_parsers import ARGUMENTS, PROPERTIES
+from tests.policy.tokenizers import tokenizer_of
+from tests.policy.transitions import SHAPES, Setting, Tally, tally_of, transitions
 
 
 USER = {"role": "user", "content": "q"}
@@ -49,6 +53,57 @@ EOS = {
     "tencent-Hy3": "<｜hy_eos:opensource｜>",
 }
 """Ends of turns that the templates do not spell like a special token, as the models' configurations name them."""
+
+
+SOME: list[Setting] = [(False, 1, False), (True, 1, False, True), (True, 3, True)]
+"""Settings for many templates: one of the three has thoughts, and one long texts."""
+
+
+def renderer_of(source: str, kind: str, eos: str = "") -> Renderer:
+    """A template with a tokenizer of a kind that has the template's special tokens and an end of turn."""
+    if eos:
+        tokenizer = tokenizer_of(kind, source, "<s>", names=[eos])
+        return Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token=eos))
+    tokenizer = tokenizer_of(kind, source, "</s><s>")
+    found = Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token="</s>"))
+    stops = _stops(found)
+    eos = "<|endoftext|>" if "phi" in source.lower() else next(iter(stops), "</s>")
+    tokenizer = tokenizer_of(kind, source, "</s><s>", *stops, eos)
+    return Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token=eos))
+
+
+def _stops(renderer: Renderer) -> list[str]:
+    """The token at which answers and calls of a template end."""
+    asked, stops = {"role": "user", "content": "Askone"}, []
+    function = {"name": "look", "arguments": '{"what": "Sayone"}'}
+    calls = [{"id": "callid001", "type": "function", "function": function}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
+    result = {"role": "tool", "tool_call_id": "callid001", "name": "look", "content": "Askone"}
+
+    def behind(*messages: dict[str, Any], tools: Sequence[dict[str, Any]], prompt: bool) -> list[str]:
+        try:
+            _, found, tail = renderer.template.render(messages, tools, prompt=prompt).rpartition("Sayone")
+        except CallerError:
+            return []
+        return renderer.tokenizer.special_pattern.findall(tail.partition("Askone")[0]) if found else []
+
+    for turn, new, tools, which in (
+        ({"role": "assistant", "content": "Sayone"}, asked, (), 0),
+        (call, result, LOOK, -1),
+    ):
+        gap = behind(asked, turn, new, tools=tools, prompt=True)
+        last = behind(asked, turn, tools=tools, prompt=False)
+        # Some close a conversation's last turn only where another one is opened.
+        ends = [one for one in last if one in gap] or behind(asked, turn, tools=tools, prompt=True)[:1] or gap[:1]
+        stops += [one for one in ends[which:][:1] if one in gap and one not in stops]
+    return stops
+
+
+def _seams(renderer: Renderer, eos: str, shapes: Sequence[str], offered: Sequence[Any]) -> Tally:
+    """Turn boundaries of a template. Its models stop at what it writes behind a turn, whoever comes next."""
+    shown = [with_reasoning] if renderer.thought_marker != "<think>" else []
+    stops = [eos] if eos else _stops(renderer)
+    return tally_of(renderer, transitions(renderer.template, stops, shapes, SOME, offered, *shown))
 
 
 def _calls(count: int) -> list[dict[str, Any]]:
@@ -129,21 +184,21 @@ def row(file: Path) -> list[str]:
     source, eos = file.read_text(), EOS.get(file.stem, "")
     renderer = renderer_of(source, "bytes", eos)
     try:
-        form = rehearse(renderer)
+        form = validate_template(renderer)
     except CallerError as error:
         why = error.reason.split("turn by turn: ")[-1].split(". Give another")[0].splitlines()[0]
         return ["refused", why[:90].replace("|", "\\|"), *[""] * 5]
-    name = outcome(source, "bytes", (), eos)
-    if not renderer.shows_tools or name.followed == "plain":
-        seams = outcome(source, "bytes", SHAPES[:1], eos).tally
+    name = next(name for name, known in FORMATS.items() if known == replace(form, think=known.think))
+    if not renderer.shows_tools or name == "plain":
+        seams = _seams(renderer, eos, SHAPES[:1], ((),))
         return ["shows no tools", *["–"] * 5, f"{seams.right} of {seams.right + seams.wrong}"]
     one, two = _read(renderer, form, 1), None
     if not renderer.one_call:
         two = _read(renderer, form, 2)
-    seams = outcome(source, "bytes", SHAPES[1:], eos).tally
+    seams = _seams(renderer, eos, SHAPES[1:], ((), LOOK))
     yes = {True: "yes", False: "**no**"}
     return [
-        f"`{name.followed}`",
+        f"`{name}`",
         yes[one is not None],
         "one a turn" if renderer.one_call or (one and not two) else yes[two is not None],
         yes[one is not None and _cut(form, one[0])],

@@ -13,13 +13,12 @@ from fastapi import Body, FastAPI
 from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli import app
-from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.fitness import Finding, examine_engine
+from nemo_gym_prorl.policy.host import PolicyConfig
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES
 from tests.policy.hosts import words_in
-from tests.policy.probes import answer_of
-from tests.policy.test_engines import completion, says
+from tests.policy.scripted_engine import answer_of, completion, says
 from tests.rollout.serving import serve as serving
 
 

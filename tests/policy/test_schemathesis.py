@@ -102,6 +102,7 @@ def try_out(url: str, operation: Any) -> int:
     return count
 
 
+@pytest.mark.long("requests of any form to fifteen routes; nonsense has a short test in test_prorl_model.py")
 @pytest.mark.parametrize("path", PATHS)
 def test_every_answer_is_documented(url: str, path: str) -> None:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")

@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The scripted policy over real HTTP, as a client of vLLM sees it."""
+"""The scripted policy: the prefix chain over arbitrary scripts and conversations, and its routes over real HTTP."""
+
+from __future__ import annotations
 
 import asyncio
 import re
@@ -12,9 +14,112 @@ from collections.abc import AsyncIterator
 import aiohttp
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from nemo_gym_prorl.scripted import text
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
-from nemo_gym_prorl.scripted.text import END_OF_TURN, MODEL_NAME, decode_ids
+from nemo_gym_prorl.scripted.text import END_OF_TURN, MODEL_NAME, ScriptError, decode_ids
+
+
+words = st.text(st.characters(codec="utf-8"), max_size=30)
+
+
+tool_calls = st.lists(
+    st.fixed_dictionaries({"name": st.sampled_from(["bash", "submit"]), "arguments": st.dictionaries(words, words)}),
+    max_size=3,
+)
+
+
+turns = st.fixed_dictionaries({"content": st.none() | words, "tool_calls": tool_calls})
+
+
+def assistant_message(turn: text.ScriptTurn, index: int) -> dict:
+    """A turn as a client sends it back."""
+    calls = [
+        {
+            "id": text.call_id(index, i),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for i, call in enumerate(turn.tool_calls)
+    ]
+    return {"role": "assistant", "content": turn.content, "tool_calls": calls}
+
+
+def observations(message: dict, content: str) -> list[dict]:
+    """What follows a turn: tool results, or a user's word where there were no calls."""
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": content} for call in message["tool_calls"]]
+    return results or [{"role": "user", "content": content}]
+
+
+@given(st.lists(turns, max_size=4), st.lists(words, min_size=5, max_size=5), words)
+def test_each_prompt_starts_with_the_previous_prompt_and_its_generation(script_turns, replies, question):
+    script = text.parse_script(orjson.dumps({"turns": script_turns}).decode())
+    messages = [{"role": "system", "content": "Be useful."}, {"role": "user", "content": question}]
+    so_far = b""
+    for index in range(len(script_turns) + 1):
+        assert text.next_turn(messages) == index
+        prompt = text.render_prompt(messages, [{"type": "function", "function": {"name": "bash"}}])
+        assert prompt.startswith(so_far)
+        assert text.generated_turns(prompt) == index
+        turn = script.turn(index)
+        generated, whole = text.finish(turn.body, 10_000)
+        assert whole
+        assert generated[-1] == text.END_OF_TURN
+        so_far = prompt + generated
+        message = assistant_message(turn, index)
+        messages += [message, *observations(message, replies[index])]
+    assert text.render_prompt(messages, [{"type": "function", "function": {"name": "bash"}}]).startswith(so_far)
+
+
+@given(turns, words, st.integers(min_value=1, max_value=60))
+def test_a_cut_turn_comes_back_as_the_same_tokens(turn, question, max_tokens):
+    body = text.parse_script(orjson.dumps({"turns": [turn]}).decode()).turn(0).body
+    generated, whole = text.finish(body, max_tokens)
+    assert len(generated) <= max_tokens
+    assert whole == (len(body) < max_tokens)
+    if not whole:
+        messages = [{"role": "user", "content": question}]
+        before = text.render_prompt(messages)
+        messages.append({"role": "assistant", "content": generated.decode()})
+        assert text.render_prompt(messages).startswith(before + generated)
+
+
+def test_reasoning_that_the_client_took_out_is_put_back_in_place():
+    turn = text.ScriptTurn("<think>look first</think>Here.")
+    parsed = {"role": "assistant", "content": "Here.", "reasoning": "look first", "reasoning_content": "look first"}
+    prompt = text.render_prompt([{"role": "user", "content": "?"}])
+    assert text.render_prompt([{"role": "user", "content": "?"}, parsed]).startswith(prompt + turn.body)
+
+
+def test_parallel_calls_split_into_two_messages_are_still_one_turn():
+    first = assistant_message(text.ScriptTurn(None, (text.ToolCall("bash", "{}"), text.ToolCall("bash", "{}"))), 0)
+    split = []
+    for call in first["tool_calls"]:
+        split += [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "ok"}]
+    assert text.next_turn([{"role": "user", "content": "?"}, *split]) == 1
+    assert text.next_turn([*split, {"role": "assistant", "content": "Well."}, {"role": "user", "content": "?"}]) == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "field"),
+    [
+        ("nonsense", "metadata.script"),
+        ('{"turns": [3]}', "metadata.script.turns[0]"),
+        ('{"turns": [{"content": 5}]}', "metadata.script.turns[0].content"),
+        ('{"turns": [{}, {"tool_calls": [{}]}]}', "metadata.script.turns[1].tool_calls[0].name"),
+        ('{"turns": [{"latency_s": -1}]}', "metadata.script.turns[0].latency_s"),
+        ('{"turns": [{"text": "x"}]}', "metadata.script.turns[0].text"),
+    ],
+)
+def test_a_malformed_script_is_refused_by_field(script, field):
+    with pytest.raises(ScriptError) as error:
+        text.parse_script(script)
+    assert error.value.field == field
+
+
+# Over HTTP, as a client of vLLM sees it
 
 
 SCRIPT = orjson.dumps(
@@ -31,6 +136,8 @@ SCRIPT = orjson.dumps(
         ]
     }
 ).decode()
+
+
 QUESTION = {"role": "user", "content": "What is there?"}
 
 
@@ -94,15 +201,6 @@ async def test_a_rollout_is_played_turn_by_turn_with_chained_tokens(client):
     assert "script of 2 turn(s) has ended" in messages[-1]["content"]
 
 
-async def test_tokenize_gives_the_prompt_of_the_same_chat_request(client):
-    tools = [{"type": "function", "function": {"name": "bash"}}]
-    answer = await client.chat([QUESTION], tools=tools, return_token_ids=True)
-    tokenized = await client.post("/tokenize", {"messages": [QUESTION], "tools": tools})
-    assert tokenized["tokens"] == answer["prompt_token_ids"]
-    assert tokenized["count"] == len(tokenized["tokens"])
-    assert b"What is there?" in decode_ids(tokenized["tokens"])
-
-
 async def test_completions_take_and_give_the_same_token_ids_as_chat(client):
     chat = await client.chat([QUESTION], metadata={"script": SCRIPT}, return_token_ids=True)
     body = {
@@ -112,6 +210,8 @@ async def test_completions_take_and_give_the_same_token_ids_as_chat(client):
         "logprobs": 0,
         "return_token_ids": True,
     }
+    tokenized = await client.post("/tokenize", {"messages": [QUESTION]})
+    assert tokenized["tokens"] == chat["prompt_token_ids"]
     raw = (await client.post("/v1/completions", body))["choices"][0]
     assert raw["token_ids"] == chat["choices"][0]["token_ids"]
     assert raw["prompt_token_ids"] == chat["prompt_token_ids"]
@@ -122,28 +222,10 @@ async def test_completions_take_and_give_the_same_token_ids_as_chat(client):
     body["prompt"] = [*raw["prompt_token_ids"], *raw["token_ids"], *observation]
     second = (await client.post("/v1/completions", body))["choices"][0]
     assert '"submit"' in second["text"]
-
-
-async def test_without_a_script_it_says_what_it_is(client):
-    answer = await client.chat([QUESTION])
-    assert MODEL_NAME in answer["choices"][0]["message"]["content"]
-    assert answer["choices"][0]["logprobs"] is None
-    assert "token_ids" not in answer["choices"][0]
-
-
-async def test_max_tokens_cuts_the_turn(client):
-    answer = await client.chat([QUESTION], metadata={"script": SCRIPT}, max_tokens=4, return_token_ids=True)
-    choice = answer["choices"][0]
-    assert choice["finish_reason"] == "length"
+    cut = await client.chat([QUESTION], metadata={"script": SCRIPT}, max_tokens=4, return_token_ids=True)
+    (choice,) = cut["choices"]
     assert choice["message"] == {"role": "assistant", "content": "Both", "tool_calls": []}
-    assert decode_ids(choice["token_ids"]) == b"Both"
-
-
-async def test_top_logprobs_lead_with_the_chosen_token(client):
-    answer = await client.chat([QUESTION], logprobs=True, top_logprobs=3)
-    entry = answer["choices"][0]["logprobs"]["content"][0]
-    assert [len(entry["top_logprobs"]), entry["top_logprobs"][0]["token"]] == [3, entry["token"]]
-    assert entry["top_logprobs"][1]["logprob"] < entry["logprob"]
+    assert (choice["finish_reason"], decode_ids(choice["token_ids"])) == ("length", b"Both")
 
 
 async def test_log_probs_depend_on_the_seed_only():
@@ -160,14 +242,11 @@ async def test_log_probs_depend_on_the_seed_only():
     ("fields", "message"),
     [
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, "maximum context length is 2000 tokens"),
-        ({"max_tokens": 1999}, "'max_tokens' or 'max_completion_tokens' is too large"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"n": 2}, "n: "),
         ({"stream": True}, "stream: "),
-        ({"messages": []}, "messages: "),
         ({"messages": [{"role": "robot"}]}, "messages[0].role: "),
-        ({"metadata": {"script": "{}"}}, "metadata.script: "),
-        ({"metadata": {"script": {"turns": []}}}, "metadata.script: "),
+        ({"metadata": {"script": "{}"}}, "metadata.script.turns: "),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs: "),
     ],
 )
@@ -175,32 +254,6 @@ async def test_a_wrong_request_gets_a_clear_400(client, fields, message):
     answer = await client.post("/v1/chat/completions", {"messages": [QUESTION], **fields}, status=400)
     assert message in answer["error"]["message"]
     assert answer["error"]["code"] == 400
-
-
-async def test_other_wrong_requests(client):
-    assert "does not exist" in (await client.chat([QUESTION], model="gpt", status=404))["error"]["message"]
-    assert "JSON object" in (await client.post("/tokenize", [1], status=400))["error"]["message"]
-    out_of_range = await client.post("/v1/completions", {"prompt": [1, 256]}, status=400)
-    assert "[0, 256)" in out_of_range["error"]["message"]
-    async with client.session.post(client.root + "/tokenize", data=b"{") as response:
-        assert response.status == 400
-
-
-async def test_models_and_health(client):
-    async with client.session.get(client.root + "/v1/models") as response:
-        card = (await response.json())["data"][0]
-    assert card["id"] == MODEL_NAME
-    assert card["max_model_len"] == 2000
-    async with client.session.get(client.root + "/health") as response:
-        assert response.status == 200
-
-
-async def test_latency_of_server_and_turn_add_up():
-    script = '{"turns": [{"content": "late", "latency_s": 0.1}]}'
-    async with serve(ScriptedConfig(latency_s=0.1)) as url, aiohttp.ClientSession() as session:
-        start = time.monotonic()
-        await Client(session, url).chat([QUESTION], metadata={"script": script})
-        assert time.monotonic() - start >= 0.2
 
 
 async def test_a_caller_that_hangs_up_is_not_waited_for():

@@ -1,13 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Agents of all manners against one policy service and a real engine: what they send, and what the ledger makes of
-it."""
+"""Agents of all manners against one policy service: what they send, and what the ledger makes of it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,18 @@ import orjson
 import pytest
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.http.api import SavedRollout, trajectory
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.tokens.saved import saved_turns
+from nemo_gym_prorl.policy.tokens.history import saved_turns
 from nemo_gym_prorl.policy.turns import PolicyAnswer, RolloutGone, RolloutTaken, TurnRequest
 from tests.policy.families import TEMPLATES, TOOLS
 from tests.policy.hosts import hosted
-
-
-pytestmark = pytest.mark.engine
-
-TWENTY = Sampling(max_tokens=20, temperature=1.0, extra={"ignore_eos": True})
-"""Twenty tokens, whatever they are."""
+from tests.policy.scripted_engine import ScriptedEngine, saved
+from tests.policy.tokenizers import tokenizer_of
+from tests.rollout.serving import serve as serving
 
 
 class Agent:
@@ -49,14 +45,30 @@ class Agent:
         self.messages += [{**answer.message, **changes}, asked]
 
 
-def started(engine_url: str, model_folder: Path, **config: Any) -> AbstractAsyncContextManager[PolicyHost]:
-    settings = {"tokenizer": str(model_folder), "chat_template": str(TEMPLATES / "thinking.jinja")} | config
-    return hosted(engine_url, **settings)
+THINKING = TEMPLATES / "thinking.jinja"
+BYTES = tokenizer_of("bytes", *(path.read_text() for path in TEMPLATES.glob("*.jinja")), "<|im_end|>", "</s>")
+TWENTY = Sampling(max_tokens=20)
+"""The engine says twenty letters that the prompt determines."""
+
+
+def text_of(template: Path) -> str:
+    return template.read_text()
+
+
+@contextlib.asynccontextmanager
+async def started(folder: Path, template: Path = THINKING, **config: Any) -> AsyncIterator[PolicyRuntime]:
+    """A policy before an engine of its own."""
+    tokenizer = saved(folder, BYTES, text_of(template))
+    async with (
+        serving(ScriptedEngine(BYTES, finish="length").app()) as url,
+        hosted(url, tokenizer=tokenizer, **config) as host,
+    ):
+        yield host
 
 
 @pytest.fixture
-async def agent(engine_url: str, model_folder: Path) -> AsyncIterator[Agent]:
-    async with started(engine_url, model_folder) as host:
+async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
+    async with started(tmp_path) as host:
         yield Agent(host.service)
 
 
@@ -81,17 +93,6 @@ async def test_an_agent_may_tidy_up_what_it_was_told(agent: Agent) -> None:
     assert third.turn.parent is None
 
 
-async def test_an_example_conversation_in_front_does_not_break_the_chain(agent: Agent) -> None:
-    agent.messages = [
-        {"role": "user", "content": "lamp"},
-        {"role": "assistant", "content": "key"},
-        {"role": "user", "content": "box"},
-    ]
-    first = await agent.ask()
-    agent.goes_on(first)
-    assert (await agent.ask()).turn.parent is first.turn
-
-
 async def test_only_what_is_new_may_be_sent(agent: Agent) -> None:
     first = await agent.ask()
     second = await agent.ask(messages=[{"role": "user", "content": "and?"}], after=first.id)
@@ -113,25 +114,22 @@ def restored(service: PolicyService, name: str, after: str | None = None) -> Sav
 
 
 @pytest.mark.parametrize("template", ["thinking", "opened", "numbered", "dated"])
-async def test_a_rollout_goes_on_elsewhere_as_it_would_have_here(
-    template: str, engine_url: str, model_folder: Path
-) -> None:
-    greedy = Sampling(max_tokens=20, temperature=0.0, extra={"ignore_eos": True})
-    path = str(TEMPLATES / f"{template}.jinja")
+async def test_a_rollout_goes_on_elsewhere_as_it_would_have_here(template: str, tmp_path: Path) -> None:
+    path = TEMPLATES / f"{template}.jinja"
     async with (
-        started(engine_url, model_folder, chat_template=path) as one,
-        started(engine_url, model_folder, chat_template=path) as other,
+        started(tmp_path, template=path) as one,
+        started(tmp_path, template=path) as other,
     ):
         one.pool.label("step-3")
         here, there, saved = Agent(one.service), Agent(other.service, "other"), []
-        last = await here.ask(sampling=greedy)
+        last = await here.ask()
         for number in range(3):
             saved += restored(one.service, "r", after=saved[-1].id if saved else None).turns
             new = [{"role": "user", "content": f"and then {number}?"}]
-            last = await here.ask(messages=new, after=last.id, sampling=greedy)
+            last = await here.ask(messages=new, after=last.id)
         assert len(saved) == 3
         other.service.restore("other", None, one.service.rollout("r").began, saved)
-        again = await there.ask(messages=new, after=saved[-1].id, sampling=greedy)
+        again = await there.ask(messages=new, after=saved[-1].id)
         assert again.turn.sequence() == last.turn.sequence()
         assert again.turn.observed == last.turn.observed
         told = [trajectory(host.service, name) for host, name in ((one, "r"), (other, "other"))]
@@ -145,10 +143,8 @@ async def test_a_rollout_goes_on_elsewhere_as_it_would_have_here(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"log_probs": []},
         {"observed": []},
         {"sampled": [-1], "log_probs": [0.0]},
-        {"messages": [{"content": "no role"}]},
         {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
         {"routed_experts": "none"},
     ],
@@ -172,9 +168,7 @@ async def test_only_one_line_can_be_saved(agent: Agent) -> None:
         restored(agent.service, "r")
 
 
-async def test_a_history_from_elsewhere_is_taken_over_by_its_token_ids(
-    agent: Agent, engine_url: str, model_folder: Path
-) -> None:
+async def test_a_history_from_elsewhere_is_taken_over_by_its_token_ids(agent: Agent, tmp_path: Path) -> None:
     first = await agent.ask()
     fields = {
         "prompt_token_ids": first.turn.prompt(),
@@ -182,7 +176,7 @@ async def test_a_history_from_elsewhere_is_taken_over_by_its_token_ids(
         "generation_log_probs": list(first.turn.log_probs),
     }
     agent.goes_on(first, **fields)
-    async with started(engine_url, model_folder) as host:
+    async with started(tmp_path) as host:
         agent.service = host.service
         second = await agent.ask()
         assert second.turn.prompt()[: first.turn.end] == first.turn.sequence()
@@ -191,14 +185,11 @@ async def test_a_history_from_elsewhere_is_taken_over_by_its_token_ids(
 
 
 @pytest.mark.parametrize(("history", "branches"), [("keep", 1), ("branch", 2)])
-async def test_a_template_that_drops_thoughts(
-    engine_url: str, model_folder: Path, history: str, branches: int
-) -> None:
+async def test_a_template_that_drops_thoughts(tmp_path: Path, history: str, branches: int) -> None:
     async with started(
-        engine_url,
-        model_folder,
+        tmp_path,
         history=history,
-        chat_template=str(TEMPLATES / "opened.jinja"),
+        template=TEMPLATES / "opened.jinja",
         tool_call_parser="plain",
     ) as host:
         agent = Agent(host.service)
@@ -219,20 +210,14 @@ async def test_a_full_context_ends_the_rollout_typed_and_without_tokens(agent: A
     assert (answer.finish, answer.turn, answer.message["content"]) == (Finish.CONTEXT, None, "")
 
 
-async def test_pictures_are_refused_by_name(agent: Agent) -> None:
-    agent.messages[0]["content"] = [{"type": "image_url", "image_url": {"url": "x"}}]
-    with pytest.raises(CallerError, match=r"messages\.content: only text is supported, not 'image_url'"):
-        await agent.ask()
-
-
-async def test_finished_and_forgotten_rollouts_cost_nothing(agent: Agent, engine_url: str, model_folder: Path) -> None:
+async def test_finished_and_forgotten_rollouts_cost_nothing(agent: Agent, tmp_path: Path) -> None:
     await agent.ask()
     pool = agent.service.dispatcher.pool
     agent.service.finish("r")
     assert not pool.backends["backend0"].live
     with pytest.raises(CallerError, match="no rollout 'r' here"):
         agent.service.ledger("r")
-    async with started(engine_url, model_folder, keep_s=0.001) as host:
+    async with started(tmp_path, keep_s=0.001) as host:
         forgetful = Agent(host.service, "old")
         await forgetful.ask()
         await asyncio.sleep(0.01)
@@ -242,10 +227,8 @@ async def test_finished_and_forgotten_rollouts_cost_nothing(agent: Agent, engine
             forgetful.service.ledger("old")
 
 
-async def test_a_forgotten_rollout_is_refused_rather_than_read_from_its_text(
-    engine_url: str, model_folder: Path
-) -> None:
-    async with started(engine_url, model_folder, keep_s=0.001) as host:
+async def test_a_forgotten_rollout_is_refused_rather_than_read_from_its_text(tmp_path: Path) -> None:
+    async with started(tmp_path, keep_s=0.001) as host:
         agent, other = Agent(host.service), Agent(host.service, "other")
         first = await agent.ask()
         await other.ask()
@@ -272,10 +255,8 @@ async def test_instructions_are_there_once_however_the_conversation_is_sent(agen
 
 
 @pytest.mark.parametrize(("history", "branches"), [("keep", 1), ("branch", 2)])
-async def test_other_tools_than_before_are_another_history(
-    engine_url: str, model_folder: Path, history: str, branches: int
-) -> None:
-    async with started(engine_url, model_folder, history=history) as host:
+async def test_other_tools_than_before_are_another_history(tmp_path: Path, history: str, branches: int) -> None:
+    async with started(tmp_path, history=history) as host:
         agent = Agent(host.service)
         agent.goes_on(await agent.ask())
         await agent.ask(tools=[])
@@ -284,8 +265,8 @@ async def test_other_tools_than_before_are_another_history(
         assert agent.service.rollout("r").counts.retokenised == (0 if history == "keep" else 20)
 
 
-async def test_branches_are_counted_by_their_reason(engine_url: str, model_folder: Path) -> None:
-    async with started(engine_url, model_folder) as host:
+async def test_branches_are_counted_by_their_reason(tmp_path: Path) -> None:
+    async with started(tmp_path) as host:
         agent = Agent(host.service)
         agent.goes_on(await agent.ask())
         agent.goes_on(await agent.ask())
@@ -299,13 +280,11 @@ async def test_branches_are_counted_by_their_reason(engine_url: str, model_folde
         assert agent.service.rollout("r").counts.retokenised == 40, "both turns of the edited history"
 
 
-async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_before(
-    engine_url: str, model_folder: Path, tmp_path: Path
-) -> None:
+async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_before(tmp_path: Path) -> None:
     """How a prompt was written is known for as long as its rollout: written once more, it would have today's words."""
     template = tmp_path / "template.jinja"
     template.write_text("{{ greeting or 'none' }}\n" + (TEMPLATES / "chatml.jinja").read_text())
-    async with started(engine_url, model_folder, chat_template=str(template), history="branch") as host:
+    async with started(tmp_path, template=template, history="branch") as host:
         agent = Agent(host.service)
         first = await agent.ask(template_variables={"greeting": "good morning"})
         new = [{"role": "user", "content": "go on"}]

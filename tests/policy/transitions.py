@@ -12,14 +12,11 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.text.formats import FORMATS
-from nemo_gym_prorl.policy.text.messages import with_reasoning
-from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
@@ -241,89 +238,3 @@ def _injected(renderer: Renderer, one: Transition, ids: list[int], behind: int) 
         got = renderer.next(one.history, new, one.tools, sampled=ids, finish=one.finish, behind=behind)
         counts.append(sum(each in special for each in got.ids))
     return max(counts[0] - counts[1], 0)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What becomes of a template that nobody wrote for us.
-
-    Attributes:
-        followed: the parser with which it is; ``plain`` where it can be without tools only; ``None`` where it is not.
-        why: what is said otherwise: of it, or of its calls.
-        tally: its transitions.
-    """
-
-    followed: str | None
-    why: str
-    tally: Tally
-
-
-SOME: list[Setting] = [(False, 1, False), (True, 1, False, True), (True, 3, True)]
-"""Settings for many templates: one of the three has thoughts, and one long texts."""
-
-
-def outcome(source: str, kind: str, shapes: Sequence[str] = ("ac", "ta"), eos: str = "") -> Outcome:
-    """What becomes of a real template, with a tokenizer of a kind.
-
-    What its models stop at is what it writes behind a turn, whether or not anything comes after it.
-    """
-    renderer = renderer_of(source, kind, eos)
-    stops = [eos] if eos else _stops(renderer)
-    why, followed = "", None
-    for tool_format in ("plain", None):
-        try:
-            form = rehearse(renderer, tool_format)
-        except CallerError as error:
-            why = why or f"{error}"
-            if tool_format == "plain" and not renderer.wants_tools:
-                return Outcome(None, why, Tally())
-        else:
-            names = (name for name, known in FORMATS.items() if known == replace(form, think=known.think))
-            followed = tool_format or next(names)
-    if followed is None:
-        return Outcome(None, why, Tally())
-    offered = ((),) if followed == "plain" else ((), TOOLS)
-    calls = [shape for shape in shapes if followed != "plain"] or ["aa"]
-    shown = [with_reasoning] if renderer.thought_marker != "<think>" else []
-    found_ones = transitions(renderer.template, stops, calls, SOME, offered, *shown)
-    return Outcome(followed, why, tally_of(renderer, found_ones))
-
-
-def renderer_of(source: str, kind: str, eos: str = "") -> Renderer:
-    """A template with a tokenizer of a kind that has the template's special tokens and an end of turn."""
-    if eos:
-        tokenizer = tokenizer_of(kind, source, "<s>", names=[eos])
-        return Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token=eos))
-    tokenizer = tokenizer_of(kind, source, "</s><s>")
-    found = Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token="</s>"))
-    stops = _stops(found)
-    eos = "<|endoftext|>" if "phi" in source.lower() else next(iter(stops), "</s>")
-    tokenizer = tokenizer_of(kind, source, "</s><s>", *stops, eos)
-    return Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token=eos))
-
-
-def _stops(renderer: Renderer) -> list[str]:
-    """The token at which answers and calls of a template end."""
-    asked, stops = {"role": "user", "content": "Askone"}, []
-    function = {"name": "look", "arguments": '{"what": "Sayone"}'}
-    calls = [{"id": "callid001", "type": "function", "function": function}]
-    call = {"role": "assistant", "content": "", "tool_calls": calls}
-    result = {"role": "tool", "tool_call_id": "callid001", "name": "look", "content": "Askone"}
-
-    def behind(*messages: dict[str, Any], tools: Sequence[dict[str, Any]], prompt: bool) -> list[str]:
-        try:
-            _, found, tail = renderer.template.render(messages, tools, prompt=prompt).rpartition("Sayone")
-        except CallerError:
-            return []
-        return renderer.tokenizer.special_pattern.findall(tail.partition("Askone")[0]) if found else []
-
-    for turn, new, tools, which in (
-        ({"role": "assistant", "content": "Sayone"}, asked, (), 0),
-        (call, result, TOOLS, -1),
-    ):
-        gap = behind(asked, turn, new, tools=tools, prompt=True)
-        last = behind(asked, turn, tools=tools, prompt=False)
-        # Some close a conversation's last turn only where another one is opened.
-        ends = [one for one in last if one in gap] or behind(asked, turn, tools=tools, prompt=True)[:1] or gap[:1]
-        stops += [one for one in ends[which:][:1] if one in gap and one not in stops]
-    return stops

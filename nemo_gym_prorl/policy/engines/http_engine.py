@@ -25,9 +25,7 @@ import aiohttp
 import orjson
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.policy.engines.addresses import origin_of, root_of
-from nemo_gym_prorl.policy.engines.answers import ContextFull, without_echo
-from nemo_gym_prorl.policy.engines.connections import Connections, post
+from nemo_gym_prorl.policy.engines.connections import Connections, ContextFull, post, without_echo
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
@@ -35,10 +33,11 @@ from nemo_gym_prorl.policy.engines.engine import (
     Misconfigured,
     RequestRefused,
     SampleRequest,
+    Sampling,
+    origin_of,
+    root_of,
 )
-from nemo_gym_prorl.policy.engines.log_probs import LogProbMode, check, grammar_of
-from nemo_gym_prorl.policy.engines.probe import EngineProbe
-from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.engines.log_probs import EngineProbe, LogProbMode, check, grammar_of
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
 from nemo_gym_prorl.policy.text.tokenizer import SAMPLE
 from nemo_gym_prorl.policy.tokens.prompt import json_of_ids
@@ -136,7 +135,7 @@ class HttpEngine:
             RequestRefused: no backend would.
         """
         try:
-            asked = Asked(url, self.contexts[url]) if url in self.contexts else await self._meet(url)
+            asked = Asked(url, self.contexts[url]) if url in self.contexts else await self._handshake(url)
             generation = checked(await self._sample(asked, request))
         except ContextFull:
             return Generation((), (), Finish.CONTEXT)
@@ -194,7 +193,7 @@ class HttpEngine:
             return
         try:
             async with asyncio.timeout(_REGISTRATION_PROBE_S):
-                await self._probe_mode(await self._meet(url), Sampling())
+                await self._probe_mode(await self._handshake(url), Sampling())
         except (TimeoutError, OSError, aiohttp.ClientError) as error:
             raise _no_answer(url, error) from error
 
@@ -239,7 +238,7 @@ class HttpEngine:
         """How engines must read a text; by default all as the first one that is met."""
         self._text, self._ids = text, list(ids)
 
-    async def _meet(self, url: str) -> Asked:
+    async def _handshake(self, url: str) -> Asked:
         """Perform the handshake.
 
         Raises:

@@ -19,10 +19,10 @@ from fastapi import APIRouter, Depends, FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.tokens.saved import SavedTurn, saved_turns
+from nemo_gym_prorl.policy.tokens.history import SavedTurn, saved_turns
 from nemo_gym_prorl.policy.turns import RolloutGone
 from nemo_gym_prorl.serving.applications import health_router
 from nemo_gym_prorl.serving.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
@@ -91,7 +91,7 @@ class Share(BaseModel):
     run: _Label | None = None
 
 
-def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, Declared] | None = None) -> None:
+def add_control_routes(app: FastAPI, host: PolicyRuntime, declared: Mapping[str, Declared] | None = None) -> None:
     """Add ``/v1/backends``, ``/v1/rollouts`` and ``/metrics`` to an application, the error handlers, and the start and
     end of the service. For ``declared`` see :func:`~nemo_gym_prorl.serving.problems.add_problem_handlers`."""
     router = APIRouter(dependencies=[Depends(no_other_parameters)])
@@ -194,14 +194,14 @@ def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, De
     app.router.lifespan_context = lifespan
 
 
-def _listing(host: PolicyHost, run: str | None) -> dict[str, Any]:
+def _listing(host: PolicyRuntime, run: str | None) -> dict[str, Any]:
     pool, waiting = host.pool, host.pool.waiting_of
     chosen = pool.backends.values() if run is None else pool.of_run(run)
     number = sum(waiting.values()) if run is None else waiting.get(run, 0)
     return {"backends": [_described(host, backend) for backend in chosen], "waiting": number}
 
 
-def _described(host: PolicyHost, backend: Backend) -> dict[str, Any]:
+def _described(host: PolicyRuntime, backend: Backend) -> dict[str, Any]:
     return {
         "id": backend.id,
         "url": backend.url,
@@ -213,7 +213,7 @@ def _described(host: PolicyHost, backend: Backend) -> dict[str, Any]:
         "live_rollouts": len(backend.live),
         "in_flight": len(backend.in_flight),
         "limit": backend.limit,
-        "live_tokens": backend.demand,
+        "live_tokens": backend.kv_demand,
         "capacity": backend.capacity,
         "log_probs": host.engine.log_prob_modes.get(backend.url),
     }

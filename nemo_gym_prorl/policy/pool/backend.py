@@ -1,21 +1,163 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""One inference endpoint as the pool sees it: what is placed on it, how it fares, what the pool may decide about it.
+"""One inference endpoint as the pool sees it, and the rollouts and turns that the pool places.
 
 A backend that fails is down until a probe finds it alive, then on trial: one request at a time, until one succeeds.
 The wait before a probe doubles with each failure in a row.
+
+Rollouts share the beginnings of their first prompts, in blocks that an engine caches once for all of them. A block is
+named by a digest of all tokens up to its end, so two prompts have a block in common exactly if they are the same up to
+there. Pure: no task, socket, clock or thread.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.pool.prefixes import Holdings, tokens_in
-from nemo_gym_prorl.policy.pool.tickets import Queue, Rollout
+
+
+BLOCK = 256
+"""Tokens of a block. Smaller ones tell prompts apart further, and each costs a place in every count."""
+
+_DIGEST = 8
+"""Bytes of a block's name."""
+
+
+def blocks_of(prompt: Sequence[int]) -> bytes:
+    """The names of a prompt's whole blocks, from its beginning; what is left of it is its own."""
+    tokens = memoryview(array("q", prompt))
+    digest = blake2b(digest_size=_DIGEST)
+    names = bytearray()
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        digest.update(tokens[start : start + BLOCK])
+        names += digest.digest()
+    return bytes(names)
+
+
+def tokens_in(blocks: bytes) -> int:
+    """How many tokens so many blocks have."""
+    return len(blocks) // _DIGEST * BLOCK
+
+
+class PrefixBlockCounts:
+    """How many live rollouts of a backend have each block."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[bytes] = Counter()
+
+    def add(self, blocks: bytes) -> None:
+        """A rollout with these blocks is live here."""
+        self._counts.update(_each(blocks))
+
+    def remove(self, blocks: bytes) -> None:
+        """It is so no longer."""
+        for block in _each(blocks):
+            self._counts[block] -= 1
+            if not self._counts[block]:
+                del self._counts[block]
+
+    def tokens_of(self, blocks: bytes) -> int:
+        """How many tokens of a prompt are here. They are its beginning, whose end a binary search finds."""
+        low, high = 0, len(blocks) // _DIGEST
+        while low < high:
+            middle = (low + high + 1) // 2
+            if blocks[(middle - 1) * _DIGEST : middle * _DIGEST] in self._counts:
+                low = middle
+            else:
+                high = middle - 1
+        return low * BLOCK
+
+    @property
+    def tokens(self) -> int:
+        """Of all blocks, each counted once."""
+        return len(self._counts) * BLOCK
+
+
+def _each(blocks: bytes) -> Iterator[bytes]:
+    return (blocks[start : start + _DIGEST] for start in range(0, len(blocks), _DIGEST))
+
+
+type Queue = OrderedDict[int, Ticket]
+"""Waiting tickets by id, in their order: whichever hangs up is gone in constant time."""
+
+
+@dataclass(slots=True)
+class Rollout:
+    """A rollout, live on a backend or waiting for one.
+
+    Attributes:
+        id: its name.
+        group: shared by the rollouts of one prompt.
+        run: whose backends it may live on.
+        born: when it was first seen, by the pool's own count.
+        backend: where its prefix is, once it had one.
+        tickets: its turns that wait or run.
+        idle_since: since when it has had none.
+        blocks: of its first turn's prompt (:mod:`.prefixes`), which others may share.
+        tokens: of its latest turn's prompt.
+    """
+
+    id: str
+    group: str | None
+    born: int
+    run: str | None = None
+    backend: str | None = None
+    tickets: set[int] = field(default_factory=set)
+    idle_since: float | None = None
+    blocks: bytes = b""
+    tokens: int = 0
+
+    @property
+    def private_tokens(self) -> int:
+        """Tokens that are in none of its blocks."""
+        return max(0, self.tokens - tokens_in(self.blocks))
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A turn, which waits in at most one queue or runs on one backend, since a certain time."""
+
+    id: int
+    rollout: Rollout
+    backend: str | None = None
+    since: float = 0.0
+    _queue: Queue | None = None
+
+    def enqueue(self, queue: Queue, *, first: bool = False) -> None:
+        """Wait in a queue, at its end or in front."""
+        self._queue = queue
+        queue[self.id] = self
+        if first:
+            queue.move_to_end(self.id, last=False)
+
+    def unqueue(self) -> None:
+        """Wait no longer."""
+        if self._queue is not None:
+            del self._queue[self.id]
+            self._queue = None
+
+
+@dataclass(slots=True)
+class Line:
+    """The tickets of a run that have no backend yet, and when anything of that run was last known to be under way."""
+
+    moved: float
+    returning: Queue = field(default_factory=OrderedDict)
+    fresh: Queue = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self.returning) + len(self.fresh)
+
+
+def first_of(queue: Queue) -> Ticket:
+    """Whose turn it is; the queue must not be empty."""
+    return next(iter(queue.values()))
 
 
 _PROBE_AFTER_S, _PROBE_AT_MOST_S = 1.0, 30.0
@@ -33,7 +175,7 @@ _OPINION = 12
 _SLOW = 2.0
 """How many times longer than the median backend's a backend's turns must take for it to count as slow."""
 
-_FULL = 0.9
+KV_SATURATED = 0.9
 """The share of its cache from which a backend's long turns may come of prefixes that were evicted."""
 
 
@@ -112,11 +254,11 @@ class Backend:
     live: set[str] = field(default_factory=set)
     groups: Counter[str] = field(default_factory=Counter)
     """How many live rollouts there are of each group."""
-    prefixes: Holdings = field(default_factory=Holdings)
+    prefixes: PrefixBlockCounts = field(default_factory=PrefixBlockCounts)
     """What its live rollouts began with."""
     capacity: int | None = None
     """Tokens that fit into its KV cache, if it says so."""
-    own: int = 0
+    private_tokens: int = 0
     """Tokens that each of its live rollouts has for itself."""
     held: Queue = field(default_factory=OrderedDict)
     """Tickets that wait for this very backend, where their prefix is."""
@@ -134,19 +276,19 @@ class Backend:
     slowness: float = 1.0
     """How many times longer than others' its turns take, if it counts as slow."""
     head_start: int = 0
-    elders: int = 0
-    elders_left: int = 0
+    load_at_join: int = 0
+    load_at_join_left: int = 0
 
     @property
-    def demand(self) -> int:
+    def kv_demand(self) -> int:
         """Tokens of all its live rollouts, what they share counted once."""
-        return self.prefixes.tokens + self.own
+        return self.prefixes.tokens + self.private_tokens
 
     def needs(self, rollout: Rollout) -> int:
         """How many tokens the rollout would add to the demand."""
-        return rollout.own + self.lacks(rollout)
+        return rollout.private_tokens + self.missing_prefix_tokens(rollout)
 
-    def lacks(self, rollout: Rollout) -> int:
+    def missing_prefix_tokens(self, rollout: Rollout) -> int:
         """How many tokens of the prompt that the rollout began with no other one here has."""
         return tokens_in(rollout.blocks) - self.prefixes.tokens_of(rollout.blocks)
 
@@ -154,21 +296,21 @@ class Backend:
         """The rollout lives here from now on."""
         self.live.add(rollout.id)
         self.prefixes.add(rollout.blocks)
-        self.own += rollout.own
+        self.private_tokens += rollout.private_tokens
         if rollout.group:
             self.groups[rollout.group] += 1
 
     def grow(self, rollout: Rollout, tokens: int) -> None:
         """The rollout, which lives here, has a prompt of so many tokens now."""
-        self.own -= rollout.own
+        self.private_tokens -= rollout.private_tokens
         rollout.tokens = tokens
-        self.own += rollout.own
+        self.private_tokens += rollout.private_tokens
 
-    def let_go(self, rollout: Rollout) -> None:
+    def release(self, rollout: Rollout) -> None:
         """The rollout lives here no longer."""
         self.live.discard(rollout.id)
         self.prefixes.remove(rollout.blocks)
-        self.own -= rollout.own
+        self.private_tokens -= rollout.private_tokens
         if rollout.group:
             self.groups[rollout.group] -= 1
             if not self.groups[rollout.group]:
@@ -178,7 +320,7 @@ class Backend:
     def weight(self) -> float:
         """Live rollouts, plus what a late joiner is given for the load that it did not see, as this backend feels
         it."""
-        unseen = self.head_start * self.elders_left / self.elders if self.elders else 0.0
+        unseen = self.head_start * self.load_at_join_left / self.load_at_join if self.load_at_join else 0.0
         return (len(self.live) + unseen + 1) * self.slowness - 1
 
     # How it fares
@@ -226,7 +368,7 @@ class Backend:
         self.turn_s *= (max(seconds, _SHORTEST_S) / self.turn_s) ** max(1 / self.turns, _TURN_SMOOTHING)
         known = sorted(peer.turn_s for peer in peers if peer.turns and peer.health is Health.UP)
         longer = self.turn_s / known[(len(known) - 1) // 2]
-        full = self.capacity is not None and self.demand > _FULL * self.capacity
+        full = self.capacity is not None and self.kv_demand > KV_SATURATED * self.capacity
         if not full and self.turns >= _OPINION and longer > _SLOW:
             self.slowness = max(self.slowness, longer)
         elif longer <= 1.0:

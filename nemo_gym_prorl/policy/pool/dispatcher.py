@@ -3,8 +3,8 @@
 """The rim of :mod:`.pool`: clock, tasks and probes around the pure pool.
 
 A request runs under a *ticket*. The pool says where; a backend that fails gives the ticket back, and the same request
-is sent elsewhere. Whoever awaits :meth:`Dispatcher.run` may be cancelled at any time: the request's connection is
-closed, which aborts it at the engine, and the slot is free again.
+is sent elsewhere. The task that awaits :meth:`Dispatcher.run` may be cancelled at any time: that closes the request's
+connection, which aborts the request at the engine, and the slot is free again.
 """
 
 from __future__ import annotations
@@ -14,24 +14,41 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.background import BackgroundLoops, is_cancelled, log_exceptions, spawn_task
 from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
-from nemo_gym_prorl.policy.pool.backend import (
-    Abort,
-    Assign,
-    Backend,
-    Decision,
-    GiveUp,
-    Health,
-    Probe,
-)
+from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision, GiveUp, Health, Probe
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.policy.pool.waits import Wait
+
+
+class Wait:
+    """Seconds in which at least one turn of a rollout waited for a backend, or through a pause."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._since = self._over_s = 0.0
+
+    @contextlib.contextmanager
+    def of_a_turn(self) -> Iterator[None]:
+        """A turn of the rollout waits while this is entered."""
+        if not self._turns:
+            self._since = time.monotonic()
+        self._turns += 1
+        try:
+            yield
+        finally:
+            self._turns -= 1
+            if not self._turns:
+                self._over_s += time.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """Until now."""
+        return self._over_s + (time.monotonic() - self._since if self._turns else 0.0)
 
 
 _log = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from nemo_gym_prorl.policy.pool.backend import Backend
-from nemo_gym_prorl.policy.pool.tickets import Rollout
+from nemo_gym_prorl.policy.pool.backend import Backend, Rollout
 
 
 _SIBLINGS = 1
@@ -34,14 +33,14 @@ least."""
 _ESCAPE = 4
 """How many live rollouts more than the least loaded backend a *hot* one must have for a rollout to leave it."""
 
-_CROWDED = 2.0
+REBALANCE_RATIO = 2.0
 """How many times the least loaded backend's load, plus the escape margin, a rollout bears before it leaves."""
 
 _BEGUN = 500
 """Tokens that live rollouts are taken to have for themselves in the mean, at least. Those that have just begun have
 none yet, and no prompt is worth that all crowd one backend."""
 
-_OVERFULL = 1.1
+KV_OVERCOMMIT = 1.1
 """How many times its cache a backend's rollouts may need before some leave. Above 1: some wait for tools for long."""
 
 _ROOM = 0.95
@@ -59,7 +58,7 @@ def choose(rollout: Rollout, backends: Collection[Backend]) -> Backend | None:
         if home is not None and not must_leave(rollout, home, backends):
             return home
         bearable = [backend for backend in roomy if backend.weight < _bearable(backend, least.weight)]
-        return min(bearable or roomy, key=lambda b: (b.demand + b.needs(rollout), b.weight, b.last_placed, b.order))
+        return min(bearable or roomy, key=lambda b: (b.kv_demand + b.needs(rollout), b.weight, b.last_placed, b.order))
     if rollout.group is not None:
         bound = least.weight + max(_SIBLINGS, _copy(rollout, roomy))
         siblings = [backend for backend in roomy if backend.groups[rollout.group] and backend.weight <= bound]
@@ -74,7 +73,7 @@ def must_leave(rollout: Rollout, home: Backend, backends: Iterable[Backend]) -> 
         return True
     peers = [backend for backend in backends if backend.has_room]
     roomy = (peer for peer in peers if peer.capacity and _fills(peer, rollout) <= _ROOM)
-    if _fills(home, rollout) > _OVERFULL and home.needs(rollout) * len(home.live) <= home.demand and any(roomy):
+    if _fills(home, rollout) > KV_OVERCOMMIT and home.needs(rollout) * len(home.live) <= home.kv_demand and any(roomy):
         return True
     least = min((backend.weight for backend in peers), default=home.weight)
     carried = (len(home.live) + 1) * home.slowness - 1
@@ -86,17 +85,20 @@ def must_leave(rollout: Rollout, home: Backend, backends: Iterable[Backend]) -> 
 def _copy(rollout: Rollout, backends: Collection[Backend]) -> float:
     """How many rollouts a second copy of the rollout's prompt is worth, away from its siblings, where it takes least.
     What is there without them is shared more widely, and will be everywhere."""
-    copy = min((backend.lacks(rollout) for backend in backends if not backend.groups[rollout.group or ""]), default=0)
-    own = sum(backend.own for backend in backends) / max(1, sum(len(backend.live) for backend in backends))
+    copy = min(
+        (backend.missing_prefix_tokens(rollout) for backend in backends if not backend.groups[rollout.group or ""]),
+        default=0,
+    )
+    own = sum(backend.private_tokens for backend in backends) / max(1, sum(len(backend.live) for backend in backends))
     return copy / max(_BEGUN, own)
 
 
 def _fills(backend: Backend, rollout: Rollout) -> float:
     """How many times the backend's cache its rollouts need, with this one; 0 if it does not say what it holds."""
     more = 0 if rollout.id in backend.live else backend.needs(rollout)
-    return (backend.demand + more) / backend.capacity if backend.capacity else 0.0
+    return (backend.kv_demand + more) / backend.capacity if backend.capacity else 0.0
 
 
 def _bearable(backend: Backend, least: float) -> float:
     """How loaded a backend may be before its rollouts leave it for the least loaded one."""
-    return (1.0 if backend.hot else _CROWDED) * least + _ESCAPE
+    return (1.0 if backend.hot else REBALANCE_RATIO) * least + _ESCAPE

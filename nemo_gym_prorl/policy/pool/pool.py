@@ -42,13 +42,16 @@ from nemo_gym_prorl.policy.pool.backend import (
     Decision,
     GiveUp,
     Health,
+    Line,
     NoSuchBackend,
     Probe,
+    Rollout,
+    Ticket,
+    first_of,
 )
-from nemo_gym_prorl.policy.pool.tickets import Line, Rollout, Ticket, first_of
 
 
-_FULL = 0.9
+KV_SATURATED = 0.9
 """The share of its cache in use from which an engine has no more to give."""
 
 _REMEMBERED = 100_000
@@ -97,7 +100,7 @@ class BackendPool:
         backend = Backend(backend_id, url, weight_version, self._limit_of(run), self._tick(), run)
         if taking := [peer for peer in peers if peer.takes_new]:
             backend.head_start = min(len(peer.live) for peer in taking)
-            backend.elders = backend.elders_left = sum(len(peer.live) for peer in peers)
+            backend.load_at_join = backend.load_at_join_left = sum(len(peer.live) for peer in peers)
         self.backends[backend_id] = backend
         return self._dispatch()
 
@@ -156,7 +159,7 @@ class BackendPool:
         if backend is None:
             return []
         backend.capacity = capacity
-        backend.hot = waiting > 0 and kv_use > _FULL
+        backend.hot = waiting > 0 and kv_use > KV_SATURATED
         return self._dispatch()
 
     def probed(self, backend_id: str, alive: bool, now: float) -> list[Decision]:
@@ -399,15 +402,15 @@ class BackendPool:
     def _leave(self, rollout: Rollout) -> None:
         """Take the rollout's slot; it keeps the memory of where it was."""
         if (home := self._home(rollout)) is not None:
-            home.let_go(rollout)
+            home.release(rollout)
 
     def _rest(self, rollout: Rollout) -> None:
         del self._rollouts[rollout.id]
         rollout.idle_since = None
         self._leave(rollout)
         for peer in self.of_run(rollout.run):
-            if peer.elders_left and rollout.born < peer.order:
-                peer.elders_left -= 1
+            if peer.load_at_join_left and rollout.born < peer.order:
+                peer.load_at_join_left -= 1
         self._resting[rollout.id] = rollout
         while len(self._resting) > _REMEMBERED:
             self._resting.popitem(last=False)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from nemo_gym_prorl.policy.text.arguments import ToolSchemas
-from nemo_gym_prorl.policy.text.parsers import Format, Found
+from nemo_gym_prorl.policy.text.parsers import Format, Found, ToolSchemas
 from nemo_gym_prorl.policy.text.readers import (
     Tags,
     elements,

@@ -14,8 +14,18 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_gym_prorl.policy.text.arguments import ITEM, ToolSchemas, parse_expression, python_value, read_json
-from nemo_gym_prorl.policy.text.parsers import MALFORMED_NAME, Found, Reader, ToolCall, as_call
+from nemo_gym_prorl.policy.text.parsers import (
+    ITEM,
+    MALFORMED_NAME,
+    Found,
+    Reader,
+    ToolCall,
+    ToolSchemas,
+    as_call,
+    parse_expression,
+    python_value,
+    read_json,
+)
 
 
 _NAME = re.compile(r"[\w.:/-]+")

@@ -3,12 +3,19 @@
 """Messages to tokens, one turn at a time, for any chat template.
 
 The policy's own tokens are kept as sampled, so after the first prompt only *new* messages are tokenised. What stands
-between a sampled turn and them is asked of the template itself (:mod:`.seam`), whatever the model; what they spell of
-the model's control tokens stays text (:mod:`.literal`). Templates get messages, tools and the time of day as vLLM
-gives them, so that a first prompt is to the token what vLLM would make of the same conversation.
+between a sampled turn and them is asked of the template itself (:mod:`.turn_boundary`). Templates get messages, tools
+and the time of day as from vLLM, so that a first prompt is to the token what vLLM makes of the same conversation.
 
-*Does the template rewrite history?* If what it renders before the seam changes once the new messages are there
-(thoughts dropped, tool lists moved), the caller is told, and either keeps the history as sampled or starts a branch.
+If what the template renders before the turn boundary changes once the new messages are there (thoughts dropped, tool
+lists moved), it *rewrites history*. The caller is told, and keeps the history as sampled or starts a branch.
+
+Control tokens in observations stay text (:class:`EscapedSpecials`). A tokenizer reads ``<|im_end|>`` in a web page as
+the token that ends a turn: the page's author could end the policy's turn and speak as its user. So a control token in
+an observation is hidden from the template behind a made-up word, found again in what the template wrote, and encoded
+as ordinary characters. Observations are results of tools, and what others say after the policy's first answer, since
+many agents report what they saw as a user. Rows of a data set are their author's own. Control tokens are the special
+ones; in results of tools also added tokens that the template itself writes, since some models do not mark all of
+theirs as special.
 
 Invariant: the tokens made per turn depend on the new messages, not on the length of the conversation.
 """
@@ -16,6 +23,7 @@ Invariant: the tokens made per turn depend on the new messages, not on the lengt
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,11 +35,85 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.text.literal import Spelled
-from nemo_gym_prorl.policy.text.messages import Message, Tools, for_template, is_malformed, with_reasoning
-from nemo_gym_prorl.policy.text.seam import Said, Written, end_of_turn, find_seam, overlap
-from nemo_gym_prorl.policy.text.template import ChatTemplate
+from nemo_gym_prorl.policy.text.template import (
+    ChatTemplate,
+    Message,
+    Tools,
+    for_template,
+    is_malformed,
+    with_reasoning,
+)
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
+from nemo_gym_prorl.policy.text.turn_boundary import (
+    RenderedPrompt,
+    SampledTurn,
+    end_of_turn,
+    find_turn_boundary,
+    overlap,
+)
+
+
+_RESULTS = ("tool", "function", "ipython")
+
+
+class EscapedSpecials:
+    """Control tokens in observations, each behind a word of its own.
+
+    Attributes:
+        messages: the messages with the words in place of the tokens.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        special: re.Pattern[str],
+        control: re.Pattern[str],
+        *,
+        answered: bool,
+    ) -> None:
+        """
+        Args:
+            messages: the conversation or its new end, contents as text.
+            special: matches what is hidden in what others say.
+            control: matches what is hidden in results of tools.
+            answered: the policy has answered before the first of the messages.
+        """
+        self._texts: list[str] = []
+        self._word = ""
+        self.messages: list[Mapping[str, Any]] = []
+        for message in messages:
+            pattern = control if message["role"] in _RESULTS else special
+            answered = answered or message["role"] == "assistant"
+            observed = message["role"] in _RESULTS or (answered and message["role"] != "assistant")
+            if observed and pattern.search(message["content"]):
+                self._word = self._word or _absent_from(messages)
+                message = {**message, "content": pattern.sub(self._hide, message["content"])}
+            self.messages.append(message)
+
+    def reveal(self, text: str) -> tuple[str, list[tuple[int, int]]]:
+        """The text with the tokens back in their places, and where those are."""
+        if not self._texts:
+            return text, []
+        plain, places, end = [], [], 0
+        length = 0
+        for found in re.finditer(rf"{self._word}(\d+)x", text):
+            token = self._texts[int(found[1])]
+            before = text[end : found.start()]
+            plain += [before, token]
+            places.append((length + len(before), length + len(before) + len(token)))
+            length, end = places[-1][1], found.end()
+        return "".join(plain) + text[end:], places
+
+    def _hide(self, token: re.Match[str]) -> str:
+        self._texts.append(token[0])
+        return f"{self._word}{len(self._texts) - 1}x"
+
+
+def _absent_from(messages: Sequence[Mapping[str, Any]]) -> str:
+    text, word = json.dumps(messages, ensure_ascii=False, default=str), "Control"
+    while word in text:
+        word += "Z"
+    return word
 
 
 _NAMED = "additional_chat_templates"
@@ -66,7 +148,7 @@ class Continuation:
     """
 
     ids: list[int]
-    written: Written
+    written: RenderedPrompt
     rewrites_history: bool = False
     differs: bool = False
     neutralised: int = 0
@@ -171,7 +253,7 @@ class Renderer:
         spelled = self._spelled(plain, answered=False)
         text, places = spelled.reveal(self.template.writer(tools, now, variables)(spelled.messages, True))
         ids, neutralised = self.tokenizer.encode_observed(text, places)
-        return Continuation(ids, Written.of(text, plain, self.thought_marker), neutralised=neutralised)
+        return Continuation(ids, RenderedPrompt.of(text, plain, self.thought_marker), neutralised=neutralised)
 
     def next(
         self,
@@ -182,7 +264,7 @@ class Renderer:
         sampled: Sequence[int],
         finish: Finish,
         behind: int | None = None,
-        before: Written | None = None,
+        before: RenderedPrompt | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Continuation:
@@ -208,13 +290,13 @@ class Renderer:
         spelled = self._spelled(coming, answered=True)
         plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
-        said = Said(self.tokenizer.decode(sampled, behind), end, finish is Finish.STOP, plain)
+        said = SampledTurn(self.tokenizer.decode(sampled, behind), end, finish is Finish.STOP, plain)
         write = self.template.writer(tools, now, variables)
-        seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
+        boundary = find_turn_boundary(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
         last = sampled[-1] if sampled else behind
-        ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text), last)
-        written = Written.of(spelled.reveal(seam.full)[0], past + coming, self.thought_marker)
-        return Continuation(ids, written, seam.rewrites, seam.differs, neutralised)
+        ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(boundary.text), last)
+        written = RenderedPrompt.of(spelled.reveal(boundary.full)[0], past + coming, self.thought_marker)
+        return Continuation(ids, written, boundary.rewrites, boundary.differs, neutralised)
 
     def said(
         self,
@@ -243,8 +325,8 @@ class Renderer:
         plain = map(for_template, messages)
         return tuple(plain if self.thought_marker == "<think>" else map(with_reasoning, plain))
 
-    def _spelled(self, plain: Sequence[Message], *, answered: bool) -> Spelled:
-        return Spelled(plain, self.tokenizer.special_pattern, self._controls, answered=answered)
+    def _spelled(self, plain: Sequence[Message], *, answered: bool) -> EscapedSpecials:
+        return EscapedSpecials(plain, self.tokenizer.special_pattern, self._controls, answered=answered)
 
 
 def _templates(folder: Path, config: object) -> dict[str, str]:

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sampled turn does a conversation continue, when all that is there of it is what an agent sends back?
 
-What an agent sends is a weak echo of what was sampled. It drops thoughts, trims white space, writes JSON anew, and
-the converters on the way merge neighbouring assistant messages into one or drop those in which there is nothing to
-see. None of that makes it another conversation. So a conversation is told by what is *visible* of it: other people's
-messages, and between two of them all that the policy said and all that it called, however many turns that took.
+What an agent sends is a weak echo of what was sampled. It drops thoughts, trims white space and writes JSON anew.
+Converters on the way merge neighbouring assistant messages, or drop those in which there is nothing to see. None of
+that makes it another conversation. So a conversation is known by what is *visible* of it: the messages of others, and
+between two of them all that the policy said and called, however many turns that took.
 
 Visible text alone is not enough, since two different turns may look the same. What tells them apart, strongest first:
 
@@ -13,10 +13,12 @@ Visible text alone is not enough, since two different turns may look the same. W
 2. ids of tool calls, and thoughts, where the agent kept them;
 3. the latest of those that remain; :attr:`Match.ambiguous` says that it was a choice.
 
-Invariant: what is taken for known is the visible history of a turn in the ledger, from the first message on. As soon
-as an agent edits its past, all that follows the edit is new, so the turns after it start a branch of their own.
+Invariant: what is taken for known is the visible history of a turn in the ledger, from the first message on. Where an
+agent edits its past, all that follows the edit is new, so the turns after it start a branch of their own.
 
-Pure: no task, socket, clock or thread.
+A rollout's turns can be saved as JSON (:class:`SavedTurn`), each as what it adds to the turn before, so that another
+model server, or another rollout, goes on from them without tokenising what was sampled. Pure: no task, socket, clock
+or thread.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.text.messages import THOUGHT, Message, Tools, arguments_of, text_of
-from nemo_gym_prorl.policy.text.seam import Written
+from nemo_gym_prorl.policy.text.template import THOUGHT, Message, Tools, arguments_of, text_of
+from nemo_gym_prorl.policy.text.turn_boundary import RenderedPrompt
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, TokenMismatch, Turn, packed_ids
 
 
@@ -44,27 +47,27 @@ CARRIED = "nemo_gym_prorl.turn"
 
 
 @dataclass(frozen=True, slots=True)
-class Visible:
+class ConversationFingerprint:
     """What can be seen of a conversation: all up to the last message of others, and what the policy said since."""
 
     before: bytes = b""
     said: str = ""
     calls: tuple[str, ...] = ()
 
-    def then(self, message: Message) -> Visible:
+    def then(self, message: Message) -> ConversationFingerprint:
         """With one message more."""
         if message["role"] == "assistant":
-            return self.saying(Visible.of(message))
-        return Visible(digest(self.key, [message["role"], text_of(message.get("content")).strip()]))
+            return self.saying(ConversationFingerprint.of(message))
+        return ConversationFingerprint(digest(self.key, [message["role"], text_of(message.get("content")).strip()]))
 
     @classmethod
-    def of(cls, message: Message) -> Visible:
+    def of(cls, message: Message) -> ConversationFingerprint:
         """What can be seen of an assistant message alone."""
         return cls(said=_squeezed(THOUGHT.sub("", text_of(message.get("content")))), calls=_calls(message))
 
-    def saying(self, own: Visible) -> Visible:
+    def saying(self, own: ConversationFingerprint) -> ConversationFingerprint:
         """With an assistant message more, of which that can be seen."""
-        return Visible(self.before, self.said + own.said, self.calls + own.calls)
+        return ConversationFingerprint(self.before, self.said + own.said, self.calls + own.calls)
 
     @property
     def key(self) -> bytes:
@@ -72,11 +75,11 @@ class Visible:
         return digest(self.before, [self.said, self.calls])
 
 
-_BEGINNING = Visible()
+_BEGINNING = ConversationFingerprint()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Point:
+class ConversationNode:
     """A place from which a rollout can go on: a sampled turn and the conversation up to it.
 
     Attributes:
@@ -90,10 +93,10 @@ class Point:
 
     turn: Turn
     messages: tuple[Message, ...]
-    visible: Visible
+    visible: ConversationFingerprint
     tools: Tools
     marks: tuple[str, ...]
-    written: Written | None = None
+    written: RenderedPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class Match:
             nothing is to be seen in it.
     """
 
-    point: Point | None
+    point: ConversationNode | None
     new: tuple[Message, ...]
     ambiguous: bool = False
 
@@ -118,27 +121,27 @@ class Match:
 
 
 @dataclass(slots=True)
-class History:
+class ConversationIndex:
     """The turns of one rollout and what their conversations look like."""
 
     ledger: TokenLedger = field(default_factory=TokenLedger)
-    _points: dict[bytes, list[Point]] = field(default_factory=dict)
-    _of_turn: dict[Turn, Point] = field(default_factory=dict)
+    _points: dict[bytes, list[ConversationNode]] = field(default_factory=dict)
+    _of_turn: dict[Turn, ConversationNode] = field(default_factory=dict)
     _said: dict[bytes, int] = field(default_factory=dict)
-    _steps: dict[tuple[bytes, int], tuple[Visible, bytes]] = field(default_factory=dict)
+    _steps: dict[tuple[bytes, int], tuple[ConversationFingerprint, bytes]] = field(default_factory=dict)
     """What the conversation that was sent whole last looks like: by the key before, and a message's hash."""
 
     def record(
         self,
-        before: Point | None,
+        before: ConversationNode | None,
         new: Sequence[Message],
         message: Message,
         turn: Turn,
         tools: Tools = (),
-        written: Written | None = None,
-    ) -> Point:
+        written: RenderedPrompt | None = None,
+    ) -> ConversationNode:
         """A turn was sampled after ``before`` and the new messages."""
-        visible, own = before.visible if before else _BEGINNING, Visible.of(message)
+        visible, own = before.visible if before else _BEGINNING, ConversationFingerprint.of(message)
         for one in new:
             visible = visible.then(one)
         visible = visible.saying(own)
@@ -166,7 +169,7 @@ class History:
     def retokenised(self, messages: Sequence[Message]) -> int:
         """How many sampled tokens there are in turns that look like the assistant messages among these."""
         own = (message for message in messages if message["role"] == "assistant")
-        return sum(self._said.get(Visible.of(message).key, 0) for message in own)
+        return sum(self._said.get(ConversationFingerprint.of(message).key, 0) for message in own)
 
     def _places(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[int, bytes, Turn | None, bool]]:
         """The index of each place where a turn may have ended, the key up to it, the last turn up to it that came with
@@ -197,13 +200,17 @@ class History:
                 if turn is None:
                     parent, observed = self.ledger.place(prompt, carried)
                     turn = self.ledger.append(parent, observed, Generation(sampled, log_probs, Finish.STOP))
-                    self._add(turn, tuple(messages[: index + 1]), visible, Visible.of(message), tools)
+                    self._add(turn, tuple(messages[: index + 1]), visible, ConversationFingerprint.of(message), tools)
                 carried = turn
             yield index, key, carried, own
 
     def _step(
-        self, known: Mapping[tuple[bytes, int], tuple[Visible, bytes]], visible: Visible, key: bytes, message: Message
-    ) -> tuple[Visible, bytes]:
+        self,
+        known: Mapping[tuple[bytes, int], tuple[ConversationFingerprint, bytes]],
+        visible: ConversationFingerprint,
+        key: bytes,
+        message: Message,
+    ) -> tuple[ConversationFingerprint, bytes]:
         """What can be seen with one message more, and its key: worked out once for agents that send all each turn."""
         step = key, hash(orjson.dumps([message.get(name) for name in ("role", "content", "tool_calls")]))
         if (found := known.get(step)) is None:
@@ -216,18 +223,18 @@ class History:
         self,
         turn: Turn,
         messages: tuple[Message, ...],
-        visible: Visible,
-        own: Visible,
+        visible: ConversationFingerprint,
+        own: ConversationFingerprint,
         tools: Tools,
-        written: Written | None = None,
-    ) -> Point:
-        point = Point(turn, messages, visible, tools, tuple(_marks(messages[-1])), written)
+        written: RenderedPrompt | None = None,
+    ) -> ConversationNode:
+        point = ConversationNode(turn, messages, visible, tools, tuple(_marks(messages[-1])), written)
         self._points.setdefault(visible.key, []).append(point)
         self._of_turn[turn] = point
         self._said[own.key] = len(turn.sampled)
         return point
 
-    def _choose(self, alike: Sequence[Point], messages: Sequence[Message]) -> tuple[Point, bool]:
+    def _choose(self, alike: Sequence[ConversationNode], messages: Sequence[Message]) -> tuple[ConversationNode, bool]:
         """The one of several points that the messages tell most of, and whether another one may be meant as well."""
         if len(alike) == 1:
             return alike[0], False
@@ -311,3 +318,74 @@ def _canonical(arguments: Any) -> str:
     if isinstance(arguments, str):
         arguments = arguments_of(arguments)
     return json.dumps(arguments, sort_keys=True)
+
+
+class SavedTurn(BaseModel):
+    """One turn. ``continues``: its prompt begins with the whole sequence of the turn before."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: Annotated[str, Field(max_length=200, pattern=r"^[!-~]+$")]
+    continues: bool
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[dict[str, Any]]
+    observed: list[int]
+    sampled: list[int]
+    log_probs: list[float]
+    weight_versions: tuple[str | None, str | None]
+    finish: Finish
+    routed_experts: str | None = None
+
+
+def saved_turns(answers: Mapping[str, ConversationNode], after: str | None) -> Iterator[dict[str, Any]]:
+    """The turns that follow an answer, or all of them, for orjson; each continues the one before.
+
+    Raises:
+        CallerError: they do not: the agent has sampled twice, or edited its past.
+    """
+    before: ConversationNode | None = None
+    behind = after is None
+    for name, point in answers.items():
+        if behind:
+            length = len(before.messages) if before else 0
+            if before is not None and (point.messages[:length] != before.messages or len(point.messages) == length):
+                raise CallerError(f"answer {name!r} does not continue the one before: only one line can be saved")
+            turn = point.turn
+            yield {
+                "id": name,
+                "continues": before is not None and turn.parent is before.turn,
+                "messages": point.messages[length:],
+                "tools": point.tools,
+                "observed": turn.observed.tolist(),
+                "sampled": turn.sampled.tolist(),
+                "log_probs": turn.log_probs.tolist(),
+                "weight_versions": (turn.weight_version, turn.last_version),
+                "finish": turn.finish,
+                "routed_experts": turn.routed_experts,
+            }
+        before, behind = point, behind or name == after
+
+
+def restored(history: ConversationIndex, turns: list[SavedTurn]) -> dict[str, ConversationNode]:
+    """Have an empty history go on from these turns; the answers by their ids.
+
+    Raises:
+        CallerError: what should be their tokens or messages is none.
+    """
+    answers: dict[str, ConversationNode] = {}
+    point: ConversationNode | None = None
+    for saved in turns:
+        experts = saved.routed_experts
+        generation = Generation(saved.sampled, saved.log_probs, saved.finish, routed_experts=experts)
+        parent = point.turn if point is not None and saved.continues else None
+        *new, message = saved.messages
+        try:
+            if message["role"] != "assistant":
+                raise ValueError(f"{message['role']!r} is not the policy")
+            turn = history.ledger.append(parent, saved.observed, generation, *saved.weight_versions)
+            point = answers[saved.id] = history.record(point, new, message, turn, saved.tools)
+        except TokenMismatch as error:
+            raise CallerError(f"{saved.id!r}: {error.reason}", field="turns") from error
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise CallerError(f"{saved.id!r} has what is no message: {error!r:.200}", field="turns") from error
+    return answers

@@ -1,24 +1,27 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids as the text that they are on the wire, written once and appended to.
+"""Token ids as the text that they are on the wire: prompts that are appended to, and tokens that agents send back.
 
 A prompt of 64k tokens is 400 KB of JSON, in the request to the engine, in the engine's answer, in ours to the agent
-and in what the agent sends back, in every turn. As a list of numbers it would be written and read each time. As text
-it is copied and compared, which takes microseconds. Nothing is read out of the text: the ledger's numbers are what
-counts, and the text is made of them.
+and in what the agent sends back, in every turn. As text, ids are copied and compared, which takes microseconds. No
+number is read out of the text: the ledger's numbers count, and the text is made of them.
 
-Pure: no task, socket, clock or thread.
+Gym's agents send each turn's prompt, ids and log-probs with the whole history. :func:`strip_known_tokens` compares
+these with what was written, byte for byte, and cuts them out before the rest is read as JSON. A turn that differs in
+any byte is not cut out, and is read in full. Pure: no task, socket, clock or thread.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import overload
 
 import orjson
 
-from nemo_gym_prorl.policy.tokens.ledger import Turn
+from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
 
 
 BRANCHES = 4
@@ -126,3 +129,47 @@ def _added(ids: Sequence[int], *, first: bool) -> bytes:
         return b"[" if first else b""
     text = orjson.dumps(ids)[:-1]
     return text if first else b",%b" % text[1:]
+
+
+MARK = f"turn of {uuid.uuid4().hex}"
+"""The field in the place of a known turn's tokens, with its number among those found. No caller knows the name."""
+
+_NAME = b'"prompt_token_ids":'
+
+
+def strip_known_tokens(body: bytes, ledger: TokenLedger, texts: IdTexts) -> tuple[bytes, list[Turn]] | None:
+    """A request without the tokens of the turns that it repeats, and those turns in their order.
+
+    Returns:
+        ``None`` where it has tokens that are not those of one branch from its first turn on.
+    """
+    at = body.find(_NAME)
+    if at < 0:
+        return body, []
+    for leaf in islice(_latest(ledger), BRANCHES):
+        if (found := _along(body, at, leaf.path(), texts)) is not None:
+            return found
+    return None
+
+
+def _latest(ledger: TokenLedger) -> list[Turn]:
+    return list(ledger.leaves())[::-1]
+
+
+def _along(body: bytes, at: int, path: Sequence[Turn], texts: IdTexts) -> tuple[bytes, list[Turn]] | None:
+    parts, end, number = [], 0, 0
+    text, lengths = texts.reaching(path[-1])
+    # No string can hold the name with bare quotes, so each of these is a field.
+    while at >= 0:
+        if number == len(path):
+            return None
+        turn, start = path[number], at + len(_NAME)
+        length, rest = lengths[turn], texts.sampled(turn)
+        with memoryview(text)[:length] as ids:
+            known = bool(turn.sampled) and body.startswith(ids, start) and body.startswith(rest, start + length)
+        if not known:
+            return None
+        parts.append(b'%b"%b":%d' % (body[end:at], MARK.encode(), number))
+        end = start + length + len(rest)
+        at, number = body.find(_NAME, end), number + 1
+    return b"".join([*parts, body[end:]]), list(path[:number])

@@ -100,19 +100,3 @@ def test_what_cannot_work_is_refused_at_the_start(settings: dict[str, Any], fiel
         model(**settings).setup_webserver()
     named = refused.value.field if isinstance(refused.value, CallerError) else refused.value.errors()[0]["loc"][-1]
     assert named == field
-
-
-@pytest.mark.parametrize("path", [*TURNS, "/v1/backends/pause"])
-def test_with_a_key_every_route_needs_it(path: str) -> None:
-    client = TestClient(model(policy={"control_token": "open-sesame"}).setup_webserver())
-    assert client.post(path, json={}).status_code == 401
-    assert client.post(path, json=[], headers={"Authorization": "Bearer open-sesame"}).status_code != 401
-
-
-@pytest.mark.parametrize("path", TURNS)
-@pytest.mark.parametrize("body", [b"", b"[" * 5000, b"7"])
-def test_a_body_that_is_no_object_is_the_callers(path: str, body: bytes) -> None:
-    with TestClient(model().setup_webserver()) as client:
-        answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 422
-    assert answer.headers["Content-Type"] == "application/problem+json"

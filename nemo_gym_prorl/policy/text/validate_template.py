@@ -1,13 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Can a chat template be followed? Tried out with a few conversations before the first rollout.
+"""Whether a chat template can be followed turn by turn, tried out with a few conversations before the first rollout.
 
-A template is an arbitrary program, and a tokenizer has its own ideas of white space. What neither is known to do is
-what goes wrong in silence: results that are not shown, an end of turn written twice, a space that nobody wrote.
-So each seam of some made-up conversations is rendered as it will be, and held against the template's rendering of the
-whole. What a rollout's tokens would differ in is refused by its name, at the start.
-
-Pure: no task, socket, clock or thread.
+A template is an arbitrary program, and tokenizers differ in what they do to white space. What goes wrong does so in
+silence: results that are not shown, an end of turn written twice, a space that nobody wrote. So each turn boundary of
+some made-up conversations is rendered as it will be, and compared with the template's rendering of the whole. A
+template whose rollouts would differ in a token is refused at the start, with the difference. Pure: no task, socket,
+clock or thread.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from datetime import datetime
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.formats import FORMATS, THOUGHT_MARKERS, format_named
-from nemo_gym_prorl.policy.text.messages import Message, Tools
 from nemo_gym_prorl.policy.text.parsers import Format, ToolCall, parse
 from nemo_gym_prorl.policy.text.renderer import PROBE, PROBE_NAME, Renderer
-from nemo_gym_prorl.policy.text.seam import end_of_turn
+from nemo_gym_prorl.policy.text.template import Message, Tools
+from nemo_gym_prorl.policy.text.turn_boundary import end_of_turn
 
 
 _NOW = datetime(2000, 1, 1)
@@ -37,7 +36,7 @@ class CannotFollow(CallerError):
     problem = "template-not-followed"
 
 
-def rehearse(renderer: Renderer, tool_format: str | None = None, *, thoughts: bool = True) -> Format:
+def validate_template(renderer: Renderer, tool_format: str | None = None, *, thoughts: bool = True) -> Format:
     """Try conversations out, without tools and with those that the template shows; return how the model writes turns.
 
     The markers of a thought are those that the template itself names.
@@ -52,14 +51,14 @@ def rehearse(renderer: Renderer, tool_format: str | None = None, *, thoughts: bo
         CannotFollow: it says what goes wrong.
     """
     try:
-        return _rehearse(renderer, tool_format, thoughts=thoughts)
+        return _validate(renderer, tool_format, thoughts=thoughts)
     except CannotFollow:
         raise
     except (CallerError, TypeError, ValueError, MemoryError) as error:
         raise _cannot_follow(str(error)) from error
 
 
-def _rehearse(renderer: Renderer, tool_format: str | None, *, thoughts: bool) -> Format:
+def _validate(renderer: Renderer, tool_format: str | None, *, thoughts: bool) -> Format:
     plays_calls = tool_format != "plain" and renderer.shows_tools
     source = renderer.template.source + renderer.example
     markers = [pair for pair in THOUGHT_MARKERS if any(marker.strip() in source for marker in pair)]
@@ -92,12 +91,12 @@ def _found(renderer: Renderer, think: tuple[str, str]) -> str:
         full = renderer.template.render(conversation[:3], PROBE, prompt=True, now=_NOW)
     except CallerError as error:
         raise _cannot_follow(f"it does not take a call and its result: {error.reason}") from error
-    seam = _Seam(renderer, conversation[:2], conversation[2:3], PROBE, prompt, full)
-    seam.holds_turn()
+    boundary = _Boundary(renderer, conversation[:2], conversation[2:3], PROBE, prompt, full)
+    boundary.holds_turn()
     for name in sorted(FORMATS, key=lambda name: FORMATS[name].unmarked):
-        if seam.call_end(replace(FORMATS[name], think=think)) is not None:
+        if boundary.call_end(replace(FORMATS[name], think=think)) is not None:
             return name
-    raise _cannot_follow(f"no tool_call_parser reads its calls, such as {seam.written().strip()[:200]!r}")
+    raise _cannot_follow(f"no tool_call_parser reads its calls, such as {boundary.written().strip()[:200]!r}")
 
 
 def _answers() -> Iterator[list[Message]]:
@@ -157,10 +156,10 @@ def _play(
             called = any("tool_calls" in message for message in conversation)
             said = "a call and its result" if called else "an answer and another question"
             raise _cannot_follow(f"it does not take {said}: {error.reason}") from error
-        _Seam(renderer, history, new, tools, prompt, full).check(form, name, thoughts=thoughts)
+        _Boundary(renderer, history, new, tools, prompt, full).check(form, name, thoughts=thoughts)
 
 
-class _Seam:
+class _Boundary:
     """One turn of a conversation, and what the template writes of it."""
 
     def __init__(
@@ -287,7 +286,7 @@ class _Seam:
         encode, texts = self._tokenizer.encode, (self._prompt, self._prompt + sampled, self._prompt + sampled + right)
         prompt, turn, whole = map(encode, texts)
         if turn[: len(prompt)] != prompt or whole[: len(turn)] != turn:
-            return  # A token lies across the seam, as none does that is sampled.
+            return  # A token lies across the boundary, as none does that is sampled.
         ids, behind = turn[len(prompt) :], prompt[-1]
         self._holds(bool(ids), f"the tokenizer has no ids for {sampled!r}")
         got = self._renderer.next(

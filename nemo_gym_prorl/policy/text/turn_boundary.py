@@ -3,7 +3,7 @@
 """Where a sampled turn ends in what the chat template writes, and what the template puts after it.
 
 A template is an arbitrary program over the whole conversation: it may count messages, number tool results, repeat the
-tools, append a token of its own at the end. So the seam is looked for in its rendering of the *real* conversation:
+tools, append a token of its own at the end. So the boundary is looked for in its rendering of the *real* conversation:
 
 1. As it stands. Where the conversation is rendered as the prompt before the turn, then exactly the text that was
    sampled, all that follows is what comes after the turn. That is the template's own word, and there is nothing to
@@ -17,9 +17,8 @@ tools, append a token of its own at the end. So the seam is looked for in its re
    otherwise, it is right, and the difference is counted.
 
 Cost: one rendering of the conversation as text in the first case, since the prompt before the turn is known again
-(:class:`Written`), and up to six in the second. Their length grows with the conversation, and must: nothing less than
-all of it says what a template makes of it. But text is cheap: only what is new is tokenised, which for the same text
-takes many times as long (figures in ``docs/policy.md``).
+(:class:`RenderedPrompt`), and up to six in the second. Only new messages are tokenised, which for the same text takes
+many times as long as rendering.
 
 Pure: no task, socket, clock or thread.
 """
@@ -27,25 +26,20 @@ Pure: no task, socket, clock or thread.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.text.messages import THOUGHT
+from nemo_gym_prorl.policy.text.template import THOUGHT, Conversation, Render
 
-
-type Conversation = Sequence[Mapping[str, Any]]
-
-type Render = Callable[[Conversation, bool], str]
-"""The text of messages, with or without the opening of an assistant turn after them."""
 
 _LONGEST_END = 200
 """Characters that a sampled text and what follows it may share at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class RenderedPrompt:
     """A prompt as the template wrote it, to know it again when its turn goes on.
 
     Its text would be most of what a rollout keeps. Length and hash are enough to tell whether another text begins with
@@ -64,7 +58,7 @@ class Written:
     plain: Conversation = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, text: str, plain: Conversation = (), thought: str = "<think>") -> Written:
+    def of(cls, text: str, plain: Conversation = (), thought: str = "<think>") -> RenderedPrompt:
         """A whole text, for a model that opens its thoughts with this marker."""
         bare = text.rstrip()
         opened = text[len(bare) :] if bare.endswith(thought.rstrip()) else None
@@ -76,8 +70,8 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What the policy sampled in the turn before the seam.
+class SampledTurn:
+    """What the policy sampled in the turn before the boundary.
 
     Attributes:
         text: all of it.
@@ -97,13 +91,13 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
+class TurnBoundary:
     """What stands between a sampled turn and the next one.
 
     Attributes:
         text: what to append after the sampled text.
         full: the whole conversation as the template writes it, up to the next turn.
-        rewrites: the template would now write something before the seam otherwise than it did.
+        rewrites: the template would now write something before the boundary otherwise than it did.
         differs: the stand-ins showed another text than the real conversation, which was taken then.
     """
 
@@ -113,14 +107,14 @@ class Seam:
     differs: bool = False
 
 
-def find_seam(
+def find_turn_boundary(
     render: Render,
     history: Conversation,
     new: Conversation,
-    said: Said,
+    said: SampledTurn,
     special: re.Pattern[str],
-    before: Written | None = None,
-) -> Seam:
+    before: RenderedPrompt | None = None,
+) -> TurnBoundary:
     """What follows a sampled turn.
 
     Args:
@@ -135,21 +129,23 @@ def find_seam(
         CallerError: the template refuses the messages, or drops the one that was sampled.
     """
     full = render([*history, *new], True)
-    before = before or Written.of(render(history[:-1], True))
+    before = before or RenderedPrompt.of(render(history[:-1], True))
     kept, start = before.begins(full), before.length
     if kept and said.plain:
         if said.text.strip() and full.startswith(said.text, start):
-            return Seam(full[start + len(said.text) :], full)
+            return TurnBoundary(full[start + len(said.text) :], full)
         if said.body.strip() and full.startswith(said.body, start):
             tail = full[start + len(said.body) :]
             ending = _ending(render, history, new, full, tail, special) if said.stopped else ""
-            return Seam(_unsaid(tail, ending, _before_next(render, history, new, full, tail), said, special), full)
+            return TurnBoundary(
+                _unsaid(tail, ending, _before_next(render, history, new, full, tail), said, special), full
+            )
     tail, ending = _by_stand_ins(render, history, new, full, said, special)
     rewrites = not kept or _drops(full[start:] if kept else full, history[-1])
     right = tail if not kept else _corrected(tail, full, start, history[-1], said, special)
     ending = right.removesuffix(tail) + ending if right.endswith(tail) else ""
     before_next = _before_next(render, history, new, full, right)
-    return Seam(_unsaid(right, ending, before_next, said, special), full, rewrites, right != tail)
+    return TurnBoundary(_unsaid(right, ending, before_next, said, special), full, rewrites, right != tail)
 
 
 def end_of_turn(render: Render, special: re.Pattern[str]) -> str:
@@ -169,7 +165,7 @@ def overlap(text: str, following: str) -> int:
 
 
 def _by_stand_ins(
-    render: Render, history: Conversation, new: Conversation, full: str, said: Said, special: re.Pattern[str]
+    render: Render, history: Conversation, new: Conversation, full: str, said: SampledTurn, special: re.Pattern[str]
 ) -> tuple[str, str]:
     """What follows the turn, and the end of turn in that."""
     word = "Sentinel"
@@ -252,7 +248,7 @@ def _closing(
 
 
 def _corrected(
-    tail: str, full: str, start: int, said: Mapping[str, Any], sampled: Said, special: re.Pattern[str]
+    tail: str, full: str, start: int, said: Mapping[str, Any], sampled: SampledTurn, special: re.Pattern[str]
 ) -> str:
     """What follows the turn in the rendering of the real conversation, where it begins at ``start``."""
     if not full.endswith(tail):
@@ -267,7 +263,7 @@ def _corrected(
     return full[start + len(turn) :]
 
 
-def _unsaid(tail: str, ending: str, before_next: int, said: Said, special: re.Pattern[str]) -> str:
+def _unsaid(tail: str, ending: str, before_next: int, said: SampledTurn, special: re.Pattern[str]) -> str:
     """What follows the turn, without the part of it that the policy sampled already."""
     if said.end and said.stopped:
         at = _end_at(tail, before_next, said.end)
