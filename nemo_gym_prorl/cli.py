@@ -287,12 +287,13 @@ def submit(
     """
     from nemo_gym_prorl.commands.submit import Order
     from nemo_gym_prorl.commands.submit import submit as submit_rows
+    from nemo_gym_prorl.failures import CallerError
     from nemo_gym_prorl.gym.config_files import place_of
 
     try:
         file = rows if rows.is_file() else place_of(str(rows))
     except FileNotFoundError as error:
-        raise typer.BadParameter(str(error), param_hint="ROWS") from None
+        raise CallerError(str(error), field="ROWS") from None
     order = Order(file, repeats, run, environment, client, priority, output, detach)
     if not _run(submit_rows(order, url, token)):
         raise typer.Exit(1)

@@ -73,12 +73,21 @@ def test_routes_and_sessions_that_are_not_there(server: str) -> None:
     assert client.post("/close_session").json() == {}
 
 
+UNKNOWN_TOOL = {"responses_create_params": {"tools": [{"type": "function", "name": "bassh"}]}}
 LIGHT = row_for("How fast is light in vacuum?", "3.00e8 m/s")
 
 
 @pytest.mark.parametrize(
     ("server", "row", "field"),
     [
+        *(
+            (
+                server,
+                {"responses_create_params": {"tools": [{"name": "bassh"}]}},
+                "responses_create_params.tools.0.name",
+            )
+            for server in TOOLS
+        ),
         ("prorl_code", {}, "verifier_metadata"),
         ("prorl_code", {"task_id": "HumanEval/2"}, "verifier_metadata"),
         ("prorl_math", {}, "question"),

@@ -206,7 +206,8 @@ def find_servers(head: str, token: str | None, implementation: str) -> dict[str,
         listed = Service(head, token, HEAD_S).get("/server_instances")
         return {str(one["process_name"]): str(one["url"]) for one in listed if one["name"] == implementation}
     except InfrastructureError as error:
-        why = error.reason
+        cause = error.__cause__
+        why = (cause.strerror or str(cause)) if isinstance(cause, OSError) else error.reason
     except (LookupError, TypeError):
         why = "what it lists are no servers"
     except Exception as error:
