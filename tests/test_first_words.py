@@ -10,16 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.commands import fleet
 from nemo_gym_prorl.commands.environments import check_overrides
+from nemo_gym_prorl.commands.serve import policy_trouble
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.gym import deployment as deployments
 from nemo_gym_prorl.gym.deployment import GymDeployment
+from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.task_sandboxes import PROGRESS
 from tests.rollout.command_line import prorl
+from tests.rollout.serving import serve
 
 
 AGENT = "prorl_code_agent.responses_api_agents.prorl_agent"
@@ -167,3 +172,41 @@ async def test_nodes_of_ray_say_what_each_has_still_to_do(monkeypatch: pytest.Mo
     assert nodes.awaited == ""
     await changes.aclose()
     await loops.aclose()
+
+
+# An endpoint without which no rollout could sample
+
+
+async def test_the_scripted_policy_is_known_by_its_name(scripted_policy: str) -> None:
+    assert await policy_trouble(scripted_policy, MODEL_NAME, "none") is None
+    trouble = await policy_trouble(scripted_policy, "another", "none")
+    assert trouble == f"{scripted_policy} serves {MODEL_NAME}, not another"
+
+
+@pytest.mark.parametrize(
+    ("answer", "trouble"),
+    [
+        (JSONResponse({"data": [{"id": "qwen"}]}), None),
+        (PlainTextResponse("no list"), None),
+        (JSONResponse([1]), None),
+        (Response(status_code=404), None),
+        (Response(status_code=401), "refuses the key"),
+    ],
+)
+async def test_only_what_is_certain_is_told(answer: Response, trouble: str | None) -> None:
+    app = FastAPI()
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        assert request.headers["authorization"] == "Bearer key"
+        return answer
+
+    async with serve(app) as url:
+        told = await policy_trouble(f"{url}/v1", "qwen", "key")
+        assert (told is None) if trouble is None else (told is not None and trouble in told)
+
+
+async def test_nobody_at_the_address() -> None:
+    assert "nothing answers at http://127.0.0.1:9/v1/models" in str(
+        await policy_trouble("http://127.0.0.1:9/v1", "qwen", "key")
+    )

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl serve`` as a user runs it: servers that die come back at their address, and its end leaves nothing.
-
-``make test-long`` runs the whole thing: 500 rollouts while each server is killed in turn.
-"""
+"""``prorl serve`` as a user runs it: servers that die come back at their address, and its end leaves nothing."""
 
 import asyncio
 import os
@@ -31,7 +28,11 @@ from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 
 
-pytestmark = [pytest.mark.gym, pytest.mark.sandbox]
+pytestmark = [
+    pytest.mark.gym,
+    pytest.mark.sandbox,
+    pytest.mark.long("starts whole deployments; test_init.py serves one environment from its beginning to its end"),
+]
 
 AGENT = "prorl_code_agent"
 SERVERS = ("prorl_code", "policy_model", AGENT)
@@ -203,7 +204,6 @@ async def test_servers_that_are_killed_come_back_and_told_to_end_while_rollouts_
     await _nothing_left(service)
 
 
-@pytest.mark.long("takes ten minutes")
 @pytest.mark.timeout(5400)
 async def test_500_rollouts_survive_that_each_server_is_killed(scripted_policy: str, service: Service, tmp_path: Path):
     jobs = 500
