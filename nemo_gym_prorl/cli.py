@@ -387,9 +387,9 @@ ModelUrl = Annotated[
 def backends(context: typer.Context, url: ModelUrl = None, token: Token = None) -> None:
     """List the engines of model servers: health, rollouts, turns being sampled, label of the weights."""
     if context.invoked_subcommand is None:
-        from nemo_gym_prorl.commands import backends as command
+        from nemo_gym_prorl.commands import jobs
 
-        command.show(url, token)
+        jobs.show_backends(url, token)
 
 
 @backends_app.command("add")
@@ -402,9 +402,9 @@ def add_backend(
     token: Token = None,
 ) -> None:
     """Place rollouts on one more engine."""
-    from nemo_gym_prorl.commands import backends as command
+    from nemo_gym_prorl.commands import jobs
 
-    command.add(url, token, engine, run, weight_version, key)
+    jobs.add_backend(url, token, engine, run, weight_version, key)
 
 
 @backends_app.command("drain")
@@ -414,9 +414,9 @@ def drain_backend(
     token: Token = None,
 ) -> None:
     """Place no new rollouts on an engine; those that it has go on."""
-    from nemo_gym_prorl.commands import backends as command
+    from nemo_gym_prorl.commands import jobs
 
-    command.drain(url, token, engine)
+    jobs.drain_backend(url, token, engine)
 
 
 app.add_typer(backends_app)
