@@ -65,7 +65,7 @@ async def test_its_own_test_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         env={**os.environ, "PYTHONPATH": str(root)},
         stdout=asyncio.subprocess.PIPE,
     )
-    said, _ = await asyncio.wait_for(ended.communicate(), 120)
+    said, _ = await asyncio.wait_for(ended.communicate(), 280)
     assert b"8 passed" in said, said.decode()
 
 
