@@ -286,12 +286,13 @@ def submit(
     """
     from nemo_gym_prorl.commands.submit import Order
     from nemo_gym_prorl.commands.submit import submit as submit_rows
+    from nemo_gym_prorl.failures import CallerError
     from nemo_gym_prorl.gym.config_files import place_of
 
     try:
         file = rows if rows.is_file() else place_of(str(rows))
     except FileNotFoundError as error:
-        raise typer.BadParameter(str(error), param_hint="ROWS") from None
+        raise CallerError(str(error), field="ROWS") from None
     order = Order(file, repeats, run, environment, client, priority, output, detach)
     if not _run(submit_rows(order, url, token)):
         raise typer.Exit(1)
@@ -385,9 +386,9 @@ ModelUrl = Annotated[
 def backends(context: typer.Context, url: ModelUrl = None, token: Token = None) -> None:
     """List the engines of model servers: health, rollouts, turns being sampled, label of the weights."""
     if context.invoked_subcommand is None:
-        from nemo_gym_prorl.commands import backends as command
+        from nemo_gym_prorl.commands import jobs
 
-        command.show(url, token)
+        jobs.show_backends(url, token)
 
 
 @backends_app.command("add")
@@ -400,9 +401,9 @@ def add_backend(
     token: Token = None,
 ) -> None:
     """Place rollouts on one more engine."""
-    from nemo_gym_prorl.commands import backends as command
+    from nemo_gym_prorl.commands import jobs
 
-    command.add(url, token, engine, run, weight_version, key)
+    jobs.add_backend(url, token, engine, run, weight_version, key)
 
 
 @backends_app.command("drain")
@@ -412,9 +413,9 @@ def drain_backend(
     token: Token = None,
 ) -> None:
     """Place no new rollouts on an engine; those that it has go on."""
-    from nemo_gym_prorl.commands import backends as command
+    from nemo_gym_prorl.commands import jobs
 
-    command.drain(url, token, engine)
+    jobs.drain_backend(url, token, engine)
 
 
 app.add_typer(backends_app)

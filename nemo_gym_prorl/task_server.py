@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import re
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, ClassVar, Self
 
@@ -41,7 +41,7 @@ from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from nemo_gym_prorl.background import BackgroundLoops
-from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.handlers.gym_http import LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.rollout.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
@@ -206,6 +206,7 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
             request.session[SESSION_ID_KEY] = named
         lease = None if named else request.headers.get(LEASE_HEADER)
         row = row if isinstance(row, dict) else {}
+        self._check_tools(row)
         await _while_connected(request, self._sessions.seed(_key(request), row, once=bool(named), lease=lease))
         return {"resources_session_id": named} if named else self._paths(lease)
 
@@ -215,6 +216,7 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
 
     async def resume_session(self, request: Request, body: ResumeRequest) -> dict[str, str]:
         """Begin a session for a row that goes on from the checkpoint of another one."""
+        self._check_tools(body.row)
         lease, kept = request.headers.get(LEASE_HEADER), body.checkpoint.model_dump()
         await _while_connected(request, self._sessions.seed(_key(request), body.row, checkpoint=kept, lease=lease))
         return self._paths(lease)
@@ -237,6 +239,20 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
             if self._sandboxes is not None and is_named(name, self._kept_as):
                 await self._sandboxes.renew_snapshot(name)
         return {"renewed": len(body.snapshots)}
+
+    def _check_tools(self, row: Mapping[str, Any]) -> None:
+        """Refuse a row that offers the policy a tool which this environment does not have.
+
+        Raises:
+            CallerError: names the tool, and those that there are.
+        """
+        params = row.get("responses_create_params")
+        offered = params.get("tools") if isinstance(params, dict) else None
+        known = [str(schema["name"]) for schema in self._task.tools.schemas]
+        for place, tool in enumerate(offered if isinstance(offered, list) else ()):
+            if isinstance(tool, dict) and isinstance(name := tool.get("name"), str) and name not in known:
+                field = f"responses_create_params.tools.{place}.name"
+                raise CallerError(f"this environment has no tool {name}{suggest(name, known)}", field=field)
 
     def _paths(self, lease: str | None) -> dict[str, str]:
         """What a session's caller may ask for beyond Gym's routes."""

@@ -104,6 +104,7 @@ GYMS = "tests/gym/"
 
 WHOLE_GYMS = (
     "tests/gym/test_journey.py",
+    "tests/gym/test_init.py",
     "tests/gym/test_fleet.py",
     "tests/gym/test_serve.py",
     "tests/setup/test_readme.py",

@@ -4,16 +4,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
-import re
 from pathlib import Path
 
 import pytest
 
 import benchmarks
-from benchmarks import agents, plots, report, tokens
-from benchmarks.model_agents import EchoingAgent, KeepAliveClient
+from benchmarks import plots, report
 from benchmarks.report import Row
 
 
@@ -65,37 +62,3 @@ def test_the_page_and_the_plots_are_those_of_the_results() -> None:
     assert report.table() in report.PAGE.read_text(), "run: python -m benchmarks.report"
     for name, text in plots.drawings().items():
         assert (report.RESULTS / name).read_text() == text, "run: python -m benchmarks.plots"
-
-
-def test_the_page_is_short() -> None:
-    prose = re.sub(r"[|*`]", " ", report.PAGE.read_text())
-    assert len(prose.split()) <= 1500
-
-
-def test_a_turn_is_judged_at_its_length() -> None:
-    shared = tokens.Played(cpu=[0.001 * turn for turn in range(100)], context=[640.0 * turn for turn in range(100)])
-    assert shared.at(64_000, shared.cpu) == pytest.approx(0.0985)
-    assert shared.at(1_920, shared.cpu) == pytest.approx(0.003)
-
-
-@pytest.mark.long("three processes of servers that a benchmark measures; their answers are tested in tests/policy")
-async def test_agents_of_both_servers_are_answered() -> None:
-    rows = {row.name: row for row in await agents.measure(agents.Scale(4, 3, 2, 0.1, 1))}
-    failed = rows["rollouts of 4 that failed"]
-    assert (failed.ours, failed.peer) == (0, 0)
-    cost = next(row for name, row in rows.items() if name.startswith("server CPU"))
-    assert cost.ours > 0
-    assert cost.peer
-    assert cost.peer > 0
-
-
-async def test_an_answer_that_agents_cannot_use_is_an_error() -> None:
-    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 500 Oh\r\nContent-Length: 2\r\n\r\nno")
-
-    server = await asyncio.start_server(refuse, "127.0.0.1")
-    client = KeepAliveClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    with pytest.raises(ValueError, match="answered 500: b'no'"):
-        await EchoingAgent(client, ["hello"]).turn()
-    client.close()
-    server.close()

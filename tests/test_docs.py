@@ -28,9 +28,6 @@ import pytest
 import pytest_asyncio
 import typer
 import yaml
-from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.cog.plugins import register_default_plugins
-from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.rollout.client import RolloutClient
@@ -214,6 +211,7 @@ def gym_commands() -> list[list[str]]:
     return [words for snippet in SHELL for words in commands(snippet.text) if words[0] == "gym"]
 
 
+@pytest.mark.long("asks Gym's command line for the help of each command")
 async def test_every_option_of_gyms_command_line_exists() -> None:
     help_texts: dict[tuple[str, ...], str] = {}
     found = gym_commands()
@@ -340,31 +338,6 @@ async def test_every_metric_that_is_watched_is_told(
     assert {name for text in variables for name in re.findall(r"\bprorl_\w+", text)} <= told
 
 
-def test_grafanas_schema_has_all_that_the_dashboard_says() -> None:
-    """What a version of Grafana does not know is dropped by its own model of a dashboard."""
-    register_default_plugins()
-    written = json.loads((ROOT / "docs" / "monitoring" / "grafana.json").read_text())
-    assert _dropped(written, _through_grafana(written)) == []
-    written["panels"][2]["fieldConfig"]["defaults"]["unitt"] = "s"
-    assert _dropped(written, _through_grafana(written)) == ["panels.2.fieldConfig.defaults.unitt"]
-
-
-def _through_grafana(written: dict[str, Any]) -> Any:
-    return json.loads(json.dumps(Dashboard.from_json(written), cls=JSONEncoder))
-
-
-def _dropped(written: Any, taken: Any, path: str = "") -> list[str]:
-    if isinstance(written, dict):
-        pairs = [(key, value, taken.get(key)) for key, value in written.items()] if isinstance(taken, dict) else []
-    elif isinstance(written, list):
-        pairs = [(str(index), *pair) for index, pair in enumerate(zip(written, taken, strict=True))]
-    else:
-        return [] if written == taken else [path]
-    if len(pairs) != len(written):
-        return [path]
-    return [lost for key, value, there in pairs for lost in _dropped(value, there, f"{path}.{key}".lstrip("."))]
-
-
 @pytest.mark.parametrize("snippet", SHELL, ids=str)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_shell(
@@ -453,15 +426,3 @@ async def execute(text: str, **names: Any) -> None:
     done = eval(code, names)
     if inspect.isawaitable(done):
         await done
-
-
-def test_every_block_is_either_run_or_known_to_be_none() -> None:
-    python = [
-        s for s in PYTHON if "RolloutClient" in s.text or s.file == "docs/sandbox.md" or s.file in PYTHON_NOT_RUN
-    ]
-    run = {*SHELL, *python} | {snippet for snippet in ALL if snippet.language in ("json", "yaml")}
-    left = [snippet for snippet in ALL if snippet not in run]
-    assert {
-        (snippet.file, begin) for snippet in left for file, begin in NO_CODE if snippet.text.startswith(begin)
-    } == NO_CODE
-    assert len(left) == len(NO_CODE)

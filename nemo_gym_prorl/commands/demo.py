@@ -21,6 +21,7 @@ import aiohttp
 import orjson
 from rich.console import Console
 
+from nemo_gym_prorl.commands.environments import check_overrides
 from nemo_gym_prorl.commands.files import read_rollouts
 from nemo_gym_prorl.commands.show import file_table
 from nemo_gym_prorl.commands.submit import Order, submit
@@ -87,6 +88,7 @@ class Demo:
             RolloutError: something that the demonstration needs is missing or fails.
         """
         begin = time.monotonic()
+        check_overrides([ENVIRONMENT], "prorl_model", self.overrides)
         await asyncio.to_thread(self._provide_sandboxes)
         async with _endpoint() as endpoint:
             self._introduce(endpoint)

@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rich.console import Console
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.commands.environments import blocks_of
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.gym import deployment
 from nemo_gym_prorl.gym.command_line import running_rays_auth_mode
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.fleet.front import Front, front_app
@@ -95,7 +97,7 @@ async def over_ray(
 
     from nemo_gym_prorl.gym.ray_nodes import Order, RayNodes, exposed_host
 
-    deployment = {
+    node = {
         "config_paths": [f"environments/{name}/config.yaml" for name in environments],
         "model_type": model_type,
         "policy_base_url": [] if policy_url is None else policy_url,
@@ -104,14 +106,15 @@ async def over_ray(
         "overrides": [*overrides],
         "folder": Path.cwd(),
     }
-    order = Order(deployment, _agent_of(environments), options.token, log_dir=log_dir)
+    order = Order(node, _agent_of(environments), options.token, log_dir=log_dir)
 
     def say(what: str) -> None:
         console.print(what, markup=False, soft_wrap=True)
 
     await _require_listener(address)
     try:
-        await asyncio.to_thread(ray.init, address=address, log_to_driver=False, namespace="prorl")
+        async with saying_what_is_awaited(lambda: f"Ray at {address}", say):
+            await asyncio.to_thread(ray.init, address=address, log_to_driver=False, namespace="prorl")
     except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
         token = "if that Ray asks for a token, the same must be here: RAY_AUTH_TOKEN, or the file ~/.ray/auth_token"
         why = next(iter(str(error).splitlines()), type(error).__name__)
@@ -124,13 +127,39 @@ async def over_ray(
         loops = BackgroundLoops()
         nodes = RayNodes(order, say, loops)
         try:
-            async with _front(nodes, options, console, loops) as front:
+            async with (
+                _front(nodes, options, console, loops) as front,
+                saying_what_is_awaited(lambda: nodes.awaited, say),
+            ):
                 await _tell_nodes(front, console)
         finally:
             console.print("Stopping the nodes' servers")
             await nodes.close()
     finally:
         ray.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def saying_what_is_awaited(awaited: Callable[[], str], say: Callable[[str], None]) -> AsyncIterator[None]:
+    """Say every 15 s what is waited for, and how busy the machine is, as long as something is.
+
+    Args:
+        awaited: returns what is waited for now, in words; empty for nothing.
+        say: is told each line.
+    """
+
+    async def tell() -> None:
+        began = time.monotonic()
+        while True:
+            await asyncio.sleep(deployment.WAITING_S)
+            if what := awaited():
+                say(f"{time.monotonic() - began:.0f} s, waiting for {what}; {deployment.machine_load()}")
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
 
 
 async def _require_listener(address: str) -> None:

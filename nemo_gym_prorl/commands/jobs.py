@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A running service from the command line: which one it is, how it is asked, and ``prorl cancel``.
+"""A running service from the command line: which one it is, how it is asked, ``prorl cancel`` and ``prorl backends``.
 
 The service is found by ``--url``, else ``PRORL_URL``, else by asking Gym's head server which of its servers is a
 ``prorl_agent``. Commands that ask and print use :class:`Service`, on the standard library: the client of
@@ -18,6 +18,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import orjson
 from rich.console import Console
+from rich.table import Table
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.serving.keys import authorization, trusted_authorities
@@ -35,6 +36,7 @@ CALL_S = 180.0
 STREAM_S = 60.0
 """Longest silence of a stream of events, which has a heartbeat every 15 s."""
 
+_BACKENDS = "/v1/backends"
 _PAGE = 1000
 """As many rollouts as a service lists at once."""
 
@@ -206,7 +208,8 @@ def find_servers(head: str, token: str | None, implementation: str) -> dict[str,
         listed = Service(head, token, HEAD_S).get("/server_instances")
         return {str(one["process_name"]): str(one["url"]) for one in listed if one["name"] == implementation}
     except InfrastructureError as error:
-        why = error.reason
+        cause = error.__cause__
+        why = (cause.strerror or str(cause)) if isinstance(cause, OSError) else error.reason
     except (LookupError, TypeError):
         why = "what it lists are no servers"
     except Exception as error:
@@ -240,3 +243,67 @@ def cancel(url: str | None, token: str | None, ids: list[str], group: str | None
         console.print(f"{group} unknown: no rollouts of this group", style="red", markup=False)
         return 1
     return len(answer["unknown"])
+
+
+# Inference engines of model servers; a change goes to each of them, since each places rollouts on its own
+
+
+def show_backends(url: str | None, token: str | None) -> None:
+    """Print the engines of each model server."""
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    for model in _models(url, token):
+        found = model.get(_BACKENDS, "backends", "waiting")
+        table = Table(box=None, pad_edge=False)
+        for column in ("id", "url", "run", "health", "rollouts", "turns", "limit", "weights"):
+            table.add_column(column, overflow="fold")
+        for one in found["backends"]:
+            states = ", ".join([one["health"], *(name for name in ("draining", "paused") if one[name])])
+            numbers = str(one["live_rollouts"]), str(one["in_flight"]), str(one["limit"] or "")
+            table.add_row(one["id"], one["url"], one["run"] or "", states, *numbers, one["weight_version"] or "")
+        console.print(f"{model.url}: {len(found['backends'])} engines, {found['waiting']} turns wait", markup=False)
+        if found["backends"]:
+            console.print(table)
+
+
+def add_backend(
+    url: str | None, token: str | None, engine: str, run: str | None, weight_version: str | None, key: str | None
+) -> None:
+    """Add an engine to each model server."""
+    asked = {"url": engine, "run": run, "weight_version": weight_version, "api_key": key}
+    body = {name: value for name, value in asked.items() if value is not None}
+    for model in _models(url, token):
+        added = model.call("POST", _BACKENDS, "id", "url", body=body)
+        print(f"{model.url}: {added['id']} at {added['url']}")
+
+
+def drain_backend(url: str | None, token: str | None, engine: str) -> None:
+    """Drain an engine, by id or address, at each model server that has it.
+
+    Raises:
+        CallerError: none has it.
+    """
+    drained = 0
+    for model in _models(url, token):
+        known = model.get(_BACKENDS, "backends")["backends"]
+        # Each model server has ids of its own; an address may be there once for each run.
+        for each in [one["id"] for one in known if engine.rstrip("/") in (one["id"], one["url"])]:
+            model.call("DELETE", f"{_BACKENDS}/{quote(each, safe='')}", query={"drain": "true"})
+            print(f"{model.url}: {each} gets no new rollouts")
+            drained += 1
+    if not drained:
+        raise CallerError(f"no model server has an engine {engine}; prorl backends lists them", field="ENGINE")
+
+
+def _models(url: str | None, token: str | None) -> list[Service]:
+    """Return the model servers.
+
+    Raises:
+        CallerError: the deployment has none of ours.
+        InfrastructureError, ApiError: see :func:`find_servers`.
+    """
+    urls = split_urls(url) if url is not None else [*find_servers(head_url(), token, "prorl_model").values()]
+    if not urls:
+        raise CallerError(
+            f"{head_url()} knows no prorl_model; name one, or that of a node of the fleet", field="--url"
+        )
+    return [Service(one, token) for one in urls]

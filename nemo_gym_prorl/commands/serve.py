@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_gym_prorl.commands import fleet
+from nemo_gym_prorl.commands.environments import check_overrides
 from nemo_gym_prorl.failures import CallerError, suggest
 from nemo_gym_prorl.gym import config_files
 from nemo_gym_prorl.gym.deployment import Death, GymDeployment
@@ -76,6 +77,7 @@ async def serve(
             complaint = f"is a front's, so it needs --ray; one service has it as {setting}"
             raise CallerError(complaint, field=f"--{option.replace('_', '-')}")
     overrides = [word for word in words if "=" in word]
+    await asyncio.to_thread(check_overrides, environments, model_type, overrides)
     if policy_url is not None:
         checked_url(policy_url, "--policy-url")
     with socket.socket() as probe:

@@ -51,6 +51,7 @@ PROGRESS_S = 30.0
 FIND_S = 5.0
 """Pause between two looks where the service is, of those that a head server knows: a deployment that is started anew
 has its servers at other ports."""
+_ID_CHARACTERS = "may have any characters but / ? # and control characters such as line ends"
 _LOOK_S = 0.5
 _CANCEL_S = 30.0
 _AT_ONCE = 10_000
@@ -178,14 +179,18 @@ async def _cancelled_with(run: Run, console: Console) -> AsyncIterator[None]:
 
 
 def _check_options(run: str, order: Order) -> None:
-    """Ask the service's own model, before a service is asked."""
+    """Check the options by the service's own model, before a service is asked.
+
+    Raises:
+        CallerError: names the option.
+    """
     row = {"responses_create_params": {"input": ""}}
-    last = f"{run}-{2**31}-{order.repeats}"
     try:
-        SubmitRequest.model_validate({"row": row, "id": last, "group": last, **_wishes(order, row)})
+        SubmitRequest.model_validate({"row": row, "id": f"{run}-{2**31}-{order.repeats}", **_wishes(order, row)})
     except ValidationError as error:
-        wrong = in_words(field_errors(error.errors()))
-        raise CallerError(f"--run, --client or --priority is wrong: {wrong}") from None
+        first, field = error.errors()[0], str(error.errors()[0]["loc"][0])
+        wrong = _ID_CHARACTERS if first["type"] == "string_pattern_mismatch" else in_words(field_errors([first]))
+        raise CallerError(wrong, field="--run" if field == "id" else f"--{field}") from None
 
 
 def _wishes(order: Order, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,6 +271,9 @@ class Run:
         self.name, self.tally = name, tally
         self.left: list[_Rollout] = []
         self._clients, self._order, self._results = clients, order, results
+        self._say = say
+        self._unsaid: list[str] | None = []
+        """What is said once a service has answered. If none does, the error says the same."""
         self._at: dict[str, str] = {}
         """Services, by id."""
         self._services = Dispatcher(
@@ -274,7 +282,7 @@ class Run:
             ended=self._ended,
             lost=self._lost,
             broke=lambda node, error: self._broke(error),
-            say=say,
+            say=lambda what: self._unsaid.append(what) if self._unsaid is not None else say(what),
             follows=self._follows,
             placed=self._at.__setitem__,
             bounded=not order.detach,
@@ -295,6 +303,9 @@ class Run:
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
             if len(errors) == len(answers):
                 raise errors[0]  # a service that is not there is told at once
+            unsaid, self._unsaid = self._unsaid or [], None
+            for what in unsaid:
+                self._say(what)
         except BaseException:
             await self._services.close()
             raise

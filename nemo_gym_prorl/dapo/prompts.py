@@ -24,19 +24,10 @@ class Prompt:
     row: Mapping[str, Any]
 
 
-class PromptStream(Protocol):
-    """Prompts by their number, from 0. The same number is the same prompt, also after a restart."""
-
-    @property
-    def size(self) -> int:
-        """How many different prompts there are."""
-
-    def __getitem__(self, number: int, /) -> Prompt | None:
-        """The prompt, or ``None`` behind the last one."""
-
-
 class Epochs:
     """The rows of a dataset again and again, each time in another order.
+
+    Prompts are known by their number, from 0. The same number is the same prompt, also after a restart.
 
     Args:
         rows: the dataset. ``key`` names a field with a row's own name; without one a row's place is its name.

@@ -29,7 +29,7 @@ import orjson
 from nemo_gym_prorl.dapo.contract import Batch, Decision, Submission
 from nemo_gym_prorl.dapo.outcome import Outcome, RolloutMetrics, inherited, outcome_of, usage_of
 from nemo_gym_prorl.dapo.prefixes import Kept
-from nemo_gym_prorl.dapo.prompts import PromptStream
+from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Origin
 from nemo_gym_prorl.rollout.client import RolloutClient
@@ -115,7 +115,7 @@ class Runner:
     def __init__(
         self,
         sampler: DynamicSampler,
-        prompts: PromptStream,
+        prompts: Epochs,
         services: Sequence[RolloutClient],
         *,
         client: str = "dapo",

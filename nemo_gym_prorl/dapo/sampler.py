@@ -49,7 +49,7 @@ from nemo_gym_prorl.dapo.contract import (
 )
 from nemo_gym_prorl.dapo.group import Fate, Fates, Group, Member, Usage
 from nemo_gym_prorl.dapo.prefixes import NOTHING_KEPT, Kept, Prefixes, Search
-from nemo_gym_prorl.dapo.prompts import Curriculum, PromptStream
+from nemo_gym_prorl.dapo.prompts import Curriculum, Epochs
 from nemo_gym_prorl.dapo.queue import Admission, Flight, Queue, place_of
 from nemo_gym_prorl.failures import CallerError, Origin
 
@@ -67,7 +67,7 @@ class DynamicSampler:
     def __init__(
         self,
         config: SamplerConfig,
-        prompts: PromptStream,
+        prompts: Epochs,
         curriculum: Curriculum | None = None,
         run: str | None = None,
     ) -> None:

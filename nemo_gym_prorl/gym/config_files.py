@@ -80,4 +80,5 @@ def place_of(path: str) -> Path:
     for root in roots:
         if (root / path).is_file():
             return root / path
-    raise FileNotFoundError(f"there is no {path} in {', '.join(map(str, roots))}")
+    tried = ", ".join(str(root) for root in dict.fromkeys(roots))
+    raise FileNotFoundError(f"there is no {path}; looked in {tried}")

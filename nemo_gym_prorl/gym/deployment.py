@@ -217,7 +217,7 @@ class GymDeployment:
                 told = len(said)
             stage = ", ".join(self.waiting) or "Gym to launch them"
             last = next((f"; its log: {line:.120}" for line in reversed(self._log_lines()) if line.strip()), "")
-            say(f"{time.monotonic() - began:.0f} s, waiting for {stage}; {_load()}{last}")
+            say(f"{time.monotonic() - began:.0f} s, waiting for {stage}; {machine_load()}{last}")
 
     async def guard[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Do some work with the deployment; if that dies, the work is cancelled and the death is the error.
@@ -402,8 +402,8 @@ class GymDeployment:
     def _log_tail(self) -> str:
         lines = without_interrupts(self._log_lines())[-LOG_TAIL_LINES:]
         if not any(map(str.strip, lines)):
-            return f"Gym has printed nothing into {self.log_path}, so its own import is not over; {_load()}"
-        return f"{_load()}; log {self.log_path}, its last lines:\n" + "\n".join(lines)
+            return f"Gym has printed nothing into {self.log_path}, so its own import is not over; {machine_load()}"
+        return f"{machine_load()}; log {self.log_path}, its last lines:\n" + "\n".join(lines)
 
     def _log_lines(self) -> list[str]:
         try:
@@ -450,7 +450,8 @@ async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
         return None
 
 
-def _load() -> str:
+def machine_load() -> str:
+    """Return how busy this machine is, in words."""
     return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 

@@ -156,6 +156,8 @@ class RayNodes:
     def __init__(self, order: Order, say: Callable[[str], None], loops: BackgroundLoops) -> None:
         self._order, self._say, self._loops = order, say, loops
         self._shared = 0
+        self._awaited: dict[str, str] = {}
+        """What each node has still to do before it joins, by its name."""
         self._changes: asyncio.Queue[Joined | Left] = asyncio.Queue()
         self._kept: dict[str, asyncio.Task[None]] = {}
         self._actors: dict[str, Any] = {}
@@ -165,6 +167,13 @@ class RayNodes:
     def present(self) -> Sequence[Joined]:
         """None: each takes its time to come up."""
         return ()
+
+    @property
+    def awaited(self) -> str:
+        """What is waited for now, in words; empty if every node has joined."""
+        if not self._kept:
+            return f"a node with the resource {RESOURCE}"
+        return ", ".join(f"{what} of node {name}" for name, what in self._awaited.items())
 
     async def changes(self) -> AsyncIterator[Joined | Left]:
         """Nodes come and go."""
@@ -209,15 +218,18 @@ class RayNodes:
                 max_restarts=-1,
             ).remote()
         actor = self._actors[node]
+        self._awaited[name] = "the actor"
         begun = asyncio.ensure_future(_quietly(actor.share.remote(len(self._actors))))
         if not (await asyncio.wait({begun}, timeout=LATE_S))[0]:
             self._say(f"node {name}: its actor does not start; has another fleet this node, or is it busy?")
         while True:
             joined = False
+            self._awaited[name] = "the servers"
             try:
                 url = await actor.up.remote(self._order)
                 self._changes.put_nowait(Joined(name, RolloutClient(url, self._order.token)))
                 joined, pause = True, FIRST_PAUSE_S
+                del self._awaited[name]
                 await actor.watch.remote()
             except RayActorError as error:
                 why = f"its actor ended: {_first_line(error)}"
@@ -235,6 +247,7 @@ class RayNodes:
             if not lives:
                 ray.kill(actor)
                 del self._actors[node]
+                self._awaited.pop(name, None)
                 return
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)

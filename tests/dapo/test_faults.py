@@ -5,62 +5,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
-import aiohttp
 import pytest
 
 from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
-from nemo_gym_prorl.dapo.prompts import Epochs
-from nemo_gym_prorl.dapo.runner import Runner
-from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout import client as client_module
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.fleet import carrier as carrier_module
-from nemo_gym_prorl.rollout.fleet import dispatcher as dispatcher_module
 from nemo_gym_prorl.rollout.fleet.carrier import Carrier
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import TokenForm
 from nemo_gym_prorl.rollout.service import PipelineSettings
 from tests.dapo.test_runner import SETTINGS, Fault, kill, nodes, rows, runner
-
-
-class Relay:
-    """Carries connections to a service, until it dies (they break, new ones are refused) or freezes (they stay open,
-    and carry nothing any more, as when a machine loses its power)."""
-
-    def __init__(self, url: str) -> None:
-        self._port = int(url.rsplit(":", 1)[1])
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._frozen = self._dead = False
-
-    async def start(self) -> str:
-        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    def freeze(self) -> None:
-        self._frozen = True
-
-    def die(self) -> None:
-        self._dead = True
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        self._writers |= {writer, there_writer}
-        if self._dead:  # meanwhile
-            self.die()
-        with contextlib.suppress(ConnectionError):
-            await asyncio.gather(self._pipe(reader, there_writer), self._pipe(there_reader, writer))
-
-    async def _pipe(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        while data := await source.read(65536):
-            if not self._frozen:
-                target.write(data)
-        target.close()
 
 
 def once(status: int, method: str, begins: str) -> tuple[Fault, list[str]]:
@@ -74,34 +30,6 @@ def once(status: int, method: str, begins: str) -> tuple[Fault, list[str]]:
         return None
 
     return fault, met
-
-
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carrier_module, "GIVE_UP_S", 0.3)
-    monkeypatch.setattr(carrier_module, "RETRY_S", 0.05)
-
-
-@pytest.mark.parametrize("staleness", [0, 4])
-async def test_a_service_of_which_only_the_proxy_answers_does_not_hold_up_another(
-    staleness: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    impatient(monkeypatch)
-
-    async def bad_gateway(method: str, path: str) -> int | None:
-        return 502
-
-    async with nodes(2) as up:
-        up[1].fault = bad_gateway
-        driver = runner(up, rows(40), SamplerConfig(1, 2, 8, max_staleness=staleness, reference_share=0.0))
-        await driver.__aenter__()
-        try:
-            async with asyncio.timeout(60):
-                for _ in range(12):
-                    batch = await driver.batch()
-                    assert batch is not None
-                    driver.weights(batch.version + 1)
-        finally:
-            await kill(driver)
 
 
 async def test_a_runner_that_one_service_refuses_leaves_nothing_behind_at_the_others() -> None:
@@ -123,26 +51,6 @@ async def test_a_runner_that_one_service_refuses_leaves_nothing_behind_at_the_ot
             with pytest.raises(ApiError, match="403"):
                 await asyncio.wait_for(driver.batch(), 30)
         assert not [*up[0].pipeline.store.live()]
-
-
-@pytest.mark.parametrize("status", [400, 422])
-async def test_a_row_that_is_refused_costs_its_group_and_no_more(status: int) -> None:
-    met: list[int] = []
-
-    async def refuse_once(method: str, path: str) -> int | None:
-        if (method, path) == ("POST", "/v1/rollouts") and not met:
-            met.append(1)
-            return status
-        return None
-
-    async with nodes() as up:
-        up[0].fault = refuse_once
-        async with (
-            runner(up, rows(3), SamplerConfig(1, 2, 2, reference_share=0.0), epochs=1) as driver,
-            asyncio.timeout(30),
-        ):
-            assert await driver.batch() is not None
-            assert driver.sampler.dropped == {"refused": 1}
 
 
 @pytest.mark.parametrize(
@@ -192,36 +100,6 @@ async def test_submissions_that_wait_for_room_do_not_keep_results_from_being_rea
         assert await driver.batch() is not None
 
 
-@pytest.mark.parametrize(("staleness", "how"), [(1, "dies"), (0, "freezes"), (1, "freezes"), (0, "was never there")])
-async def test_one_of_two_services_never_comes_back(staleness: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carrier_module, "GIVE_UP_S", 1.0)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=1.0, sock_read=2.0)
-    monkeypatch.setattr(client_module, "_TIMEOUT", timeout)
-    monkeypatch.setattr(carrier_module, "_FOLLOW_S", 0.5)
-    monkeypatch.setattr(dispatcher_module, "_FIRST_S", 60.0)  # or all of them may be at the first service
-    async with nodes(2) as up:
-        relay = Relay(up[1].url)
-        clients = [RolloutClient(up[0].url), RolloutClient(await relay.start())]
-        if how == "was never there":
-            relay.die()
-            monkeypatch.setattr(dispatcher_module, "_FIRST_S", 0.1)
-        prompts = Epochs(rows(200, late=[0, 1, 2, 3], late_s=0.05), seed=None)
-        sampler = DynamicSampler(SamplerConfig(1, 4, 32, max_staleness=staleness, reference_share=0.0), prompts)
-        driver = Runner(sampler, prompts, clients)
-        await driver.__aenter__()
-        if how != "was never there":
-            while not up[1].handler.sessions:
-                await asyncio.sleep(0.001)
-            relay.die() if how == "dies" else relay.freeze()
-        for step in range(10):
-            batch = await driver.batch()
-            assert batch is not None
-            assert batch.number == step
-            driver.weights(batch.version + 1)
-        await kill(driver)
-        relay.die()
-
-
 async def test_what_cannot_be_run_ends_the_training_with_the_reason() -> None:
     async with nodes() as up:
         for dataset, epochs in ((rows(3), 1), (rows(3), None)):
@@ -236,14 +114,6 @@ async def test_what_cannot_be_run_ends_the_training_with_the_reason() -> None:
                 for _ in range(2):
                     with pytest.raises(NothingToLearn, match=r"max_dropped: .* could not be run.*misspelt"):
                         await driver.batch()
-
-
-async def test_a_row_that_is_no_json_costs_its_group_only() -> None:
-    dataset = rows(3)
-    dataset[0]["number"] = 2**70
-    async with nodes() as up, runner(up, dataset, SamplerConfig(2, 2, 4, reference_share=0.0), epochs=1) as driver:
-        assert await driver.batch() is not None
-        assert driver.sampler.dropped["refused"] == 1
 
 
 async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:

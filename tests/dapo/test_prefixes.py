@@ -139,12 +139,6 @@ def test_failed_groups_are_followed_by_a_head_start_and_solved_ones_by_a_handica
     assert service.sampler.dropped == {"no_variance": 5}
 
 
-def test_by_default_nothing_begins_at_a_prefix() -> None:
-    service = Service(0)
-    service.end(0, 1)
-    assert begun(service.end(0, 0)) == [2, 2]
-
-
 def test_the_curriculum_hears_of_first_tries_only() -> None:
     service = Service(2, SkipSolved(2))
     service.end(0, 1)
@@ -219,13 +213,3 @@ def test_a_group_that_varies_but_teaches_nothing_is_followed_by_none() -> None:
     service.end(0, 1)
     assert begun(service.end(0, 1, masked=True)) == [2, 2]
     assert begun(service.end(1, 1)) == [(2, "dapo:0:0:0", 2)] * 2, "what is masked helps nobody"
-
-
-def test_the_last_prompt_is_followed_too() -> None:
-    service = Service(1, epochs=2)
-    service.end(0, 1)
-    assert begun(service.end(0, 0)) == [(1, "dapo:0:1:0", 2)] * 2
-    assert not service.sampler.finished
-    assert service.end(0, 1) == []
-    assert len(service.decision.batches) == 1
-    assert service.sampler.finished

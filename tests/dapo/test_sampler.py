@@ -364,15 +364,12 @@ def test_groups_under_the_oldest_weights_are_trained_on_first() -> None:
     assert [[*batch.groups] for batch in sampler.decide().batches] == [[1]]
 
 
-def test_a_batch_that_nobody_asked_for_waits() -> None:
-    sampler = DynamicSampler(SamplerConfig(1, 2, 2), Epochs(ROWS))
-    decision = finish(sampler, sampler.decide().submit, [0.0, 1.0])
-    assert not decision.batches
-    sampler.ask()
-    assert len(sampler.decide().batches) == 1
-
-
-def test_a_member_that_fails_is_tried_again_and_ends_its_group_at_last() -> None:
+def test_a_member_that_fails_is_tried_again_and_one_that_is_refused_is_not() -> None:
+    refused = eager(SamplerConfig(1, 2, 2), Epochs(ROWS, seed=None))
+    first, second = refused.decide().submit
+    refused.failed(first.rollout, Origin.TASK)
+    assert refused.decide().cancel == [second.rollout]
+    assert refused.dropped == {"refused": 1}
     sampler = eager(SamplerConfig(1, 2, 2, max_failures=1), Epochs(ROWS, seed=None))
     first, second = sampler.decide().submit
     sampler.scored(first.rollout, 1.0)
@@ -384,24 +381,6 @@ def test_a_member_that_fails_is_tried_again_and_ends_its_group_at_last() -> None
     assert sampler.dropped == {"failed": 1}
     assert decision.forget == [first.rollout]
     assert not decision.batches
-
-
-def test_a_last_group_that_fails_is_the_end_of_the_prompts_and_no_error() -> None:
-    sampler = eager(SamplerConfig(1, 2, 4, max_failures=0), Epochs(ROWS[:2], seed=None, epochs=1))
-    submissions = sampler.decide().submit
-    assert len(finish(sampler, submissions[:2], [0.0, 1.0]).batches) == 1
-    for submission in submissions[2:]:
-        sampler.failed(submission.rollout, Origin.AGENT)
-        sampler.decide()
-    assert sampler.finished
-
-
-def test_a_row_that_cannot_be_run_is_not_tried_again() -> None:
-    sampler = eager(SamplerConfig(1, 2, 2), Epochs(ROWS, seed=None))
-    first, second = sampler.decide().submit
-    sampler.failed(first.rollout, Origin.TASK)
-    assert sampler.decide().cancel == [second.rollout]
-    assert sampler.dropped == {"refused": 1}
 
 
 def test_what_was_dropped_is_told() -> None:
@@ -455,21 +434,6 @@ def test_a_group_with_variance_is_a_reason_to_go_on() -> None:
     assert len(decision.submit) == 2
 
 
-def test_who_is_always_late_begins_again_and_is_not_dropped() -> None:
-    sampler = eager(SamplerConfig(1, 2, 4, 0), Epochs(ROWS, seed=None))
-    for version in range(3):
-        by_prompt: dict[int, list[Submission]] = {}
-        for submission in sampler.decide().submit:
-            by_prompt.setdefault(submission.prompt, []).append(submission)
-        first, late = sorted(by_prompt)
-        decision = finish(sampler, by_prompt[first], [0.0, 1.0])
-        assert [[*batch.groups] for batch in decision.batches] == [[first]]
-        for submission in by_prompt[late]:
-            sampler.cancelled(submission.rollout)
-        sampler.weights(version + 1)
-    assert not sampler.dropped
-
-
 def test_prompts_end() -> None:
     sampler = eager(SamplerConfig(2, 2, 8), Epochs(ROWS[:1], epochs=1))
     assert len(sampler.decide().submit) == 2
@@ -479,19 +443,6 @@ def test_prompts_end() -> None:
     assert sampler.finished
     assert sampler.close().forget == ["dapo:0:0:0", "dapo:0:1:0"]
     assert sampler.fates[Fate.LEFT_OVER].rollouts == 2
-
-
-@pytest.mark.parametrize("field", ["groups_per_batch", "group_size", "max_in_flight"])
-def test_settings_that_make_no_sense_are_refused_by_name(field: str) -> None:
-    with pytest.raises(CallerError, match=f"{field}: it must be a whole number, at least"):
-        replace(SamplerConfig(1, 2, 2), **{field: 0})  # type: ignore[arg-type]
-
-
-def test_a_group_that_is_never_under_way_as_a_whole_is_refused() -> None:
-    """A verifier that compares siblings would wait for those that wait for its answer."""
-    with pytest.raises(CallerError, match="max_in_flight: 7 rollouts are fewer than a group of 8; at least 8"):
-        SamplerConfig(1, 8, 7)
-    assert SamplerConfig(1, 8, 8).max_in_flight == 8
 
 
 def test_what_can_be_no_reward_or_no_version_is_refused() -> None:

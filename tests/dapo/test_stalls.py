@@ -19,6 +19,7 @@ from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.rollout.job import Budgets
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.service import PipelineSettings
+from tests.conftest import LONG
 from tests.dapo.machines import Line, Machine
 from tests.dapo.test_runner import rows
 from tests.rollout.virtual_time import run_in_virtual_time
@@ -76,7 +77,9 @@ async def train(machines: list[Machine], schedule: list[tuple[int, Fault]], stal
 
 @given(st.lists(faults, max_size=3), st.integers(0, 2))
 @example([(0.0, "/v1/rollouts 429", None)], 1)  # as a queue that others keep full
-@settings(max_examples=25)
+@example([(0.0, "dies", None)], 0)  # it was never there
+@example([(0.2, "freezes", None)], 0)
+@settings(max_examples=100 if LONG else 6)
 def test_a_service_that_works_is_enough(schedule: list[Fault], staleness: int) -> None:
     async def play() -> None:
         machines = [Machine(name, SETTINGS) for name in "ab"]
@@ -86,7 +89,7 @@ def test_a_service_that_works_is_enough(schedule: list[Fault], staleness: int) -
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), faults), max_size=5), st.integers(0, 2))
-@settings(max_examples=25)
+@settings(max_examples=100 if LONG else 6)
 def test_a_training_goes_on_or_says_why_not(schedule: list[tuple[int, Fault]], staleness: int) -> None:
     async def play() -> None:
         machines = [Machine(name, SETTINGS) for name in "ab"]

@@ -29,13 +29,25 @@ from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
+from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems, row_for
+from nemo_gym_prorl.tasks.stem import problems as stem
+from scripts.scripted_turns import code as code_scripts
+from scripts.scripted_turns import humaneval as humaneval_scripts
+from scripts.scripted_turns import math as math_scripts
+from scripts.scripted_turns import stem as stem_scripts
+from scripts.scripted_turns import swe as swe_scripts
+from scripts.swe_tasks.making import ROWS, default_folder
 from tests.gym.gym_command import gym as gym_command
-from tests.gym.mixed_rows import ORACLE, rows_of
 from tests.rollout.serving import serve
+from tests.tasks.code.problems import CONTESTS
 from tests.tasks.stem.judges import asked_in, honest
 
 
 MIXTURE = "prorl_mixture"
+FAMILIES = ("code", "math", "stem", "swe")
+"""Names of the environments in ``environments/prorl_mixture``, which are what rows have in ``data_source``."""
+ORACLE, NULL = "oracle", "null"
+PLAYED = {ORACLE: "reference", NULL: "stub"}
 MODELS = ["policy_model", "policy_model_2"]
 WITH_GYMS_AGENT = ("prorl_code", "prorl_swe")
 WEATHER = "example_single_tool_call"
@@ -163,6 +175,44 @@ async def _judging() -> AsyncIterator[str]:
 
     async with serve(app) as url:
         yield url
+
+
+def rows_of(family: str, variant: str, most: int) -> list[dict[str, Any]]:
+    """Some rows of a family of :data:`FAMILIES`, solved (:data:`ORACLE`) or left alone (:data:`NULL`).
+
+    Those of software engineering are the tasks that ``make swe-tasks`` makes; none where it has not been run.
+    """
+    match family:
+        case "code":
+            contests = [_contest_row(contest, variant) for contest in CONTESTS]
+            humaneval = [
+                humaneval_row(problem, humaneval_scripts.script_for(problem, PLAYED[variant]))
+                for problem in problems().values()
+            ]
+            rows = [row for pair in zip(humaneval, contests, strict=False) for row in pair]
+        case "math":
+            rows = [*math_scripts.example_rows(variant)]
+        case "stem":
+            rows = [_energy_row(mass, variant) for mass in range(2, 2 * most + 2, 2)]
+        case _:
+            made = default_folder() / ROWS
+            lines = made.read_text().splitlines() if made.exists() else []
+            rows = [swe_scripts.scripted_row(orjson.loads(line), variant) for line in lines]
+    return [{**row, "data_source": family} for row in rows[:most]]
+
+
+def _contest_row(contest: Any, variant: str) -> dict[str, Any]:
+    script = code_scripts.oracle(contest.solution) if variant == ORACLE else code_scripts.null()
+    tests = contest.problem.tests
+    unit_tests = {"inputs": [test.input for test in tests], "outputs": [test.expected for test in tests]}
+    metadata = {"unit_tests": unit_tests, "checker": dict(contest.problem.checker)}
+    return row_for(f"The problem {contest.name!r}.", metadata, function=None, script=script)
+
+
+def _energy_row(mass: int, variant: str) -> dict[str, Any]:
+    question = f"What is the kinetic energy of {mass} kg at 3 m/s?"
+    problem = stem.problem_of(stem.row_for(question, f"{mass * 9 / 2:g} J"))
+    return stem.row_for(question, problem.expected, script=stem_scripts.script_for(problem, variant))
 
 
 def solved(change: Callable[[str], str] = str, first_s: float = 0.0, by_shell: bool = False) -> dict[str, Any]:

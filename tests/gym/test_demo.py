@@ -17,7 +17,7 @@ from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 
 
-pytestmark = [pytest.mark.gym, pytest.mark.sandbox]
+pytestmark = [pytest.mark.gym, pytest.mark.sandbox, pytest.mark.long("starts a whole deployment")]
 
 RUN_SLOTS = "++prorl_code_agent.responses_api_agents.prorl_agent.stages.run=4"
 

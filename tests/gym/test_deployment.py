@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ from aiohttp import web
 from nemo_gym_prorl.gym import deployment as deployment_module
 from nemo_gym_prorl.gym import leftovers
 from nemo_gym_prorl.gym.command_line import MARK_NAME, DeploymentError, GymCli
-from nemo_gym_prorl.gym.deployment import GymDeployment, start_error, without_interrupts
-from nemo_gym_prorl.processes import ProcessMark, reaper_command, somebody_else_listens
+from nemo_gym_prorl.gym.deployment import GymDeployment, start_error
+from nemo_gym_prorl.processes import ProcessMark, reaper_command
 
 
 pytestmark = pytest.mark.gym
+STARTS_GYM = pytest.mark.long("starts Gym; test_init.py does so in the first tier")
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -50,6 +50,7 @@ def of_one_server(folder: Path, program: str) -> dict[str, Any]:
     return {"config_paths": [str(config)], "model_type": None}
 
 
+@STARTS_GYM
 async def test_a_death_while_it_is_in_use_is_noticed(shared_ray, tmp_path):
     on_interrupt = signal.getsignal(signal.SIGINT)
     settings = of_one_server(tmp_path, ANSWERS)
@@ -71,14 +72,7 @@ async def test_a_death_while_it_is_in_use_is_noticed(shared_ray, tmp_path):
     assert gym.cli.mark.processes() == {}
 
 
-def test_a_log_is_told_without_those_who_were_only_interrupted():
-    interrupted = ["Traceback (most recent call last):", '  File "a.py", line 1', "    work()", "KeyboardInterrupt"]
-    died = ["Traceback (most recent call last):", '  File "b.py", line 2', "ValueError: return_token_id_information"]
-    assert without_interrupts(["begun", *died, *interrupted, "done"]) == ["begun", *died, "done"]
-    assert without_interrupts([*interrupted, *interrupted, *died]) == died
-    assert without_interrupts(interrupted[:-1]) == interrupted[:-1]
-
-
+@STARTS_GYM
 async def test_a_server_that_dies_at_start_is_an_error_with_its_log_and_leaves_nothing(shared_ray, tmp_path):
     settings = of_one_server(tmp_path, "raise SystemExit('not today')")
     gym = GymDeployment(**settings, overrides=[shared_ray], work_dir=tmp_path / "gym")
@@ -87,25 +81,23 @@ async def test_a_server_that_dies_at_start_is_an_error_with_its_log_and_leaves_n
     assert gym.cli.mark.processes() == {}
 
 
-async def test_a_folder_with_a_space_is_refused_with_the_reason(tmp_path):
-    gym = GymDeployment(environment="prorl_code", work_dir=tmp_path, python=f"{tmp_path}/my work/.venv/bin/python")
-    with pytest.raises(DeploymentError, match=r"my work/\.venv/bin/python has one: install into a folder"):
+@pytest.mark.parametrize(
+    ("work_dir", "python", "says"),
+    [
+        ("gym", "my work/.venv/bin/python", r"my work/\.venv/bin/python has one: install into a folder"),
+        ("file/gym", "python", r"file/gym cannot be made: Not a directory; choose another folder"),
+    ],
+)
+async def test_a_folder_in_which_gym_cannot_start_is_refused(
+    work_dir: str, python: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    gym = GymDeployment(environment="prorl_code", work_dir=tmp_path / work_dir, python=f"/opt/{python}")
+    with pytest.raises(DeploymentError, match=says):
         await gym.__aenter__()
 
 
-async def test_cancelled_while_servers_start_nothing_stays(shared_ray, tmp_path):
-    gym = GymDeployment(**of_one_server(tmp_path, ASLEEP), overrides=[shared_ray], work_dir=tmp_path / "gym")
-    starting = asyncio.create_task(gym.__aenter__())
-    # Servers run as "python app.py"; this is the moment in which an interrupted Gym forgets them.
-    while not any(command.endswith("app.py") for command in gym.cli.mark.processes().values()):
-        assert not starting.done()
-        await asyncio.sleep(0.1)
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    assert gym.cli.mark.processes() == {}
-
-
+@STARTS_GYM
 async def test_servers_that_take_too_long_are_given_up(tmp_path):
     gym = GymDeployment(**of_one_server(tmp_path, ASLEEP), work_dir=tmp_path / "gym", start_timeout_s=2)
     expected = r"not up after 2 s, still waiting for .*; (Gym has printed nothing.*load|load) [\d.]+ on \d+ cores"
@@ -185,12 +177,7 @@ async def test_a_second_signal_leaves_no_folder(monkeypatch: pytest.MonkeyPatch)
     assert not gym.work_dir.exists()
 
 
-async def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
-    (tmp_path / "file").touch()
-    with pytest.raises(DeploymentError, match=r"file/gym cannot be made: Not a directory; choose another folder"):
-        await GymDeployment(environment="prorl_code", work_dir=tmp_path / "file" / "gym").__aenter__()
-
-
+@STARTS_GYM
 async def test_killing_the_owner_ends_the_deployment_and_its_ray(tmp_path):
     settings = of_one_server(tmp_path, ASLEEP)
     program = f"""
@@ -322,24 +309,6 @@ async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monke
     assert another.exists(), "nobody knows whose it is"
 
 
-async def test_what_a_sweep_that_was_killed_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(leftovers, "FOLDERS", tmp_path)
-    folder = tmp_path / "prorl-ray-1"
-    (folder / "session").mkdir(parents=True)
-    os.close(leftovers.lock(folder, ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex()), None))
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", _killed)
-        with pytest.raises(KeyboardInterrupt):
-            leftovers._remove(folder)
-    assert (folder / "session").exists()
-    await leftovers.sweep()
-    assert not folder.exists()
-
-
-def _killed(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt
-
-
 async def test_starts_at_the_same_time_sweep_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(leftovers, "FOLDERS", tmp_path)
     mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
@@ -422,27 +391,6 @@ async def test_a_reaper_whose_owner_is_gone_before_it_looks_starts_nothing(tmp_p
     assert not await asyncio.to_thread(lambda: [*tmp_path.iterdir()])
 
 
-async def test_a_process_without_a_command_line_is_found(tmp_path: Path):
-    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
-    blank = await asyncio.create_subprocess_exec(
-        " ", executable=sys.executable, stdin=asyncio.subprocess.PIPE, env={**os.environ, mark.name: mark.value}
-    )
-    async with asyncio.timeout(20):
-        while blank.pid not in await asyncio.to_thread(mark.processes):
-            await asyncio.sleep(0.02)
-    assert await mark.kill(settle_s=0) == {}
-    assert await blank.wait() == -signal.SIGKILL
-
-
-async def test_a_reaper_ends_as_its_command_does(tmp_path: Path):
-    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
-    known = await asyncio.create_subprocess_exec(
-        *reaper_command(mark, ["sh", "-c", "exit 3"], sys.executable, tmp_path / "none"),
-        env={**os.environ, mark.name: mark.value},
-    )
-    assert await known.wait() == 3
-
-
 def test_the_policys_key_is_readable_by_the_user_only(tmp_path: Path):
     gym = GymDeployment(policy_base_url="http://127.0.0.1:1/v1", policy_api_key="secret", work_dir=tmp_path)
     gym._ray_dir.mkdir(mode=0o700)
@@ -475,11 +423,3 @@ async def test_a_port_that_somebody_elses_deployment_has_is_named(tmp_path: Path
 
 async def _now(answer: web.Response) -> web.Response:
     return answer
-
-
-def test_who_listens_is_known():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert not somebody_else_listens(port, [os.getpid()])
-        assert somebody_else_listens(port, [1 << 30])
-    assert not somebody_else_listens(port, []), "nobody does"

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from nemo_gym_prorl.demo_scripts import script_for
@@ -25,12 +24,11 @@ from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from tests.gym.raylets import ENVIRONMENT, Raylets, raylets
-from tests.handlers.test_resume import counting
-from tests.handlers.test_resume_over_nodes import sampled
 
+
+pytestmark = [pytest.mark.gym, pytest.mark.long("starts nodes of a Ray cluster, with a deployment on each")]
 
 KEY = "fleet-key"
 """Ray's nodes have the machine's own address."""
@@ -79,7 +77,6 @@ async def served(
     assert not [command for command in everything.values() if str(folder) in command]
 
 
-@pytest.mark.gym
 async def test_nodes_without_a_key_are_refused_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -129,10 +126,8 @@ def on_one_machine(policy_url: str, ray_port: int, head_port: int) -> str:
     return "\n".join([*script, "prorl status", "kill $front", "wait $front"])
 
 
-@pytest.mark.gym
 @pytest.mark.sandbox
 @pytest.mark.timeout(900)
-@pytest.mark.long("starts two nodes by Ray's command line, whose own time-out a busy machine may exceed")
 async def test_the_page_works_as_it_is_written_with_rays_token(scripted_policy: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         ports = first.getsockname()[1], second.getsockname()[1]
@@ -176,7 +171,6 @@ async def test_the_page_works_as_it_is_written_with_rays_token(scripted_policy: 
     assert "8 succeeded" in said
 
 
-@pytest.mark.gym
 @pytest.mark.sandbox
 @pytest.mark.timeout(900)
 async def test_a_node_dies_and_every_rollout_has_its_reward(scripted_policy: str, tmp_path: Path) -> None:
@@ -198,53 +192,3 @@ async def test_a_node_dies_and_every_rollout_has_its_reward(scripted_policy: str
             ended = [await client.wait(job.id) for job in jobs]
         assert [job.reward for job in ended] == [float(i % 3 > 0) for i in range(12)]
         assert any(failure.kind == "session_lost" for job in ended for failure in job.failed_attempts)
-
-
-async def _turns(url: str) -> dict[str, int]:
-    """What each rollout of a node has taken, by the front's id."""
-    async with RolloutClient(url, KEY) as client:
-        return {job.id.split("~")[0]: job.turns async for job in client.every() if not job.state.terminal}
-
-
-@pytest.mark.gym
-@pytest.mark.sandbox
-@pytest.mark.timeout(1800)
-@pytest.mark.long(
-    "starts three deployments and runs thousands of turns; tests/handlers/test_resume_over_nodes.py is short"
-)
-@pytest.mark.parametrize(("rollouts", "turns"), [(64, 30)])
-async def test_a_node_dies_and_no_rollout_loses_more_than_a_turn(
-    rollouts: int, turns: int, scripted_policy: str, tmp_path: Path
-) -> None:
-    (tmp_path / "shared").mkdir()
-    agent = "++prorl_code_agent.responses_api_agents.prorl_agent"
-    settings = [f"++checkpoint_folder={tmp_path / 'shared'}", f"{agent}.checkpoint_turns=1", f"{agent}.stages.run=16"]
-    async with (
-        asyncio.timeout(1500),
-        served(3, tmp_path, scripted_policy, *settings) as (cluster, url, _),
-        RolloutClient(url, KEY) as client,
-    ):
-        await client.submit(counting(turns), id="undisturbed")
-        wanted = await client.wait("undisturbed")
-        assert (wanted.reward, wanted.turns, wanted.resumed) == (1.0, turns + 1, []), wanted.failure
-        names = [f"r{number}" for number in range(rollouts)]
-        for name in names:
-            await client.submit(counting(turns, latency_s=0.5), id=name)
-        async with aiohttp.ClientSession(headers=authorization(KEY)) as http:
-            nodes = {node["node"]: node["url"] for node in await (await http.get(f"{url}/v1/nodes")).json()}
-        lost = cluster.nodes[0]
-        while max((taken := await _turns(nodes[lost])).values(), default=0) < turns // 2:
-            await asyncio.sleep(0.1)
-        await cluster.kill(lost)
-        ended = [await client.wait(name) for name in names]
-        again = [job for job in ended if job.failed_attempts]
-        gone_on = [job.resumed[0].turn if job.resumed else 0 for job in again]
-        late = [taken.get(job.id, 0) - turn for job, turn in zip(again, gone_on, strict=True)]
-        print(f"{len(again)} of {rollouts} were on the lost node and went on after turns {sorted(gone_on)};")
-        print(f"turns lost of those that were counted just before: {sorted(late)}")
-        for job in ended:
-            assert (job.reward, job.turns) == (1.0, turns + 1), job.failed_attempts
-            assert sampled(job) == sampled(wanted)
-        assert len(again) >= 8
-        assert max(gone_on) >= turns // 2 - 1
-        assert max(late) <= 1

@@ -5,6 +5,7 @@
 import asyncio
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import pytest
 from nemo_gym_prorl.commands import new_environment
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.gym import config_files
-from nemo_gym_prorl.rollout.client import RolloutClient
 from tests.gym.test_serve import Service
+from tests.rollout.command_line import prorl
 
 
 SERVER = Path("resources_servers/adder")
@@ -23,26 +24,35 @@ SERVER = Path("resources_servers/adder")
 @pytest.mark.gym
 @pytest.mark.sandbox
 @pytest.mark.timeout(900)
-async def test_a_new_environment_serves_and_scores_at_once(
+async def test_from_an_empty_folder_to_rewards_through_gyms_command_line(
     scripted_policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The one path through Gym's command line of the first tier: init, serve, submit, show, and a clean end."""
     monkeypatch.chdir(tmp_path)
-    new_environment.create("adder", tmp_path)
+    assert (await prorl("init", "adder"))[0] == 0
+    rows = [json.loads(line) for line in (SERVER / "data/example.jsonl").read_text().splitlines()]
+    tools = rows[0]["responses_create_params"] | {"tools": [{"type": "function", "name": "bassh", "parameters": {}}]}
+    wrong = [{**rows[0], "answer": True}, {**rows[0], "responses_create_params": tools}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *wrong]))  # noqa: ASYNC240
     own = Service(tmp_path, "adder")
     try:
         await own.start(scripted_policy)
-        async with RolloutClient(own.urls["adder_agent"]) as client:
-            rows = [json.loads(line) for line in (SERVER / "data/example.jsonl").read_text().splitlines()]
-            jobs = [await client.submit(row) for row in rows]
-            assert [(await client.wait(job.id)).reward for job in jobs] == [1.0, 1.0, 1.0, 1.0, 0.0]
-            # A wrong row is known by its field.
-            wrong = await client.wait((await client.submit({**rows[0], "answer": "3"})).id)
-            assert wrong.failure is not None
-            assert (wrong.failure.kind, "answer: it must be the sum" in wrong.failure.reason) == ("bad_row", True)
+        code, said = await prorl("submit", "rows.jsonl", "--output", "results.jsonl", url=own.urls["adder_agent"])
+        assert (code, "5 succeeded" in said, "bad_row: 2" in said) == (1, True, True), said
+        results = [json.loads(line) for line in Path("results.jsonl").read_text().splitlines()]  # noqa: ASYNC240
+        by_line = {result["rollout"]["source"]["line"]: result["rollout"] for result in results}
+        assert [by_line[line]["reward"] for line in range(1, 8)] == [1.0, 1.0, 1.0, 1.0, 0.0, None, None]
+        reasons = [by_line[line]["failure"]["reason"] for line in (6, 7)]
+        assert "answer: it must be the sum" in reasons[0]
+        assert "responses_create_params.tools.0.name: this environment has no tool bassh" in reasons[1]
+        code, said = await prorl("show", by_line[1]["id"], url=own.urls["adder_agent"])
+        assert (code, "bash" in said, "submit" in said) == (0, True, True), said
         assert await own.stop() == 0
     finally:
         assert await own.mark.kill(settle_s=5) == {}
-    left = {path.name for path in tmp_path.iterdir()} - {"serve.log", "tmp", "gym"}  # noqa: ASYNC240
+        shutil.rmtree(own.state, ignore_errors=True)
+    mine = {"rows.jsonl", "results.jsonl", "serve.log", "tmp", "gym"}
+    left = {path.name for path in tmp_path.iterdir()} - mine  # noqa: ASYNC240
     assert left == {"environments", "resources_servers"}, "Gym has written into the user's folder"
 
 
@@ -55,11 +65,11 @@ async def test_its_own_test_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         env={**os.environ, "PYTHONPATH": str(root)},
         stdout=asyncio.subprocess.PIPE,
     )
-    said, _ = await asyncio.wait_for(ended.communicate(), 120)
-    assert b"5 passed" in said, said.decode()
+    said, _ = await asyncio.wait_for(ended.communicate(), 280)
+    assert b"8 passed" in said, said.decode()
 
 
-@pytest.mark.parametrize("name", ["", "Adder", "1st", "a-b", "../up", "a/b", "a" * 80, "prorl_code", "adder", "other"])
+@pytest.mark.parametrize("name", ["", "Adder", "a-b", "../up", "prorl_code", "adder", "other"])
 def test_a_name_that_is_none_or_taken_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     new_environment.create("adder", tmp_path)

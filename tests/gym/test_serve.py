@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl serve`` as a user runs it: servers that die come back at their address, and its end leaves nothing.
-
-``make test-long`` runs the whole thing: 500 rollouts while each server is killed in turn.
-"""
+"""``prorl serve`` as a user runs it: servers that die come back at their address, and its end leaves nothing."""
 
 import asyncio
 import os
@@ -19,24 +16,23 @@ from typing import Any
 
 import aiohttp
 import pytest
-from typer.testing import CliRunner
 
-from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.gym import deployment as deployments
-from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.handlers.gym_environments import StagesConfig
 from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
 from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.task_sandboxes import PROGRESS
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 
 
-pytestmark = [pytest.mark.gym, pytest.mark.sandbox]
+pytestmark = [
+    pytest.mark.gym,
+    pytest.mark.sandbox,
+    pytest.mark.long("starts whole deployments; test_init.py serves one environment from its beginning to its end"),
+]
 
 AGENT = "prorl_code_agent"
 SERVERS = ("prorl_code", "policy_model", AGENT)
@@ -208,7 +204,6 @@ async def test_servers_that_are_killed_come_back_and_told_to_end_while_rollouts_
     await _nothing_left(service)
 
 
-@pytest.mark.long("takes ten minutes")
 @pytest.mark.timeout(5400)
 async def test_500_rollouts_survive_that_each_server_is_killed(scripted_policy: str, service: Service, tmp_path: Path):
     jobs = 500
@@ -252,44 +247,3 @@ async def test_told_to_end_while_it_starts_it_leaves_nothing(scripted_policy: st
     assert [folder.name for folder in service.tmp.glob("prorl-*")] != []
     assert await service.stop(signal.SIGTERM) == 0
     await _nothing_left(service)
-
-
-def test_what_it_cannot_do_it_says_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-
-    def said(*arguments: str) -> str:
-        done = CliRunner().invoke(app, ["serve", *arguments, "--policy-model", "m"])
-        assert done.exit_code != 0
-        return f"{done.output}{done.exception}"
-
-    assert "name at least one" in said("++a=b")
-    assert "--policy-url: vllm_model cannot be given engines" in said("prorl_code", "--model-type", "vllm_model")
-    assert "'--head-port'" in said("prorl_code", "--head-port", "118812")
-    assert "--journal: is a front's, so it needs --ray" in said("prorl_code", "--journal", str(tmp_path))
-    assert "--keys-file: is a front's" in said("prorl_code", "--keys-file", str(tmp_path / "keys"))
-    assert "--policy-url: '127.0.0.1:8000/v1' must be http(s)://" in said(
-        "prorl_code", "--policy-url", "127.0.0.1:8000/v1"
-    )
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert f"port {port} is taken" in said("prorl_code", "--head-port", port)
-    assert "no_such_environment" in said("no_such_environment", "--head-port", port)
-
-
-async def test_while_it_starts_it_says_what_is_built_and_who_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(deployments, "WAITING_S", 1.0)
-    deployment = GymDeployment(work_dir=tmp_path / "gym")
-    said: list[str] = []
-    telling = asyncio.create_task(deployment.tell(said.append, PROGRESS))
-    await asyncio.sleep(1.5)
-    assert re.fullmatch(r"1 s, waiting for Gym to launch them; load [\d.]+ on \d+ cores", said[-1])
-    (tmp_path / "gym").mkdir()
-    deployment.log_path.write_text("(prorl_math) prorl: sandbox image math: building math\nsomething else\n")
-    deployment.waiting = ["prorl_math"]
-    await asyncio.sleep(1.5)
-    telling.cancel()
-    assert said.count("sandbox image math: building math") == 1
-    assert re.search(r" s, waiting for prorl_math; load .* cores; its log: something else$", said[-1])
-    assert "something else" not in said

@@ -90,6 +90,7 @@ async def test_a_server_whose_gym_has_ended_already_does_not_start(tmp_path: Pat
     assert not (tmp_path / "up").exists()
 
 
+@pytest.mark.long("imports two whole servers")
 @pytest.mark.parametrize("server", ["responses_api_agents/prorl_agent", "responses_api_models/prorl_model"])
 async def test_servers_look_for_their_gym_before_they_wait_for_its_ray(server: str, tmp_path: Path) -> None:
     """Gym connects to Ray before it sets a server up; a Ray that is gone is waited for, for minutes."""

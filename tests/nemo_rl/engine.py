@@ -16,15 +16,12 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from nemo_rl.models.generation.openai_server_utils import replace_prefix_tokens
-from nemo_rl.models.generation.vllm.utils import attach_routed_experts_to_chat_response_choices
 
 from nemo_gym_prorl.scripted import text
 from tests.nemo_rl.tokenizer import ByteTokenizer
@@ -48,7 +45,6 @@ class Engine:
         requests: bodies of all chat requests.
         in_flight: requests that are being worked on.
         aborted: requests whose caller hung up.
-        mixture: whether it tells which experts each token went to, as NeMo RL's server does.
 
     Args:
         parser: without one calls stay in the text, as with NeMo RL's server.
@@ -59,7 +55,6 @@ class Engine:
         self.requests: list[dict[str, Any]] = []
         self.in_flight = 0
         self.aborted = 0
-        self.mixture = False
         self._begun = Counter[str]()
         self.app = FastAPI()
         self.app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
@@ -89,8 +84,6 @@ class Engine:
         limit = min(body.get("max_completion_tokens") or body.get("max_tokens") or room, room)
         generated, _ = text.finish(turn.body + b" ", limit)
         answer = _answer(prompt, generated, self._parser if body.get("tools") else None)
-        if self.mixture:
-            answer["choices"][0]["message"]["routed_experts"] = _experts_of([*prompt, *generated])
         return JSONResponse(answer)
 
     def _turn(self, written: str, index: int) -> text.ScriptTurn:
@@ -120,29 +113,6 @@ class Engine:
         body = await request.json()
         tokens = _prompt(body) if "messages" in body else list(body["prompt"].encode())
         return JSONResponse({"count": len(tokens), "max_model_len": MAX_MODEL_LEN, "tokens": tokens})
-
-
-def routes(ids: list[int]) -> torch.Tensor:
-    """Experts of each token, in three layers two of 128: they depend on all tokens up to it, as a model's do."""
-    seen = torch.tensor(ids).cumsum(0)
-    return torch.stack([(seen * (layer + 1) + place) % 128 for layer in range(3) for place in range(2)], 1).reshape(
-        -1, 3, 2
-    )
-
-
-def _experts_of(ids: list[int]) -> str:
-    """By NeMo RL's own code: the last token is not read before the next request, so its row is made up."""
-    told = routes(ids)[:-1]
-    output = SimpleNamespace(index=0, token_ids=ids, routed_experts=told)
-    message = SimpleNamespace()
-    response = SimpleNamespace(choices=[SimpleNamespace(index=0, message=message)])
-    attach_routed_experts_to_chat_response_choices(
-        response,
-        SimpleNamespace(prompt_token_ids=[], outputs=[output]),
-        device=torch.device("cpu"),
-        routed_experts_dtype=torch.int8,
-    )
-    return str(message.routed_experts)
 
 
 def _prompt(body: dict[str, Any]) -> list[int]:

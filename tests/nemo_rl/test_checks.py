@@ -63,16 +63,6 @@ def test_shards_of_gym_are_looked_at_with_what_they_add() -> None:
     assert finding.field == "env.nemo_gym.policy_model.responses_api_models.prorl_model.policy.engine"
 
 
-@pytest.mark.parametrize("domain", ["swe", "math", "stem", "code"])
-def test_our_own_files_are_found(domain: str) -> None:
-    path = f"resources_servers/prorl_{domain}/configs/prorl_{domain}.yaml"
-    blocks = gym_blocks({"env": {"nemo_gym": {"config_paths": [path]}}})
-    assert blocks[f"prorl_{domain}_agent"]["responses_api_agents"]["prorl_agent"]["entrypoint"] == "app.py"
-
-
-# Rows
-
-
 def test_rows_are_looked_at(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     config = changed(good(), {"data.train.data_path": str(path)})
@@ -149,14 +139,6 @@ def test_no_block_is_the_default() -> None:
     assert settings_of({}) == settings_of({"prorl": None}) == ProrlSettings()
 
 
-def test_no_servers_at_all() -> None:
-    [finding] = findings_of(changed(good(), {"env": {}}))
-    assert finding.field == "prorl.agent"
-
-
-# Whatever stands there
-
-
 def places(config: Any, path: str = "") -> Iterator[str]:
     """Every key, of blocks and of values."""
     for key, value in config.items():
@@ -166,7 +148,7 @@ def places(config: Any, path: str = "") -> Iterator[str]:
             yield from places(value, here)
 
 
-@pytest.mark.parametrize("garbage", ["x", None, [], {}, -1, 0, True, [1], {"x": {"y": 1}}, 1e400], ids=repr)
+@pytest.mark.parametrize("garbage", ["x", None, {"x": {"y": 1}}], ids=repr)
 @pytest.mark.parametrize("variant", [None, "service"])
 def test_anything_anywhere_gives_findings_and_no_traceback(variant: str | None, garbage: Any) -> None:
     config = good(variant)

@@ -92,28 +92,6 @@ async def test_whoever_waits_is_told_what_ended_it() -> None:
         assert not live(node)
 
 
-async def test_a_key_that_is_not_set_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    async with nodes() as [node]:
-        collector = Collector(plan(node, rows(8), SamplerConfig(1, 2, 4), key_env="NO_SUCH_KEY"))
-        collector.weights(0)
-        with pytest.raises(CallerError, match="NO_SUCH_KEY is not set"):
-            await taken(collector, 1)
-
-
-async def test_who_gave_up_waiting_takes_no_group_along() -> None:
-    async with nodes() as [node]:
-        collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 4)))
-        gone = asyncio.ensure_future(asyncio.wrap_future(collector.take()))
-        await asyncio.sleep(0)
-        gone.cancel()
-        try:
-            collector.weights(0)
-            assert len(await taken(collector, 2)) == 2
-        finally:
-            await asyncio.to_thread(collector.close)
-
-
 @pytest.mark.parametrize("temperature", [None, 0.6])
 async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last(temperature: float | None) -> None:
     """The old one had the next batch ready when the checkpoint was written; it is not trained on twice, nor lost.

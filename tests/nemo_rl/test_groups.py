@@ -84,14 +84,11 @@ def broken(**changes: Any) -> dict[str, Any]:
     "content",
     [
         broken(prompt_token_ids=[1, 9, 3, 4]),
-        broken(prompt_token_ids=[1]),
         broken(generation_log_probs=[]),
         broken(generation_log_probs=[math.nan]),
-        broken(generation_log_probs=None),
-        {"response": {"output": []}},
         {},
     ],
-    ids=["retokenised", "shorter", "no log-probability", "not a number", "null", "never said anything", "no response"],
+    ids=["retokenised", "no log-probability", "not a number", "no response"],
 )
 def test_a_rollout_whose_tokens_cannot_be_trusted_keeps_its_reward_and_gets_no_loss(content: dict[str, Any]) -> None:
     group = group_of([rollout(1.0, content), rollout(0.0, result(([1], [2])))], lambda raw, length: raw)
@@ -117,10 +114,8 @@ def test_a_group_without_tokens_is_a_deployment_that_does_not_keep_them() -> Non
     [
         None,
         {"prompt_token_ids": [1], "generation_token_ids": ["token_id:5"], "generation_log_probs": [-1.0]},
-        {"prompt_token_ids": [1], "generation_token_ids": [2**70], "generation_log_probs": [-1.0]},
-        {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [10**400]},
     ],
-    ids=["no item", "ids as text", "huge id", "huge log-prob"],
+    ids=["no item", "ids as text"],
 )
 def test_odd_tokens_get_no_loss_and_end_nothing(item: Any) -> None:
     odd = rollout(1.0, {"response": {"output": [item]}})

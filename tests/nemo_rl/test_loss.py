@@ -46,18 +46,12 @@ class Row:
     Attributes:
         tokens: of the whole sequence.
         sampled: for each, its log-probability if the policy chose it.
-        inherited: turns that it took over.
     """
 
     reward: float
     tokens: list[int] = dataclasses.field(default_factory=list)
     sampled: list[float | None] = dataclasses.field(default_factory=list)
     output: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    inherited: int = 0
-
-    def fork(self, reward: float) -> "Row":
-        """One that takes all of it over."""
-        return Row(reward, [*self.tokens], [None] * len(self.tokens), [*self.output], len(self.output))
 
     def turn(self, observed: list[int], said: list[int], log_probs: list[float]) -> None:
         prompt = [*self.tokens, *observed]
@@ -118,7 +112,7 @@ def recorded(policy: "Policy") -> list[Trained]:
 def rollout_of(row: Row, name: str) -> TrainedRollout:
     """As the runner has it."""
     tokens = take_tokens({"output": copy.deepcopy(row.output)})
-    return TrainedRollout(name, {}, row.reward, 0, False, tokens, row.inherited)
+    return TrainedRollout(name, {}, row.reward, 0, False, tokens)
 
 
 def batch(rows: list[list[Row]], shape: Any, plane: Any) -> tuple[Any, list[str]]:
@@ -241,53 +235,6 @@ def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) ->
     print(f"{len(flat)} rows, {sum(len(row.tokens) for row in flat)} tokens, losses {[one.loss for one in done]}")
 
 
-def forks_and_their_like() -> list[list[Row]]:
-    """Groups of one prompt: one that began there, and two that began after the second and third turn of its first."""
-    draw = random.Random(5)
-
-    def ids(least: int) -> list[int]:
-        return [draw.randrange(256) for _ in range(draw.randint(least, 9))]
-
-    def turns(row: Row, count: int) -> Row:
-        for _ in range(count):
-            said = ids(1)
-            row.turn(ids(0) if row.tokens else [1, 2, 3], said, [-draw.randint(1, 6000) / 1024 for _ in said])
-        return row
-
-    prefixes = [Row(0.0), turns(Row(0.0), 2), turns(Row(0.0), 3)]
-    return [[turns(prefix.fork(float(place % 2)), 1 + place) for place in range(SIZE)] for prefix in prefixes]
-
-
-def test_what_a_fork_took_over_gets_no_loss(tmp_path: Path) -> None:
-    """Compare with the token masks of NeMo RL's own payload."""
-    import torch
-    from nemo_rl.algorithms.loss import ClippedPGLossFn
-    from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
-
-    from tests.nemo_rl.controller import PARTITION, Policy
-
-    torch.manual_seed(0)
-    rows = forks_and_their_like()
-    flat = [row for group in rows for row in group]
-    chosen = [[log_prob is not None for log_prob in row.sampled] for row in flat]
-    assert sum(row.inherited for row in flat) == 5 * SIZE
-    master, *_ = configured()
-    plane = NoOpDataPlaneClient()
-    policy = Policy(plane, tmp_path)
-    meta, samples = batch(rows, lambda raw, length: raw, plane)
-    meta = prepared(policy, plane, meta, master, SIZE)
-    metrics = stepped(MiniBatches(policy, 1), meta, ClippedPGLossFn(master.loss_fn))
-    got = plane.get_samples(samples, PARTITION, ["advantages", "input_ids", "token_mask"])
-    advantages = normalized([row.reward for row in rows[0]]) * len(rows)
-    for place, (row, mask) in enumerate(zip(flat, chosen, strict=True)):
-        assert got["input_ids"][place][: len(row.tokens)].tolist() == row.tokens
-        assert got["token_mask"][place][: len(row.tokens)].tolist() == mask
-        assert got["advantages"][place][: len(row.tokens)].tolist() == pytest.approx(
-            [advantages[place]] * len(row.tokens), abs=5e-7
-        )
-    assert metrics["global_valid_toks"] == sum(map(sum, chosen))
-
-
 NO_TOKENS, MASKED, UNTRUSTED = "an infrastructure failure", "an agent failure", "tokens that cannot be trusted"
 
 
@@ -388,7 +335,7 @@ CLIPS: list[dict[str, float]] = [
 ]
 
 
-@pytest.mark.parametrize("variant", [None, "on-policy", "service"])
+@pytest.mark.parametrize("variant", [None, "on-policy"])
 def test_the_clip_of_a_recipe_acts(tmp_path: Path, variant: str | None) -> None:
     assert len(weights_after(tmp_path, variant)) == 3
 

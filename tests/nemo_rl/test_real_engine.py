@@ -11,7 +11,6 @@ weights, vLLM reads new weights from disk, and an HTTP route carries the call th
 import contextlib
 import json
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -60,12 +59,6 @@ CASES = {
 TAUGHT = {"dense": {"experts": 0}, "mixture": {"experts": 8, "seed": 1}}
 LOG_PROB_TOLERANCE = 1e-3
 """Nats. Trainer and engine round differently by less; keys and values of earlier weights add more."""
-UNTAUGHT = os.environ.get("PRORL_UNTAUGHT_MODEL")
-LESSON = """You count with the function add. To add 3, write exactly this:
-<tool_call>
-{"name": "add", "arguments": {"number": 3}}
-</tool_call>
-"""
 START_S = 600
 ANSWER = "<|im_start|>tool"
 SMALLER = [
@@ -323,26 +316,6 @@ def chosen(model: Path, ids: Any) -> Any:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         logits = loaded(input_ids=ids[None], output_router_logits=True).router_logits
     return torch.stack([layer.topk(loaded.config.num_experts_per_tok, -1).indices for layer in logits], 1)
-
-
-@pytest.mark.skipif(not UNTAUGHT, reason="PRORL_UNTAUGHT_MODEL names no folder of a model")
-def test_a_model_that_nobody_taught(nemo_rl: Path, tmp_path: Path) -> None:
-    """Shown an example it calls now and then, and seldom well; not shown, never, and nothing can be learnt."""
-    from nemo_gym_prorl.dapo.contract import NothingToLearn
-
-    model = tmp_path / "model"
-    shutil.copytree(str(UNTAUGHT), model)
-    tiny.show_tools(model)
-    case = Case("dapo-code-qwen3-4b")
-    shown, bare = tmp_path / "shown", tmp_path / "bare"
-    with deployed(model, [case], nemo_rl, tmp_path) as deployment:
-        for folder, lesson in ((shown, LESSON), (bare, "")):
-            folder.mkdir()
-            write_rows(folder, lambda number, lesson=lesson: lesson + tiny.question(number))  # type: ignore[misc]
-        told = deployment.trained(case.recipe, recipe(case, shown, steps=1), shown)
-        assert told["prorl/tool_calls"][-1] > 0
-        with pytest.raises(NothingToLearn, match="too easy or too hard"):
-            deployment.trained(case.recipe, recipe(case, bare, "++prorl.max_fruitless=3", steps=1), bare)
 
 
 def added(said: str, parsers: dict[str, Any]) -> int:

@@ -124,24 +124,6 @@ async def test_all_servers_are_told_at_once_and_of_each_other() -> None:
     assert [model.shares for model in models] == [[{"parts": 3, "run": "run"}]] * 2
 
 
-@pytest.mark.parametrize("body", [b"<html>", b""])
-async def test_half_an_answer_is_none(body: bytes) -> None:
-    """A server that was killed in the middle of it, or a proxy's page."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n" + body)
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
-        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        for servers in (Servers((), (url,)), with_engines(Servers((), (url,)), ENGINES, "run")):
-            await asyncio.to_thread(servers.announce, 1)
-            await asyncio.to_thread(servers.withdraw)
-            with pytest.raises(InfrastructureError, match="not answered"):
-                await asyncio.to_thread(servers.announce, 1, needed=True)
-
-
 async def test_a_service_that_is_gone_keeps_no_other_from_being_asked() -> None:
     asked, app = [], FastAPI()
 
@@ -153,15 +135,6 @@ async def test_a_service_that_is_gone_keeps_no_other_from_being_asked() -> None:
     async with serve(app) as url:
         await asyncio.to_thread(Servers(("http://127.0.0.1:1", url, url), ()).end_all, "client")
     assert len(asked) == 2
-
-
-async def test_servers_of_gym_have_their_engines_and_only_get_labels() -> None:
-    model = Model(*ENGINES)
-    async with serve(model.app) as url:
-        await asyncio.to_thread(Servers((), (url,)).announce, 7)
-        assert model.labels == dict.fromkeys(ENGINES, "7")
-        await asyncio.to_thread(Servers((), (url,)).withdraw)
-        assert set(model.backends) == set(ENGINES)
 
 
 def instance(process: str, name: str) -> dict[str, Any]:
@@ -251,15 +224,3 @@ async def test_services_elsewhere_are_asked_before_anything_starts(monkeypatch: 
         ):
             with pytest.raises(error, match=says):
                 await asked(*services, key_env=key_env)
-
-
-def test_a_key_that_is_not_set_is_told_wherever_the_servers_are() -> None:
-    with pytest.raises(CallerError, match="is not set") as error:
-        already_running(ProrlSettings(key_env="PRORL_NO_SUCH_KEY"))
-    assert error.value.field == "prorl.key_env"
-
-
-def test_engines_without_a_server_are_told() -> None:
-    with pytest.raises(CallerError, match="expose_http_server") as error:
-        with_engines(Servers((), ()), [None], "run")
-    assert error.value.field == "policy.generation.vllm_cfg"

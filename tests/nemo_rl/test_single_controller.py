@@ -22,7 +22,6 @@ from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
-from tests.nemo_rl.conftest import KEY, documented_trainer
 from tests.tasks import containers
 
 
@@ -96,17 +95,6 @@ def test_asynchronous(trainer: "Trainer", engine_url: str, tmp_path: Path, route
     print(f"{len(ours)} rollouts, {len(failed)} failed, 24 trained on")
 
 
-def test_prompts_that_teach_nothing_end_it_in_words(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
-    from tests.nemo_rl.controller import Lent, configuration, trained
-
-    rows = [counting(10, number=number) for number in range(6)]
-    config = configuration(rows, tmp_path, prorl={"agent": "counting_agent", "max_fruitless": 5})
-    started = time.monotonic()
-    with pytest.raises(NothingToLearn, match="too easy or too hard"):
-        trained(config, tmp_path, [engine_url], {"nemo_gym": Lent(trainer.actor)})
-    print(f"told after {time.monotonic() - started:.1f} s")
-
-
 def test_strictly_on_policy(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
     """Each step trains on what its own weights have sampled, and the model server has been told of all of them. Also
     where NeMo RL has several Gym actors, of which there is one twice here."""
@@ -129,31 +117,6 @@ def test_strictly_on_policy(trainer: "Trainer", engine_url: str, tmp_path: Path)
             check(group)
     [backend] = call("GET", f"{trainer.server_urls()['policy_model']}/v1/backends")["backends"]
     assert backend["weight_version"] == str(STEPS)
-
-
-@pytest.mark.long("a second actor with its Gym servers")
-def test_two_gym_actors_take_groups_in_turn(
-    trainer: "Trainer", nemo_rl: Path, engine_url: str, tmp_path: Path
-) -> None:
-    import ray
-
-    from tests.nemo_rl.controller import STEPS, Shards, configuration, trained
-
-    second = documented_trainer(nemo_rl, engine_url, "venvs-of-the-second")
-    try:
-        agents = [one.server_urls()["counting_agent"] for one in (trainer, second)]
-        before = [{job.id for job in jobs(agent)} for agent in agents]
-        rows = [counting(10, 0, number=number) for number in range(6)]
-        config = configuration(rows, tmp_path, prorl={"agent": "counting_agent"})
-        got = trained(config, tmp_path, [engine_url], {"nemo_gym": Shards([trainer.actor, second.actor])})
-        ours = [{job.id for job in jobs(agent)} - known for agent, known in zip(agents, before, strict=True)]
-    finally:
-        ray.get(second.actor.shutdown.remote())
-    assert got.result["train_steps"] == STEPS
-    for group in (group for groups in got.steps for group in groups):
-        check(group)
-    assert all(ours)
-    print(f"rollouts of each: {[*map(len, ours)]}")
 
 
 def test_services_that_run_elsewhere(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
@@ -187,36 +150,6 @@ def test_services_that_run_elsewhere(trainer: "Trainer", engine_url: str, tmp_pa
         for group in groups:
             check(group)
             assert 0 <= step - group.version <= 1
-
-
-@pytest.mark.sandbox
-def test_no_sandbox_outlives_a_run(trainer: "Trainer", engine: "Engine", engine_url: str, tmp_path: Path) -> None:
-    """A prompt that never ends is cancelled while the run goes on, since it gets too old, and again at its end."""
-    from tests.nemo_rl.controller import GENERATIONS, STEPS, Lent, configuration, trained
-
-    containers.image()
-    url = trainer.server_urls()["prorl_code_agent"]
-    before, aborted, known = containers.instances(), engine.aborted, {job.id for job in jobs(url, KEY)}
-    rows = [solving(number) for number in range(8)]
-    rows.insert(2, thinking())
-    config = configuration(
-        rows,
-        tmp_path,
-        # In order, a batch would wait for that prompt until its budget is used up.
-        prorl={"agent": "prorl_code_agent", "key_env": "PRORL_TEST_KEY"},
-        async_rl__max_inflight_prompts=3,
-    )
-    lent = Lent(trainer.actor)
-    got = trained(config, tmp_path, [engine_url], {"nemo_gym": lent})
-    assert got.result["train_steps"] == STEPS
-    assert all(sorted(set(group.rewards)) == [0.0, 1.0] for groups in got.steps for group in groups)
-    assert lent.told_to_end
-    print(f"sandboxes gone {gone(before):.1f} s after the end")
-    ours = [job for job in jobs(url, KEY) if job.id not in known]
-    assert not [job for job in ours if not job.state.terminal]
-    cancelled = [job for job in ours if job.state is JobState.CANCELLED]
-    assert engine.aborted - aborted >= GENERATIONS
-    print(f"{len(ours)} rollouts in sandboxes, {len(cancelled)} cancelled, {engine.aborted - aborted} in mid-turn")
 
 
 def test_a_run_that_is_resumed_goes_on_with_the_next_prompts(
@@ -353,6 +286,81 @@ def test_the_command_trains_by_a_recipe_that_ships(
             assert sorted(set(group.rewards)) == [-1.0, 1.0]
             assert 0 <= step - group.version <= bound
     print(f"sandboxes gone {gone(before):.1f} s after the end")
+
+
+SMALLER = [
+    "++grpo.num_prompts_per_step=2",
+    "++grpo.num_generations_per_prompt=4",
+    "++grpo.max_num_steps=3",
+    "++prorl.mini_batches=2",
+    "++prorl.filter_on=reward",  # a tenth of a number
+    "++async_rl.max_inflight_prompts=4",
+    "++policy.max_total_sequence_length=65536",
+    "++policy.generation.max_new_tokens=4096",
+    "++policy.generation.vllm_cfg.enable_vllm_metrics_logger=false",
+    "++data.num_workers=0",
+    "++checkpointing.enabled=false",
+    "++logger.tensorboard_enabled=false",
+    "++logger.monitor_gpus=false",
+    # So that it bites: a rollout here has some 70 tokens.
+    "++prorl.overlong={max_sequence_length:90,buffer_length:60,penalty:0.5}",
+]
+
+
+def recipe(folder: Path, *overrides: str) -> dict[str, Any]:
+    from nemo_gym_prorl.nemo_rl.configuration import read
+
+    rows = [counting(10, 0) if number % 3 else counting(4) for number in range(12)]
+    for number, row in enumerate(rows):
+        row["responses_create_params"]["input"] = [{"role": "user", "content": f"Count to ten. Attempt {number}."}]
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    places = [f"++data.train.data_path={data}", f"++logger.log_dir={folder / 'logs'}"]
+    return read("dapo-code-qwen3-4b", [], [*SMALLER, *places, *overrides])
+
+
+def test_without_its_parser_nothing_is_scored(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
+    """Else every rollout would end with its first turn, and be trained on."""
+    from tests.nemo_rl.controller import Lent, swap_engines, trained
+    from tests.nemo_rl.engine import Engine, serving
+
+    servers = trainer.server_urls()
+    before = {job.id for job in jobs(servers["counting_agent"])}
+    config = recipe(tmp_path, "++prorl.agent=counting_agent", "++prorl.max_failures=0", "++prorl.max_dropped=1")
+    with serving(Engine(None)) as url:
+        swap_engines(servers["policy_model"], [url])
+        try:
+            with pytest.raises(NothingToLearn, match=r"gave a call of add .*chat_kwargs\.tool_parser"):
+                trained(config, tmp_path, [url], {"nemo_gym": Lent(trainer.actor)})
+        finally:
+            swap_engines(servers["policy_model"], [engine_url])
+    ours = [job for job in jobs(servers["counting_agent"]) if job.id not in before]
+    assert ours
+    assert {job.reward for job in ours} == {None}
+
+
+def test_validation_on_the_single_controller(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
+    """By NeMo RL's own settings; its log has what the environment gave, and no step has such a row."""
+    from tests.nemo_rl.controller import STEPS, Lent, logged, trained
+
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps(counting(number, name=" Held out.")) + "\n" for number in (2, 4, 9)))
+    config = recipe(
+        tmp_path,
+        "++prorl.agent=counting_agent",
+        f"++data.validation={{data_path:'{held}'}}",
+        "++grpo.val_period=1",
+        "++logger.tensorboard_enabled=true",
+        "++async_rl.stall_watchdog.interval_s=0.2",
+    )
+    got = trained(config, tmp_path, [engine_url], {"nemo_gym": Lent(trainer.actor)})
+    assert got.result["train_steps"] == STEPS
+    tokens = [tokens for groups in got.steps for group in groups for tokens in group.tokens]
+    assert tokens
+    assert not any(b"Held out." in sequence for sequence in tokens)
+    told = logged(tmp_path / "logs")
+    assert told["validation/reward"] == pytest.approx([0.5] * (STEPS - 1))
+    assert told["validation/weight_version"] == [1, 2]
 
 
 def gone(before: set[str]) -> float:

@@ -12,6 +12,7 @@ import pytest
 from nemo_gym_prorl import nemo_rl
 
 
+NEEDED = ("NRL_ROOT", "CONTAINER", "SLURM_ACCOUNT", "SLURM_PARTITION")
 SCRIPT = Path(nemo_rl.__file__).parent / "slurm.sh"
 SBATCH = """#!/bin/bash
 printf '%s\\n' "$@" > "$CALLS/arguments"
@@ -93,29 +94,22 @@ def test_the_job_trains_in_the_folder_of_the_caller(environment: dict[str, str])
     assert started == ["pip", "install", "--python", "/opt/venv", "-e", "3rdparty/Gym-workspace/Gym", package]
 
 
-@pytest.mark.parametrize("name", ["NRL_ROOT", "CONTAINER", "SLURM_ACCOUNT", "SLURM_PARTITION"])
-def test_what_is_not_set_is_named(environment: dict[str, str], name: str) -> None:
-    refused = submit({key: value for key, value in environment.items() if key != name}, "dapo-swe-qwen3-8b")
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        *(
+            ({name: None}, f"{name} is not set")
+            for name in ("NRL_ROOT", "CONTAINER", "SLURM_ACCOUNT", "SLURM_PARTITION")
+        ),
+        ({"PRORL_PACKAGE": "/there/is/none"}, "PRORL_PACKAGE: /there/is/none"),
+        ({"RECIPE": None}, "CONTAINER"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_what_is_missing_is_named(environment: dict[str, str], change: dict[str, str | None], says: str) -> None:
+    told = {**environment, "RECIPE": "dapo-swe-qwen3-8b", **change}
+    arguments = [told[name] for name in ("RECIPE",) if told[name]]
+    refused = submit({name: value for name, value in told.items() if value is not None}, *arguments)
     assert refused.returncode == 2
-    assert refused.stderr.startswith(f"{name} is not set")
+    assert says in refused.stderr
     assert not Path(environment["CALLS"], "arguments").exists()
-
-
-def test_a_checkout_without_gym_is_named(environment: dict[str, str]) -> None:
-    Path(environment["NRL_ROOT"], "3rdparty/Gym-workspace/Gym/pyproject.toml").unlink()
-    refused = submit(environment, "dapo-swe-qwen3-8b")
-    assert refused.returncode == 2
-    assert "submodule update" in refused.stderr
-
-
-def test_a_package_that_is_none_is_named(environment: dict[str, str]) -> None:
-    refused = submit(environment | {"PRORL_PACKAGE": "/there/is/none"}, "dapo-swe-qwen3-8b")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("PRORL_PACKAGE: /there/is/none")
-
-
-def test_without_arguments_it_says_what_it_wants(environment: dict[str, str]) -> None:
-    refused = submit(environment)
-    assert refused.returncode == 2
-    assert "CONTAINER" in refused.stderr
-    assert "set -euo" not in refused.stderr

@@ -15,8 +15,8 @@ import pytest
 import ray
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl import train, upstream
-from nemo_gym_prorl.nemo_rl.rollouts import MiniBatches, ProrlRollouts
+from nemo_gym_prorl.nemo_rl import upstream
+from nemo_gym_prorl.nemo_rl.rollouts import ProrlRollouts
 from tests.nemo_rl.test_recipes import ROOT, needs_nemo_rl
 
 
@@ -65,13 +65,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("place", "names", "missing"),
     [
-        ("nemo_rl.fake", "setup", []),
         ("nemo_rl.fake", "setup renamed gone", ["nemo_rl.fake.renamed", "nemo_rl.fake.gone"]),
         ("nemo_rl.fake:Actor", "run", []),
         ("nemo_rl.fake:Actor", "run ping", ["nemo_rl.fake:Actor.ping"]),
-        ("nemo_rl.fake:Arguments", "dataloader", []),
-        ("nemo_rl.fake:Arguments", "dataloader tq_buffer", ["nemo_rl.fake:Arguments.tq_buffer"]),
-        ("nemo_rl.fake:Gone", "run", ["nemo_rl.fake:Gone (module 'nemo_rl.fake' has no attribute 'Gone')"]),
         ("nemo_rl.gone", "run", ["nemo_rl.gone (No module named 'nemo_rl.gone')"]),
     ],
 )
@@ -92,53 +88,6 @@ def test_this_nemo_rl_has_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.setenv("NO_VCS_VERSION", "1")
     assert [*upstream.missing_names(TABLE)] == []
-
-
-@needs_nemo_rl
-def test_the_command_tells_all_missing_names_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(ROOT)
-    monkeypatch.setenv("NO_VCS_VERSION", "1")
-    from nemo_rl.algorithms.async_utils.replay_buffer import TQReplayBuffer
-
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"responses_create_params": {"input": []}}\n' * 64)
-    for name in ("reserve", "remove_group"):
-        monkeypatch.delattr(TQReplayBuffer, name)
-    monkeypatch.setenv("NRL_ROOT", ROOT)
-    assert train.main(["--config", "dapo-swe-qwen3-4b", f"++data.train.data_path={rows}", "--check"]) == train.REFUSED
-    told = capsys.readouterr().err
-    assert told.count("error: ") == 1
-    for part in ("TQReplayBuffer.reserve", "TQReplayBuffer.remove_group"):
-        assert part in told
-
-
-class Trainer:
-    """Records the calls of the split training interface."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, Any]] = []
-
-    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None: ...
-
-    def train_microbatches_from_meta(self, meta: Any, timer: Any = None, train_fields: Any = None) -> None:
-        self.calls.append((len(meta.sample_ids), train_fields))
-
-    def finish_train_step(self) -> dict[str, Any]:
-        return {}
-
-
-def test_what_a_newer_trainer_is_given_is_given_with_each_mini_batch() -> None:
-    class Meta(SimpleNamespace):
-        def slice(self, start: int, stop: int) -> "Meta":
-            return Meta(sample_ids=self.sample_ids[start:stop])
-
-    trainer = Trainer()
-    parts = MiniBatches(trainer, 2)
-    parts.begin_train_step(None)
-    parts.train_microbatches_from_meta(Meta(sample_ids=["a", "b", "c"]), train_fields=("input_ids",))
-    assert trainer.calls == [(1, ("input_ids",)), (2, ("input_ids",))]
 
 
 def test_what_is_not_about_rollouts_is_answered_by_nemo_rls_own_manager() -> None:

@@ -104,29 +104,24 @@ class Trainer:
         environment.symlink_to(sys.prefix)
         # By default NeMo RL has its actor's environment built by uv.
         ACTOR_ENVIRONMENT_REGISTRY["nemo_rl.environments.nemo_gym.NemoGym"] = sys.executable
-        self._stamp = ({"nemo_gym": config}, list(base_urls), model, tokenizer or ByteTokenizer())
-        self.actor = self.replica()
-        self.redispatched = 0
-        self.head_url = head_url(self.actor)
-
-    def replica(self) -> Any:
-        """An actor of this configuration with servers of its own."""
-        config, base_urls, model, tokenizer = self._stamp
-        actor = spinup_nemo_gym_actor(
-            config,
-            base_urls,
+        self.actor = spinup_nemo_gym_actor(
+            {"nemo_gym": config},
+            list(base_urls),
             model,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer or ByteTokenizer(),
             enable_router_replay=False,
             routed_experts_dtype="int16",
             use_fastokens=False,
         )
-        ray.get(actor.__ray_call__.remote(send_keys))
-        return actor
+        ray.get(self.actor.__ray_call__.remote(send_keys))
+        self.redispatched = 0
+        host, port = ray.get(self.actor.__ray_call__.remote(lambda actor: (actor.node_ip, actor.head_server_port)))
+        self.head_url = f"http://{host}:{port}"
 
     def server_urls(self) -> dict[str, str]:
         """Instance name → base URL, as the actor's head server tells it."""
-        return server_urls(self.head_url)
+        with urlopen(f"{self.head_url}/server_instances") as response:
+            return {server["process_name"]: server["url"] for server in json.load(response)}
 
     def start(self, rows: list[dict[str, Any]]) -> Any:
         """Have the actor run rows; gives the stream, in which they arrive as they end."""
@@ -180,18 +175,6 @@ class Trainer:
         finally:
             self.redispatched = stats.gym_row_redispatches
         return record, self.redispatched
-
-
-def head_url(actor: Any) -> str:
-    """Of an actor's head server."""
-    host, port = ray.get(actor.__ray_call__.remote(lambda actor: (actor.node_ip, actor.head_server_port)))
-    return f"http://{host}:{port}"
-
-
-def server_urls(head_url: str) -> dict[str, str]:
-    """Instance name → base URL, as a head server tells it."""
-    with urlopen(f"{head_url}/server_instances") as response:
-        return {server["process_name"]: server["url"] for server in json.load(response)}
 
 
 def turn(content: str | None = None, *numbers: int, latency_s: float = 0.0) -> dict[str, Any]:

@@ -95,7 +95,8 @@ async def test_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"run": "x" * 300}, "--run, --client or --priority"),
+        ({"run": "x" * 300}, "--run: "),
+        ({"client": ""}, "client"),
         ({"priority": 5000}, "priority"),
         ({"output": Path("/dev/null/results.jsonl")}, "cannot be written"),
     ],

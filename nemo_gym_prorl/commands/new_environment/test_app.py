@@ -33,5 +33,9 @@ def test_the_grader_pays_the_sum_alone(written: bytes | None, reward: float, ver
 def test_rows_are_as_the_task_wants_them() -> None:
     for line in (HERE / "data" / "example.jsonl").read_text().splitlines():
         TASK.needs(json.loads(line))
+
+
+@pytest.mark.parametrize("row", [{}, {"answer": "3"}, {"answer": True}], ids=str)
+def test_a_row_without_a_sum_is_refused(row: dict[str, object]) -> None:
     with pytest.raises(CallerError, match="answer"):
-        TASK.needs({})
+        TASK.needs(row)

@@ -1,0 +1,212 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""What commands say of mistakes before any server starts: one line that names the mistake and its fix."""
+
+import asyncio
+import re
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from typer.testing import CliRunner
+
+from nemo_gym_prorl.cli import app
+from nemo_gym_prorl.commands import fleet
+from nemo_gym_prorl.commands.environments import check_overrides
+from nemo_gym_prorl.commands.serve import policy_trouble
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.gym import deployment as deployments
+from nemo_gym_prorl.gym.deployment import GymDeployment
+from nemo_gym_prorl.scripted.text import MODEL_NAME
+from nemo_gym_prorl.task_sandboxes import PROGRESS
+from tests.rollout.command_line import prorl
+from tests.rollout.serving import serve
+
+
+AGENT = "prorl_code_agent.responses_api_agents.prorl_agent"
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["submit", "nothere.jsonl"],
+            r"prorl: ROWS: there is no nothere\.jsonl; looked in {cwd}, \S+(, \S+)?",
+        ),
+        (
+            ["submit", "rows.jsonl", "--run", "a/b"],
+            r"prorl: --run: may have any characters but / \? # and control characters such as line ends",
+        ),
+        (["submit", "rows.jsonl", "--client", ""], r"prorl: --client: \w.*"),
+        (
+            ["submit", "rows.jsonl"],
+            r"prorl: no NeMo Gym deployment answers at {head}: Connection refused; start one, or give --url or \w+",
+        ),
+        (["status"], r"prorl: no NeMo Gym deployment answers at {head}: Connection refused; .*"),
+        (["submit", "rows.jsonl", "--url", NOWHERE], r"prorl: no rollout service answers at {head}: .*"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+async def test_a_client_says_a_mistake_once_in_one_line(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"responses_create_params": {"input": "x"}}\n')
+    monkeypatch.chdir(tmp_path)
+    code, said = await prorl(*words, PRORL_HEAD=NOWHERE)
+    expected = says.replace("{cwd}", re.escape(str(tmp_path))).replace("{head}", re.escape(NOWHERE))
+    assert (code, bool(re.fullmatch(expected, said.strip()))) == (1, True), said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["++a=b"], "name at least one"),
+        (["no_such_environment"], "no_such_environment"),
+        (["prorl_code", "--model-type", "vllm_model"], "--policy-url: vllm_model cannot be given engines"),
+        (["prorl_code", "--head-port", "118812"], "'--head-port'"),
+        (["prorl_code", "--journal", "folder"], "--journal: is a front's, so it needs --ray"),
+        (["prorl_code", "--keys-file", "keys"], "--keys-file: is a front's"),
+        (["prorl_code", "--policy-url", "127.0.0.1:8000/v1"], "--policy-url: '127.0.0.1:8000/v1' must be http(s)://"),
+        (["prorl_code", "--head-port", "{taken}"], "port {taken} is taken"),
+        (["prorl_code", "++prorl_cod_agent.responses_api_agents.prorl_agent.x=1"], "the nearest: prorl_code_agent"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_serve_says_what_it_cannot_do(words: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = CliRunner().invoke(
+            app, ["serve", *(word.replace("{taken}", port) for word in words), "--policy-model", "m"]
+        )
+    assert done.exit_code != 0
+    assert says.replace("{taken}", port) in f"{done.output}{done.exception}"
+
+
+@pytest.mark.parametrize(
+    ("override", "wrong", "nearest"),
+    [
+        (f"++{AGENT}.stages.run=4", None, None),
+        ("++policy_model.responses_api_models.prorl_model.policy={}", None, None),
+        ("head_server.port=3", None, None),
+        ("++checkpoint_folder=/shared", None, None),
+        ("+mine.resources_servers.mine.entrypoint=app.py", None, None),
+        ("++prorl_cod_agent.responses_api_agents.prorl_agent.x=1", "prorl_cod_agent", "prorl_code_agent"),
+        ("++prorl_code_agent.responses_api_agent.prorl_agent.x=1", "responses_api_agent", "responses_api_agents"),
+        ("++prorl_code_agent.responses_api_agents.prorl_agnt.x=1", "prorl_agnt", "prorl_agent"),
+        ("~polcy_model.responses_api_models.prorl_model", "polcy_model", "policy_model"),
+    ],
+)
+def test_an_override_of_no_server_is_refused(override: str, wrong: str | None, nearest: str | None) -> None:
+    if wrong is None:
+        check_overrides(["prorl_code"], "prorl_model", [override])
+        return
+    with pytest.raises(CallerError, match=f"there is no {wrong}; the nearest: {nearest};"):
+        check_overrides(["prorl_code"], "prorl_model", [override])
+
+
+async def test_a_start_says_what_is_built_and_what_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployments, "WAITING_S", 1.0)
+    deployment = GymDeployment(work_dir=tmp_path / "gym")
+    said: list[str] = []
+    telling = asyncio.create_task(deployment.tell(said.append, PROGRESS))
+    while not said:
+        await asyncio.sleep(0.05)
+    assert re.fullmatch(r"1 s, waiting for Gym to launch them; load [\d.]+ on \d+ cores", said[-1])
+    (tmp_path / "gym").mkdir()
+    deployment.log_path.write_text("(prorl_math) prorl: sandbox image math: building math\nsomething else\n")
+    deployment.waiting = ["prorl_math"]
+    while len(said) < 3:
+        await asyncio.sleep(0.05)
+    telling.cancel()
+    assert said[1] == "sandbox image math: building math"
+    assert re.search(r" s, waiting for prorl_math; load .* cores; its log: something else$", said[2])
+
+
+async def test_a_fleet_says_every_15_s_what_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert deployments.WAITING_S == 15.0
+    monkeypatch.setattr(deployments, "WAITING_S", 0.02)
+    awaited, said = ["the servers of node a"], list[str]()
+    async with fleet.saying_what_is_awaited(lambda: awaited[-1], said.append):
+        while len(said) < 2:
+            await asyncio.sleep(0.01)
+        awaited.append("")
+        count = len(said)
+        await asyncio.sleep(0.1)
+        assert len(said) == count, "nothing is awaited"
+    assert re.fullmatch(r"0 s, waiting for the servers of node a; load [\d.]+ on \d+ cores", said[0])
+
+
+async def test_nodes_of_ray_say_what_each_has_still_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_gym_prorl.background import BackgroundLoops
+    from nemo_gym_prorl.gym import ray_nodes
+
+    loop, steps = asyncio.get_running_loop(), {name: asyncio.Event() for name in ("share", "up")}
+
+    def remote(answer: Any, step: str | None) -> SimpleNamespace:
+        async def call() -> Any:
+            await (steps[step].wait() if step else asyncio.sleep(600))
+            return answer
+
+        return SimpleNamespace(remote=lambda *_: loop.create_task(call()))
+
+    monkeypatch.setattr(ray_nodes, "_alive", lambda: ["node-1"])
+    loops = BackgroundLoops()
+    nodes = ray_nodes.RayNodes(ray_nodes.Order({}, "agent", None), print, loops)
+    assert nodes.awaited == "a node with the resource prorl_node"
+    nodes._actors["node-1"] = SimpleNamespace(
+        share=remote(None, "share"), up=remote(NOWHERE, "up"), watch=remote(None, None)
+    )
+    changes = nodes.changes()
+    joined = asyncio.ensure_future(anext(changes))
+    for step, told in (("share", "the actor of node node-1"), ("up", "the servers of node node-1")):
+        async with asyncio.timeout(10):
+            while nodes.awaited != told:
+                await asyncio.sleep(0.01)
+        steps[step].set()
+    await asyncio.wait_for(joined, 10)
+    assert nodes.awaited == ""
+    await changes.aclose()
+    await loops.aclose()
+
+
+# An endpoint without which no rollout could sample
+
+
+async def test_the_scripted_policy_is_known_by_its_name(scripted_policy: str) -> None:
+    assert await policy_trouble(scripted_policy, MODEL_NAME, "none") is None
+    trouble = await policy_trouble(scripted_policy, "another", "none")
+    assert trouble == f"{scripted_policy} serves {MODEL_NAME}, not another"
+
+
+@pytest.mark.parametrize(
+    ("answer", "trouble"),
+    [
+        (JSONResponse({"data": [{"id": "qwen"}]}), None),
+        (PlainTextResponse("no list"), None),
+        (JSONResponse([1]), None),
+        (Response(status_code=404), None),
+        (Response(status_code=401), "refuses the key"),
+    ],
+)
+async def test_only_what_is_certain_is_told(answer: Response, trouble: str | None) -> None:
+    app = FastAPI()
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        assert request.headers["authorization"] == "Bearer key"
+        return answer
+
+    async with serve(app) as url:
+        told = await policy_trouble(f"{url}/v1", "qwen", "key")
+        assert (told is None) if trouble is None else (told is not None and trouble in told)
+
+
+async def test_nobody_at_the_address() -> None:
+    assert "nothing answers at http://127.0.0.1:9/v1/models" in str(
+        await policy_trouble("http://127.0.0.1:9/v1", "qwen", "key")
+    )

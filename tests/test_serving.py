@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""What our servers share: keys, where they may listen, routes in front of an application, their end."""
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+from fastapi import FastAPI, Request, Response
+
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
+from nemo_gym_prorl.serving.applications import DirectRoutes, put_in_front, served
+from nemo_gym_prorl.serving.keys import authorization
+from nemo_gym_prorl.serving.problems import ProblemError
+from tests.rollout.serving import serve
+
+
+@pytest.mark.parametrize("host", [None, "localhost", "127.8.9.10", "::1"])
+def test_loopback_needs_no_key(host: str | None) -> None:
+    check_exposure(host, None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "127.0.0.1.example.org"])
+def test_what_others_can_reach_needs_a_key(host: str) -> None:
+    with pytest.raises(CallerError, match="control_token: the server would listen on"):
+        check_exposure(host, None)
+    check_exposure(host, "s3cret")
+
+
+@pytest.mark.parametrize("key", ["", "schlüssel"])
+def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
+    with pytest.raises(CallerError, match="control_token"):
+        check_exposure("127.0.0.1", key)
+
+
+async def test_every_route_but_the_pulse_needs_the_key() -> None:
+    app = FastAPI()
+    app.add_middleware(KeyGuard, key="s3cret")
+    for path in ("/healthz", "/run", "/deep/route"):
+        app.get(path)(lambda: "ok")
+    async with serve(app) as url, aiohttp.ClientSession() as http:
+        wrong = [{}, authorization("other"), {"Authorization": "s3cret"}, {"Authorization": "Bearer s3cret\xfc"}]
+        for headers in wrong:
+            for path in ("/run", "/deep/route", "/openapi.json", "/no/route"):
+                async with http.get(url + path, headers=headers) as response:
+                    assert response.status == 401
+                    assert response.content_type == "application/problem+json"
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
+            async with http.get(url + "/healthz", headers=headers) as response:
+                assert response.status == 200
+        async with http.get(url + "/run", headers=authorization("s3cret")) as response:
+            assert response.status == 200
+
+
+async def echo(request: Request) -> Response:
+    return Response(await request.body(), media_type="application/json")
+
+
+def application(route: Any) -> FastAPI:
+    app = FastAPI()
+    put_in_front(app, lambda rest: DirectRoutes(rest, {"/run": route}))
+
+    @app.middleware("http")  # as Gym adds one of its own when it has got the application
+    async def late(request: Request, call_next: Any) -> Response:
+        answer: Response = await call_next(request)
+        answer.headers["X-Went-Through"] = "all"
+        return answer
+
+    for path in ("/run", "/other"):
+        app.get(path)(lambda: "the application")
+        app.post(path)(lambda: "the application")
+    return app
+
+
+async def test_only_post_to_the_route_is_taken() -> None:
+    async with serve(application(echo)) as url, aiohttp.ClientSession() as http:
+        async with http.post(f"{url}/run", data=b'{"a": 1}') as answer:
+            assert (await answer.read(), answer.headers.get("X-Went-Through")) == (b'{"a": 1}', None)
+        for method, path in (("GET", "/run"), ("POST", "/other"), ("POST", "/run/")):
+            async with http.request(method, f"{url}{path}", allow_redirects=False) as answer:
+                assert answer.headers["X-Went-Through"] == "all"
+        async with http.get(f"{url}/openapi.json") as answer:
+            assert "post" in (await answer.json())["paths"]["/run"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "end"),
+    [
+        (CallerError("is wrong", field="row.a"), 422, ":invalid-request"),
+        (ProblemError(409, "id-conflict", "taken"), 409, ":id-conflict"),
+        (InfrastructureError("gone", kind=FailureKind.SESSION_LOST), 500, ":session_lost"),
+        (KeyError("a defect"), 500, ":http-500"),
+    ],
+)
+async def test_errors_are_problem_documents(error: Exception, status: int, end: str) -> None:
+    async def failing(request: Request) -> Response:
+        raise error
+
+    async with (
+        serve(application(failing)) as url,
+        aiohttp.ClientSession() as http,
+        http.post(f"{url}/run", data=b"{}") as answer,
+    ):
+        assert answer.status == status
+        assert answer.content_type == "application/problem+json"
+        assert (await answer.json())["type"].endswith(end)
+
+
+@pytest.mark.parametrize(("path", "printed"), [("/waits", ""), ("/fails", "ZeroDivisionError")])
+async def test_the_end_cancels_what_waits_without_a_word(
+    path: str, printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app, begun = FastAPI(), asyncio.Event()
+
+    @app.get("/waits")
+    async def waits() -> None:
+        begun.set()
+        await asyncio.sleep(600)
+
+    @app.get("/fails")
+    async def fails() -> None:
+        begun.set()
+        raise ZeroDivisionError
+
+    async with aiohttp.ClientSession() as http:
+        async with served(app) as url:
+            request = asyncio.create_task(http.get(url + path))
+            await begun.wait()
+        await asyncio.gather(request, return_exceptions=True)
+    said = capsys.readouterr().err
+    assert printed in said if printed else said == "", said
