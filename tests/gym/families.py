@@ -39,7 +39,7 @@ from scripts.scripted_turns import swe as swe_scripts
 from scripts.swe_tasks.making import ROWS, default_folder
 from tests.gym.gym_command import gym as gym_command
 from tests.rollout.serving import serve
-from tests.tasks.code.problems import CONTESTS
+from tests.tasks.code.tables import CONTESTS, contest_problem
 from tests.tasks.stem.judges import asked_in, honest
 
 
@@ -184,7 +184,7 @@ def rows_of(family: str, variant: str, most: int) -> list[dict[str, Any]]:
     """
     match family:
         case "code":
-            contests = [_contest_row(contest, variant) for contest in CONTESTS]
+            contests = [_contest_row(contest, variant) for contest in CONTESTS.values()]
             humaneval = [
                 humaneval_row(problem, humaneval_scripts.script_for(problem, PLAYED[variant]))
                 for problem in problems().values()
@@ -202,11 +202,12 @@ def rows_of(family: str, variant: str, most: int) -> list[dict[str, Any]]:
 
 
 def _contest_row(contest: Any, variant: str) -> dict[str, Any]:
-    script = code_scripts.oracle(contest.solution) if variant == ORACLE else code_scripts.null()
-    tests = contest.problem.tests
+    script = code_scripts.oracle(contest["solution"]) if variant == ORACLE else code_scripts.null()
+    solved = contest_problem(contest)
+    tests = solved.tests
     unit_tests = {"inputs": [test.input for test in tests], "outputs": [test.expected for test in tests]}
-    metadata = {"unit_tests": unit_tests, "checker": dict(contest.problem.checker)}
-    return row_for(f"The problem {contest.name!r}.", metadata, function=None, script=script)
+    metadata = {"unit_tests": unit_tests, "checker": dict(solved.checker)}
+    return row_for(f"The problem {contest['name']!r}.", metadata, function=None, script=script)
 
 
 def _energy_row(mass: int, variant: str) -> dict[str, Any]:
