@@ -40,7 +40,7 @@ from tests.gym.families import (
     server_process,
     solved,
 )
-from tests.policy.test_gym import assert_chain, trained
+from tests.policy.test_gym_agents import assert_chain, trained
 from tests.tasks import containers
 from tests.tasks.swe import tally
 
