@@ -8,8 +8,9 @@ says while it still works is no answer; nor is what it thinks aloud.
 The answer is the content of the last ``\boxed{...}``: one place, so that a message with ten boxes has one answer and
 not ten. Boxes with nothing but commas, "and" or "or" between them are one list. Without a box the answer is what
 follows the last ``Answer:`` at the beginning of a line, or the last ``answer is`` of the last lines, up to the end of
-the sentence; where the policy then takes it back ("no, wait, 6"), what follows that. Of a multiple choice the letter
-in a statement after the box counts. A bare number elsewhere in the message is ignored.
+the sentence; where the policy then takes it back ("no, wait, 6"), what follows that. The line below a heading "Final
+Answer" and the content of the last ``<answer>`` tag are answers, too. Of a multiple choice the letter in a statement
+after the box counts, also as "option B is correct". A bare number elsewhere in the message is ignored.
 
 TeX takes the next token as an argument where there is no brace, and ``math-verify`` mostly needs the brace:
 ``\frac\pi2`` becomes ``\frac{\pi}{2}``. Besides, ``{a \over b}`` becomes a fraction, and a symbol in braces of its
@@ -147,6 +148,12 @@ _SAID = re.compile(rf"(?i)^.*\b{_KIND}(?:\s+(?:to|for|of)\b[^.:=]{{0,60}}?)?{_IS
 _LABELLED = re.compile(
     r"(?i)^[\s>#*_-]*(?:the\s+)?(?:(?:final|correct|my)\s+)?answer(?:\s+is)?\s*[:=]\s*(?P<said>.*)$"
 )
+_HEADING = re.compile(r"(?i)^(?:[\s>#-]*(?:the\s+|my\s+)?(?:final|correct)|\s*#+)\s+answer\s*$")
+_TAGGED = re.compile(r"(?is)<answer>(.*?)</answer>")
+_CHOSEN = re.compile(r"(?i)\b(?:option|choice)\s+[(\[]?([A-Z])[)\]]?\s+is\s+(?:the\s+)?(?:correct|right)\b")
+_DISPLAY = re.compile(r"\s*(?:\$\$|\\\[|\\\])?\s*")
+"""A line with nothing but a delimiter of displayed mathematics, or nothing at all."""
+
 _EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])|(?<!\w)__|__(?!\w)|`")
 _SENTENCE = re.compile(r"(?<!\b[SDM][trs])\.\s+(?![A-Z](?:[.),]|$))(?=[A-Z$\\(\"'*\[]).*$")
 _NAME_WITH_INITIALS = re.compile(r"(?:[A-Z]\.\s*)+[A-Z][a-z]+\.?")
@@ -214,7 +221,9 @@ def _boxed(message: str, boxes: list[re.Match[str]]) -> str | None:
 
 
 def _stated(message: str, letters: str) -> str | None:
-    lines = [line for line in _EMPHASIS.sub("", message).splitlines() if line.strip()]
+    if tagged := _TAGGED.findall(message):
+        return without_lead_in(tagged[-1].strip().strip("$."))[:MAX_ANSWER_CHARS] or None
+    lines = [line for line in _EMPHASIS.sub("", message).splitlines() if not _DISPLAY.fullmatch(line)]
     for place in range(len(lines) - 1, -1, -1):
         line, near_end = lines[place][-MAX_ANSWER_CHARS:], place >= len(lines) - LAST_LINES
         if found := (_SAID if near_end else _LABELLED).search(line):
@@ -224,6 +233,11 @@ def _stated(message: str, letters: str) -> str | None:
             # Of a multiple choice the letter may be followed by a sentence, and not by a name.
             is_name = not letters and _NAME_WITH_INITIALS.fullmatch(said)
             return (said if is_name else _SENTENCE.sub("", said).strip()) or None
+        if _HEADING.search(line):
+            return _last_said("\n".join(lines[place + 1 :])) or None
+        chosen = set(_CHOSEN.findall(line)) if letters and near_end else set()
+        if len(chosen) == 1 and not _REVISION.search("\n".join(lines[place:])):
+            return chosen.pop()
     return None
 
 

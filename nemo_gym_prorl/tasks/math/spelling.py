@@ -93,9 +93,13 @@ _RELATIONS = (
     ("<=", r"\le "),
     (">=", r"\ge "),
     (r"\text{\$}", r"\$"),
+    (r"\checkmark", ""),
 )
 _ROW_END = re.compile(r"\\\\\*?\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in|mu|\\baselineskip)\s*\]")
 """A row's end with the space below it."""
+
+_NOUN_IN_BRACKETS = re.compile(r"(?<=\d)\s+\(\s*((?!mod\b)[A-Za-z]{3,}(?:[ -][A-Za-z]{2,}){0,3})\s*\)$")
+"""``5 (apples)``, as ASDiv has it."""
 
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|,?\\[,!;: ]|,\s*\\!| )\s*\d{3})+)(?![\d])")
 _ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
@@ -148,6 +152,7 @@ def tidy(answer: str) -> str:
     text = _UNICODE_ROOT.sub(r"\\sqrt{\1}", text)
     text = unwrapped(_DECORATION.sub(r" \1", text.translate(_CHARACTERS)))
     text = _PI.sub(r"\\pi ", _ROW_END.sub(r"\\\\", text))
+    text = _NOUN_IN_BRACKETS.sub(r"\\text{ \1}", text.strip())
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z(){}])", r"\\", text)
     text = _ROOT.sub(r"\\sqrt{\1}", text)
