@@ -67,7 +67,12 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
             return
         from inspect_ai import view as serve
 
-        serve(folder, port=port)
+        try:
+            serve(folder, port=port)
+        except BaseExceptionGroup as ended:  # an interruption, inside the task groups of Inspect's server
+            while isinstance(first := ended.exceptions[0], BaseExceptionGroup):
+                ended = first
+            raise first from None
 
 
 def _check(bundle: Path | None, port: int) -> None:

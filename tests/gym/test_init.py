@@ -69,7 +69,7 @@ async def test_its_own_test_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert b"8 passed" in said, said.decode()
 
 
-@pytest.mark.parametrize("name", ["", "Adder", "a-b", "../up", "prorl_code", "adder", "other"])
+@pytest.mark.parametrize("name", ["", "Adder", "a-b", "../up", "prorl_code", "adder", "other", "json"])
 def test_a_name_that_is_none_or_taken_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     new_environment.create("adder", tmp_path)

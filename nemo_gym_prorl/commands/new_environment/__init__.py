@@ -9,6 +9,7 @@ that the linter, the type checker and the tests see them as a user gets them.
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from nemo_gym_prorl.commands.new_environment import rows
@@ -32,6 +33,8 @@ def create(name: str, folder: Path) -> list[Path]:
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,60}", name):
         raise CallerError(f"{name!r} must begin with a letter and have only a-z, 0-9 and _", field="NAME")
+    if name in sys.stdlib_module_names:
+        raise CallerError(f"{name!r} is a module of Python; choose another name", field="NAME")
     server = Path("resources_servers", name)
     taken = name in config_files.environments() or (folder / server).exists()
     if taken or (folder / "environments" / name).exists():
