@@ -373,7 +373,7 @@ JSON = [snippet for snippet in ALL if snippet.language == "json"]
 def test_json_is_a_script_that_is_played(snippet: Snippet) -> None:
     turns = parse_script(snippet.text).turns
     body = {"messages": [{"role": "user", "content": "go"}], "metadata": {"script": snippet.text}}
-    answer = ScriptedPolicy(ScriptedConfig()).chat_completions(body).body
+    answer, _latency_s = ScriptedPolicy(ScriptedConfig()).chat_completions(body)
     assert answer["choices"][0]["message"]["content"] == turns[0].content
     told = {key for turn in json.loads(snippet.text)["turns"] for key in turn}
     assert told == {field.name for field in dataclasses.fields(ScriptTurn)}, "all that a turn may say"

@@ -235,7 +235,7 @@ def _stated(message: str, letters: str) -> str | None:
             return (said if is_name else _SENTENCE.sub("", said).strip()) or None
         if _HEADING.search(line):
             return _last_said("\n".join(lines[place + 1 :])) or None
-        chosen = set(_CHOSEN.findall(line)) if letters and near_end else set()
+        chosen: set[str] = set(_CHOSEN.findall(line)) if letters and near_end else set()
         if len(chosen) == 1 and not _REVISION.search("\n".join(lines[place:])):
             return chosen.pop()
     return None

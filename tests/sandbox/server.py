@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import get_args
 
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
-from nemo_gym_prorl.serving import open_files
 
 
 async def busy_sandbox(image: Path, start: Start) -> Shell:
@@ -30,7 +30,7 @@ async def busy_sandbox(image: Path, start: Start) -> Shell:
 
 async def main() -> None:
     way = next(way for way in get_args(Start) if way == sys.argv[3])
-    open_files.raise_limit()
+    rlimits.raise_limit()
     gate = asyncio.Semaphore(8)
 
     async def make() -> Shell:

@@ -91,11 +91,11 @@ READABLE = Off("change = os.fchmod\nos.fchmod = lambda file, mode: change(file, 
 LEAKY = Off(
     """
 from nemo_gym_prorl.sandbox.runtime import launch
-from nemo_gym_prorl.sandbox.supervisor import runtime_start
+from nemo_gym_prorl.sandbox.supervisor import creation
 def leak(real):
     other = {"--cleanenv": [], "--containall": ["--contain", "--pid", "--ipc"]}
     return lambda *a: [part for word in real(*a) for part in other.get(word, [word])]
-runtime_start.runtime_command = leak(runtime_start.runtime_command)
+creation.runtime_command = leak(creation.runtime_command)
 clean = launch.runtime_environment
 launch.runtime_environment = lambda folder: {**clean(folder), "HOST_SECRET": "hidden"}
 """

@@ -37,30 +37,16 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
     # To a sandbox and out of it: how it starts, mounts, processes that end, files that are erased.
     "ways": {
         # What is refused before anything is made is refused by the same lines, but for what others own.
-        "bad_binds": ("what_can_be_bound_is",),
-        "bad_input": (
-            "a_sif_without_fuse",
-            "an_image_of_somebody_else",
-            "an_image_that_cannot_be_read",
-            "a_state_folder_of_somebody_else",
-            "a_state_folder_that_was_closed_meanwhile",
-        ),
+        "spec": ("what_can_be_bound_is", "a_sif_without_fuse", "what_is_no_image"),
         "direct_start": (),
         # Who may signal and remove what is left of whom; what is counted of it is the supervisor's affair.
-        "life": (
-            "a_killed_server_leaves_nothing",
-            "a_killed_supervisor_leaves_nothing_and_its_sandboxes_end_as_lost",
-            "killing_everything_inside_leaves_the_sandbox_usable",
-            "teardown_ends_daemons_and_leaves_no_file",
-            "cancelling_a_start_leaves_nothing",
-        ),
+        "lifecycle": ("a_terminated_supervisor_cleans_up", "no_order_of_faults_leaves_anything_or_hangs"),
         "erase": (
             "links_are_not_followed_and_closed_folders_are_opened",
-            "a_sandbox_with_a_bottomless_folder_closes",
             "an_accomplice_has_nothing_of_the_host_erased",
         ),
-        "trouble": (),
-        "supervisor_boundary": (),
+        "faults": (),
+        "supervisor": (),
     },
     # Who may build, unpack, own and remove them.
     "images": {
@@ -80,25 +66,20 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
     # each that is used as root uses it, files and commands, a kernel, layers. What is counted, cut and
     # kept of what is said is the server's affair.
     "equipped": {
-        "bad_input": ("a_damaged_sif", "a_sif_is_as_good_as_a_folder"),
+        "spec": ("a_sif_is_as_good_as_a_folder_unless_it_is_damaged",),
         "hostile_images": (),
         "cgroup": (),
-        "life": (
-            "server_and_supervisor_killed_together_leave_no_process_and_the_next_sweep_takes_the_files",
-            "whatever_is_killed_nothing_is_left",
-        ),
+        "lifecycle": ("whatever_is_killed_nothing_is_left",),
         "container": (
             "output_errors_and_exit_code",
             "a_cancelled_command_is_ended",
-            "files_go_in_and_come_out_unchanged",
             "links_lead_nowhere_outside",
             "without_root",
         ),
         "kernel": (
-            "a_kernel_is_told_nothing_of_the_host",
             "a_kernel_has_the_rights_of_any_program",
-            "cells_share_state_and_say_what_happened",
-            "time_limit_interrupt_and_death",
+            "an_interrupt_ends_a_cell_and_keeps_what_was",
+            "a_kernel_that_is_ended_says_by_whom",
         ),
         # Files that are no snapshot are refused by the same lines.
         "snapshots": (

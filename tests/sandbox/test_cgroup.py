@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -96,6 +98,20 @@ def test_a_sandbox_is_deleted_only_when_nothing_of_it_lives(
     assert step.report is (late and not step.delete)
     if late or init is None:
         assert step.kill_starter is starter, "nothing is spared for ever"
+
+
+BUSY_THREAD = """
+import threading
+from nemo_gym_prorl.sandbox.limits import cgroups
+threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
+print({cgroups.delegation() is not None for _ in range(50)})
+"""
+
+
+@with_group
+def test_groups_are_tried_beside_a_thread_that_waits_for_the_interpreter() -> None:
+    done = subprocess.run([sys.executable, "-c", BUSY_THREAD], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "{True}\n"
 
 
 def groups_of(container: Container) -> list[Path]:

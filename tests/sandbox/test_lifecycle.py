@@ -222,6 +222,11 @@ async def usable(box: Container) -> None:
 BEATS = "(setsid sh -c 'trap \"\" HUP TERM; while :; do echo >> /tmp/beats; sleep 0.01; done' >/dev/null 2>&1 &)"
 
 
+async def ended(box: Container) -> None:
+    while box.alive:
+        await asyncio.sleep(0.01)
+
+
 class Lives(RuleBasedStateMachine):
     """Sandboxes and what they must be: alive, paused or ended."""
 
@@ -325,7 +330,7 @@ class Lives(RuleBasedStateMachine):
         os.kill(int(number), signal.SIGKILL)
         with pytest.raises(SandboxLost):
             self.do(running)
-        assert not box.alive
+        self.do(ended(box))
 
     @precondition(lambda self: self.alive)
     @rule()

@@ -57,12 +57,9 @@ async def test_a_debugger_is_given_what_it_needs_and_sees_its_own_only(image: Pa
         assert not {name for name in caught if not name.startswith(("/usr/bin/", "/bin/"))}
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("SYS_ADMIN", "mount"), ("ALL", "name those"), ("SYS_TIME", "no effect"), ("NONSENSE", "no effect")],
-)
-async def test_other_capabilities_are_refused_by_name(image: Path, runtime: Runtime, name: str, reason: str) -> None:
-    with pytest.raises(CallerError, match=f"{name} is not given.*{reason}"):
+@pytest.mark.parametrize("name", ["SYS_ADMIN", "ALL", "NONSENSE"])
+async def test_other_capabilities_are_refused_by_name(image: Path, runtime: Runtime, name: str) -> None:
+    with pytest.raises(CallerError, match=f"{name} is not given to sandboxes; NET_ADMIN, SYS_PTRACE can be"):
         await Container.start(ContainerSpec(image=image, capabilities=[name]), runtime)
 
 

@@ -58,7 +58,7 @@ def pack(root: Path, target: Path, runtime: Runtime) -> None:
     described = rootfs._DESCRIPTOR.pack(*entry)
     sizes = (0, 0, 0, 1, table, len(described), begin, len(content))
     launcher = b"#!/usr/bin/env run-singularity\n"
-    header = rootfs._HEADER.pack(launcher, rootfs.MAGIC, b"01", arch, os.urandom(16), *sizes)
+    header = rootfs._HEADER.pack(launcher, b"SIF_MAGIC\0", b"01", arch, os.urandom(16), *sizes)
     target.write_bytes((header.ljust(table, b"\0") + described).ljust(begin, b"\0") + content)
 
 

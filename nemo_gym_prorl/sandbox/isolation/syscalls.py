@@ -99,7 +99,8 @@ def end_with(parent: int) -> None:
 def fork_into(group: int) -> int:
     """``fork(2)`` whose child is born in a control group, by the descriptor of its folder; needs Linux 5.7.
 
-    Moving a process into a group afterwards takes the kernel some 10 ms.
+    The process must have one thread: where another one waits for the interpreter's lock, the child hands it that lock
+    and waits for it forever. Moving a process into a group afterwards takes the kernel some 10 ms.
     """
     arguments = _CLONE_ARGUMENTS.pack(_CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, group)
     pid = int(_libc_locked.syscall(_CLONE3, arguments, ctypes.c_size_t(len(arguments))))

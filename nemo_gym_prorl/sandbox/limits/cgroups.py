@@ -133,14 +133,18 @@ def is_ours(base: Path) -> bool:
 
 
 def _can_start_in(group: Group) -> bool:
-    try:
-        pid = group.fork()
-    except OSError:
-        return False
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return True
+    """Try it in a child, which has one thread, whatever this process has."""
+    child = os.fork()
+    if child == 0:
+        failed = 1
+        try:
+            pid = group.fork()
+            if pid:
+                os.waitpid(pid, 0)
+            failed = 0
+        finally:
+            os._exit(failed)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def hand_out(granted: Delegation) -> frozenset[str]:

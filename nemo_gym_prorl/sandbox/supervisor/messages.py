@@ -60,7 +60,7 @@ class CreateRequest:
     shared_memory_mib: int
     ttl_s: float | None
     start_timeout_s: float
-    snapshot: str = ""
+    snapshot: str
 
     @property
     def limits(self) -> dict[int, int]:
