@@ -28,6 +28,7 @@ from nemo_gym_prorl.commands.files import json_lines, json_value
 from nemo_gym_prorl.commands.rows import Refusal
 from nemo_gym_prorl.commands.show import visible
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.extras import require_extras
 from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_unsupported
 
 
@@ -213,6 +214,7 @@ def _csv(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet(file: Path) -> Iterator[Any]:
+    require_extras("data")
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import ParquetFile
 

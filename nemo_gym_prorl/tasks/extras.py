@@ -12,12 +12,13 @@ from nemo_gym_prorl.failures import InfrastructureError
 
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "data": ("pyarrow",),
     "math": ("math_verify",),
     "stem": ("math_verify", "bm25s", "numpy", "pint", "Stemmer"),
     "swe": ("swebench",),
     "view": ("inspect_ai",),
 }
-"""What is imported of each extra of this package, by its name; the server ``prorl_NAME`` needs it, ``view`` none."""
+"""What is imported of each extra of this package. The server ``prorl_NAME`` needs the extra NAME."""
 
 
 def require_extras(*extras: str) -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from omegaconf import OmegaConf
-from tenacity import retry, stop_after_attempt
 
 from nemo_gym_prorl.nemo_rl.configuration import RECIPES
 from tests.policy.vllm_parser import VllmParser
@@ -74,20 +73,14 @@ def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         # Not pytest's own folder: a Unix socket's path must be short.
         sockets = Path(tempfile.mkdtemp(prefix="prorl-r-", dir="/tmp"))
 
-        @retry(stop=stop_after_attempt(3), reraise=True)
-        def start() -> None:
-            # Ray gives its own processes 30 s to start, which a busy machine may not keep.
-            ray.shutdown()
-            ray.init(
-                num_cpus=4,
-                include_dashboard=False,
-                object_store_memory=80 * 1024 * 1024,
-                # Stands in for the address of a node: another one than that on which servers listen by themselves.
-                _node_ip_address=NODE_ADDRESS,
-                _temp_dir=str(sockets),
-            )
-
-        start()
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=80 * 1024 * 1024,
+            # Stands in for the address of a node: another one than that on which servers listen by themselves.
+            _node_ip_address=NODE_ADDRESS,
+            _temp_dir=str(sockets),
+        )
         try:
             yield folder
         finally:

@@ -100,6 +100,8 @@ SAME_FOR_A_USER = (
     "unprotected",
     # Images are looked at before there is anything of a user's.
     "refused_by_name",
+    # What the runtime cannot do is refused by the same lines.
+    "test_the_runtime_can_not",
     # Accounts are read by the server, or looked for inside.
     "test_an_unknown_user_is_a_result",
     "test_a_line_that_is_no_account_is_nobodys",

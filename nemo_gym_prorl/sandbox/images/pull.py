@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterable
@@ -22,8 +23,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import tenacity
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.images import programs
@@ -90,23 +89,16 @@ class Puller:
         Raises:
             CallerError, InfrastructureError: as :meth:`pull`.
         """
-
-        def again(state: tenacity.RetryCallState) -> None:
-            assert state.outcome is not None
-            progress(f"pulling {wanted.uri} again, after {state.outcome.exception()}")
-
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(self.tries),
-            wait=tenacity.wait_exponential(self.pause_s, LONGEST_PAUSE_S) + tenacity.wait_random(0, self.pause_s),
-            retry=tenacity.retry_if_exception(_may_pass),
-            before_sleep=again,
-            reraise=True,
-        )
         progress(f"pulling {wanted.uri}")
-        try:
-            made: Path = retrying(self._try, wanted, work, kind == "folder")
-        except InfrastructureError as error:
-            raise _explained(wanted, error, self.credentials) from error
+        for tried in range(self.tries):
+            try:
+                made = self._try(wanted, work, kind == "folder")
+                break
+            except InfrastructureError as error:
+                if tried + 1 == self.tries or not _may_pass(error):
+                    raise _explained(wanted, error, self.credentials) from error
+                progress(f"pulling {wanted.uri} again, after {error}")
+                time.sleep(min(self.pause_s * 2**tried, LONGEST_PAUSE_S) + random.uniform(0, self.pause_s))
         check_made(made)
         config = of_pull(work / programs.DOWNLOADS)
         if kind == "folder":
