@@ -257,16 +257,16 @@ def create_request(name: str, spec: ContainerSpec, runtime: Runtime) -> tuple[Cr
             f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
             "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
-    check_image(spec.image)
     added = privilege.numbers(spec.capabilities, root=spec.root, host_network=spec.network)
     # A runtime's first process has every right inside and no filter of system calls, so what may take over any process
     # must not meet one. A first process that is made directly has no right and is under the filter.
     traces = privilege.GRANTED["SYS_PTRACE"] in added
     only_direct = {"start": spec.start == "direct", "users": spec.users, "capabilities": traces}
-    if spec.start == "runtime" or spec.image.is_file():
+    if spec.start == "runtime" or os.path.isfile(spec.image):  # noqa: PTH113 - Path raises where a folder is closed
         for wanted in (option for option, given in only_direct.items() if given):
             said = "SYS_PTRACE" if wanted == "capabilities" else str(getattr(spec, wanted)).lower()
             raise CallerError(f"{said} needs an unpacked image, and not start: runtime", field=wanted)
+    check_image(spec.image)
     if spec.users and (trouble := user_ids.no_several_users()):
         raise CallerError(trouble, field="users")
     defaults = ImageDefaults.of(spec.image)

@@ -45,7 +45,12 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
             "links_are_not_followed_and_closed_folders_are_opened",
             "an_accomplice_has_nothing_of_the_host_erased",
         ),
-        "faults": (),
+        "faults": (
+            "a_full_disk_ends_no_sandbox_but_fails_new_ones",
+            "a_process_that_does_not_die_is_reported_and_harms_nobody",
+            "a_process_in_uninterruptible_sleep_ends_with_its_sandbox",
+            "a_supervisor_that_can_start_no_process_lives_on",
+        ),
         "supervisor": (),
     },
     # Who may build, unpack, own and remove them.
@@ -100,8 +105,6 @@ SAME_FOR_A_USER = (
     "unprotected",
     # Images are looked at before there is anything of a user's.
     "refused_by_name",
-    # What the runtime cannot do is refused by the same lines.
-    "test_the_runtime_can_not",
     # Accounts are read by the server, or looked for inside.
     "test_an_unknown_user_is_a_result",
     "test_a_line_that_is_no_account_is_nobodys",
