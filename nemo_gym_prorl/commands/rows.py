@@ -60,11 +60,13 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[Refusal]]:
     """The rows of a JSONL file by line, and the lines that are none. Empty lines are passed over.
 
     Raises:
-        CallerError: there is no row in it, or it cannot be read.
+        CallerError: there is no row in it, it holds results, or it cannot be read.
     """
     rows: dict[int, dict[str, Any]] = {}
     refused: list[Refusal] = []
     for number, row in json_lines(path):
+        if isinstance(row, dict) and {"reward", "response"} <= row.keys():
+            raise CallerError("has results, not rows; `prorl show` and `prorl view` read it", field=f"{path}:{number}")
         try:
             if isinstance(row, CallerError):
                 raise row

@@ -92,6 +92,12 @@ async def test_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
         await submit(Order(path), "http://127.0.0.1:9", TOKEN)
 
 
+async def test_a_file_of_results_is_told_from_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "results.jsonl", {"reward": 1.0, "response": {"output": []}, "rollout": {"id": "a"}})
+    with pytest.raises(CallerError, match=r"results\.jsonl:1: has results, not rows"):
+        await submit(Order(path), "http://127.0.0.1:9", TOKEN)
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
