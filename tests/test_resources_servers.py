@@ -92,6 +92,7 @@ LIGHT = row_for("How fast is light in vacuum?", "3.00e8 m/s")
         ("prorl_code", {"task_id": "HumanEval/2"}, "verifier_metadata"),
         ("prorl_math", {}, "question"),
         ("prorl_math", {"question": "?"}, "expected_answer"),
+        ("prorl_math", {"question": "?", "expected_answer": "A", "options": [{"A": "x"}, {"B": "y"}]}, "options"),
         ("prorl_swe", {}, "instance_id"),
         ("prorl_swe", {"instance_id": "a__b-1", "image": "x"}, "swe"),
         *(

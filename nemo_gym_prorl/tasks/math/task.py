@@ -98,8 +98,10 @@ def expected_answer(row: Mapping[str, Any]) -> str:
     """The expected answer of a row.
 
     Raises:
-        CallerError: there is none; names the field.
+        CallerError: there is none, or the row is a multiple choice; names the field.
     """
+    if row.get("options"):
+        raise CallerError("is a multiple choice, which prorl_stem grades", field="options")
     for name in ("question", "expected_answer"):
         if row.get(name) is None:
             raise missing(row, name)
