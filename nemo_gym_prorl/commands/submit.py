@@ -273,7 +273,7 @@ class Run:
         self._clients, self._order, self._results = clients, order, results
         self._say = say
         self._unsaid: list[str] | None = []
-        """What is said once a service has answered. If none does, the error says the same."""
+        """Lines to print once a service has answered; an error repeats them otherwise."""
         self._at: dict[str, str] = {}
         """Services, by id."""
         self._services = Dispatcher(

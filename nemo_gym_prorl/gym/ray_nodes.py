@@ -157,7 +157,7 @@ class RayNodes:
         self._order, self._say, self._loops = order, say, loops
         self._shared = 0
         self._awaited: dict[str, str] = {}
-        """What each node has still to do before it joins, by its name."""
+        """Return what each node still waits for before it joins, by node name."""
         self._changes: asyncio.Queue[Joined | Left] = asyncio.Queue()
         self._kept: dict[str, asyncio.Task[None]] = {}
         self._actors: dict[str, Any] = {}
@@ -170,7 +170,7 @@ class RayNodes:
 
     @property
     def awaited(self) -> str:
-        """What is waited for now, in words; empty if every node has joined."""
+        """Return what the start waits for, in words; empty if every node has joined."""
         if not self._kept:
             return f"a node with the resource {RESOURCE}"
         return ", ".join(f"{what} of node {name}" for name, what in self._awaited.items())

@@ -61,7 +61,7 @@ class StagesConfig(BaseModel):
 
 
 class EnvironmentSettings(BaseModel):
-    """What an environment says about its rollouts; at the top of the agent's settings, of the default one."""
+    """Settings of an environment's rollouts; at the top of the agent's settings, those of the default environment."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -70,7 +70,7 @@ class EnvironmentSettings(BaseModel):
     handler: str = GymEnvironmentHandler.name
     """Agent handler of its rows."""
     handler_config: dict[str, Any] = Field(default_factory=dict)
-    """What that handler wants to be told, in its own words."""
+    """Settings of the handler, whose keys the handler defines."""
     max_steps: Positive | None = _LIMITS.max_steps
     """Policy turns of one rollout."""
     max_total_sequence_length: Positive | None = _LIMITS.max_total_sequence_length
@@ -78,7 +78,7 @@ class EnvironmentSettings(BaseModel):
     tool_concurrency: Positive = _LIMITS.tool_concurrency
     """Tool calls of one turn in flight at once; 1 keeps their order."""
     on_timeout: OnTimeout = OnTimeout.MASK
-    """What becomes of a rollout whose RUN budget is used up: ``mask``, ``score`` as it is, or ``zero`` reward."""
+    """Policy for rollouts that exceed the RUN time budget: ``mask``, ``score`` as it is, or ``zero`` reward."""
     scores_groups_of: Positive | None = None
     """How many rollouts of a group the server's ``/verify`` scores together, answering none before all have come. By
     default what the server says of itself: ``num_rollouts_per_prompt``, else 1."""
@@ -89,7 +89,7 @@ class EnvironmentSettings(BaseModel):
 
     @property
     def limits(self) -> LoopLimits:
-        """Of the tool loop."""
+        """Return the limits of the tool loop."""
         return LoopLimits(self.max_steps, self.max_total_sequence_length, self.tool_concurrency)
 
 
@@ -101,7 +101,7 @@ class EnvironmentConfig(EnvironmentSettings):
     """Rows with one of these in ``data_source`` are its own, besides those with its name."""
     budgets: BudgetsModel = BudgetsModel()
     share: Share = 1.0
-    """Of sandboxes and slots, in proportion to other environments', while rows of several wait."""
+    """Share of sandboxes and slots, relative to other environments, while rows of several wait."""
 
 
 class ServiceConfig(EnvironmentSettings):
@@ -138,7 +138,7 @@ class ServiceConfig(EnvironmentSettings):
     unreachable_s: Seconds = _BOUNDS.unreachable_s
     """How long a server that cannot be reached may hold a rollout up before it fails."""
     checkpoint_bytes: Positive = _BOUNDS.checkpoint_bytes
-    """What checkpoints may take on disk, but for the latest one of each rollout that goes on."""
+    """Disk limit of checkpoints; the latest one of each live rollout is kept beyond it."""
     checkpoint_s: Seconds = _BOUNDS.checkpoint_s
     """How long those of a rollout are kept that has ended."""
     caller_grace_s: Seconds = 10.0
@@ -157,7 +157,7 @@ class ServiceConfig(EnvironmentSettings):
     tls_key: Path | None = None
 
     def pipeline_settings(self) -> PipelineSettings:
-        """As the pipeline takes them."""
+        """Return the settings as the pipeline takes them."""
         return PipelineSettings(
             stages=PoolSizes(**self.stages.model_dump()),
             budgets=_within(self.budgets, _BOUNDS.budgets),

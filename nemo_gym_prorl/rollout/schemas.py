@@ -152,7 +152,7 @@ class ForkRequest(BaseModel):
     max_attempts: int | None = Field(default=None, ge=1, le=100)
 
     def to_requests(self, parent: Job, count: int) -> list[JobRequest]:
-        """As the pipeline takes them.
+        """Return the requests of the forks, as the pipeline takes them.
 
         Raises:
             CallerError: there are more or fewer ids than rollouts, or one of them twice.
