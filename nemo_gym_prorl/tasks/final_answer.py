@@ -149,7 +149,6 @@ _LABELLED = re.compile(
     r"(?i)^[\s>#*_-]*(?:the\s+)?(?:(?:final|correct|my)\s+)?answer(?:\s+is)?\s*[:=]\s*(?P<said>.*)$"
 )
 _HEADING = re.compile(r"(?i)^(?:[\s>#-]*(?:the\s+|my\s+)?(?:final|correct)|\s*#+)\s+answer\s*$")
-_TAGGED = re.compile(r"(?is)<answer>(.*?)</answer>")
 _CHOSEN = re.compile(r"(?i)\b(?:option|choice)\s+[(\[]?([A-Z])[)\]]?\s+is\s+(?:the\s+)?(?:correct|right)\b")
 _DISPLAY = re.compile(r"\s*(?:\$\$|\\\[|\\\])?\s*")
 """A line with nothing but a delimiter of displayed mathematics, or nothing at all."""
@@ -221,8 +220,8 @@ def _boxed(message: str, boxes: list[re.Match[str]]) -> str | None:
 
 
 def _stated(message: str, letters: str) -> str | None:
-    if tagged := _TAGGED.findall(message):
-        return without_lead_in(tagged[-1].strip().strip("$."))[:MAX_ANSWER_CHARS] or None
+    if (tagged := _tagged(message)) is not None:
+        return tagged
     lines = [line for line in _EMPHASIS.sub("", message).splitlines() if not _DISPLAY.fullmatch(line)]
     for place in range(len(lines) - 1, -1, -1):
         line, near_end = lines[place][-MAX_ANSWER_CHARS:], place >= len(lines) - LAST_LINES
@@ -239,6 +238,15 @@ def _stated(message: str, letters: str) -> str | None:
         if len(chosen) == 1 and not _REVISION.search("\n".join(lines[place:])):
             return chosen.pop()
     return None
+
+
+def _tagged(message: str) -> str | None:
+    """The content of the last ``<answer>`` tag that is closed; ``None`` if there is none, or nothing in it."""
+    before, closed, _ = message.rpartition("</answer>")
+    _, opened, content = before.rpartition("<answer>")
+    if not (closed and opened) or len(content) > MAX_ANSWER_CHARS:
+        return None
+    return without_lead_in(content.strip().strip("$.")) or None
 
 
 def _last_said(said: str) -> str:
