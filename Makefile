@@ -43,7 +43,7 @@ test: setup-dev lint ## set up, lint, check types and import directions, run the
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-long: setup-dev ## what "test" leaves out or has a short form of; by subject: ARGS=tests/gym (all: hours)
+test-long: setup-dev ## what "test" leaves out or has a short form of; by subject: ARGS=tests/deployment (all: hours)
 	@PRORL_TEST_LONG=1 $(BIN)/python -m pytest -m "long or longer" --timeout=7200 $(ARGS)
 
 lint: ## ruff, without changing anything

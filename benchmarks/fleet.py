@@ -29,13 +29,13 @@ import aiohttp
 
 from benchmarks import processes
 from benchmarks.report import Row, parser, publish
-from nemo_gym_prorl.demo_scripts import script_for
+from nemo_gym_prorl.cli.demo_scripts import script_for
+from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
+from nemo_gym_prorl.cli.scripted.server import serve as scripted
+from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.scripted.server import ScriptedConfig
-from nemo_gym_prorl.scripted.server import serve as scripted
-from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
-from tests.gym.raylets import ENVIRONMENT, Raylets, raylets
+from tests.deployment.raylets import ENVIRONMENT, Raylets, raylets
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class FrontProcess:
 
     async def start(self) -> None:
         """Start or restart; return when the front listens."""
-        program = [sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()"]
+        program = [sys.executable, "-c", "from nemo_gym_prorl.cli.app import main; main()"]
         with self._log.open("ab") as stream:
             begin = stream.tell()
             self._process = await asyncio.create_subprocess_exec(

@@ -18,10 +18,9 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.fleet import UP_S, FrontProcess
-from nemo_gym_prorl import proc_files
-from nemo_gym_prorl.processes import ProcessMark
+from nemo_gym_prorl.processes import ProcessMark, process_command_line, process_variables
 from nemo_gym_prorl.sandbox.supervisor import state_dir
-from tests.gym.raylets import Raylets
+from tests.deployment.raylets import Raylets
 
 
 KEY = "fleet-soak"
@@ -74,7 +73,7 @@ class Place:
         found = ProcessMark("PRORL_STATE", str(self.state)).processes()
         for pid in state_dir.process_ids():
             with contextlib.suppress(OSError):
-                words = proc_files.command_line(pid)
+                words = process_command_line(pid)
                 if f"{self.state}/".encode() in words:
                     found[pid] = words.replace(b"\0", b" ").decode(errors="replace")
         return found
@@ -92,7 +91,7 @@ def _kind_of(pid: int, command: str) -> str | None:
             return kind
     if command.endswith("app.py") and not command.startswith("/bin/bash"):
         with contextlib.suppress(OSError):
-            for variable in proc_files.variables(pid):
+            for variable in process_variables(pid):
                 name, _, value = variable.decode(errors="replace").partition("=")
                 if name == "NEMO_GYM_CONFIG_PATH":
                     return SERVERS.get(value)

@@ -28,15 +28,15 @@ from typing import Any
 from benchmarks import processes
 from benchmarks.fleet import AGENT, front
 from benchmarks.fleet_faults import FAULTS, KEY, Place, Storm, run
-from nemo_gym_prorl.demo_scripts import script_for
+from nemo_gym_prorl.cli.demo_scripts import script_for
+from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
+from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Origin
+from nemo_gym_prorl.fleet.dispatcher import SURVEY_S
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.fleet.dispatcher import SURVEY_S
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.scripted.server import ScriptedConfig
-from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
-from tests.gym.raylets import raylets
+from tests.deployment.raylets import raylets
 
 
 SLOTS, DISK_MIB = 4, 256

@@ -137,7 +137,7 @@ class CallerError(RolloutError):
 
     Attributes:
         http_status: with which a server of ours answers.
-        problem: stable name of the problem document (``nemo_gym_prorl.serving.problems``).
+        problem: stable name of the problem document (``nemo_gym_prorl.http.problems``).
         retry_after_s: when asking again can help; ``None`` if it cannot.
 
     Args:

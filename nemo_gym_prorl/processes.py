@@ -31,8 +31,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from nemo_gym_prorl import proc_files
-
 
 INTERRUPT_GRACE_S = 15.0
 """How long a kept command may take to end after SIGINT before it is killed."""
@@ -49,11 +47,44 @@ _LISTENING = "0A"
 
 _PR_SET_PDEATHSIG = 1
 
+_MAX_ENVIRON = 6 << 20
+"""Bytes of variables and arguments that Linux passes to a program at most (``execve(2)``). A process can make the
+kernel report gigabytes for either (``PR_SET_MM_MAP``), so no reader takes more."""
+
 
 def interpreter_environ() -> dict[str, str]:
     """What this process's Python needs of the environment to be started again, and nothing else: where programs are,
     and where its own library is, for Pythons that a cluster's modules bring."""
     return {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+
+
+def process_variables(pid: int) -> list[bytes]:
+    """The variables that a process was given, each as ``NAME=value``.
+
+    Raises:
+        OSError: it has ended, or is somebody else's.
+    """
+    return _beginning(f"/proc/{pid}/environ").split(b"\0")
+
+
+def process_command_line(pid: int) -> bytes:
+    """What a process says that it was started as: its arguments, each with a zero byte behind it.
+
+    Raises:
+        OSError: it has ended, or is somebody else's.
+    """
+    return _beginning(f"/proc/{pid}/cmdline")
+
+
+def _beginning(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = bytearray()
+        while len(found) < _MAX_ENVIRON and (chunk := os.read(descriptor, min(1 << 16, _MAX_ENVIRON - len(found)))):
+            found += chunk
+        return bytes(found)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +109,8 @@ class ProcessMark:
                 continue
             # A process may end, or belong to somebody else, at any of these reads.
             with contextlib.suppress(OSError):
-                if needle in proc_files.variables(int(entry.name)):  # a zombie has none
-                    words = proc_files.command_line(int(entry.name)).replace(b"\0", b" ")
+                if needle in process_variables(int(entry.name)):  # a zombie has none
+                    words = process_command_line(int(entry.name)).replace(b"\0", b" ")
                     found[int(entry.name)] = words.decode(errors="replace").strip()
         return found
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
+from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
-from nemo_gym_prorl.scripted.server import ScriptedConfig
-from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from tests import watchdog
 
 
@@ -81,7 +81,7 @@ def image(runtime: Runtime) -> Path:
 @pytest.fixture(scope="session")
 def wheel_python() -> Iterator[str]:
     """Python of an environment with our wheel beside the Gym that the tests run on; every user may read it."""
-    from tests.gym import journey
+    from tests.deployment import journey
 
     folder = Path(tempfile.mkdtemp(prefix="prorl-wheel-"))
     folder.chmod(0o755)
@@ -99,14 +99,14 @@ async def scripted_policy() -> AsyncIterator[str]:
 ENGINES = "files whose tests share an engine"
 """Two cores do not carry more than one at a time."""
 
-GYMS = "tests/gym/"
+GYMS = "tests/deployment/"
 """These tests start Gym's servers on a Ray that they share, which two cores do not carry several times either."""
 
 WHOLE_GYMS = (
-    "tests/gym/test_journey.py",
-    "tests/gym/test_init.py",
-    "tests/gym/test_fleet.py",
-    "tests/gym/test_serve.py",
+    "tests/deployment/test_journey.py",
+    "tests/deployment/test_init.py",
+    "tests/deployment/test_fleet.py",
+    "tests/deployment/test_serve.py",
     "tests/setup/test_readme.py",
 )
 """These start all that a user starts, Ray included: one at a time, too, but beside the others."""

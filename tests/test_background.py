@@ -18,22 +18,22 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from nemo_gym_prorl import background
 from nemo_gym_prorl.background import PROCESS_LOOPS, BackgroundLoops
+from nemo_gym_prorl.fleet import dispatcher
+from nemo_gym_prorl.fleet.front import Front, front_app
+from nemo_gym_prorl.http.applications import LoopMetrics, health_router
+from nemo_gym_prorl.http.problems import MEDIA_TYPE
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.pool.backend import Probe
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.fleet import dispatcher
-from nemo_gym_prorl.rollout.fleet.front import Front, front_app
 from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.sandbox.supervisor import server as supervisor_server
 from nemo_gym_prorl.sandbox.supervisor.server import Supervisor
-from nemo_gym_prorl.serving.applications import LoopMetrics, health_router
-from nemo_gym_prorl.serving.problems import MEDIA_TYPE
 from nemo_gym_prorl.tasks.sessions import Sessions
+from tests.fleet.fleets import Changing, service
 from tests.policy.hosts import hosted
 from tests.prorl_code.conftest import build
-from tests.rollout.fleet.fleets import Changing, service
 from tests.rollout.serving import serve
 
 

@@ -29,18 +29,18 @@ import pytest_asyncio
 import typer
 import yaml
 
-from nemo_gym_prorl.cli import app
+from nemo_gym_prorl.cli.app import app
+from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, ScriptedPolicy
+from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
+from nemo_gym_prorl.cli.scripted.text import MODEL_NAME, ScriptTurn, parse_script
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.steps import gym_reads_trajectories
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
-from nemo_gym_prorl.scripted.server import ScriptedConfig, ScriptedPolicy
-from nemo_gym_prorl.scripted.server import serve as serve_scripted
-from nemo_gym_prorl.scripted.text import MODEL_NAME, ScriptTurn, parse_script
-from tests.handlers.gym_host import hosting, instance, url_of
-from tests.handlers.test_gym_environment import counting, gym_rows, scripted
+from tests.agent.gym_host import hosting, instance, url_of
+from tests.agent.test_gym_environment import counting, gym_rows, scripted
 from tests.rollout.command_line import prorl
 
 
@@ -57,25 +57,25 @@ DOCUMENTS = sorted(
 
 NOT_RUN = {
     "make": "sets up a whole machine, or takes an hour",
-    "gym": "starts Ray and every server in a process of its own; tests/gym/test_journey.py runs these lines",
-    "pip": "installs this package; tests/gym/test_journey.py does it",
+    "gym": "starts Ray and every server in a process of its own; tests/deployment/test_journey.py runs these lines",
+    "pip": "installs this package; tests/deployment/test_journey.py does it",
     "git": "clones NeMo RL",
     "export": "is of the shell",
     "umask": "is of the shell",
     "bash": "submits to Slurm; tests/nemo_rl/test_slurm.py runs it",
     "python": "needs NeMo RL; tests/nemo_rl/test_recipes.py runs it",
-    "ray": "needs the nodes of a cluster; tests/gym/test_fleet.py has two",
+    "ray": "needs the nodes of a cluster; tests/deployment/test_fleet.py has two",
     "sbatch": "needs Slurm; the script was tried with one",
     "systemd-run": "needs a user's systemd",
     "apptainer": "needs an image",
     "vllm": "needs an engine's environment; tests/policy/engines.py starts it with this flag",
     "prorl setup": "downloads a container runtime; tests/setup runs it",
     "prorl doctor": "its exit code depends on the machine; tests/setup runs it",
-    "prorl demo": "starts Ray and containers; tests/gym/test_demo.py runs it",
+    "prorl demo": "starts Ray and containers; tests/deployment/test_demo.py runs it",
     "prorl image": "needs a registry; tests/sandbox/test_images_*.py run these commands",
     "prorl data": "needs a dataset's file; tests/tasks/test_conversion.py runs it",
     "prorl serve": "starts Ray and containers; its own tests run it",
-    "prorl fleet": "needs services; tests/rollout/fleet has them",
+    "prorl fleet": "needs services; tests/fleet has them",
     "prorl backends": "needs model servers; tests/policy/test_backends_command.py has two",
     "prorl scripted": "listens on a port that may be taken; its own tests run it",
 }
@@ -95,8 +95,8 @@ PYTHON_NOT_RUN = {
     "docs/math.md": "takes seconds of sympy; tests/tasks/math/test_checker.py does the same calls",
     "docs/dapo.md": "wants a trainer; tests/dapo/test_runner.py makes the same calls",
     "environments/prorl_mixture/README.md": "writes into the current folder, for a deployment of all four families",
-    "docs/tasks.md": "is what prorl init writes; tests/gym/test_init.py serves it",
-    "docs/handlers.md": "is a package of its own; tests/handlers/test_plugins.py installs it and runs rollouts",
+    "docs/tasks.md": "is what prorl init writes; tests/deployment/test_init.py serves it",
+    "docs/handlers.md": "is a package of its own; tests/agent/test_plugins.py installs it and runs rollouts",
 }
 """Documents whose Python is compiled only, and why."""
 
@@ -162,7 +162,7 @@ def commands(text: str) -> list[list[str]]:
 def reason_not_to_run(words: list[str]) -> str | None:
     """From the table: by program, or by program and subcommand."""
     if any(name in word for name in NEW_ENVIRONMENTS for word in words):
-        return "is about a new environment, which tests/gym/test_init.py makes and serves"
+        return "is about a new environment, which tests/deployment/test_init.py makes and serves"
     return NOT_RUN.get(words[0]) or NOT_RUN.get(" ".join(words[:2]))
 
 

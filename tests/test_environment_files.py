@@ -14,8 +14,8 @@ from nemo_gym.config_types import Domain
 from nemo_gym.registry import discover_environments
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
-from nemo_gym_prorl.task_server import TaskServerConfig
+from nemo_gym_prorl.agent.gym_environments import ServiceConfig
+from nemo_gym_prorl.servers.task_server import TaskServerConfig
 from tests.tasks.rows_file import write_rows
 
 

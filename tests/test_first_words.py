@@ -14,15 +14,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from typer.testing import CliRunner
 
-from nemo_gym_prorl.cli import app
-from nemo_gym_prorl.commands import fleet
-from nemo_gym_prorl.commands.environments import check_overrides
-from nemo_gym_prorl.commands.serve import policy_trouble
+from nemo_gym_prorl.cli import fleet
+from nemo_gym_prorl.cli.app import app
+from nemo_gym_prorl.cli.environments import check_overrides
+from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
+from nemo_gym_prorl.cli.serve import policy_trouble
+from nemo_gym_prorl.deployment import deployment as deployments
+from nemo_gym_prorl.deployment.deployment import GymDeployment
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.gym import deployment as deployments
-from nemo_gym_prorl.gym.deployment import GymDeployment
-from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.task_sandboxes import PROGRESS
+from nemo_gym_prorl.servers.task_sandboxes import PROGRESS
 from tests.rollout.command_line import prorl
 from tests.rollout.serving import serve
 
@@ -143,7 +143,7 @@ async def test_a_fleet_says_every_15_s_what_is_awaited(monkeypatch: pytest.Monke
 
 async def test_nodes_of_ray_say_what_each_has_still_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_gym_prorl.background import BackgroundLoops
-    from nemo_gym_prorl.gym import ray_nodes
+    from nemo_gym_prorl.deployment import ray_nodes
 
     loop, steps = asyncio.get_running_loop(), {name: asyncio.Event() for name in ("share", "up")}
 

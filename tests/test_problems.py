@@ -14,8 +14,8 @@ from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.serving.problem_document import field_errors, in_words
-from nemo_gym_prorl.serving.problems import MEDIA_TYPE, Declared, ProblemError, add_problem_handlers
+from nemo_gym_prorl.http.problem_document import field_errors, in_words
+from nemo_gym_prorl.http.problems import MEDIA_TYPE, Declared, ProblemError, add_problem_handlers
 from tests.rollout.serving import serve
 
 

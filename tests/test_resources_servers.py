@@ -17,11 +17,11 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 from starlette.testclient import TestClient
 
-from nemo_gym_prorl import verifier_fixture
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig, TaskVerifyRequest
+from nemo_gym_prorl.servers import verifier_fixture
+from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig, TaskVerifyRequest
+from nemo_gym_prorl.servers.verifier_fixture import CASES, IMAGE, as_shipped, play
 from nemo_gym_prorl.tasks.stem.problems import row_for
-from nemo_gym_prorl.verifier_fixture import CASES, IMAGE, as_shipped, play
 
 
 TOOLS = {

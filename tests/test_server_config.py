@@ -11,13 +11,13 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
+from nemo_gym_prorl.agent.gym_environments import ServiceConfig
 from nemo_gym_prorl.policy.host import PolicyConfig
 from nemo_gym_prorl.rollout.schemas import SubmitRequest
-from nemo_gym_prorl.serving.server_config import ServerConfig
+from nemo_gym_prorl.servers.agent_server import ProRLAgentConfig
+from nemo_gym_prorl.servers.model_server import ProrlModelConfig
+from nemo_gym_prorl.servers.server_config import ServerConfig
 from resources_servers.prorl_code.app import ProRLCodeConfig
-from responses_api_agents.prorl_agent.app import ProRLAgentConfig
-from responses_api_models.prorl_model.app import ProrlModelConfig
 
 
 ROOT = Path(__file__).parents[1]

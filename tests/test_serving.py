@@ -10,10 +10,10 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
-from nemo_gym_prorl.serving.applications import DirectRoutes, put_in_front, served
-from nemo_gym_prorl.serving.keys import authorization
-from nemo_gym_prorl.serving.problems import ProblemError
+from nemo_gym_prorl.http.access import KeyGuard, check_exposure
+from nemo_gym_prorl.http.applications import DirectRoutes, put_in_front, served
+from nemo_gym_prorl.http.keys import authorization
+from nemo_gym_prorl.http.problems import ProblemError
 from tests.rollout.serving import serve
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from examples.tiny_dapo.lessons import END
 from examples.tiny_dapo.policy import CONTEXT, TinyModel, padded
-from nemo_gym_prorl.serving.applications import served
+from nemo_gym_prorl.http.applications import served
 
 
 @dataclass(eq=False, slots=True)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT
-from nemo_gym_prorl.task_server import TaskServer
+from nemo_gym_prorl.servers.task_server import TaskServer
 from nemo_gym_prorl.tasks.final_answer import final_message
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench, workbench_schemas

@@ -4,9 +4,9 @@
 
 Gym reads its command line with Hydra, and Hydra loads what lies in ``hydra_plugins``. In a process of Gym this sets
 two environment variables that our configuration files name for ``uv_venv_dir`` and ``skip_venv_if_present``
-(see :mod:`nemo_gym_prorl.gym.venvs`); they have no effect on configurations without our servers. What is given on the
-command line wins. A third one names this process to our servers, which end with it
-(:mod:`nemo_gym_prorl.serving.process`).
+(see :mod:`nemo_gym_prorl.deployment.venvs`). They have no effect on configurations without our servers, and options on
+the command line win. A third variable names this process to our servers, which end with it
+(:mod:`nemo_gym_prorl.http.process`).
 """
 
 import os
@@ -14,8 +14,8 @@ import sys
 
 
 def _share_environment() -> None:
-    from nemo_gym_prorl.gym import venvs
-    from nemo_gym_prorl.serving.process import STARTER_VARIABLE
+    from nemo_gym_prorl.deployment import venvs
+    from nemo_gym_prorl.http.process import STARTER_VARIABLE
 
     os.environ[STARTER_VARIABLE] = str(os.getpid())
     try:

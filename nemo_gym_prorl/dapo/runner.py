@@ -32,10 +32,10 @@ from nemo_gym_prorl.dapo.prefixes import Kept
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Origin
+from nemo_gym_prorl.fleet.carrier import FORK, Loss
+from nemo_gym_prorl.fleet.dispatcher import Dispatcher
+from nemo_gym_prorl.fleet.nodes import NodeList
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.fleet.carrier import FORK, Loss
-from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
-from nemo_gym_prorl.rollout.fleet.nodes import NodeList
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.rows import Turn
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm

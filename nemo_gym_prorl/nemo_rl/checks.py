@@ -21,9 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
+from nemo_gym_prorl.agent.gym_environments import ServiceConfig
+from nemo_gym_prorl.deployment.config_files import merged_files
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.gym.config_files import merged_files
-from nemo_gym_prorl.handlers.gym_environments import ServiceConfig
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts
 
 

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.routed_experts import RoutedExperts, continued
 from nemo_gym_prorl.rollout.rows import Turn
-from nemo_gym_prorl.serving.routed_experts import RoutedExperts, continued
 
 
 if TYPE_CHECKING:

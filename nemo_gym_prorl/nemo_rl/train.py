@@ -18,9 +18,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nemo_gym_prorl.deployment.config_files import ROOTS_VARIABLE
+from nemo_gym_prorl.deployment.venvs import running_installation, shared_folder
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.gym.config_files import ROOTS_VARIABLE
-from nemo_gym_prorl.gym.venvs import running_installation, shared_folder
 from nemo_gym_prorl.nemo_rl import upstream
 from nemo_gym_prorl.nemo_rl.checks import Finding, at, check, of_validation
 from nemo_gym_prorl.nemo_rl.configuration import ROOT_VARIABLE, checkout, names_of, read

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
+from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import (
     BackendFailed,
@@ -27,7 +28,6 @@ from nemo_gym_prorl.policy.host import PolicyConfig
 from nemo_gym_prorl.policy.text.formats import FORMATS, format_named
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.validate_template import validate_template
-from nemo_gym_prorl.serving.keys import authorization
 
 
 _CHECK_S = 45.0

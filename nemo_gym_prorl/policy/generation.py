@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from nemo_gym_prorl.serving.routed_experts import RoutedExperts
+from nemo_gym_prorl.http.routed_experts import RoutedExperts
 
 
 class Finish(StrEnum):
@@ -35,7 +35,7 @@ class Generation:
         prompt_ids: the prompt as the engine saw it, from engines that render messages themselves.
         message: the assistant message as the engine parsed it, from engines that parse themselves.
         routed_experts: of each token of prompt and sample, from engines that tell
-            (:mod:`~nemo_gym_prorl.serving.routed_experts`).
+            (:mod:`~nemo_gym_prorl.http.routed_experts`).
         log_prob_mode: the distribution that the log-probs belong to (:class:`.LogProbMode`).
         top: log-probs of the first position's most probable tokens, where the request asks for them.
         text: what the engine decoded; of a message, the part behind the thought.

@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.access import is_loopback
+from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import (
     BackendFailed,
@@ -40,8 +42,6 @@ from nemo_gym_prorl.policy.text.formats import FORMATS, format_named
 from nemo_gym_prorl.policy.text.parsers import Format
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.validate_template import validate_template
-from nemo_gym_prorl.serving.access import is_loopback
-from nemo_gym_prorl.serving.keys import authorization
 
 
 class PolicyConfig(BaseModel):

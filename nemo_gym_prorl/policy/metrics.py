@@ -11,11 +11,11 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily
 
 from nemo_gym_prorl.background import BackgroundLoops
+from nemo_gym_prorl.http.applications import LoopMetrics
 from nemo_gym_prorl.policy.generation import Generation
 from nemo_gym_prorl.policy.pool.backend import Backend, Health
 from nemo_gym_prorl.policy.pool.dispatcher import Placed
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.serving.applications import LoopMetrics
 
 
 _OF_BACKENDS: Mapping[str, tuple[str, Callable[[Backend], float]]] = {

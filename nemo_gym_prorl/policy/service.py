@@ -26,6 +26,7 @@ from typing import Literal
 
 from nemo_gym_prorl.background import is_cancelled
 from nemo_gym_prorl.failures import CallerError, RolloutError
+from nemo_gym_prorl.http.tracing import SpanGroup, note, span
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, SampleRequest
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
@@ -47,7 +48,6 @@ from nemo_gym_prorl.policy.tokens.history import (
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
 from nemo_gym_prorl.policy.tokens.prompt import IdTexts, Prompt, strip_known_tokens
 from nemo_gym_prorl.policy.turns import Counts, PolicyAnswer, RolloutGone, RolloutTaken, TurnRequest
-from nemo_gym_prorl.serving.tracing import SpanGroup, note, span
 
 
 _log = logging.getLogger(__name__)

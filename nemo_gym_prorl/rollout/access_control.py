@@ -30,12 +30,12 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.keys import CLIENT_KEY, Caller, Scope
+from nemo_gym_prorl.http.problem_document import field_errors, in_words
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.request import NO_CLIENT, Cursor, JobConflict, JobRequest, NotYours
 from nemo_gym_prorl.rollout.schemas import Identifier
 from nemo_gym_prorl.rollout.store import JobStore, Transition
-from nemo_gym_prorl.serving.keys import CLIENT_KEY, Caller, Scope
-from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 
 
 LOGGER = logging.getLogger(__name__)

@@ -22,6 +22,16 @@ from prometheus_client.registry import Collector
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from nemo_gym_prorl.failures import CallerError, Stage
+from nemo_gym_prorl.http.access import caller_of, tell
+from nemo_gym_prorl.http.applications import LoopMetrics, require_running
+from nemo_gym_prorl.http.keys import Caller
+from nemo_gym_prorl.http.problems import (
+    ProblemError,
+    ProblemRoute,
+    no_other_parameters,
+    problem_of,
+    problem_responses,
+)
 from nemo_gym_prorl.rollout.access_control import ended_of, is_own, require_own, require_own_id, submitted_by
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
@@ -44,16 +54,6 @@ from nemo_gym_prorl.rollout.schemas import (
     job_json,
 )
 from nemo_gym_prorl.rollout.service import RolloutService
-from nemo_gym_prorl.serving.access import caller_of, tell
-from nemo_gym_prorl.serving.applications import LoopMetrics, require_running
-from nemo_gym_prorl.serving.keys import Caller
-from nemo_gym_prorl.serving.problems import (
-    ProblemError,
-    ProblemRoute,
-    no_other_parameters,
-    problem_of,
-    problem_responses,
-)
 
 
 Who = Annotated[Caller, Depends(caller_of)]
@@ -61,7 +61,7 @@ Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait 
 
 
 def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRouter:
-    """The routes of one service. Who may call them is the application's to say (``nemo_gym_prorl.serving.access``),
+    """The routes of one service. Who may call them is the application's to say (``nemo_gym_prorl.http.access``),
     and whose a rollout is that of :mod:`.access_control`.
 
     Args:

@@ -31,6 +31,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from yarl import URL
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.http.keys import authorization, trusted_authorities
+from nemo_gym_prorl.http.problem_document import ApiError as ApiError
+from nemo_gym_prorl.http.problem_document import problem_of_answer
 from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
@@ -42,9 +45,6 @@ from nemo_gym_prorl.rollout.schemas import (
     StatusView,
     TokenForm,
 )
-from nemo_gym_prorl.serving.keys import authorization, trusted_authorities
-from nemo_gym_prorl.serving.problem_document import ApiError as ApiError
-from nemo_gym_prorl.serving.problem_document import problem_of_answer
 
 
 if TYPE_CHECKING:

@@ -40,8 +40,8 @@ import orjson
 import zstandard
 
 from nemo_gym_prorl.background import PROCESS_LOOPS
-from nemo_gym_prorl.disks import kind_under, on_shared_disk
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.filesystems import kind_under, on_shared_disk
 from nemo_gym_prorl.rollout.checkpoints import Begin
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, StageTime
 from nemo_gym_prorl.rollout.request import Draining

@@ -40,6 +40,7 @@ from nemo_gym_prorl.failures import (
     classify,
     forget_traces,
 )
+from nemo_gym_prorl.http.tracing import SpanGroup, failed, note, span
 from nemo_gym_prorl.rollout.calls import Attempt, HandlerCalls
 from nemo_gym_prorl.rollout.checkpoints import RENEW_S, Begin, Checkpoint, Checkpoints, SharedCheckpoints
 from nemo_gym_prorl.rollout.handler import Environments
@@ -49,7 +50,6 @@ from nemo_gym_prorl.rollout.request import Fork, JobRequest, turn_to_fork
 from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
 from nemo_gym_prorl.rollout.schemas import StatusView
 from nemo_gym_prorl.rollout.service import PipelineSettings, RolloutService, restarted, shutting_down
-from nemo_gym_prorl.serving.tracing import SpanGroup, failed, note, span
 
 
 if TYPE_CHECKING:  # clients have no database

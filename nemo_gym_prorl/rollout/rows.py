@@ -32,9 +32,9 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, is_text
+from nemo_gym_prorl.http.problem_document import field_errors
+from nemo_gym_prorl.http.routed_experts import RoutedExperts, continued
 from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY
-from nemo_gym_prorl.serving.problem_document import field_errors
-from nemo_gym_prorl.serving.routed_experts import RoutedExperts, continued
 
 
 FAILURE_CLASS = "_ng_failure_class"
@@ -240,7 +240,7 @@ class Turn:
         sampled: ids that it sampled (int32).
         log_probs: of each sampled id (float64).
         routed_experts: of at least its own ids and the last one that was kept, as text
-            (:mod:`~nemo_gym_prorl.serving.routed_experts`); ``None`` where nobody tells.
+            (:mod:`~nemo_gym_prorl.http.routed_experts`); ``None`` where nobody tells.
     """
 
     item: int

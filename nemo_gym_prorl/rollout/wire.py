@@ -19,6 +19,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
+from nemo_gym_prorl.http.access import caller_in
+from nemo_gym_prorl.http.problems import ProblemError, problem_responses
 from nemo_gym_prorl.rollout.access_control import own_key, require_own, submitted_by
 from nemo_gym_prorl.rollout.api import JsonRoute
 from nemo_gym_prorl.rollout.callers import AttachedCallers
@@ -27,8 +29,6 @@ from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
 from nemo_gym_prorl.rollout.rows import check_row
 from nemo_gym_prorl.rollout.schemas import Identifier, StatusView
-from nemo_gym_prorl.serving.access import caller_in
-from nemo_gym_prorl.serving.problems import ProblemError, problem_responses
 
 
 class BackendControl(Protocol):

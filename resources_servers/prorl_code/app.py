@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic import Field
 
-from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
+from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
+from nemo_gym_prorl.servers.verifier_fixture import verifier_fixture
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, RewardRule
 from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
-from nemo_gym_prorl.verifier_fixture import verifier_fixture
 
 
 class ProRLCodeConfig(TaskServerConfig):

@@ -14,10 +14,10 @@ from typing import ClassVar
 from pydantic import Field
 
 from nemo_gym_prorl.sandbox.images.builder import MATH
-from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
+from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
+from nemo_gym_prorl.servers.verifier_fixture import verifier_fixture
 from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker
 from nemo_gym_prorl.tasks.math.task import Math
-from nemo_gym_prorl.verifier_fixture import verifier_fixture
 
 
 class ProRLMathConfig(TaskServerConfig):

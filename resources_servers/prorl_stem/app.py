@@ -16,15 +16,15 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from nemo_gym_prorl.sandbox.images.builder import MATH
-from nemo_gym_prorl.task_models import TaskModel
-from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
+from nemo_gym_prorl.servers.task_models import TaskModel
+from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
+from nemo_gym_prorl.servers.verifier_fixture import verifier_fixture
 from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker
 from nemo_gym_prorl.tasks.stem.judge import Judge
 from nemo_gym_prorl.tasks.stem.quantities import RELATIVE_TOLERANCE
 from nemo_gym_prorl.tasks.stem.search import SearchSettings, SearchTool, engine_of
 from nemo_gym_prorl.tasks.stem.task import Rules, Stem
 from nemo_gym_prorl.tasks.task import HasEnd
-from nemo_gym_prorl.verifier_fixture import verifier_fixture
 
 
 SAMPLE = Path(__file__).parent / "data/passages.jsonl"

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scripted turns for problems with tests (:mod:`nemo_gym_prorl.scripted.turns`)."""
+"""Scripted turns for problems with tests (:mod:`nemo_gym_prorl.cli.scripted.turns`)."""
 
 from __future__ import annotations
 
-from nemo_gym_prorl.scripted.turns import Script, call, turn
+from nemo_gym_prorl.cli.scripted.turns import Script, call, turn
 from nemo_gym_prorl.tasks.code.rows import SOLUTION_FILE
 
 

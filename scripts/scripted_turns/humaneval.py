@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from nemo_gym_prorl import demo_scripts
-from nemo_gym_prorl.demo_scripts import create
-from nemo_gym_prorl.scripted.turns import Script, Turn, call, script_of, turn
+from nemo_gym_prorl.cli import demo_scripts
+from nemo_gym_prorl.cli.demo_scripts import create
+from nemo_gym_prorl.cli.scripted.turns import Script, Turn, call, script_of, turn
 from nemo_gym_prorl.tasks.code.rows import HumanEvalProblem
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from nemo_gym_prorl.scripted.turns import Script, Turn, call, script_of, turn
+from nemo_gym_prorl.cli.scripted.turns import Script, Turn, call, script_of, turn
 from nemo_gym_prorl.tasks.stem.problems import Problem
 
 

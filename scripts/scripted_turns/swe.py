@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scripted turns for issues of repositories: what a policy would say, for machines that have no model.
 
-The format is that of :mod:`nemo_gym_prorl.scripted.turns`.
+The format is that of :mod:`nemo_gym_prorl.cli.scripted.turns`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nemo_gym_prorl.scripted.turns import Turn, call, script_of, turn
+from nemo_gym_prorl.cli.scripted.turns import Turn, call, script_of, turn
 from nemo_gym_prorl.tasks.swe.instance import row_of
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.fleet.carrier import Carrier
 from nemo_gym_prorl.rollout import client as client_module
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.fleet.carrier import Carrier
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import TokenForm
 from nemo_gym_prorl.rollout.service import PipelineSettings

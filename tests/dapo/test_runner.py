@@ -24,6 +24,8 @@ from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, Stage
+from nemo_gym_prorl.http.access import KeyGuard
+from nemo_gym_prorl.http.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.checkpoints import Checkpoint
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
@@ -31,8 +33,6 @@ from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.service import PipelineSettings
-from nemo_gym_prorl.serving.access import KeyGuard
-from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.rollout.handlers import Bench, PlannedHandler
 from tests.rollout.serving import serve
 

@@ -23,7 +23,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from nemo_rl.models.generation.openai_server_utils import replace_prefix_tokens
 
-from nemo_gym_prorl.scripted import text
+from nemo_gym_prorl.cli.scripted import text
 from tests.nemo_rl.tokenizer import ByteTokenizer
 from tests.policy.scripted_engine import answer_of, is_probe
 

@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_gym_prorl.scripted import text
+from nemo_gym_prorl.cli.scripted import text
 
 
 class ByteTokenizer:

@@ -22,7 +22,7 @@ from nemo_rl.experience.rollout_manager import AsyncNemoGymRolloutImpl, RolloutR
 from nemo_rl.experience.rollouts import NemoGymRolloutResult, _prepare_nemo_gym_rows, run_nemo_gym_rollout_sync
 from nemo_rl.models.generation.interfaces import GenerationSamplingParams
 
-from nemo_gym_prorl.gym.client import send_keys
+from nemo_gym_prorl.servers.gym_client import send_keys
 from tests.nemo_rl.engine import MAX_MODEL_LEN, MODEL
 from tests.nemo_rl.tokenizer import ByteTokenizer
 

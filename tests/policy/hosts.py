@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.policy.host import PolicyConfig, PolicyRuntime
-from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
+from nemo_gym_prorl.servers.model_server import ProrlModel, ProrlModelConfig
 from tests.policy.engines import MODEL
 
 

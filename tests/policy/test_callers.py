@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.handlers.gym_http import in_header
+from nemo_gym_prorl.agent.gym_http import in_header
 from nemo_gym_prorl.policy.http.callers import EndsWithCaller, RolloutUrls, header_text
 from tests.rollout.serving import serve
 

@@ -12,7 +12,7 @@ import pytest
 from fastapi import Body, FastAPI
 from typer.testing import CliRunner
 
-from nemo_gym_prorl.cli import app
+from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.policy.fitness import Finding, examine_engine
 from nemo_gym_prorl.policy.host import PolicyConfig
 from tests.policy.engines import MODEL

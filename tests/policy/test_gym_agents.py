@@ -27,8 +27,8 @@ import pytest
 from nemo_gym import base_responses_api_agent
 from tokenizers import Tokenizer as FastTokenizer
 
-from tests.gym.ray_cluster import ray_cluster
-from tests.handlers.gym_host import hosting, instance, url_of
+from tests.agent.gym_host import hosting, instance, url_of
+from tests.deployment.ray_cluster import ray_cluster
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES
 

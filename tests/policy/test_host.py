@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request, Response
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, serve
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.engine import (
     BackendFailed,
@@ -29,7 +30,6 @@ from nemo_gym_prorl.policy.host import HostRefused, PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend, Health
 from nemo_gym_prorl.policy.turns import TurnRequest
-from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.policy.engines import MODEL, free_port
 from tests.policy.hosts import hosted, server
 from tests.policy.scripted_engine import completion, nemo_rl_server, says

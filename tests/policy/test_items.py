@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from packaging.version import Version
 
+from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
+from nemo_gym_prorl.cli.scripted.server import serve as scripted
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.http.turn_requests import about, messages_of
@@ -25,9 +27,7 @@ from nemo_gym_prorl.policy.tokens.history import CARRIED
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
 from nemo_gym_prorl.policy.tokens.prompt import MARK, IdTexts, strip_known_tokens
 from nemo_gym_prorl.policy.turns import PolicyAnswer
-from nemo_gym_prorl.scripted.server import ScriptedConfig
-from nemo_gym_prorl.scripted.server import serve as scripted
-from responses_api_models.prorl_model.app import ProrlModel
+from nemo_gym_prorl.servers.model_server import ProrlModel
 from tests.policy.hosts import server
 from tests.policy.test_prorl_model import TOOLS
 from tests.rollout.serving import serve as serving

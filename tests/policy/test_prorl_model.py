@@ -17,14 +17,14 @@ from fastapi import Body, FastAPI, Response
 from nemo_gym import base_responses_api_model
 from yarl import URL
 
+from nemo_gym_prorl.agent.conversation import Conversation
+from nemo_gym_prorl.agent.gym_http import Address, GymServer, HttpClient
+from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
+from nemo_gym_prorl.cli.scripted.server import serve as scripted
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.handlers.conversation import Conversation
-from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate
-from nemo_gym_prorl.scripted.server import ScriptedConfig
-from nemo_gym_prorl.scripted.server import serve as scripted
-from responses_api_models.prorl_model.app import ChatRequest
+from nemo_gym_prorl.servers.model_server import ChatRequest
 from tests.policy.families import FAMILIES, TEMPLATES
 from tests.policy.families import TOOLS as LOOK
 from tests.policy.hosts import server

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, serve
 from nemo_gym_prorl.policy.pool.dispatcher import Wait
-from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
-from responses_api_models.prorl_model.app import ProrlModel
+from nemo_gym_prorl.servers.model_server import ProrlModel
 from tests.policy.engines import free_port
 from tests.policy.hosts import server
 from tests.rollout.serving import serve as serving

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 
-from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
+from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, serve
 from tests.policy.engines import free_port
 from tests.policy.hosts import server
 

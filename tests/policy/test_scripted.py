@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.scripted import text
-from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
-from nemo_gym_prorl.scripted.text import END_OF_TURN, MODEL_NAME, ScriptError, decode_ids
+from nemo_gym_prorl.cli.scripted import text
+from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, serve
+from nemo_gym_prorl.cli.scripted.text import END_OF_TURN, MODEL_NAME, ScriptError, decode_ids
 
 
 words = st.text(st.characters(codec="utf-8"), max_size=30)
@@ -267,7 +267,7 @@ async def test_a_caller_that_hangs_up_is_not_waited_for():
 
 async def test_as_a_process_it_names_its_address_and_stops_on_interrupt():
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", "scripted"),
+        *(sys.executable, "-c", "from nemo_gym_prorl.cli.app import main; main()", "scripted"),
         stdout=asyncio.subprocess.PIPE,
     )
     try:

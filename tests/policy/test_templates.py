@@ -30,7 +30,7 @@ from nemo_gym_prorl.policy.text.template import ChatTemplate, Message, as_messag
 from nemo_gym_prorl.policy.text.turn_boundary import RenderedPrompt
 from nemo_gym_prorl.policy.text.validate_template import CannotFollow, validate_template
 from nemo_gym_prorl.policy.turns import TurnRequest
-from responses_api_models.prorl_model.app import _offered
+from nemo_gym_prorl.servers.model_server import _offered
 from tests.policy.families import FAMILIES, TEMPLATES, TOOLS, Family, call_message
 from tests.policy.hosts import hosted
 from tests.policy.scripted_engine import ScriptedEngine, saved

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl import task_server
 from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S
 from nemo_gym_prorl.sandbox.snapshots import default_folder
+from nemo_gym_prorl.servers import task_server
 from tests.prorl_code.conftest import Client, row, serving
 
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from nemo_gym_prorl import task_server
-from nemo_gym_prorl.handlers.gym_http import LEASE_HEADER
+from nemo_gym_prorl.agent.gym_http import LEASE_HEADER
+from nemo_gym_prorl.servers import task_server
 from nemo_gym_prorl.tasks.sessions import LEASE_SWEEPS
 from tests.prorl_code.conftest import Client, row, serving
 from tests.tasks import containers

@@ -20,7 +20,7 @@ import pytest
 from pyarrow.parquet import write_table
 from typer.testing import CliRunner, Result
 
-from nemo_gym_prorl.cli import app
+from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code.convert import of_asserts, unpacked
 from nemo_gym_prorl.tasks.code.rows import MAX_TEST_BYTES, read_metadata, read_problem

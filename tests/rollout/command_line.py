@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from nemo_gym_prorl.cli import main
+from nemo_gym_prorl.cli.app import main
+from nemo_gym_prorl.http.access import KeyGuard
 from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.service import PipelineSettings
-from nemo_gym_prorl.serving.access import KeyGuard
 from tests.rollout.handlers import Bench
 from tests.rollout.serving import serve
 
@@ -52,7 +52,7 @@ def write(path: Path, *rows: Any) -> Path:
 async def begin(url: str, *arguments: str) -> asyncio.subprocess.Process:
     """A command in a process of its own."""
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", *arguments),
+        *(sys.executable, "-c", "from nemo_gym_prorl.cli.app import main; main()", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | {"PRORL_TOKEN": TOKEN, "PRORL_URL": url, "COLUMNS": "200", "PYTHONUNBUFFERED": "1"},

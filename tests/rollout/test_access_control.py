@@ -21,6 +21,9 @@ import yaml
 from fastapi import FastAPI
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.access import KeyGuard, RouteScopes
+from nemo_gym_prorl.http.keys import Caller, Scope, authorization
+from nemo_gym_prorl.http.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.access_control import ROUTES, KeysFile, hash_of, new_key, read_clients
 from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.callers import AttachedCallers
@@ -33,9 +36,6 @@ from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.rollout.wire import wire_router
-from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes
-from nemo_gym_prorl.serving.keys import Caller, Scope, authorization
-from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.rollout.command_line import prorl
 from tests.rollout.handlers import Act, Bench, PlannedHandler
 from tests.rollout.serving import serve

@@ -15,6 +15,8 @@ import pytest
 from fastapi import FastAPI, Response
 
 from nemo_gym_prorl.failures import Stage
+from nemo_gym_prorl.http.access import KeyGuard
+from nemo_gym_prorl.http.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Budgets, JobState
@@ -22,8 +24,6 @@ from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.service import PipelineSettings
-from nemo_gym_prorl.serving.access import KeyGuard
-from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
 

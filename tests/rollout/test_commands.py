@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Response
 
-from nemo_gym_prorl.commands import submit
-from nemo_gym_prorl.commands.jobs import find_service
+from nemo_gym_prorl.cli import submit
+from nemo_gym_prorl.cli.jobs import find_service
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from tests.fleet.fleets import fleet
 from tests.rollout.command_line import DEFECT, GOOD, LONG, TOKEN, begin, prorl, service, write
-from tests.rollout.fleet.fleets import fleet
 from tests.rollout.serving import serve
 
 
@@ -200,7 +200,7 @@ WEIGHTY = {"aiohttp", "fastapi", "nemo_gym", "numpy", "omegaconf", "pydantic", "
 async def test_a_command_imports_what_it_needs(tmp_path: Path, arguments: list[str], needed: set[str]) -> None:
     file = write(tmp_path / "rows.jsonl", GOOD)
     program = (
-        "import atexit, sys; from nemo_gym_prorl.cli import main\n"
+        "import atexit, sys; from nemo_gym_prorl.cli.app import main\n"
         f"atexit.register(lambda: print('has', *sorted({WEIGHTY!r} & sys.modules.keys()))); main()"
     )
     ended = await asyncio.create_subprocess_exec(

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.routed_experts import continued, last_rows
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
 from nemo_gym_prorl.policy.tokens.ledger import Turn as LedgerTurn
 from nemo_gym_prorl.rollout.rows import MAX_DEPTH, Turn, check_row, packed, put_tokens, read_json, take_tokens
 from nemo_gym_prorl.rollout.schemas import TurnView
-from nemo_gym_prorl.serving.routed_experts import continued, last_rows
 
 
 TEXT = st.text(st.characters(codec=None, categories=None))  # surrogates too

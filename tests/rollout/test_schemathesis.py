@@ -16,11 +16,11 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from nemo_gym_prorl.scripted.server import ScriptedConfig
-from nemo_gym_prorl.scripted.server import serve as serve_scripted
-from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.serving.keys import authorization
-from tests.handlers.gym_host import hosting, instance, url_of
+from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
+from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
+from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
+from nemo_gym_prorl.http.keys import authorization
+from tests.agent.gym_host import hosting, instance, url_of
 
 
 KEY = "s3cret"
@@ -30,7 +30,7 @@ ENDLESS = "/v1/events"
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.long("starts Gym's servers; tests/handlers has each refusal"),
+    pytest.mark.long("starts Gym's servers; tests/agent has each refusal"),
 ]
 
 

@@ -18,8 +18,8 @@ import aiohttp
 import pytest
 from rich.console import Console
 
-from nemo_gym_prorl.commands.jobs import Service
-from nemo_gym_prorl.commands.show import file_table, rollout_table
+from nemo_gym_prorl.cli.jobs import Service
+from nemo_gym_prorl.cli.show import file_table, rollout_table
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.tasks import extras
 from tests.rollout.command_line import TOKEN, begin, prorl, service, write
@@ -173,7 +173,7 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
 
 async def test_a_listing_goes_on_behind_its_first_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_gym_prorl.rollout.client._PAGE", 2)
-    monkeypatch.setattr("nemo_gym_prorl.commands.jobs._PAGE", 2)
+    monkeypatch.setattr("nemo_gym_prorl.cli.jobs._PAGE", 2)
     async with service() as (url, _), RolloutClient(url, TOKEN) as client:
         ids = [(await client.submit({"responses_create_params": {"input": "hi"}}, id=f"r{n}")).id for n in range(5)]
         assert [job.id async for job in client.every()] == ids
@@ -263,7 +263,7 @@ async def said_by(*command: str, cwd: Path) -> str:
 async def test_a_static_site_has_turns_calls_rewards_failures_and_times(tmp_path: Path) -> None:
     """In a folder of this machine, whatever it is called: Inspect would publish this one elsewhere."""
     results, site = write(tmp_path / "first#1.jsonl", GOOD, FAILED, ODD), tmp_path / "hf" / "any" / "space"
-    command = (sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()")
+    command = (sys.executable, "-c", "from nemo_gym_prorl.cli.app import main; main()")
     await said_by(*command, "view", str(results), "--bundle", "hf/any/space", cwd=tmp_path)
     assert "<script" in (site / "index.html").read_text()
     log = json.loads((await said_by(sys.executable, "-c", READ, str(site / "logs"), cwd=tmp_path)).splitlines()[-1])

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nemo_gym_prorl.commands.report import Tally, best_of, print_report
-from nemo_gym_prorl.commands.rows import Place
-from nemo_gym_prorl.commands.submit import Order, submit
+from nemo_gym_prorl.cli.report import Tally, best_of, print_report
+from nemo_gym_prorl.cli.rows import Place
+from nemo_gym_prorl.cli.submit import Order, submit
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin, Stage
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import FailureView

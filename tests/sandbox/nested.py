@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_gym_prorl import bpf
+from nemo_gym_prorl import syscall_filter
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
 from nemo_gym_prorl.sandbox.isolation.user_ids import Span, write_maps
@@ -111,7 +111,11 @@ def main() -> None:
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     if options.root:
         table = seccomp.TABLES[os.uname().machine]
-        seccomp.install(bpf.program(table.audit, dict.fromkeys(PRETENDED[os.uname().machine], bpf._ERRNO), 1 << 12))
+        seccomp.install(
+            syscall_filter.program(
+                table.audit, dict.fromkeys(PRETENDED[os.uname().machine], syscall_filter._ERRNO), 1 << 12
+            )
+        )
     else:
         for capability in range(int(Path("/proc/sys/kernel/cap_last_cap").read_text()) + 1):
             syscalls.prctl(syscalls.PR_CAPBSET_DROP, capability)

@@ -212,7 +212,14 @@ def test_a_killed_build_leaves_no_image_and_the_next_one_makes_it(
 
 
 def test_the_command_line_builds_and_shows(order: Order, runtime: Runtime, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", "image", "build", order.template]
+    command = [
+        sys.executable,
+        "-c",
+        "from nemo_gym_prorl.cli.app import main; main()",
+        "image",
+        "build",
+        order.template,
+    ]
     command += ["--name", "mine", "--base", order.base, "--lock", str(order.locks[0]), "--set", "word=hello"]
     environ = {"PRORL_CACHE": str(tmp_path / "cache"), "PATH": f"{runtime.path.parent}:/usr/bin:/bin", **runtime.env}
 

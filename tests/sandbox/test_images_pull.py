@@ -178,7 +178,7 @@ def prorl(tmp_path: Path, runtime: Runtime, *arguments: str) -> subprocess.Popen
         "PRORL_CACHE": str(tmp_path / "cache"),
         "PATH": os.pathsep.join([str(runtime.path.parent), os.environ["PATH"]]),
     }
-    program = "from nemo_gym_prorl.cli import main; main()"
+    program = "from nemo_gym_prorl.cli.app import main; main()"
     return subprocess.Popen(
         [sys.executable, "-c", program, "image", *arguments],
         stdout=subprocess.PIPE,

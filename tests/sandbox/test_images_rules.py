@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.disks import kind_of_disk
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.filesystems import kind_of_disk
 from nemo_gym_prorl.sandbox.images import recipe as recipes
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.images.entries import Entry

@@ -27,7 +27,7 @@ import asyncio, os, sys
 from pathlib import Path
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl import bpf
+from nemo_gym_prorl import syscall_filter
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
@@ -35,7 +35,7 @@ table, last = {"x86_64": (seccomp.TABLES["x86_64"], 334), "aarch64": (seccomp.TA
     os.uname().machine
 ]
 syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
-seccomp.install(bpf.program(table.audit, {}, last))
+seccomp.install(syscall_filter.program(table.audit, {}, last))
 
 
 async def main():

@@ -26,14 +26,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_gym_prorl import bpf
-from nemo_gym_prorl.bpf import ALLOW, KILL, REFUSE, UNKNOWN, ByArgument, Verdict
+from nemo_gym_prorl import syscall_filter
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import seccomp
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
+from nemo_gym_prorl.syscall_filter import ALLOW, KILL, REFUSE, UNKNOWN, ByArgument, Verdict
 
 
 TABLE = seccomp.TABLES[os.uname().machine]
@@ -99,7 +99,7 @@ ARGUMENTS = st.tuples(*[st.integers(0, 2**64 - 1)] * 6)
 def test_any_table_is_compiled_to_what_it_says(
     verdicts: dict[int, Verdict], last: int, calls: list[Call], data: st.DataObject
 ) -> None:
-    program = bpf.program(7, verdicts, last)
+    program = syscall_filter.program(7, verdicts, last)
     conditions = [number for number, verdict in verdicts.items() if isinstance(verdict, ByArgument) and verdict.values]
     if conditions:
         # One that meets a condition, which a drawn one hardly ever does.
@@ -141,7 +141,7 @@ def number_of(name: str) -> int:
 
 REFUSED: dict[str, tuple[str, tuple[int, ...]]] = {
     "keyctl": ("keyctl", (0, -3, 0)),
-    "bpf": ("bpf", (9999, 0, 0)),
+    "syscall_filter": ("syscall_filter", (9999, 0, 0)),
     "perf_event_open": ("perf_event_open", (0, 0, 0, 0, 0)),
     "userfaultfd": ("userfaultfd", (1,)),
     "mount": ("mount", (0, 0, 0, 0, 0)),

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl import disks
+from nemo_gym_prorl import filesystems
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox import spec as specs
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
@@ -418,7 +418,7 @@ async def test_a_state_folder_that_cannot_be_used(
     state = Path(folder.format(tmp=tmp_path))
     before = state.exists()  # noqa: ASYNC240
     if "share" in reason:
-        monkeypatch.setattr(disks, "_SHARED_KINDS", re.compile(disks.kind_under(tmp_path)))
+        monkeypatch.setattr(filesystems, "_SHARED_KINDS", re.compile(filesystems.kind_under(tmp_path)))
     monkeypatch.setenv("PRORL_STATE", str(state))
     with pytest.raises(InfrastructureError, match=f"set PRORL_STATE.*{reason}|{reason}.*set PRORL_STATE") as caught:
         await Container.start(ContainerSpec(image=image), runtime)

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl import disks
-from nemo_gym_prorl.doctor import (
+from nemo_gym_prorl import filesystems
+from nemo_gym_prorl.cli.doctor_checks import (
     Check,
     Level,
     _administrator,
@@ -46,7 +46,7 @@ def found(image: Path) -> dict[str, Check]:
 
 
 def prorl(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from nemo_gym_prorl.cli.app import main; main()", *arguments]
     environ = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environ}
     return subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
@@ -65,7 +65,7 @@ def test_after_setup_nothing_is_missing(image: Path) -> None:
 def test_a_folder_in_whose_path_servers_do_not_start_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "my files"
     venv.create(folder, symlinks=True)
-    code = "from nemo_gym_prorl.doctor import _python; check = _python(); print(check.level, check.found, check.fix)"
+    code = "from nemo_gym_prorl.cli import doctor_checks; c = doctor_checks._python(); print(c.level, c.found, c.fix)"
     paths = [str(Path(__file__).parents[2]), sysconfig.get_path("purelib")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     said = subprocess.check_output([folder / "bin/python", "-c", code], env=environ, text=True)
@@ -144,7 +144,8 @@ def test_the_limits_of_this_machine_are_reported(found: dict[str, Check]) -> Non
 def test_a_low_limit_of_open_files_is_found() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (512, 1024))\n"
-        "from nemo_gym_prorl.doctor import _open_files; c = _open_files(); print(c.level, c.found, '|', c.fix)"
+        "from nemo_gym_prorl.cli import doctor_checks; c = doctor_checks._open_files()\n"
+        "print(c.level, c.found, '|', c.fix)"
     )
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert said.startswith("warn limit 1,024 (now 512, our servers raise it); 1,000 rollouts at once need 4,256")
@@ -179,13 +180,14 @@ FORBIDDEN = "syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1); seccomp.install()\
 NO_RIGHTS = (
     "syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)\n"
     "table, mounts = seccomp.TABLES[os.uname().machine], frozenset({0x20000})\n"
-    "rule = bpf.ByArgument(0, mounts, bpf.REFUSE, bpf.ALLOW)\n"
-    "seccomp.install(bpf.program(table.audit, {table.refused['unshare']: rule}, seccomp.LAST))\n"
+    "rule = syscall_filter.ByArgument(0, mounts, syscall_filter.REFUSE, syscall_filter.ALLOW)\n"
+    "seccomp.install(syscall_filter.program(table.audit, {table.refused['unshare']: rule}, seccomp.LAST))\n"
 )
 """A machine where one can be made, but what needs rights in it is refused, as AppArmor does on Ubuntu."""
 
 PREPARED = (
-    "import os\nfrom nemo_gym_prorl import bpf\nfrom nemo_gym_prorl.sandbox.isolation import seccomp, syscalls\n"
+    "import os\nfrom nemo_gym_prorl import syscall_filter\n"
+    "from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls\n"
 )
 
 
@@ -200,7 +202,7 @@ PREPARED = (
 )
 def test_without_user_namespaces_it_says_so_and_who_can_help(machine: str, found: str, fix: str) -> None:
     code = (
-        f"{PREPARED}{machine}from nemo_gym_prorl.doctor import Attempt, user_namespaces_check\n"
+        f"{PREPARED}{machine}from nemo_gym_prorl.cli.doctor_checks import Attempt, user_namespaces_check\n"
         "check = user_namespaces_check(Attempt.here()); print(check.level, check.found, check.fix)"
     )
     said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=100)
@@ -210,7 +212,10 @@ def test_without_user_namespaces_it_says_so_and_who_can_help(machine: str, found
 
 
 def test_where_no_sandbox_can_be_made_none_is_tried() -> None:
-    code = f"{PREPARED}{FORBIDDEN}from nemo_gym_prorl.doctor import examine\nprint([one.name for one in examine()])"
+    code = (
+        f"{PREPARED}{FORBIDDEN}from nemo_gym_prorl.cli.doctor_checks import examine\n"
+        "print([one.name for one in examine()])"
+    )
     names = ast.literal_eval(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=100))
     assert "User namespaces" in names
     assert "Sandbox" not in names
@@ -263,7 +268,7 @@ def test_a_finding_says_what_is_there_and_what_to_do(
 
 def test_a_state_folder_that_machines_share_is_no_good(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PRORL_STATE", str(tmp_path))
-    monkeypatch.setattr(disks, "_SHARED_KINDS", re.compile(disks.kind_under(tmp_path)))
+    monkeypatch.setattr(filesystems, "_SHARED_KINDS", re.compile(filesystems.kind_under(tmp_path)))
     check = _state()
     assert check.level is Level.MISSING
     assert str(tmp_path) in check.found

@@ -20,7 +20,7 @@ import pytest
 from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from tests.gym import journey
+from tests.deployment import journey
 from tests.sandbox.as_user import USER
 
 
@@ -95,7 +95,7 @@ class Stranger:
             await asyncio.sleep(0.3)
 
 
-@pytest.mark.long("tests/gym takes the golden path")
+@pytest.mark.long("tests/deployment takes the golden path")
 @pytest.mark.gym
 @pytest.mark.sandbox
 @pytest.mark.timeout(1500)

@@ -19,9 +19,9 @@ import pytest
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.task_server import TaskVerifyRequest
+from nemo_gym_prorl.servers.task_server import TaskVerifyRequest
+from nemo_gym_prorl.servers.verifier_fixture import as_shipped, play
 from nemo_gym_prorl.tasks.swe.instance import row_of
-from nemo_gym_prorl.verifier_fixture import as_shipped, play
 from resources_servers.prorl_swe.app import ProRLSweServer
 from scripts.scripted_turns.swe import patching
 from scripts.swe_tasks import packages, repositories

@@ -20,9 +20,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from nemo_gym_prorl.cli import app
-from nemo_gym_prorl.commands.data import convert as convert_file
-from nemo_gym_prorl.commands.images import wanted_images
+from nemo_gym_prorl.cli.app import app
+from nemo_gym_prorl.cli.data import convert as convert_file
+from nemo_gym_prorl.cli.images import wanted_images
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code import convert
 from nemo_gym_prorl.tasks.code.rows import read_metadata, read_problem

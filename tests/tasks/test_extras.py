@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.commands.environments import check_extras
+from nemo_gym_prorl.cli.environments import check_extras
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.tasks import extras
 from nemo_gym_prorl.tasks.math.checker import MathChecker
@@ -61,10 +61,10 @@ HIDDEN = (
     ("started", "says"),
     [
         (
-            "sys.argv = ['prorl', 'serve', 'prorl_math', '--policy-model=m']; from nemo_gym_prorl.cli import main",
+            "sys.argv = ['prorl', 'serve', 'prorl_math', '--policy-model=m']; from nemo_gym_prorl.cli.app import main",
             "prorl",
         ),
-        ("sys.argv = ['prorl', 'data', 'math', 'set.jsonl']; from nemo_gym_prorl.cli import main", "prorl"),
+        ("sys.argv = ['prorl', 'data', 'math', 'set.jsonl']; from nemo_gym_prorl.cli.app import main", "prorl"),
         (f"main = lambda: runpy.run_path({str(APP)!r}, run_name='__main__')", "prorl_math"),
     ],
     ids=["prorl serve", "prorl data math", "the server itself"],

@@ -24,9 +24,8 @@ from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler, GymSession
-from nemo_gym_prorl.handlers.gym_http import (
+from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession
+from nemo_gym_prorl.agent.gym_http import (
     LEASE_HEADER,
     RENEW_S,
     Address,
@@ -35,13 +34,14 @@ from nemo_gym_prorl.handlers.gym_http import (
     HttpClient,
     require_ok,
 )
-from nemo_gym_prorl.handlers.run_rows import empty_response
+from nemo_gym_prorl.agent.run_rows import empty_response
+from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Budgets, Job, Trajectory
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.service import PipelineSettings
-from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
+from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import LEASE_SWEEPS, STOP_AGAIN_S, SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds

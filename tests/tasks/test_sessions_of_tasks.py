@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError, TaskError
-from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
+from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.arguments import Arguments, BadArguments, parse_arguments, tool_schema
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions

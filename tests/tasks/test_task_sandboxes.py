@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl import task_sandboxes
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images.entries import Progress
-from nemo_gym_prorl.task_sandboxes import TaskSandboxes
+from nemo_gym_prorl.servers import task_sandboxes
+from nemo_gym_prorl.servers.task_sandboxes import TaskSandboxes
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 from tests.tasks import containers
 

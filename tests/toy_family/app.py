@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.task_server import TaskServer
+from nemo_gym_prorl.servers.task_server import TaskServer
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from nemo_gym_prorl.sandbox.images import programs
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.task_server import TaskServerConfig
+from nemo_gym_prorl.servers.task_server import TaskServerConfig
 from tests.prorl_code.conftest import RESPONSE, Client
 from tests.rollout.serving import serve
 from tests.sandbox.tiny import make_tiny_root

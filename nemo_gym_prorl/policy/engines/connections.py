@@ -21,9 +21,9 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from nemo_gym_prorl.http.tracing import trace_headers
 from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.serving.tracing import trace_headers
 
 
 _TRIES = 3

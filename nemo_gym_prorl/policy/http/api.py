@@ -19,13 +19,13 @@ from fastapi import APIRouter, Depends, FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from nemo_gym_prorl.http.applications import health_router
+from nemo_gym_prorl.http.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
 from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.tokens.history import SavedTurn, saved_turns
 from nemo_gym_prorl.policy.turns import RolloutGone
-from nemo_gym_prorl.serving.applications import health_router
-from nemo_gym_prorl.serving.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
 
 
 type _Label = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f/?#]+$")]
@@ -93,7 +93,7 @@ class Share(BaseModel):
 
 def add_control_routes(app: FastAPI, host: PolicyRuntime, declared: Mapping[str, Declared] | None = None) -> None:
     """Add ``/v1/backends``, ``/v1/rollouts`` and ``/metrics`` to an application, the error handlers, and the start and
-    end of the service. For ``declared`` see :func:`~nemo_gym_prorl.serving.problems.add_problem_handlers`."""
+    end of the service. For ``declared`` see :func:`~nemo_gym_prorl.http.problems.add_problem_handlers`."""
     router = APIRouter(dependencies=[Depends(no_other_parameters)])
 
     @router.post("/v1/backends", status_code=201, responses=problem_responses(400, 403, 409))

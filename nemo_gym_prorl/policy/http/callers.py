@@ -7,7 +7,7 @@ their base URL); who says neither is told by a session.
 
 A turn's work is small beside what a web framework does around it: models of request and answer, dependencies,
 middlewares with a task each. So routes of turns stand in front of all that
-(:mod:`nemo_gym_prorl.serving.applications`), with what they need of it: a session's cookie, errors as documents, an
+(:mod:`nemo_gym_prorl.http.applications`), with what they need of it: a session's cookie, errors as documents, an
 end when a caller hangs up. The last is for routes of Gym's own as well.
 """
 
@@ -28,8 +28,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.problems import ProblemError, answer_to
 from nemo_gym_prorl.policy.turns import TurnRequest
-from nemo_gym_prorl.serving.problems import ProblemError, answer_to
 
 
 DEFERRAL = "X-Rollout-Tokens"

@@ -23,6 +23,7 @@ from typing import Any
 import orjson
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.problems import invalid_body
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.http.callers import Caller
@@ -32,7 +33,6 @@ from nemo_gym_prorl.policy.tokens.history import CARRIED
 from nemo_gym_prorl.policy.tokens.ledger import Turn
 from nemo_gym_prorl.policy.tokens.prompt import MARK
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
-from nemo_gym_prorl.serving.problems import invalid_body
 
 
 _STATUSES = ("in_progress", "completed", "incomplete", None)

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.http.routed_experts import last_rows
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.serving.routed_experts import last_rows
 
 
 class TokenMismatch(InfrastructureError):

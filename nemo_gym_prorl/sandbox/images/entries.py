@@ -33,8 +33,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_gym_prorl.disks import on_shared_disk
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.filesystems import on_shared_disk
 from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 
 

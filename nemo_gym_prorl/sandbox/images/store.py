@@ -22,8 +22,8 @@ from collections.abc import Container, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
-from nemo_gym_prorl.disks import on_shared_disk
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.filesystems import on_shared_disk
 from nemo_gym_prorl.sandbox.images import programs, rootfs
 from nemo_gym_prorl.sandbox.images.entries import (
     Entries,

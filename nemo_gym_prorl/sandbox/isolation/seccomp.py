@@ -28,7 +28,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from nemo_gym_prorl.bpf import ALLOW, REFUSE, UNKNOWN, WORD, ByArgument, Verdict, program
+from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE, UNKNOWN, WORD, ByArgument, Verdict, program
 
 
 LAST = 466

@@ -28,8 +28,8 @@ from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
-from nemo_gym_prorl.disks import in_memory, kind_under
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.filesystems import in_memory, kind_under
 from nemo_gym_prorl.sandbox.binds import check_image_folder, checked
 from nemo_gym_prorl.sandbox.isolation.mounts import TERMINALS
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root

@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_gym_prorl import proc_files
-from nemo_gym_prorl.disks import on_shared_disk
+from nemo_gym_prorl.filesystems import on_shared_disk
+from nemo_gym_prorl.processes import process_variables
 from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, user_outside
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
@@ -206,7 +206,7 @@ def helpers_of(folder: Path) -> list[int]:
     starters = [(pid, started) for pid, started in _notes(folder, STARTER_FILE)]
     # The runtime's parent overwrites its environment; its file system helpers do not.
     mark = f"{OWNER_VARIABLE}={folder}".encode()
-    marked = _processes(lambda pid: mark in proc_files.variables(pid))
+    marked = _processes(lambda pid: mark in process_variables(pid))
     return sorted({pid for pid, started in starters if start_time(pid) == started} | set(marked))
 
 

@@ -20,10 +20,10 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Literal
 
-from nemo_gym_prorl.bpf import ALLOW, REFUSE, UNKNOWN, ByArgument
-from nemo_gym_prorl.bpf import Verdict as CallVerdict
-from nemo_gym_prorl.bpf import program as filter_program
 from nemo_gym_prorl.failures import AgentError, TaskError
+from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE, UNKNOWN, ByArgument
+from nemo_gym_prorl.syscall_filter import Verdict as CallVerdict
+from nemo_gym_prorl.syscall_filter import program as filter_program
 from nemo_gym_prorl.tasks.code.rows import Problem
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade

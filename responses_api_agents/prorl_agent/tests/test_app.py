@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from nemo_gym_prorl.failures import CallerError
-from responses_api_agents.prorl_agent.app import ProRLAgent, ProRLAgentConfig
+from nemo_gym_prorl.servers.agent_server import ProRLAgent, ProRLAgentConfig
 
 
 ADDRESS = {"entrypoint": "app.py", "host": "127.0.0.1", "port": 1}

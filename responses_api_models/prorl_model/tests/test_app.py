@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
+from nemo_gym_prorl.cli.scripted.server import serve
+from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.scripted.server import serve
-from nemo_gym_prorl.scripted.text import MODEL_NAME
-from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
+from nemo_gym_prorl.servers.model_server import ProrlModel, ProrlModelConfig
 
 
 NOWHERE = "http://127.0.0.1:1/v1"

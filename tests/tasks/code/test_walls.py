@@ -7,8 +7,8 @@ A program tells what it found by the exception that ends it, since nothing that 
 
 import pytest
 
-from nemo_gym_prorl.bpf import ALLOW, REFUSE
 from nemo_gym_prorl.sandbox.isolation import seccomp
+from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE
 from nemo_gym_prorl.tasks.code import grading as filters
 from nemo_gym_prorl.tasks.code.rows import Case, Problem
 from tests.sandbox.test_seccomp import judge as judge_call

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl import proc_files
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
+from nemo_gym_prorl.processes import process_command_line
 from nemo_gym_prorl.tasks import workers
 from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker, Verdict
 from scripts.scripted_turns.math import CHEATS, EXAMPLES
@@ -170,5 +170,5 @@ async def test_a_worker_ends_with_whoever_started_it(tmp_path: Path) -> None:
     done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True)
     pid = int(done.stdout)
     with contextlib.suppress(OSError):  # it has ended
-        while b"worker" in proc_files.command_line(pid):
+        while b"worker" in process_command_line(pid):
             await asyncio.sleep(0.05)

@@ -1,0 +1,336 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout service as a Gym agent: ``/run`` and ``/v1/responses`` as Gym defines them, over one pipeline.
+
+What ``/run`` answers where a rollout failed depends on who asks: :func:`~.failure_rows.run_status`. And since Gym's
+client posts a call again when its connection drops, an identical row that arrives while the first still runs joins it
+(:class:`~nemo_gym_prorl.rollout.callers.AttachedCallers`) instead of doing the work twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from omegaconf import DictConfig, OmegaConf
+from starlette.types import ASGIApp
+
+from nemo_gym_prorl.agent.gym_environment import GymContext
+from nemo_gym_prorl.agent.gym_environments import (
+    GymServers,
+    SeededSessionHandler,
+    ServiceConfig,
+    gym_environments,
+    responses_answer,
+    responses_request,
+)
+from nemo_gym_prorl.agent.gym_http import (
+    BackgroundCleanup,
+    CookieJar,
+    GymServer,
+    HttpAnswer,
+    HttpClient,
+    require_ok,
+)
+from nemo_gym_prorl.agent.run_rows import (
+    NOTHING_SAMPLED,
+    empty_response,
+    environment_of,
+    failure_problem,
+    failure_row,
+    from_collector,
+    has_tokens,
+    merged,
+    run_request,
+    run_status,
+)
+from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
+from nemo_gym_prorl.http.access import KeyGuard, RouteScopes, caller_in
+from nemo_gym_prorl.http.applications import also_by_tls, check_certificate
+from nemo_gym_prorl.http.problems import ProblemError
+from nemo_gym_prorl.rollout.access_control import ROUTES, KeysFile, own_key, submitted_by
+from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.callers import AttachedCallers
+from nemo_gym_prorl.rollout.checkpoints import CHECKPOINT_FOLDER, SharedCheckpoints
+from nemo_gym_prorl.rollout.job import Job
+from nemo_gym_prorl.rollout.journal import Journal
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import Draining, JobConflict, NotYours
+from nemo_gym_prorl.rollout.rows import read_json
+from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
+from nemo_gym_prorl.rollout.wire import wire_router
+
+
+SCOPES = RouteScopes(ROUTES)
+
+_FAREWELL_S = 5.0
+
+
+class AgentService:
+    """One pipeline, its HTTP client and its routes.
+
+    Args:
+        config: settings.
+        gym_config: Gym's merged configuration.
+        model: instance name of the policy's model server.
+
+    Raises:
+        CallerError: the configuration has no address for one of the servers, asks for several workers, or says
+            something else that cannot work; names the setting.
+    """
+
+    def __init__(self, config: ServiceConfig, gym_config: DictConfig, *, model: str) -> None:
+        if (getattr(config, "num_workers", None) or 1) > 1:
+            raise CallerError(
+                "must be 1: the pools bound what one process runs; start further agents instead", field="num_workers"
+            )
+        given = [name for name in ("tls_port", "tls_cert", "tls_key") if getattr(config, name) is not None]
+        if len(given) in (1, 2):
+            raise CallerError("tls_port, tls_cert and tls_key are needed together, or none of them", field=given[0])
+        if config.tls_cert is not None and config.tls_key is not None:
+            check_certificate(config.tls_cert, config.tls_key)
+        self._config = config
+        self._http = HttpClient()
+        self._servers = GymServers(
+            cast("dict[str, Any]", OmegaConf.to_container(gym_config, resolve=True)), self._http
+        )
+        names = {"model_server": model} | {
+            f"further_model_servers.{index}": name for index, name in enumerate(config.further_model_servers)
+        }
+        self._models = [self._servers.get("responses_api_models", name, field) for field, name in names.items()]
+        self._cleanup = BackgroundCleanup()
+        base = GymContext(None, self._models[0], cleanup=self._cleanup, further_models=tuple(self._models[1:]))
+        environments = gym_environments(config, self._servers, base)
+        keep = config.journal_keep_s, config.journal_keep_bytes, config.keep_unread_s
+        journal = None if config.journal is None else Journal(config.journal, *keep)
+        folder = gym_config.get(CHECKPOINT_FOLDER)
+        shared = None if folder is None else SharedCheckpoints(Path(str(folder)))
+        self.pipeline = Pipeline(environments, config.pipeline_settings(), journal=journal, shared=shared)
+        self.metrics = PipelineMetrics(self.pipeline)
+        self._callers = AttachedCallers(self.pipeline, config.caller_grace_s)
+        self._clients = KeysFile(config.keys_file, self.pipeline.share) if config.keys_file is not None else None
+
+    def tls(self, app: ASGIApp) -> AbstractAsyncContextManager[None]:
+        """The door by TLS, where there is one, for as long as the service lives.
+
+        Raises:
+            CallerError: see :func:`also_by_tls`.
+        """
+        config = self._config
+        if config.tls_port is None or config.tls_cert is None or config.tls_key is None:
+            return nullcontext()
+        return also_by_tls(app, config.tls_cert, config.tls_key, config.tls_port)
+
+    def guarded(self, app: ASGIApp) -> KeyGuard:
+        """The application, for whoever has a key that is good for what is asked."""
+        clients = self._clients.caller if self._clients is not None else None
+        return KeyGuard(app, self._config.control_token, clients, SCOPES)
+
+    def router(self) -> APIRouter:
+        """The job API and, if configured, the original ProRL wire format."""
+        router = APIRouter()
+        if self._config.prorl_wire:
+            router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._models)))
+        router.include_router(rollout_router(self.pipeline, self.metrics))
+        return router
+
+    def start(self) -> None:
+        """Begin again what an earlier life of the service had accepted."""
+        self.pipeline.loops.start("session-leases", self._cleanup.renew)
+        self.pipeline.start()
+
+    async def close(self) -> None:
+        """Cancel every rollout, wait until its sandboxes are released, and close the client."""
+        await self.pipeline.close()
+        await self._cleanup.close(_FAREWELL_S)
+        await self._http.close()
+
+    async def run(self, request: Request) -> Response:
+        """Gym's ``/run``: 200 with a verified row or a masked failure row; for a trainer, an error where
+        :func:`run_status` says so.
+
+        Raises:
+            ProblemError: that error.
+            CallerError: what was sent is no row at all, or cannot be taken on; names the field.
+            CallerGone: there is nobody to answer.
+        """
+        body = await request.body()
+        row = read_json(body)
+        collector = isinstance(row, dict) and from_collector(row)
+        try:
+            asked, who = run_request(row, body), caller_in(request.scope)
+            wanted = submitted_by(who, asked.job, self.pipeline.store)
+            key = own_key(who, asked.key)
+            answer = await self._callers.run(wanted, key, request, lambda job: _answer(job, collector=collector))
+            return _json(answer)
+        except CallerError as error:
+            error = _in_row(error)
+            if not collector:
+                raise error from None
+            kind = FailureKind.SHUTDOWN if isinstance(error, Draining) else error.kind
+            return _json(_refused_row(row, Failure(kind, Origin.CALLER, None, error.reason)))
+
+    async def responses(self, request: Request) -> Response:
+        """Gym's ``/v1/responses`` of an agent: the tool loop in a session that the caller has seeded.
+
+        Raises:
+            ProblemError: the job failed.
+            CallerError: there is no such session, or what was sent is no request; names the field.
+            CallerGone: there is nobody to answer.
+        """
+        if SeededSessionHandler.name not in self.pipeline.environments.names:
+            raise CallerError("whose session is it? Set resources_server to serve /v1/responses, or post to /run")
+        wanted = responses_request(read_json(await request.body()), dict(request.cookies))
+        wanted = submitted_by(caller_in(request.scope), wanted, self.pipeline.store)
+        answer = await self._callers.run(wanted, None, request, responses_answer)
+        cookies, response = answer.split(b"\n", 1)
+        good = _json(response)
+        for name, value in orjson.loads(cookies).items():
+            good.set_cookie(name, value)
+        return good
+
+    async def aggregate_metrics(self, body: dict[str, Any]) -> Any:
+        """Gym's ``/aggregate_metrics``: a resources server knows what its rewards mean. Rows that were refused since
+        no environment takes them are left out.
+
+        Raises:
+            CallerError: a rollout says that it is from an environment without a server, or a server refuses them.
+            InfrastructureError: one fails or cannot be reached.
+        """
+        rollouts: dict[str, list[Any]] = {}
+        for number, rollout in enumerate(body["verify_responses"]):
+            try:
+                environment = self.pipeline.environments.choose(rollout, environment_of(rollout))
+            except CallerError as error:
+                if rollout.get("mask_sample"):
+                    continue  # it was refused for that when it came
+                field = ".".join(filter(None, (f"verify_responses.{number}", error.field)))
+                raise CallerError(error.complaint, field=field) from error
+            rollouts.setdefault(environment.name, []).append(rollout)
+        return merged({name: await self._metrics_of(name, given) for name, given in rollouts.items()})
+
+    async def _metrics_of(self, environment: str, rollouts: list[Any]) -> Any:
+        own = environment in self._config.environments
+        settings = self._config.of_environment(environment) if own else self._config
+        if settings.resources_server is None:
+            raise CallerError(f"environment {environment!r} has no resources server", field="verify_responses")
+        server = self._servers.get("resources_servers", settings.resources_server.name, "resources_server")
+        answer = await server.post("/aggregate_metrics", {"verify_responses": rollouts}, CookieJar())
+        require_ok(answer, f"{server.name} /aggregate_metrics", FailureKind.VERIFIER_ERROR)
+        return answer.json()
+
+
+class ModelBackends:
+    """Backends of the policy's model servers, where those have a pool (``prorl_model`` has, Gym's own has not).
+
+    Args:
+        models: the model servers; each is told.
+    """
+
+    def __init__(self, models: Sequence[GymServer]) -> None:
+        self._models = models
+
+    async def add(self, address: str) -> None:
+        """Add a backend by its base URL."""
+        await self._tell("POST", {"url": address})
+
+    async def clear(self) -> None:
+        """Remove all of them."""
+        await self._tell("DELETE", None)
+
+    async def _tell(self, method: str, body: Any) -> None:
+        for model in self._models:
+            self._check(model.name, await model.call(method, "/v1/backends", body, CookieJar()))
+
+    def _check(self, model: str, answer: HttpAnswer) -> None:
+        if answer.status in (404, 405):
+            raise ProblemError(
+                501,
+                "no-backend-pool",
+                f"model server {model!r} has a fixed list of backends; use prorl_model to change them",
+            )
+        if answer.status in (403, 422):  # its own key would be 401
+            raise CallerError(f"{model} refuses it: {answer.said(2000)}", field="address")
+        if not answer.ok:
+            raise ProblemError(502, "model-server-refused", f"{model}: {answer.said(2000)}")
+
+
+def gym_row(job: Job, *, collector: bool) -> bytes:
+    """What ``/run`` answers: the verifier's row or the failure row, and how it came about."""
+    assert job.outcome is not None, "only a job with its outcome has an answer"
+    about = {
+        "id": job.id,
+        "group": job.group,
+        "run": job.run,
+        "state": job.outcome.state.value,
+        "environment": job.environment,
+        "turns": job.progress.turns,
+        "tool_calls": job.progress.tool_calls,
+        "finish_reason": job.progress.finish_reason,
+        "weight_versions": job.progress.weight_versions,
+        "log_probs": job.progress.log_probs,
+        "seconds": {
+            stage.value: {"waited": time.waited_s, "worked": time.worked_s} for stage, time in job.times.items()
+        },
+        "failed_attempts": [failure.kind.value for failure in job.failures],
+        "steps": orjson.loads(job.steps),
+    }
+    if job.resumed:
+        about |= {"resumed": job.resumed, "resumed_at_turn": job.resumed[-1]["turn"]}
+    if job.forked_from:
+        about["forked_from"] = job.forked_from
+    failure, result = job.outcome.failure, job.gym_result()
+    if failure is not None and "response" not in result:  # its handler has no idea of Gym's rows
+        row = job.row
+        result = failure_row(row, empty_response(row["responses_create_params"]), failure)
+    answer = {**result, ROLLOUT_OPTIONS_KEY: about}
+    if collector and gym_reads_trajectories():
+        answer[TRAJECTORY] = ng_trajectory({**job.row, **answer})
+    return orjson.dumps(answer)
+
+
+def _answer(job: Job, *, collector: bool) -> bytes:
+    """The body of a good answer.
+
+    Raises:
+        ProblemError: the caller is a trainer, and the rollout failed in a way that it must see as an HTTP error.
+    """
+    assert job.outcome is not None, "only a job with its outcome has an answer"
+    failure = job.outcome.failure
+    if failure is None and job.progress.finish_reason == "context_overflow":
+        failure = NOTHING_SAMPLED if not has_tokens(job.gym_result().get("response")) else None
+    if failure is not None and not collector:
+        status = run_status(job.row, failure, job.gym_result().get("response"))
+        if status != 200:
+            raise failure_problem(status, failure, job.id)
+    return gym_row(job, collector=collector)
+
+
+def _refused_row(row: dict[str, Any], failure: Failure) -> bytes:
+    """What Gym's collector gets for a row that became no job."""
+    params = row.get("responses_create_params")
+    refused = failure_row(row, empty_response(params if isinstance(params, dict) else {}), failure)
+    if gym_reads_trajectories():
+        refused[TRAJECTORY] = ng_trajectory(refused)
+    return orjson.dumps(refused)
+
+
+def _in_row(error: CallerError) -> CallerError:
+    """An id that is taken, or an environment that there is not, was named in the row, which is the whole body."""
+    if isinstance(error, JobConflict):
+        return JobConflict(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.id")
+    if isinstance(error, NotYours):
+        return NotYours(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.{error.field}")
+    if error.field == "environment":
+        return CallerError(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.environment")
+    if error.field is not None and error.field.startswith("row."):
+        return CallerError(error.complaint, field=error.field.removeprefix("row."))
+    return error
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

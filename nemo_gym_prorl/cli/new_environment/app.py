@@ -1,0 +1,51 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""The environment my_environment: the policy computes a sum with a shell and writes it into a file."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.servers.task_server import TaskServer
+from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
+from nemo_gym_prorl.tasks.workbench.workbench import Workbench
+from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
+
+
+class Sums:
+    """The task."""
+
+    def __init__(self, limits: ToolLimits) -> None:
+        self.tools = Workbench(("bash", "submit"), "/work", limits)
+
+    def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
+        if type(row.get("answer")) is not int:  # True is an int, too
+            raise CallerError("it must be the sum, as a number", field="answer")
+        return SandboxNeeds()
+
+    async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
+        await tools.write({"answer": "unknown\n"})
+
+    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Taken:
+        return await tools.take("answer", limit=100)
+
+    async def grade(
+        self, row: Mapping[str, Any], artefacts: Taken, response: Mapping[str, Any], open_sandbox: OpenSandbox
+    ) -> Grade:
+        if artefacts.content is None:
+            return Grade(0.0, "no_answer", artefacts.problem or "")
+        right = artefacts.content.split() == [b"%d" % row["answer"]]
+        return Grade(float(right), "right" if right else "wrong", f"the sum is {row['answer']}")
+
+
+class Server(TaskServer):
+    """The server."""
+
+    own_image: ClassVar[str] = "default"  # a small Linux with Python; "kernel" has IPython and numpy, too
+
+    def make_task(self) -> Sums:
+        return Sums(self.config.tool_limits)
+
+
+if __name__ == "__main__":
+    Server.run_webserver()

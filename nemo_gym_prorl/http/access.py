@@ -1,0 +1,202 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Who may call a server of ours: whoever has a key to it, or, where none is set, whoever is on this machine.
+
+A rollout service runs code on behalf of its callers and hands out what others sampled. So there are two safe settings,
+and a server takes one of them or does not start: it listens on loopback, or it has keys. With keys *every* route
+needs one, except the one by which a balancer asks whether the server lives.
+
+``control_token`` in a server's configuration is the deployment's own key: a bearer token that is good for everything.
+Our servers read each other's from the merged configuration of their deployment; Gym's own client sends none, unless
+:func:`~nemo_gym_prorl.servers.gym_client.send_keys` was called in its process. A rollout service may also have clients
+with keys of their own, each valid for some scopes. One table holds the scope of each route; a route that is not in the
+table needs an administrator's key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Callable, Mapping
+from ipaddress import ip_address
+
+from starlette.requests import HTTPConnection, Request
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Message, Receive, Send
+from starlette.types import Scope as Connection
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.keys import DEPLOYMENT, Caller, Scope, authorization
+from nemo_gym_prorl.http.problems import ProblemError
+
+
+LOGGER = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/healthz"})
+"""Routes that tell nothing but that the server lives."""
+
+_CALLER, _TOLD = "prorl.caller", "prorl.told"
+
+
+class RouteScopes:
+    """What a key must be good for, by method and route.
+
+    Args:
+        table: (method, path as the route has it) → scope. All else asks for ``admin``.
+    """
+
+    def __init__(self, table: Mapping[tuple[str, str], Scope]) -> None:
+        self.table = dict(table)
+        self._patterns = [
+            (method, compile_path(path)[0], scope) for (method, path), scope in table.items() if "{" in path
+        ]
+
+    def of(self, method: str, path: str) -> Scope:
+        """What a request needs."""
+        method = "GET" if method == "HEAD" else method
+        if (found := self.table.get((method, path))) is not None:
+            return found
+        fitting = (scope for of, pattern, scope in self._patterns if of == method and pattern.fullmatch(path))
+        return next(fitting, Scope.ADMIN)
+
+    def needs(self, method: str, path: str) -> Scope | None:
+        """The same of a route, ``None`` for one that is open."""
+        return None if path in OPEN_PATHS else self.of(method, path)
+
+
+class KeyGuard:
+    """ASGI middleware: refuses what comes without a key, or with one that is not good for the route, before any route
+    or body is looked at. Calls that only an administrator may make are told in the log, refused ones too.
+
+    Args:
+        app: what is guarded.
+        key: the deployment's own; ``None`` for none. With neither that nor clients everything passes.
+        clients: tells whose key it is, of the clients with keys of their own.
+        scopes: what routes ask for; by default each key is good for all.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        key: str | None,
+        clients: Callable[[str], Caller | None] | None = None,
+        scopes: RouteScopes | None = None,
+    ) -> None:
+        self._app = app
+        self._expected = authorization(key).get("Authorization", "").encode() if key is not None else None
+        self._clients = clients
+        self._scopes = scopes
+
+    async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        caller = self._caller(scope)
+        needed = self._scopes.of(scope.get("method", ""), scope["path"]) if self._scopes is not None else None
+        scope = {**scope, _CALLER: caller, _TOLD: {needed}}
+        if caller is not None and caller.name is not None:
+            send = self._as_long_as_known(scope, send)
+        if needed is not None:
+            send = _telling(scope, caller, send)
+        if caller is None:
+            await _UNAUTHORIZED.response()(scope, receive, send)
+        elif needed is not None and not caller.may(needed):
+            await _not_allowed(caller, needed).response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _caller(self, scope: Connection) -> Caller | None:
+        if self._expected is None and self._clients is None:
+            return DEPLOYMENT
+        given = HTTPConnection(scope).headers.get("authorization", "")
+        if self._expected is not None and hmac.compare_digest(given.encode("latin-1"), self._expected):
+            return DEPLOYMENT
+        word, _, key = given.partition(" ")
+        return self._clients(key) if self._clients is not None and word == "Bearer" else None
+
+    def _as_long_as_known(self, scope: Connection, send: Send) -> Send:
+        """A stream that is open when its key is revoked ends there: it may be one of events, and have no end."""
+        ended = False
+
+        async def checked(message: Message) -> None:
+            nonlocal ended
+            if ended:
+                return
+            if message.get("more_body") and self._caller(scope) != scope[_CALLER]:
+                ended, message = True, {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        return checked
+
+
+async def caller_of(request: Request) -> Caller:
+    """Whose request it is; a dependency of routes, whatever stands before them."""
+    return caller_in(request.scope)
+
+
+def caller_in(scope: Connection) -> Caller:
+    """Whose request it is."""
+    caller: Caller = scope.get(_CALLER, DEPLOYMENT)
+    return caller
+
+
+def tell(scope: Connection) -> None:
+    """Have the log tell of this request, as it does of those that only an administrator may make."""
+    scope.get(_TOLD, set()).add(Scope.ADMIN)
+
+
+def _telling(scope: Connection, caller: Caller | None, send: Send) -> Send:
+    async def told(message: Message) -> None:
+        if message["type"] == "http.response.start" and Scope.ADMIN in scope[_TOLD]:
+            who = "no known key" if caller is None else f"client {caller.name!r}" if caller.name else "the deployment"
+            where = (scope.get("client") or ("?",))[0]
+            # A warning, since Gym leaves logging as Python has it, which shows nothing below.
+            what = scope["method"], scope["path"]
+            LOGGER.warning("admin: %s %r by %s from %s: %s", *what, who, where, message["status"])
+        await send(message)
+
+    return told
+
+
+def check_exposure(host: str | None, key: str | None, *, field: str = "control_token", others: bool = False) -> None:
+    """Refuse a server that others could reach and that has no key.
+
+    Args:
+        host: the address to listen on; ``None`` is loopback, as with Gym.
+        key: the server's key.
+        field: where the key is set, for the message.
+        others: it has other keys besides.
+
+    Raises:
+        CallerError: the host is no loopback address and there is no key, or the key is empty or no ASCII.
+    """
+    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise CallerError("must be a non-empty word of ASCII characters", field=field)
+    if key is None and not others and not is_loopback(host):
+        raise CallerError(
+            f"the server would listen on {host} for everybody: set a key, or listen on 127.0.0.1", field=field
+        )
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether nobody else's machine can be meant by it; ``None`` is what Gym listens on."""
+    if host in (None, "localhost"):
+        return True
+    try:
+        return ip_address(str(host)).is_loopback
+    except ValueError:
+        return False
+
+
+_UNAUTHORIZED = ProblemError(
+    401,
+    "unauthorized",
+    "send `Authorization: Bearer KEY` with the server's control_token, or a key of a client",
+    headers={"WWW-Authenticate": "Bearer"},
+)
+
+
+def _not_allowed(caller: Caller, needed: Scope) -> ProblemError:
+    has = ", ".join(sorted(caller.scopes))
+    return ProblemError(403, "not-allowed", f"the key of {caller.name} has the scopes {has}; this needs {needed}")

@@ -1,0 +1,272 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of our HTTP servers as RFC 9457 problem documents with a stable ``type``.
+
+A client branches on ``type``; ``detail`` is for people and may change. Validation errors name the field and what is
+wrong with it, for each field at once. An error class says itself which status and type it has (``http_status``,
+``problem`` and ``retry_after_s`` of :class:`~nemo_gym_prorl.failures.CallerError`), so that this module knows no wing.
+
+:class:`ProblemRoute` covers one route, on whatever application it is mounted; :func:`add_problem_handlers` covers all
+routes of an application, Gym's among them, and its OpenAPI document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from http.client import responses
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, RolloutError, TaskError
+from nemo_gym_prorl.http.problem_document import TYPE_PREFIX, Problem, field_errors, in_words, readable
+
+
+MEDIA_TYPE = "application/problem+json"
+
+DESCRIPTIONS: dict[int, str] = {
+    400: "It cannot be done in this state.",
+    401: "The key is missing or wrong.",
+    403: "It is not allowed here.",
+    404: "There is no such thing, or it is forgotten.",
+    409: "It conflicts with what is there.",
+    410: "It was there and is forgotten.",
+    422: f"A field is wrong; `errors` names it. With `{FAILURE_KIND_HEADER}`: the task is broken for everybody.",
+    429: "There is no room; come back after `Retry-After` seconds.",
+    500: f"Trouble of ours; the header `{FAILURE_KIND_HEADER}` names the kind.",
+    501: "This deployment cannot do that.",
+    502: "A server behind this one refused.",
+    503: "Nothing is taken on now; come back after `Retry-After` seconds.",
+    504: "It was not done within its budget.",
+}
+
+
+class ProblemError(HTTPException):
+    """Raised in a route to answer with a problem document.
+
+    An :class:`~starlette.exceptions.HTTPException`, so that its status holds on every application.
+
+    Args:
+        status: HTTP status.
+        name: the stable part of ``type``.
+        detail: what is wrong and how to mend it.
+        errors: per field, ``{"field": …, "message": …}``.
+        headers: e.g. ``Retry-After``.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        name: str,
+        detail: str,
+        *,
+        errors: list[dict[str, Any]] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        # What a caller sent may be quoted here, and half a surrogate pair is no text.
+        detail = readable(detail)
+        super().__init__(status, detail, headers)
+        self.problem = Problem(
+            type=TYPE_PREFIX + name,
+            title=_title(name),
+            status=status,
+            detail=detail,
+            errors=[{key: readable(str(value)) for key, value in entry.items()} for entry in errors]
+            if errors
+            else None,
+        )
+
+    def __str__(self) -> str:
+        return self.problem.detail
+
+    def response(self) -> Response:
+        """As an HTTP response."""
+        return Response(
+            self.problem.model_dump_json(exclude_none=True),
+            status_code=self.problem.status,
+            media_type=MEDIA_TYPE,
+            headers=dict(self.headers) if self.headers else None,
+        )
+
+
+def problem_of(error: RolloutError) -> ProblemError:
+    """The problem document of an error of ours. One that is not the caller's is 500 and says so in a header, so that
+    nobody takes it for an observation or a reward (500 is what Gym's client repeats a few times only). A task that is
+    broken for everybody is 422, which nobody repeats."""
+    if not isinstance(error, CallerError):
+        errors = [{"field": error.field, "message": error.reason}] if error.field else None
+        said = {FAILURE_KIND_HEADER: error.kind.value}
+        status = 422 if isinstance(error, TaskError) else 500
+        return ProblemError(status, error.kind.value, error.reason, errors=errors, headers=said)
+    errors = [{"field": error.field, "message": error.complaint}] if error.field else None
+    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s is not None else None
+    return ProblemError(error.http_status, error.problem, error.reason, errors=errors, headers=headers)
+
+
+def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What a route declares (``responses=``) for the problems that it answers with, and for a missing key."""
+    return {status: {"model": Problem, "description": DESCRIPTIONS[status]} for status in (401, 422, *statuses)}
+
+
+def invalid_body(error: ValidationError | RequestValidationError | ValueError) -> ProblemError:
+    """What is wrong with a request, field by field."""
+    if not isinstance(error, ValidationError | RequestValidationError):
+        return ProblemError(422, "invalid-request", f"the body is not JSON: {error}")
+    # FastAPI's locations begin with body, query or path; the caller knows a field by the rest.
+    errors = field_errors(error.errors(), outer=int(isinstance(error, RequestValidationError)))
+    return ProblemError(422, "invalid-request", in_words(errors), errors=errors)
+
+
+class ProblemRoute(APIRoute):
+    """A route whose errors are problem documents, wherever it is mounted: Gym owns the application's handlers."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The route's handler, with errors turned into answers."""
+        inner = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await inner(request)
+            except KNOWN_ERRORS as error:
+                return answer_to(error)
+
+        return handle
+
+
+async def no_other_parameters(request: Request) -> None:
+    """A dependency of control routes: what is misspelt, or in the body where it belongs into the query, would be
+    passed over, and the request carried out for others than those that were meant.
+
+    Raises:
+        CallerError: the request has a parameter, or a body, that its route does not read.
+    """
+    route = request.scope["route"]
+    known = [param.alias for param in route.dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            raise CallerError(f"no such parameter here; there are: {', '.join(known) or 'none'}", field=name)
+    empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+    if request.method == "DELETE" and route.body_field is None and not empty:
+        raise CallerError("it is not read here; parameters are in the query", field="body")
+
+
+class Declared(NamedTuple):
+    """What a route does not declare itself, as Gym's routes that take the bare request.
+
+    Attributes:
+        statuses: of its problems, besides 401 and 422.
+        body: what it takes, where the route does not say.
+    """
+
+    statuses: tuple[int, ...]
+    body: type[BaseModel] | None = None
+
+
+def add_problem_handlers(
+    app: FastAPI,
+    declared: Mapping[str, Declared] | None = None,
+    needs: Callable[[str, str], str | None] | None = None,
+) -> None:
+    """Have every error of an application be a problem document, also where Gym owns the route, and its OpenAPI
+    document say so.
+
+    Args:
+        app: the application.
+        declared: by path, what the document is to say of routes that say nothing themselves.
+        needs: tells what a key must be good for, by method and path, or that none is asked for; where there are keys.
+    """
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return answer_to(error)
+
+    build_stack, describe = app.build_middleware_stack, app.openapi
+
+    def build_with_ours() -> Any:
+        # Gym puts in handlers of its own after it has got the application. The stack is built with the first call.
+        for kind in KNOWN_ERRORS:
+            app.add_exception_handler(kind, answer)
+        return build_stack()
+
+    def described() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _with_problems(describe(), declared or {})
+            if needs is not None:
+                _with_keys(app.openapi_schema, needs)
+        return app.openapi_schema
+
+    app.build_middleware_stack = build_with_ours  # type: ignore[method-assign]
+    app.openapi = described  # type: ignore[method-assign]
+
+
+KNOWN_ERRORS = (RolloutError, RequestValidationError, HTTPException)
+"""What :func:`answer_to` makes an answer of."""
+
+
+def answer_to(error: Exception) -> Response:
+    """The answer to one of :data:`KNOWN_ERRORS`; any other is raised."""
+    match error:
+        case ProblemError():
+            return error.response()
+        case RolloutError():
+            return problem_of(error).response()
+        case RequestValidationError():
+            return invalid_body(error).response()
+        case HTTPException(status_code=400, detail="There was an error parsing the body"):
+            # FastAPI's word for a body that is no UTF-8 or nested without end; it is as invalid as any other.
+            return invalid_body(ValueError("it is no UTF-8, or nested too deep")).response()
+        case HTTPException():
+            headers = dict(error.headers) if error.headers else None
+            return ProblemError(
+                error.status_code, f"http-{error.status_code}", str(error.detail), headers=headers
+            ).response()
+    raise error
+
+
+def _with_problems(document: dict[str, Any], declared: Mapping[str, Declared]) -> dict[str, Any]:
+    """FastAPI's OpenAPI document with our media type and schema where it has its own."""
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    content = {MEDIA_TYPE: {"schema": _referenced(Problem, schemas)}}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            answers = operation["responses"]
+            if (about := declared.get(path)) is not None:
+                if about.body is not None:
+                    body = {"application/json": {"schema": _referenced(about.body, schemas)}}
+                    operation.setdefault("requestBody", {"required": True, "content": body})
+                for status in (401, 422, *about.statuses):
+                    answers.setdefault(str(status), {"description": ""})
+            for status in [status for status in answers if status[0] in "45"]:
+                answers[status] = {"description": _described(status, answers[status]), "content": content}
+    return document
+
+
+def _with_keys(document: dict[str, Any], needs: Callable[[str, str], str | None]) -> None:
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if (scope := needs(method.upper(), path)) is not None:
+                operation["security"] = [{"key": [scope]}]
+
+
+def _referenced(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
+    """A reference to a model's schema, which is put among the document's."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    for name, part in {**schema.pop("$defs", {}), model.__name__: schema}.items():
+        schemas.setdefault(name, part)
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+def _described(status: str, answer: dict[str, Any]) -> str:
+    return DESCRIPTIONS.get(int(status)) or str(answer["description"])
+
+
+def _title(name: str) -> str:
+    if name.startswith("http-"):
+        return responses.get(int(name.removeprefix("http-")), "HTTP error")
+    return name.replace("-", " ").replace("_", " ").capitalize()

@@ -1,0 +1,357 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""prorl_agent over Gym's own servers: same rewards as Gym's own agent, and what it adds.
+
+Gym's resources servers, its ``simple_agent`` and its ``vllm_model`` run unmodified; the policy is scripted.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from fastapi import FastAPI, Request, Response
+from omegaconf import OmegaConf
+
+from nemo_gym_prorl.agent.agent_service import AgentService
+from nemo_gym_prorl.agent.gym_environments import ServiceConfig
+from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
+from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
+from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
+from nemo_gym_prorl.http.problems import add_problem_handlers
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.schemas import TokenForm
+from tests.agent.gym_host import hosting, instance, url_of
+from tests.rollout.serving import serve
+
+
+ENVIRONMENTS = ("example_session_state_mgmt", "example_multi_step", "mcqa")
+MAX_MODEL_LEN = 20_000
+
+
+def gym_rows(environment: str) -> list[dict[str, Any]]:
+    """The example rows that Gym ships with a resources server."""
+    spec = find_spec("nemo_gym")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).parents[1] / "resources_servers" / environment / "data" / "example.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def scripted(row: dict[str, Any], *turns: Any, latency_s: float = 0.0) -> dict[str, Any]:
+    """The row with a script: a turn is text, or a list of (tool, arguments) calls, and takes so long."""
+    script = []
+    for turn in turns:
+        if isinstance(turn, str):
+            script.append({"content": turn, "tool_calls": []})
+        else:
+            script.append({"content": None, "tool_calls": [{"name": name, "arguments": args} for name, args in turn]})
+    params = {
+        **row["responses_create_params"],
+        "metadata": {"script": json.dumps({"turns": [{**turn, "latency_s": latency_s} for turn in script]})},
+    }
+    return {**row, "responses_create_params": params}
+
+
+def collected(row: dict[str, Any], rollout: int = 0) -> dict[str, Any]:
+    """The row as Gym's own collector sends it."""
+    return {**row, "_ng_task_index": 0, "_ng_rollout_index": rollout}
+
+
+class Stage:
+    """The running servers of a test."""
+
+    def __init__(self, config: dict[str, Any], http: aiohttp.ClientSession, host: asyncio.subprocess.Process) -> None:
+        self.config, self.http, self.host = config, http, host
+
+    async def simple_agent(self, environment: str, row: dict[str, Any]) -> dict[str, Any]:
+        """Gym's own agent on a row."""
+        return await self._run(url_of(self.config[f"{environment}_simple_agent"]), row)
+
+    @asynccontextmanager
+    async def prorl_agent(self, environment: str, model: str = "policy_model", **settings: Any) -> AsyncIterator[Any]:
+        """Our service on a real socket; yields a function that runs a row."""
+        reference = {"type": "resources_servers", "name": environment}
+        config = ServiceConfig(resources_server=reference, **settings)
+        service = AgentService(config, OmegaConf.create(self.config), model=model)
+        app = FastAPI()
+        app.include_router(service.router())
+        add_problem_handlers(app)
+
+        @app.post("/run")
+        async def run(request: Request) -> Response:
+            return await service.run(request)
+
+        async with serve(app) as url:
+            yield lambda row: self._run(url, row)
+            await service.close()
+
+    async def _run(self, url: str, row: dict[str, Any]) -> dict[str, Any]:
+        async with self.http.post(f"{url}/run", json=row) as response:
+            body = await response.json()
+            assert response.status == 200, body
+            return dict(body)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage() -> AsyncIterator[Stage]:
+    async with serve_scripted(ScriptedConfig(max_model_len=MAX_MODEL_LEN)) as policy_url:
+        model = {
+            "base_url": policy_url,
+            "api_key": "none",
+            "model": MODEL_NAME,
+            "return_token_id_information": True,
+            "uses_reasoning_parser": False,
+        }
+        config = {
+            "policy_model": instance("responses_api_models", "vllm_model", **model),
+            "token_keeper": instance("responses_api_models", "prorl_model", **model, policy={"engine": "vllm_chat"}),
+        }
+        for environment in ENVIRONMENTS:
+            config[environment] = instance("resources_servers", environment, domain="other")
+            config[f"{environment}_simple_agent"] = instance(
+                "responses_api_agents",
+                "simple_agent",
+                resources_server={"type": "resources_servers", "name": environment},
+                model_server={"type": "responses_api_models", "name": "policy_model"},
+            )
+        async with hosting(config) as host, aiohttp.ClientSession() as http:
+            yield Stage(config, http, host)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def counting(add: int) -> list[Any]:
+    """A script for the counter: two calls in one turn, then a look, then the answer."""
+    increments = [("increment_counter", {"count": 1}), ("increment_counter", {"count": add})]
+    return [increments, [("get_counter_value", {})], "Done."]
+
+
+def scripts(environment: str, row: dict[str, Any]) -> list[list[Any]]:
+    """Right and wrong replies to a row, with tool errors, unknown tools and malformed arguments among them."""
+    if environment == "example_session_state_mgmt":
+        missing = row["expected_count"] - row["initial_count"] - 1
+        return [
+            counting(missing),
+            counting(missing + 1),
+            [[("increment_counter", {"count": "many"})], *counting(missing)],
+            [[("no_such_tool", {})], *counting(missing)],
+            [[("increment_counter", '{"count": ')], *counting(missing)],
+            ["I would rather not."],
+        ]
+    if environment == "example_multi_step":
+        values = row["expected_synonym_values"]
+        look_up = [[("get_synonym_value", {"synonym": name}) for name in row["expected_synonyms"]]]
+        return [
+            [*look_up, [("extract_synonym_values", {"synonym_values": values})], "Extracted."],
+            [*look_up, [("extract_synonym_values", {"synonym_values": values[::-1]})], "Extracted."],
+            ["Nothing to extract."],
+        ]
+    right = row["expected_answer"]
+    return [[f"\\boxed{{{right}}}"], ["\\boxed{Z}"], ["No idea."]]
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+async def test_same_rewards_as_simple_agent_on_the_same_replies(stage: Stage, environment: str) -> None:
+    async with stage.prorl_agent(environment) as run:
+        rewards = []
+        for row in gym_rows(environment)[:1]:
+            for turns in scripts(environment, row):
+                theirs = await stage.simple_agent(environment, scripted(row, *turns))
+                ours = await run(scripted(row, *turns))
+                assert ours["reward"] == theirs["reward"], turns
+                assert [kind_of(item) for item in ours["response"]["output"]] == [
+                    kind_of(item) for item in theirs["response"]["output"]
+                ]
+                for item in theirs["response"]["output"]:
+                    if item["type"] == "function_call_output":
+                        assert item["output"] in [other.get("output") for other in ours["response"]["output"]]
+                rewards.append(ours["reward"])
+        assert {0.0, 1.0} <= set(rewards), "the comparison saw right and wrong replies"
+
+
+async def test_arguments_that_break_readers_are_answered_like_any_other(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    missing = row["expected_count"] - row["initial_count"] - 1
+    odd = [("no_such_tool", text) for text in ("[" * 5000, "1" * 5000, '{"n": 100000000000000000000}')]
+    async with stage.prorl_agent("example_session_state_mgmt") as run:
+        done = await run(scripted(row, odd, *counting(missing)))
+    told = [item["output"] for item in done["response"]["output"] if item["type"] == "function_call_output"]
+    assert ["Invalid tool call arguments" in text for text in told[:3]] == [True, True, False]
+    assert done["reward"] == 1.0
+
+
+def kind_of(item: dict[str, Any]) -> tuple[Any, ...]:
+    """What two agents must agree on in an output item; ids are random."""
+    return (item["type"], item.get("name"), item.get("arguments"), item.get("generation_token_ids"))
+
+
+@asynccontextmanager
+async def recording(target: str, http: aiohttp.ClientSession) -> AsyncIterator[tuple[str, list[tuple[str, str, Any]]]]:
+    """A proxy in front of a server that keeps method, path and body of each request."""
+    app = FastAPI()
+    seen: list[tuple[str, str, Any]] = []
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
+    async def forward(path: str, request: Request) -> Response:
+        body = await request.body()
+        seen.append((request.method, path, json.loads(body) if body else None))
+        headers = {key: value for key, value in request.headers.items() if key not in ("host", "content-length")}
+        async with http.request(request.method, f"{target}/{path}", data=body, headers=headers) as answer:
+            kept = {key: answer.headers[key] for key in ("X-Rollout-Tokens", "Set-Cookie") if key in answer.headers}
+            return Response(await answer.read(), answer.status, kept, "application/json")
+
+    async with serve(app) as url:
+        yield url, seen
+
+
+async def test_a_server_that_keeps_the_tokens_is_sent_only_what_is_new(stage: Stage) -> None:
+    """And the trainer gets the same trajectory, token for token."""
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    async with stage.prorl_agent("example_session_state_mgmt") as run:
+        in_full = await run(scripted(row, *counting(2)))
+    async with recording(url_of(stage.config["token_keeper"]), stage.http) as (url, seen):
+        block = instance("responses_api_models", "prorl_model", port=int(url.rpartition(":")[2]))
+        proxied = Stage({**stage.config, "recorded": block}, stage.http, stage.host)
+        async with proxied.prorl_agent("example_session_state_mgmt", "recorded") as run:
+            by_news = await run(scripted(row, *counting(2)))
+    assert by_news["reward"] == in_full["reward"] == 1.0
+    for ours, theirs in zip(by_news["response"]["output"], in_full["response"]["output"], strict=True):
+        for field in ("type", "name", "arguments", "output", "prompt_token_ids", "generation_log_probs"):
+            assert ours.get(field) == theirs.get(field)
+        sampled = theirs.get("generation_token_ids")
+        assert ours.get("generation_token_ids") == (sampled and [int(token) for token in sampled])
+    turns = [body for _, path, body in seen if path == "v1/responses"]
+    assert [[item.get("type") for item in body["input"]] for body in turns[1:]] == [
+        ["function_call_output", "function_call_output"],
+        ["function_call_output"],
+    ]
+    assert all("prompt_token_ids" not in json.dumps(body) for body in turns)
+    (fetched, ledger_tokens, _), (deleted, ledger, _) = seen[-2:]
+    assert (fetched, deleted, ledger_tokens) == ("GET", "DELETE", f"{ledger}/tokens")
+    assert ledger.startswith(f"v1/rollouts/{by_news['rollout']['id']}.")
+
+
+async def test_a_rollout_that_runs_out_of_time_keeps_its_tokens_and_leaves_nothing(stage: Stage) -> None:
+    """At a real server that keeps tokens: every turn that was complete, in one chain."""
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    endless = [[("increment_counter", {"count": 1})] for _ in range(400)]
+    async with recording(url_of(stage.config["token_keeper"]), stage.http) as (url, seen):
+        block = instance("responses_api_models", "prorl_model", port=int(url.rpartition(":")[2]))
+        proxied = Stage({**stage.config, "recorded": block}, stage.http, stage.host)
+        async with proxied.prorl_agent("example_session_state_mgmt", "recorded", budgets={"run": 1.5}) as run:
+            result = await run(collected(scripted(row, *endless)))
+    assert result["failure_kind"] == "agent_timeout"
+    assert result["instance_config"]["mask_sample"] is True
+    sampled = [item for item in result["response"]["output"] if item.get("generation_token_ids")]
+    assert 0 < len(sampled) == result["rollout"]["turns"] < 400
+    so_far: list[int] = []
+    for item in sampled:
+        assert item["prompt_token_ids"][: len(so_far)] == so_far
+        so_far = [*item["prompt_token_ids"], *item["generation_token_ids"]]
+    [forgotten] = [path for method, path, _ in seen if method == "DELETE"]
+    async with stage.http.get(f"{url_of(stage.config['token_keeper'])}/{forgotten}/tokens") as answer:
+        assert answer.status == 410
+
+
+async def test_the_row_names_the_weights_that_sampled_each_turn(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    label = f"{url_of(stage.config['token_keeper'])}/v1/backends/weight_version"
+    async with stage.http.post(label, json={"weight_version": "step-7"}) as answer:
+        assert answer.status == 200
+    async with stage.prorl_agent("example_session_state_mgmt", "token_keeper") as run:
+        result = await run(scripted(row, *counting(2)))
+    assert result["rollout"]["weight_versions"] == [
+        {"turn": turn, "first": "step-7", "last": "step-7"} for turn in range(3)
+    ]
+    assert len(result["rollout"]["log_probs"]) == 1, "the mode of its engine"
+
+
+async def test_rollouts_at_once_do_not_share_a_session(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    async with stage.prorl_agent("example_session_state_mgmt") as run:
+        results = await asyncio.gather(*(run(scripted(row, *counting(add))) for add in [2, 5] * 8))
+    assert [result["reward"] for result in results] == [1.0, 0.0] * 8
+
+
+async def test_turn_limit(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    async with stage.prorl_agent("example_session_state_mgmt", max_steps=2) as run:
+        result = await run(scripted(row, *counting(2), "Still here."))
+    assert (result["rollout"]["turns"], result["rollout"]["finish_reason"]) == (2, "max_steps")
+    assert result["reward"] == 1.0, "what was reached by then is scored"
+
+
+async def test_token_limit(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    async with stage.prorl_agent("example_session_state_mgmt", max_total_sequence_length=10) as run:
+        result = await run(scripted(row, *counting(2)))
+    assert (result["rollout"]["turns"], result["rollout"]["finish_reason"]) == (1, "max_total_sequence_length")
+
+
+async def test_context_overflow_ends_cleanly_and_is_scored(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    talk = [[("increment_counter", {"count": 0, "why": "x" * 4000})] for _ in range(10)]
+    async with stage.prorl_agent("example_session_state_mgmt") as run:
+        result = await run(scripted(row, *counting(2)[:1], *talk))
+    assert result["rollout"]["state"] == "succeeded"
+    assert result["rollout"]["finish_reason"] in ("length", "context_overflow")
+    assert 2 < result["rollout"]["turns"] < 11
+    assert result["reward"] == 1.0
+
+
+async def test_concurrent_tool_calls_come_back_in_order(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_multi_step")
+    names = row["expected_synonyms"]
+    turns = [[("get_synonym_value", {"synonym": name}) for name in names], "Done."]
+    async with stage.prorl_agent("example_multi_step", tool_concurrency=8) as run:
+        result = await run(scripted(row, *turns))
+    observations = [item for item in result["response"]["output"] if item["type"] == "function_call_output"]
+    values = [json.loads(item["output"])["synonym_value"] for item in observations]
+    assert values == [sum(map(ord, name)) for name in names]
+
+
+@pytest.mark.parametrize("route", ["verify", "../verify"])
+async def test_a_policy_cannot_call_the_servers_own_routes(stage: Stage, route: str) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    async with stage.prorl_agent("example_session_state_mgmt") as run:
+        result = await run(scripted(row, [(route, {"initial_count": row["expected_count"]})], "Done."))
+    [observation] = [item for item in result["response"]["output"] if item["type"] == "function_call_output"]
+    assert "Not Found" in observation["output"]
+    assert result["rollout"]["tool_calls"] == 0
+
+
+async def test_a_killed_agent_has_its_rollouts_again(stage: Stage, tmp_path: Path) -> None:
+    """With a journal: what ended, tokens and steps and all, and what had not, which runs again."""
+    settings = {
+        "resources_server": {"type": "resources_servers", "name": "example_session_state_mgmt"},
+        "model_server": {"type": "responses_api_models", "name": "token_keeper"},
+        "journal": str(tmp_path),
+    }
+    config = {**stage.config, "agent": instance("responses_api_agents", "prorl_agent", **settings)}
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    slow = scripted(row, *[[("increment_counter", {"count": 1})] for _ in range(20)], "Done.", latency_s=0.2)
+    async with RolloutClient(url_of(config["agent"])) as client:
+        async with (
+            hosting(config, "agent"),
+            stage.http.post(f"{client.url}/run", json=scripted(row, *counting(2))) as answer,
+        ):
+            assert answer.status == 200
+            await client.submit(scripted(row, *counting(2)), id="done")
+            done = [await client.wait("done"), await client.get("done", tokens=TokenForm.PACKED)]
+            await client.submit(slow, id="cut")
+            log = await client.ended("0")
+        async with hosting(config, "agent"):
+            assert done == [await client.get("done"), await client.get("done", tokens=TokenForm.PACKED)]
+            assert done[1].tokens
+            assert done[0].steps
+            assert (await client.wait("cut")).state is JobState.SUCCEEDED
+            assert [job.id for job in (await client.ended(log.cursor)).rollouts] == ["cut"]

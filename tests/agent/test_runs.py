@@ -1,0 +1,339 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of several trainers over one service and its model servers, and far more rollouts than a policy takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from nemo_gym_prorl.agent.gym_environment import GymContext
+from nemo_gym_prorl.agent.gym_http import Address, GymServer, HttpClient
+from nemo_gym_prorl.dapo.contract import SamplerConfig
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.nemo_rl import collector as collecting
+from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
+from nemo_gym_prorl.nemo_rl.groups import Group
+from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
+from nemo_gym_prorl.nemo_rl.settings import Shaping
+from nemo_gym_prorl.rollout.job import Job, JobState
+from tests.agent.crowd import TURNS, Crowd, Engine, crowd, in_thread, model_server, row
+from tests.policy.model_process import Server, started
+
+
+GROUPS, SIZE = 5, 4
+STAGES = {"init": 64, "ready": 64, "run": 64, "eval": 64}
+POLICY = {"limit": 16}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Without engines."""
+    with model_server(tmp_path_factory.mktemp("runs"), **POLICY) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def another(model: Server) -> Iterator[Server]:
+    """One more, with the same tokenizer."""
+    with model_server(model.log.parent, **POLICY) as running:
+        yield running
+
+
+@pytest.fixture
+async def pair(model: Server, another: Server) -> AsyncIterator[Crowd]:
+    async with crowd(model, another, stages=STAGES, prorl_wire=True) as running:
+        yield running
+        for server in running.models:
+            for left in (await server.ask("GET", "/v1/backends"))[1]["backends"]:
+                assert (await server.ask("DELETE", f"/v1/backends/{left['id']}"))[0] == 200
+
+
+@pytest.fixture
+async def at(model: Server) -> AsyncIterator[Crowd]:
+    async with crowd(model, stages=STAGES) as running:
+        yield running
+        for left in (await model.ask("GET", "/v1/backends"))[1]["backends"]:
+            assert (await model.ask("DELETE", f"/v1/backends/{left['id']}"))[0] == 200
+
+
+class Trainer:
+    """One trainer: its engine, its run, and what it trains on."""
+
+    def __init__(self, at: Crowd, name: str, url: str, engine: Engine) -> None:
+        self.name, self.engine, self.tokenizer = name, engine, at.tokenizer
+        self.servers = with_engines(Servers((at.url,), tuple(model.url for model in at.models)), [url], name)
+        config = SamplerConfig(GROUPS, SIZE, 40, max_staleness=1)
+        rows = [row(name) | {"number": number} for number in range(200)]
+        self.collector = Collector(Plan(rows, config, self.servers, Shaping(), client=name))
+        self.groups: list[Group] = []
+
+    async def batch(self, version: int) -> None:
+        """The engine has these weights: announce them, and train on a batch."""
+        self.engine.weights = version
+        self.collector.weights(version)
+        async with asyncio.timeout(200):
+            self.groups += await asyncio.gather(*(asyncio.wrap_future(self.collector.take()) for _ in range(GROUPS)))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.collector.close)
+        await asyncio.to_thread(self.servers.withdraw)
+
+    def sampled_by(self) -> set[str]:
+        """Who sampled what it trains on."""
+        said = [turn.sampled for group in self.groups for member in group.members for turn in member.turns]
+        assert len(said) == len(self.groups) * SIZE * TURNS
+        return {json.loads(self.tokenizer.decode(ids).split("\n")[1])["arguments"]["by"] for ids in said}
+
+
+@contextlib.asynccontextmanager
+async def trainer(at: Crowd, name: str, engine: str | None = None) -> AsyncIterator[Trainer]:
+    sampler = at.engine(engine or name)
+    with in_thread(sampler) as url:
+        running = Trainer(at, name, f"{url}/v1", sampler)
+        try:
+            yield running
+        finally:
+            await running.close()
+
+
+def calls(job: Any) -> list[dict[str, Any]]:
+    """What each turn of a rollout says it was sampled by."""
+    output = job.result["response"]["output"]
+    return [json.loads(item["arguments"]) for item in output if item["type"] == "function_call"]
+
+
+@pytest.mark.parametrize("batches", [3, pytest.param(15, marks=pytest.mark.long("300 rollouts each"))])
+async def test_no_turn_crosses_between_two_trainers_and_the_servers_own_policy(batches: int, pair: Crowd) -> None:
+    count, at, own = batches * GROUPS * SIZE, pair, pair.engine("own")
+    with in_thread(own) as own_url:
+        await at.tell("POST", "/v1/backends", {"url": own_url})
+        async with trainer(at, "A") as first, trainer(at, "B") as second:
+            for number in range(count):
+                await at.service.submit(row(), id=f"own-{number}")
+
+            async def train(one: Trainer, versions: range) -> None:
+                for version in versions:
+                    await one.batch(version)
+
+            await asyncio.gather(train(first, range(batches)), train(second, range(100, 100 + batches)))
+            own_jobs = [await at.service.wait(f"own-{number}") for number in range(count)]
+            metrics = [(await model.text("/metrics"))[1] for model in at.models]
+            assert (first.sampled_by(), second.sampled_by()) == ({"A"}, {"B"})
+        jobs = [job for job in await at.ended(2 * count) if job.state is JobState.SUCCEEDED]
+    assert {call["by"] for job in own_jobs for call in calls(job)} == {"own"}
+    assert [set(engine.prompts) for engine in (first.engine, second.engine, own)] == [{"A"}, {"B"}, {"None"}]
+    for job in jobs:
+        for call in calls(job):
+            assert call["by"] == (job.run or "own")
+            # The engine has its weights a moment before they are announced.
+            labels = {f"{call['weights']}", f"{call['weights'] - 1}"} if job.run else {None}
+            assert labels & {*job.weight_versions}, job
+    for run in ("A", "B", ""):
+        assert all(f'prorl_policy_waiting{{run="{run}"}}' in text for text in metrics)
+
+
+async def test_a_run_whose_engines_are_gone_waits_and_falls_to_nobody(at: Crowd) -> None:
+    async def register(url: str, run: str | None) -> int:
+        return (await at.model.ask("POST", "/v1/backends", {"url": url, "run": run, "weight_version": "1"}))[0]
+
+    mine, other, later = (at.engine(name, delay_s=0.2) for name in ("mine", "other", "later"))
+    with in_thread(mine) as my_url, in_thread(other) as other_url, in_thread(later) as later_url:
+        assert [await register(my_url, "mine"), await register(other_url, "other")] == [201, 201]
+        for number in range(12):
+            await at.service.submit(row("mine"), id=f"m{number}", run="mine")
+        while mine.prompts.total() < 12 + 4:
+            await asyncio.sleep(0.01)
+        assert (await at.model.ask("DELETE", "/v1/backends?run=mine"))[0] == 200
+        states = {number: (await at.service.get(f"m{number}")).state for number in range(12)}
+        waiting = [number for number, state in states.items() if state is JobState.RUNNING]  # the others had ended
+        assert waiting
+        for number in range(12):
+            await at.service.submit(row("other"), id=f"o{number}", run="other")
+        others = [await at.service.wait(f"o{number}") for number in range(12)]
+        assert {call["by"] for job in others for call in calls(job)} == {"other"}
+        states = {number: (await at.service.get(f"m{number}")).state for number in range(12)}
+        assert {states[number] for number in waiting} == {JobState.RUNNING}, "nothing is lost"
+        assert not set(states.values()) - {JobState.RUNNING, JobState.SUCCEEDED}, "and nothing fails"
+        assert [backend["run"] for backend in (await at.model.ask("GET", "/v1/backends"))[1]["backends"]] == ["other"]
+        assert (await at.model.ask("GET", "/v1/backends?run=mine"))[1] == {"backends": [], "waiting": len(waiting)}
+        assert await register(later_url, "mine") == 201
+        jobs = [await at.service.wait(f"m{number}") for number in range(12)]
+    assert {job.timings["run"].attempts for job in jobs} == {1}
+    assert {call["by"] for job in jobs for call in calls(job)} == {"mine", "later"}
+    assert set(other.prompts) == {"other"}
+
+
+async def test_an_engine_is_one_runs(at: Crowd) -> None:
+    engine = at.engine("first")
+    with in_thread(engine) as url:
+        assert (await at.model.ask("POST", "/v1/backends", {"url": f"{url}/v1", "run": "first", "id": "e"}))[0] == 201
+        again = {"url": f"{url}/v1", "run": "first", "weight_version": "1"}
+        assert (await at.model.ask("POST", "/v1/backends", again))[1]["id"] == "e", "it is the same one"
+        for run, there in (("second", url), (None, url), ("second", url.replace("127.0.0.1", "localhost"))):
+            status, said = await at.model.ask("POST", "/v1/backends", {"url": there, "run": run})
+            assert (status, said["errors"][0]["field"]) == (409, "url")
+            assert "is backend 'e' of run 'first'" in said["detail"]
+        servers = with_engines(Servers((), (at.model.url,)), [url], "second")
+        with pytest.raises(CallerError, match="of run 'first'"):
+            await asyncio.to_thread(servers.announce, 1, needed=True)
+        await asyncio.to_thread(servers.withdraw)
+        [kept] = (await at.model.ask("GET", "/v1/backends"))[1]["backends"]
+        assert (kept["run"], kept["weight_version"]) == ("first", "1")
+        headers = {"X-Rollout-Id": "r", "X-Rollout-Run": "first"}
+        body = {"input": "run:first;", "max_output_tokens": 99}
+        assert (await at.model.ask("POST", "/v1/responses", body, headers))[0] == 200
+        status, said = await at.model.ask("POST", "/v1/responses", body, headers | {"X-Rollout-Run": "second"})
+        assert (status, said["errors"][0]["field"]) == (422, "X-Rollout-Run"), "a rollout has one run"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "said"),
+    [
+        ("DELETE", "/v1/backends", {"run": "first"}, (422, "body")),
+        ("POST", "/v1/backends/pause", {"run": "frist"}, (404, "run")),
+    ],
+)
+async def test_what_names_no_run_in_its_place_is_carried_out_for_none(
+    at: Crowd, method: str, path: str, body: dict[str, Any] | None, said: tuple[int, str]
+) -> None:
+    before = (await at.model.ask("GET", "/v1/backends"))[1]
+    status, problem = await at.model.ask(method, path, body)
+    assert (status, problem["errors"][0]["field"]) == said
+    assert (await at.model.ask("GET", "/v1/backends"))[1] == before
+
+
+async def test_a_model_server_that_begins_anew_is_told_of_engines(at: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch may wait for just the engines that it has forgotten."""
+    monkeypatch.setattr(collecting, "REMIND_S", 0.5)
+    folder = at.model.log.parent
+    async with trainer(at, "A") as training:
+        await training.batch(0)
+        training.engine.delay_s = 0.1
+        at.model.kill()
+        port = int(at.model.url.rpartition(":")[2])
+        begun = asyncio.create_task(training.batch(1))
+        at.model.process = (await asyncio.to_thread(started, None, folder, port, **POLICY)).process
+        await begun
+        assert training.sampled_by() == {"A"}
+        [backend] = (await at.model.ask("GET", "/v1/backends?run=A"))[1]["backends"]
+        assert backend["weight_version"] == "1"
+    assert (await at.model.ask("GET", "/v1/backends"))[1]["backends"] == []
+
+
+# Several model servers
+
+
+def turns_of(metrics: str) -> float:
+    """How many turns a model server has taken."""
+    said = [line for line in metrics.splitlines() if line.startswith("prorl_policy_turn_seconds_count")]
+    return sum(float(line.split()[-1]) for line in said)
+
+
+async def test_rollouts_are_shared_and_one_that_is_killed_costs_its_own_no_outcome(pair: Crowd) -> None:
+    """Its rollouts begin anew, with tokens of one life only; those of the other go on."""
+    engine = pair.engine("own", delay_s=0.5)
+    with in_thread(engine) as url:
+        await pair.tell("POST", "/v1/backends", {"url": url})
+        before = [turns_of((await model.text("/metrics"))[1]) for model in pair.models]
+        for number in range(24):
+            await pair.service.submit(row(), id=f"s{number}", group=f"group-{number // 2}")
+        async with asyncio.timeout(60):
+            for model, earlier in zip(pair.models, before, strict=True):
+                while turns_of((await model.text("/metrics"))[1]) <= earlier:
+                    await asyncio.sleep(0.05)
+        victim = pair.models[1]
+        victim.kill()
+        port = int(victim.url.rpartition(":")[2])
+        victim.process = (await asyncio.to_thread(started, None, victim.log.parent, port, **POLICY)).process
+        assert (await victim.ask("POST", "/v1/backends", {"url": url}))[0] == 201
+        jobs = [await pair.service.wait(f"s{number}") for number in range(24)]
+    assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+    again = {job.timings["run"].attempts > 1 for job in jobs}
+    assert again == {True, False}, "some were its own, some were not"
+    for job in jobs:
+        turns = [item for item in job.result["response"]["output"] if item.get("generation_token_ids")]
+        assert len(turns) == TURNS
+        for earlier, later in itertools.pairwise(turns):
+            chain = earlier["prompt_token_ids"] + earlier["generation_token_ids"]
+            assert later["prompt_token_ids"][: len(chain)] == chain
+    for text in [(await model.text("/metrics"))[1] for model in pair.models]:
+        # A turn that came to the other one would be read from text there.
+        assert "prorl_policy_retokenised_tokens_total 0.0" in text
+
+
+async def test_each_model_server_is_told_of_backends_and_pauses(pair: Crowd) -> None:
+    engine = pair.engine("own")
+
+    async def wire(path: str, **body: Any) -> None:
+        async with aiohttp.ClientSession() as http, http.post(f"{pair.url}{path}", json=body) as said:
+            assert said.status == 200, await said.text()
+
+    with in_thread(engine) as url:
+        await wire("/add_llm_server", address=url)
+        for model in pair.models:
+            assert [b["url"].rstrip("/") for b in (await model.ask("GET", "/v1/backends"))[1]["backends"]] == [url]
+        await pair.tell("POST", "/v1/backends/pause", {})
+        for number in range(8):
+            await pair.service.submit(row(), id=f"p{number}", group=f"group-{number}")
+        async with asyncio.timeout(30):
+            while sum([(await model.ask("GET", "/v1/backends"))[1]["waiting"] for model in pair.models]) < 8:
+                await asyncio.sleep(0.05)
+        assert not engine.prompts
+        await pair.tell("POST", "/v1/backends/resume", {"weight_version": "7"})
+        jobs = [await pair.service.wait(f"p{number}") for number in range(8)]
+        assert {label for job in jobs for label in job.weight_versions} == {"7"}
+        await wire("/clear_llm_server")
+    for model in pair.models:
+        assert (await model.ask("GET", "/v1/backends"))[1]["backends"] == []
+
+
+def test_siblings_meet_and_one_server_more_moves_its_share_only() -> None:
+    http = HttpClient()
+    named = [GymServer(f"policy_model_{index}", Address("http://h"), http) for index in range(4)]
+    jobs = [Job(f"j{number}", {}, b"", "e", "h", 0.0, group=f"g{number // 2}") for number in range(4000)]
+    three, four = (GymContext(None, named[0], further_models=tuple(named[1:count])) for count in (3, 4))
+    placed = [three.model_of(job).name for job in jobs]
+    assert placed[::2] == placed[1::2]
+    assert max(Counter(placed).values()) < 4000 / 3 * 1.15
+    moved = [(before, four.model_of(job).name) for before, job in zip(placed, jobs, strict=True)]
+    moved = [(before, after) for before, after in moved if before != after]
+    assert {after for _, after in moved} == {"policy_model_3"}
+    assert 4000 / 4 * 0.85 < len(moved) < 4000 / 4 * 1.15
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "limit", "turn_s", "budget_s"),
+    [(32, 4, 0.25, 3.0), pytest.param(2048, 256, 16.0, 240.0, marks=pytest.mark.long("2,048 rollouts"))],
+)
+async def test_rollouts_wait_for_one_backend_as_long_as_it_takes(
+    rollouts: int, limit: int, turn_s: float, budget_s: float, tmp_path: Path
+) -> None:
+    """The last ones wait longer than their budget, and than anybody waits for a server that is gone."""
+    stages = {"init": rollouts, "ready": rollouts, "run": rollouts, "eval": 64}
+    policy = {"limit": limit, "unreachable_s": 4 * turn_s}
+    budgets = {"run": budget_s}
+    with model_server(tmp_path, **policy) as model:
+        async with crowd(model, stages=stages, budgets=budgets) as at:
+            engine = at.engine("own", delay_s=turn_s)
+            with in_thread(engine) as url:
+                assert (await model.ask("POST", "/v1/backends", {"url": url}))[0] == 201
+                for number in range(rollouts):
+                    await at.service.submit(row(), id=f"r{number}")
+                jobs = await at.ended(rollouts)
+    assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+    assert len({job.id for job in jobs}) == len(jobs) == rollouts
+    assert {job.timings["run"].attempts for job in jobs} == {1}
+    assert not any(job.failed_attempts for job in jobs)
+    assert (at.asked["seed_session"], at.asked["verify"]) == (rollouts, rollouts)
+    assert engine.prompts.total() == rollouts * TURNS
+    assert engine.most <= limit

@@ -1,0 +1,134 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""What of a rollout goes to whom: tokens, and the mask of a verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+from fastapi.responses import JSONResponse
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.dapo.outcome import usage_of
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.rows import Turn, is_masked, masked, unmasked
+from nemo_gym_prorl.rollout.schemas import TokenForm
+from tests.agent.peers import ROW, Environment, Policy, deployment, experts
+
+
+class Telling(Policy):
+    """A model server that puts a turn's tokens on its last item, as Gym's own does, and keeps nothing."""
+
+    async def _turn(self, rollout: str) -> Any:
+        number = self.taken[rollout]
+        body = orjson.loads((await super()._turn(rollout)).body)
+        body["output"][-1] |= {
+            "prompt_token_ids": list(range(3 * number + 2)),
+            "generation_token_ids": [3 * number + 2],
+            "generation_log_probs": [-0.5],
+        }
+        return JSONResponse(body)
+
+
+@pytest.mark.parametrize("policy", [Policy, lambda: Telling(defers=False)], ids=["keeps them", "tells them"])
+async def test_everybody_is_sent_what_they_need(policy: Callable[[], Policy]) -> None:
+    async with deployment(policy=policy()) as at, RolloutClient(at.url) as client:
+        row = await at.run(ROW)
+        submitted = await client.submit(ROW)
+        await client.wait(submitted.id)
+        packed = await client.get(submitted.id, tokens=TokenForm.PACKED)
+        in_full = await client.get(submitted.id)
+        verified = [body for body in at.environment.bodies if body and "response" in body]
+    assert len(verified) == 2
+    assert not any(name in json.dumps(verified) for name in ("token_ids", "log_probs"))
+    for output in (row["response"]["output"], (in_full.result or {})["response"]["output"]):
+        tokens = [(item["prompt_token_ids"], item["generation_token_ids"]) for item in output[::2]]
+        assert tokens == [(list(range(end)), [end]) for end in (2, 5, 8)]
+        assert [item["generation_log_probs"] for item in output[::2]] == [[-0.5]] * 3
+    assert in_full.tokens is None
+    turns = [Turn.unpacked(turn.model_dump()) for turn in packed.tokens or ()]
+    assert [(turn.item, turn.kept, [*turn.observed], [*turn.sampled]) for turn in turns] == [
+        (0, 0, [0, 1], [2]),
+        (2, 3, [3, 4], [5]),
+        (4, 6, [6, 7], [8]),
+    ]
+    assert [[*turn.log_probs] for turn in turns] == [[-0.5]] * 3
+    assert "token_ids" not in json.dumps(packed.result)
+    assert usage_of(packed).length == 3
+
+
+async def test_experts_of_a_mixture_go_with_the_tokens() -> None:
+    async with deployment(policy=Policy(mixture=True)) as at, RolloutClient(at.url) as client:
+        row = await at.run(ROW)
+        submitted = await client.submit(ROW)
+        await client.wait(submitted.id)
+        packed = await client.get(submitted.id, tokens=TokenForm.PACKED)
+        verified = [body for body in at.environment.bodies if body and "response" in body]
+    assert "routed_experts" not in json.dumps(verified)
+    told = [item["routed_experts"] for item in row["response"]["output"][::2]]
+    assert told == [experts(0, end) for end in (3, 6, 9)], "as NeMo RL reads them: of the whole prompt"
+    turns = [turn.routed_experts for turn in packed.tokens or ()]
+    assert turns == [experts(0, 3), experts(2, 6), experts(5, 9)], "each once, but for the seams"
+
+
+async def test_a_verdict_on_other_items_has_those_that_were_sampled() -> None:
+    environment = Environment()
+
+    def shortened() -> JSONResponse:
+        verified = environment.bodies[-1]
+        verified["response"]["output"] = verified["response"]["output"][-1:]
+        return JSONResponse({**verified, "reward": 1.0})
+
+    environment.instead["/verify"] = shortened
+    async with deployment(environment) as at:
+        row = await at.run(ROW)
+    sampled = [item["generation_token_ids"] for item in row["response"]["output"] if "generation_token_ids" in item]
+    assert sampled == [[2], [5], [8]]
+
+
+GYM = {"mask_sample": True}
+NEMO_RL = {"instance_config": {"mask_sample": True, "image": "x"}}
+ODD = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.dictionaries(st.sampled_from(["mask_sample", "image"]), st.booleans())
+)
+
+
+@given(st.dictionaries(st.sampled_from(["mask_sample", "instance_config", "reward"]), ODD))
+def test_a_row_that_was_masked_is_masked_and_keeps_all_else(row: dict[str, Any]) -> None:
+    once = masked(row)
+    assert is_masked(once)
+    assert once["mask_sample"] is True
+    assert once["instance_config"]["mask_sample"] is True
+    assert once.get("reward") == row.get("reward")
+    if isinstance(row.get("instance_config"), dict):
+        assert once["instance_config"].get("image") == row["instance_config"].get("image")
+    bare = unmasked(once)
+    assert not is_masked(bare)
+    assert masked(bare) == once
+    assert is_masked({"mask_sample": row.get("mask_sample")}) == bool(row.get("mask_sample"))
+
+
+@pytest.mark.parametrize("said", [GYM, NEMO_RL, {}, {"mask_sample": False, "instance_config": None}])
+async def test_both_who_read_a_mask_find_it(said: dict[str, Any]) -> None:
+    environment = Environment()
+    environment.instead["/verify"] = lambda: {**environment.bodies[-1], "reward": 0.5, **said}
+    wanted = is_masked(said)
+    async with deployment(environment) as at:
+        _, job, _ = await at.post("/v1/rollouts", {"row": ROW, "id": "mine"})
+        while job["state"] != "succeeded":
+            job = await at.get("/v1/rollouts/mine?wait=10")
+        for row in (await at.run(ROW), job["result"]):
+            assert row["reward"] == 0.5
+            assert bool(row.get("mask_sample")) == wanted
+            assert bool((row.get("instance_config") or {}).get("mask_sample")) == wanted
+        assert (job["reward"], job["masked"]) == (0.5, wanted)
+        if said is NEMO_RL:
+            assert job["result"]["instance_config"]["image"] == "x"

@@ -1,0 +1,48 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Gym's own commands, run to their end as a user runs them beside a deployment."""
+
+import asyncio
+import time
+import uuid
+from dataclasses import dataclass
+
+from nemo_gym_prorl.deployment.command_line import MARK_NAME, DeploymentError, GymCli
+from nemo_gym_prorl.processes import ProcessMark
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a command said, and how long it took."""
+
+    output: str
+    seconds: float
+
+
+async def gym(cli: GymCli, *arguments: str, timeout_s: float = 600.0) -> Ended:
+    """Run ``gym`` with these words; whatever it started is killed at its end.
+
+    Raises:
+        DeploymentError: it took too long, or failed.
+    """
+    command, env, cwd = await cli.command(*arguments)
+    start, mark = time.monotonic(), ProcessMark(MARK_NAME, uuid.uuid4().hex)
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=cwd,
+        env=env | {mark.name: mark.value},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await asyncio.shield(mark.kill(settle_s=1.0))
+    said = output.decode(errors="replace")
+    if process.returncode:
+        raise DeploymentError(f"gym {' '.join(arguments)} ended with status {process.returncode}:\n{said[-8000:]}")
+    return Ended(said, time.monotonic() - start)

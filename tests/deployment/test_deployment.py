@@ -1,0 +1,425 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Deployments of Gym's own servers: they start, answer, fail clearly, and leave no process behind."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from nemo_gym_prorl.deployment import deployment as deployment_module
+from nemo_gym_prorl.deployment import leftovers
+from nemo_gym_prorl.deployment.command_line import MARK_NAME, DeploymentError, GymCli
+from nemo_gym_prorl.deployment.deployment import GymDeployment, start_error
+from nemo_gym_prorl.processes import ProcessMark, reaper_command
+
+
+pytestmark = pytest.mark.gym
+STARTS_GYM = pytest.mark.long("starts Gym; test_init.py does so in the first tier")
+
+REPOSITORY = Path(__file__).parents[2]
+
+ASLEEP = "import time; time.sleep(600)"
+"""A server that never answers."""
+
+ANSWERS = """
+import http.server, os, yaml
+config = yaml.safe_load(os.environ["NEMO_GYM_CONFIG_DICT"])["one"]["resources_servers"]["prorl_code"]
+server = http.server.HTTPServer((config["host"], config["port"]), http.server.BaseHTTPRequestHandler)
+server.serve_forever()
+"""
+"""One that says to everybody that it can do nothing."""
+
+
+def of_one_server(folder: Path, program: str) -> dict[str, Any]:
+    """Settings of a deployment whose only server is this program: how one begins and ends needs no other."""
+    (folder / "app.py").write_text(program)
+    # Gym takes no other path, and starts servers in their folders.
+    entrypoint = os.path.relpath(folder / "app.py", REPOSITORY / "resources_servers/prorl_code")
+    server = {"entrypoint": entrypoint, "host": "127.0.0.1", "domain": "other", "verified": False}
+    config = folder / "one.yaml"
+    config.write_text(yaml.safe_dump({"one": {"resources_servers": {"prorl_code": server}}}))
+    return {"config_paths": [str(config)], "model_type": None}
+
+
+@STARTS_GYM
+async def test_a_death_while_it_is_in_use_is_noticed(shared_ray, tmp_path):
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    settings = of_one_server(tmp_path, ANSWERS)
+    async with GymDeployment(**settings, overrides=[shared_ray], work_dir=tmp_path / "gym") as gym:
+        assert signal.getsignal(signal.SIGINT) is on_interrupt
+        assert gym.instances.keys() == {"one"}
+        assert gym.cli.mark.processes()
+        with pytest.raises(DeploymentError, match=r"no instance 'nobody'.* are one"):
+            gym.url("nobody")
+        assert await gym.guard(asyncio.sleep(0, "the work's own result")) == "the work's own result"
+        async with asyncio.timeout(60):
+            while "All 1 / 1 servers ready" not in gym.log_path.read_text():
+                await asyncio.sleep(0.1)
+        victim = next(pid for pid, command in gym.cli.mark.processes().items() if command.endswith("app.py"))
+        # Gym would look within a minute, and say nothing to whoever uses the servers.
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(DeploymentError, match=r"of the deployment died; load .*gym\.log"):
+            await asyncio.wait_for(gym.guard(asyncio.sleep(600)), 30)
+    assert gym.cli.mark.processes() == {}
+
+
+@STARTS_GYM
+async def test_a_server_that_dies_at_start_is_an_error_with_its_log_and_leaves_nothing(shared_ray, tmp_path):
+    settings = of_one_server(tmp_path, "raise SystemExit('not today')")
+    gym = GymDeployment(**settings, overrides=[shared_ray], work_dir=tmp_path / "gym")
+    with pytest.raises(DeploymentError, match=r"(?s)before its servers were up.*not today"):
+        await gym.__aenter__()
+    assert gym.cli.mark.processes() == {}
+
+
+@pytest.mark.parametrize(
+    ("work_dir", "python", "says"),
+    [
+        ("gym", "my work/.venv/bin/python", r"my work/\.venv/bin/python has one: install into a folder"),
+        ("file/gym", "python", r"file/gym cannot be made: Not a directory; choose another folder"),
+    ],
+)
+async def test_a_folder_in_which_gym_cannot_start_is_refused(
+    work_dir: str, python: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    gym = GymDeployment(environment="prorl_code", work_dir=tmp_path / work_dir, python=f"/opt/{python}")
+    with pytest.raises(DeploymentError, match=says):
+        await gym.__aenter__()
+
+
+@STARTS_GYM
+async def test_servers_that_take_too_long_are_given_up(tmp_path):
+    gym = GymDeployment(**of_one_server(tmp_path, ASLEEP), work_dir=tmp_path / "gym", start_timeout_s=2)
+    expected = r"not up after 2 s, still waiting for .*; (Gym has printed nothing.*load|load) [\d.]+ on \d+ cores"
+    with pytest.raises(DeploymentError, match=expected):
+        await gym.__aenter__()
+    assert gym.cli.mark.processes() == {}
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        (None, "Gym has printed nothing into"),
+        ("", "Gym has printed nothing into"),
+        ("\n \n", "Gym has printed nothing into"),
+        ("one\ntwo\n", "its last lines:\none\ntwo"),
+    ],
+)
+def test_the_end_of_a_log_is_told_or_that_there_is_none(log: str | None, told: str, tmp_path: Path) -> None:
+    gym = GymDeployment(work_dir=tmp_path)
+    if log is not None:
+        gym.log_path.write_text(log)
+    assert told in gym._log_tail()
+    assert re.search(r"load [\d.]+ on \d+ cores", gym._log_tail())
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "app.py", line 1, in <module>\n    go()\n'
+ENDED = f"{TRACEBACK}RuntimeError: Process `policy_model` finished unexpectedly!\nShutting down Ray\n"
+CHAIN = "\nThe above exception was the direct cause of the following exception:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        ("INFO: up\n", None),
+        (ENDED, None),
+        (
+            f"{TRACEBACK}nemo_gym_prorl.failures.CallerError: base_url: no\nINFO: up\n{ENDED}",
+            "policy_model: base_url: no",
+        ),
+        (f"{TRACEBACK}KeyError: 'a'\n{CHAIN}{TRACEBACK}x.y.BadError: b\n{ENDED}", "policy_model: BadError: b"),
+        (f"{TRACEBACK}KeyboardInterrupt\n{TRACEBACK}ValueError: no\n{ENDED}", "policy_model: ValueError: no"),
+        (
+            f"{TRACEBACK}pydantic_core._pydantic_core.ValidationError: 2 validation errors for Config\nstages.run\n"
+            "  Input should be a number [type=int_parsing, input_value='x']\n    For further information visit it\n"
+            f"stage\n  there is no such setting [type=unknown_key]\nINFO: up\n{ENDED}",
+            "policy_model: stages.run: Input should be a number; stage: there is no such setting",
+        ),
+        (
+            f"{TRACEBACK}ValueError: no\n(math) Traceback (most recent call last):\n(math)   File\n"
+            f"(math) SystemExit: 15\n{ENDED}",
+            "policy_model: ValueError: no",
+        ),
+        (f"{TRACEBACK}hydra.errors.OverrideParseException: mismatched\n", "OverrideParseException: mismatched"),
+    ],
+)
+def test_why_a_deployment_did_not_start_is_a_line(log: str, error: str | None) -> None:
+    assert start_error(log.splitlines()) == error
+
+
+async def test_a_second_signal_leaves_no_folder(monkeypatch: pytest.MonkeyPatch):
+    gym = GymDeployment(environment="prorl_code")
+    command = (
+        ["sh", "-c", "trap 'sleep 2; exit' INT; echo up; while :; do sleep 0.1; done", "gym"],
+        dict(os.environ),
+        Path("/tmp"),
+    )
+    monkeypatch.setattr(gym.cli, "command", lambda *_words: _now(command))
+    starting = asyncio.create_task(gym.__aenter__())
+    while "up" not in gym._log_lines():
+        await asyncio.sleep(0.1)
+    starting.cancel()
+    await asyncio.sleep(0.3)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert gym.cli.mark.processes() == {}
+    assert not gym.work_dir.exists()
+
+
+@STARTS_GYM
+async def test_killing_the_owner_ends_the_deployment_and_its_ray(tmp_path):
+    settings = of_one_server(tmp_path, ASLEEP)
+    program = f"""
+import asyncio
+from pathlib import Path
+from nemo_gym_prorl.deployment.deployment import GymDeployment
+async def main():
+    gym = GymDeployment(**{settings!r}, work_dir=Path({str(tmp_path / "gym")!r}))
+    print(gym.cli.mark.value, gym._ray_dir, flush=True)
+    async with gym:
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    mark = None
+    try:
+        value, scratch = (await asyncio.wait_for(owner.stdout.readline(), 200)).decode().split()
+        mark = ProcessMark(MARK_NAME, value)
+        async with asyncio.timeout(200):
+            # Ray comes first, and each server is a process that ends nothing by itself.
+            while not any(command.endswith("app.py") for command in mark.processes().values()):
+                assert owner.returncode is None
+                await asyncio.sleep(0.1)
+        assert any("gcs_server" in command for command in mark.processes().values())
+        assert await asyncio.to_thread(Path(scratch).is_dir)
+        owner.kill()
+        await owner.wait()
+        assert await mark.wait_gone(30) == {}
+        assert not await asyncio.to_thread(Path(scratch).exists)
+    finally:
+        if owner.returncode is None:
+            owner.kill()
+        if mark:
+            await mark.kill(settle_s=0, kill_s=10)
+
+
+async def test_a_ray_that_is_late_twice_is_said_in_a_line(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    gym = GymDeployment(environment="prorl_code", work_dir=tmp_path)
+    said = f"echo once >> {tmp_path}/tries; echo 'Traceback\nException: {deployment_module._RAY_LATE}. Or so'; exit 1"
+    command = (["sh", "-c", said, "gym"], dict(os.environ), tmp_path)
+    monkeypatch.setattr(gym.cli, "command", lambda *_words: _now(command))
+    with pytest.raises(DeploymentError, match=r"Ray did not start, twice.* is too busy .*Log: \S+gym\.log$") as caught:
+        await gym.__aenter__()
+    assert len(str(caught.value).splitlines()) == 1
+    assert (tmp_path / "tries").read_text().split() == ["once"] * 2
+
+
+async def test_an_interpreter_without_gym_is_refused(tmp_path):
+    bare = tmp_path / "python"
+    # A shell that only says what Python would say.
+    bare.write_text("#!/bin/sh\necho \"No module named 'nemo_gym'\" >&2; exit 1\n")
+    bare.chmod(0o755)
+    with pytest.raises(DeploymentError, match="No module named 'nemo_gym'; install nemo-gym into it"):
+        await GymCli(tmp_path, python=str(bare)).prepare()
+
+
+async def test_marked_processes_are_found_in_their_own_sessions_and_killed():
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    # The child ignores polite requests, lives in a session of its own, and its parent is gone.
+    script = "trap '' TERM INT HUP; sleep 600 & wait"
+    parent = await asyncio.create_subprocess_exec(
+        "sh", "-c", f'setsid sh -c "{script}" & exit', env={**os.environ, mark.name: mark.value}
+    )
+    await parent.wait()
+    while len(found := mark.processes()) < 2:
+        await asyncio.sleep(0.02)
+    assert any("sleep 600" in command for command in found.values())
+    assert await mark.kill(settle_s=0.2, kill_s=10) == {}
+    assert mark.processes() == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+async def test_a_tree_ends_with_the_process_that_its_owner_knows(number: signal.Signals, tmp_path: Path):
+    """A worker of Ray that ends kills its children."""
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    scratch, owners = tmp_path / "scratch", tmp_path / "owners"
+    scratch.mkdir()
+    owners.mkdir()
+    known = await asyncio.create_subprocess_exec(
+        *reaper_command(mark, ["sh", "-c", "setsid sleep 600 & exec sleep 600"], sys.executable, scratch, owners),
+        env={**os.environ, mark.name: mark.value},
+        start_new_session=True,
+    )
+    async with asyncio.timeout(20):
+        while sum("sleep 600" in command for command in mark.processes().values()) < 4:
+            await asyncio.sleep(0.02)
+    os.kill(known.pid, number)
+    await known.wait()
+    assert await mark.wait_gone(20) == {}
+    async with asyncio.timeout(5):
+        while await asyncio.to_thread(scratch.exists):
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)
+    assert owners.exists(), "we live, and may want to read it"
+
+
+async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As after the end of a batch job, which kills owners and reapers alike."""
+    monkeypatch.setattr(leftovers, "FOLDERS", tmp_path)
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    folder, temporary, another = tmp_path / "prorl-ray-1", tmp_path / "prorl-gym-1", tmp_path / "prorl-ray-2"
+    for each in (folder, temporary, another):
+        each.mkdir()
+    lock = leftovers.lock(folder, mark, temporary)
+    known = await asyncio.create_subprocess_exec(
+        *reaper_command(mark, ["sleep", "600"], sys.executable, folder, temporary),
+        env={**os.environ, mark.name: mark.value},
+        pass_fds=[lock],
+    )
+    async with asyncio.timeout(20):
+        while len(mark.processes()) < 3:
+            await asyncio.sleep(0.02)
+    await leftovers.sweep()
+    assert folder.exists(), "its owner lives"
+    os.close(lock)
+    await leftovers.sweep()
+    assert folder.exists(), "its reaper lives"
+    reapers = [pid for pid, command in mark.processes().items() if "processes.py" in command]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # at once
+        for pid in reapers:
+            os.kill(pid, number)
+    await known.wait()
+    assert [*mark.processes().values()] == ["sleep 600"]
+    assert temporary.exists()
+    await leftovers.sweep()
+    assert mark.processes() == {}
+    assert not folder.exists()
+    assert not temporary.exists()
+    assert another.exists(), "nobody knows whose it is"
+
+
+async def test_starts_at_the_same_time_sweep_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(leftovers, "FOLDERS", tmp_path)
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    for number in range(20):
+        folder = tmp_path / f"prorl-ray-{number}"
+        folder.mkdir()
+        os.close(leftovers.lock(folder, mark, None))
+        (folder / "more").mkdir()
+    os.mkfifo(tmp_path / "prorl-ray-0" / "pipe")
+    program = f"""
+import asyncio
+from pathlib import Path
+from nemo_gym_prorl.deployment import leftovers
+leftovers.FOLDERS = Path({str(tmp_path)!r})
+asyncio.run(leftovers.sweep())
+"""
+    starts = [await asyncio.create_subprocess_exec(sys.executable, "-c", program) for _ in range(4)]
+    assert [await start.wait() for start in starts] == [0] * 4
+    assert not await asyncio.to_thread(lambda: [*tmp_path.iterdir()])
+
+
+SLOW_TO_END = """
+import signal, time
+signal.signal(signal.SIGINT, lambda *_: None)
+print("up", flush=True)
+signal.pause()
+time.sleep(2)
+print("ended in peace", flush=True)
+"""
+
+
+OWNER = """
+import os, subprocess, sys
+from pathlib import Path
+from nemo_gym_prorl.processes import ProcessMark, reaper_command
+program, scratch, owners, *mark = sys.argv[1:]
+command = [sys.executable, "-c", program]
+words = reaper_command(ProcessMark(*mark), command, sys.executable, Path(scratch), Path(owners))
+reaper = subprocess.Popen(words)
+if not program:
+    os._exit(0)
+reaper.wait()
+"""
+
+
+async def test_what_only_a_killed_owner_could_remove_goes_with_the_tree(tmp_path: Path):
+    """And the command has its grace, though two processes say that it is over."""
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    owners = tmp_path / "owners"
+    owners.mkdir()
+    (owners / "log").write_text("")
+    owner = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", OWNER, SLOW_TO_END, str(tmp_path / "scratch"), str(owners), mark.name, mark.value),
+        env={**os.environ, mark.name: mark.value},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert owner.stdout is not None
+    assert await owner.stdout.readline() == b"up\n"
+    children = await asyncio.to_thread(Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text)
+    os.kill(int(children), signal.SIGTERM)
+    await asyncio.sleep(0.5)
+    owner.kill()
+    async with asyncio.timeout(30):
+        assert await owner.stdout.read() == b"ended in peace\n"
+        while await asyncio.to_thread(owners.exists):
+            await asyncio.sleep(0.02)
+    assert await mark.wait_gone(20) == {}
+
+
+async def test_a_reaper_whose_owner_is_gone_before_it_looks_starts_nothing(tmp_path: Path):
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    for folder in ("scratch", "owners"):
+        (tmp_path / folder).mkdir()
+    owner = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", OWNER, "", str(tmp_path / "scratch"), str(tmp_path / "owners"), mark.name, mark.value),
+        env={**os.environ, mark.name: mark.value},
+    )
+    await owner.wait()
+    assert await mark.wait_gone(20) == {}
+    assert not await asyncio.to_thread(lambda: [*tmp_path.iterdir()])
+
+
+def test_the_policys_key_is_readable_by_the_user_only(tmp_path: Path):
+    gym = GymDeployment(policy_base_url="http://127.0.0.1:1/v1", policy_api_key="secret", work_dir=tmp_path)
+    gym._ray_dir.mkdir(mode=0o700)
+    try:
+        path = gym._write_private()
+        assert path.stat().st_mode & 0o077 == 0
+        assert "secret" in path.read_text()
+    finally:
+        shutil.rmtree(gym._ray_dir)
+
+
+async def test_a_port_that_somebody_elses_deployment_has_is_named(tmp_path: Path):
+    """It answers, with its own servers, while ours could not have the port."""
+    theirs = web.Application()
+    listed = [{"server_type": "x", "name": "x", "process_name": "x", "url": "http://127.0.0.1:1", "pid": 1}]
+    theirs.router.add_get("/server_instances", lambda _request: _now(web.json_response(listed)))
+    runner = web.AppRunner(theirs)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        gym = GymDeployment(work_dir=tmp_path, head_port=port)
+        with pytest.raises(DeploymentError, match=f"port {port} of Gym's head server.*--head-port"):
+            await asyncio.wait_for(gym._wait_ready(), 30)
+    finally:
+        await runner.cleanup()
+    assert gym.instances == {}
+
+
+async def _now(answer: web.Response) -> web.Response:
+    return answer

@@ -1,0 +1,106 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Servers end with the Gym that started them, however that ends; with Gym's whole start: test_deployment.py."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.http.process import STARTER_VARIABLE
+from nemo_gym_prorl.processes import ProcessMark
+
+
+ROOT = Path(__file__).parents[2]
+SERVER = """
+import time
+from nemo_gym_prorl.http.process import end_with_starter
+end_with_starter()
+open("up", "w").close()
+time.sleep(600)
+"""
+ENDING = """
+import atexit, time
+from nemo_gym_prorl.http.process import end_with_starter
+def end():
+    open("up", "w").close()
+    time.sleep(2)
+    open("down", "w").close()
+atexit.register(end)
+end_with_starter()
+"""
+GYM = f"""
+import subprocess, sys, time
+import nemo_gym
+import hydra_plugins.prorl_gym  # as Hydra does
+subprocess.Popen(["/bin/sh", "-c", '"$0" -c "$1"; true', sys.executable, {SERVER!r}])
+time.sleep(600)
+"""
+
+
+async def test_a_server_ends_when_the_gym_that_started_it_is_killed(tmp_path: Path) -> None:
+    mark = ProcessMark("PRORL_TEST_STARTER", os.urandom(8).hex())
+    environ = {**os.environ, mark.name: mark.value, "PRORL_CACHE": str(tmp_path)}
+    with (tmp_path / "log").open("wb") as log:
+        gym = await asyncio.create_subprocess_exec(sys.executable, "-c", GYM, env=environ, cwd=tmp_path, stderr=log)
+    try:
+        async with asyncio.timeout(60):
+            while not (tmp_path / "up").exists():
+                await asyncio.sleep(0.05)
+        gym.send_signal(signal.SIGKILL)
+        await gym.wait()
+        assert await mark.wait_gone(10) == {}
+        assert "the Gym that started this server has ended" in (tmp_path / "log").read_text()
+    finally:
+        await mark.kill(settle_s=0)
+
+
+async def test_a_server_that_is_ending_when_its_gym_ends_goes_on_ending(tmp_path: Path) -> None:
+    gym = await asyncio.create_subprocess_exec("sleep", "600")
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", ENDING),
+        env={**os.environ, STARTER_VARIABLE: str(gym.pid)},
+        cwd=tmp_path,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        while not (tmp_path / "up").exists():
+            await asyncio.sleep(0.05)
+    gym.kill()
+    await gym.wait()
+    _, said = await asyncio.wait_for(server.communicate(), 60)
+    assert (server.returncode, b"Traceback" in said) == (0, False), said.decode()
+    assert (tmp_path / "down").exists()
+
+
+async def test_a_server_whose_gym_has_ended_already_does_not_start(tmp_path: Path) -> None:
+    gone = await asyncio.create_subprocess_exec("true")
+    await gone.wait()
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", SERVER),
+        env={**os.environ, STARTER_VARIABLE: str(gone.pid)},
+        cwd=tmp_path,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await asyncio.wait_for(server.communicate(), 60)
+    assert (server.returncode, said) == (1, b"the Gym that started this server has ended\n")
+    assert not (tmp_path / "up").exists()
+
+
+@pytest.mark.long("imports two whole servers")
+@pytest.mark.parametrize("server", ["responses_api_agents/prorl_agent", "responses_api_models/prorl_model"])
+async def test_servers_look_for_their_gym_before_they_wait_for_its_ray(server: str, tmp_path: Path) -> None:
+    """Gym connects to Ray before it sets a server up; a Ray that is gone is waited for, for minutes."""
+    gone = await asyncio.create_subprocess_exec("true")
+    await gone.wait()
+    started = await asyncio.create_subprocess_exec(
+        *(sys.executable, "app.py"),
+        env={**os.environ, STARTER_VARIABLE: str(gone.pid), "PYTHONPATH": str(ROOT)},
+        cwd=ROOT / server,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await asyncio.wait_for(started.communicate(), 120)
+    assert (started.returncode, said.splitlines()[-1]) == (1, b"the Gym that started this server has ended")

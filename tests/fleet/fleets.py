@@ -1,0 +1,109 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Fleets of real services on loopback, whose handler acts as rows say, and of which tests tell who comes and goes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from nemo_gym_prorl.fleet.front import SETTINGS, Front, front_app
+from nemo_gym_prorl.fleet.nodes import Joined, Left
+from nemo_gym_prorl.http.problems import add_problem_handlers
+from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.scheduler import PoolSizes
+from nemo_gym_prorl.rollout.service import PipelineSettings, ServiceSettings
+from tests.rollout.handlers import Bench, PlannedHandler
+from tests.rollout.serving import serve
+
+
+SMALL = PoolSizes(init=1, ready=1, run=2, eval=2)
+"""A window of 4."""
+
+
+class Changing:
+    """Nodes that come and go as a test says."""
+
+    def __init__(self, present: Sequence[Joined] = ()) -> None:
+        self.present = [*present]
+        self._changes: asyncio.Queue[Joined | Left] = asyncio.Queue()
+
+    def tell(self, change: Joined | Left) -> None:
+        self._changes.put_nowait(change)
+
+    async def changes(self) -> AsyncIterator[Joined | Left]:
+        while True:
+            yield await self._changes.get()
+
+
+class Service:
+    """A node's service."""
+
+    def __init__(self, handler: PlannedHandler, stages: PoolSizes) -> None:
+        self.handler = handler
+        self.pipeline: Pipeline = Bench(PipelineSettings(stages=stages, retry_delay_s=0.01), handler).pipeline()
+        self.url = ""
+
+    def app(self) -> FastAPI:
+        """Its routes."""
+        app = FastAPI()
+        add_problem_handlers(app)
+        app.include_router(rollout_router(self.pipeline, PipelineMetrics(self.pipeline)))
+        return app
+
+    @property
+    def joined(self) -> Joined:
+        return Joined(f"node-{self.url.rsplit(':', 1)[1]}", RolloutClient(self.url))
+
+
+@asynccontextmanager
+async def service(handler: PlannedHandler | None = None, stages: PoolSizes = SMALL) -> AsyncIterator[Service]:
+    """One that is up."""
+    it = Service(handler or PlannedHandler(), stages)
+    async with serve(it.app()) as it.url:
+        yield it
+        await it.pipeline.close()
+
+
+class Fleet:
+    """A front, a client of it, and what is behind it."""
+
+    def __init__(self, services: list[Service], nodes: Changing, settings: ServiceSettings) -> None:
+        self.services, self.nodes = services, nodes
+        self.said: list[str] = []
+        self.front = Front(nodes, settings, self.said.append)
+        self.client: RolloutClient
+        self.url = ""
+
+    @property
+    def handlers(self) -> list[PlannedHandler]:
+        return [it.handler for it in self.services]
+
+
+@asynccontextmanager
+async def fleet(
+    count: int,
+    stages: PoolSizes = SMALL,
+    settings: ServiceSettings = SETTINGS,
+    joined: int | None = None,
+    key: str | None = None,
+    clients: Path | None = None,
+) -> AsyncIterator[Fleet]:
+    """A front before services, of which the first ``joined`` are there, and have said how they are; by default all."""
+    async with AsyncExitStack() as stack:
+        services = [await stack.enter_async_context(service(stages=stages)) for _ in range(count)]
+        there = [it.joined for it in services[: count if joined is None else joined]]
+        it = Fleet(services, Changing(there), settings)
+        app = front_app(it.front, key=key, clients=clients)
+        await it.front.start()
+        it.url = await stack.enter_async_context(serve(app))
+        it.client = await stack.enter_async_context(RolloutClient(it.url, key))
+        async with asyncio.timeout(30):
+            while len(it.front.dispatcher.statuses) < len(there):
+                await asyncio.sleep(0.01)
+        yield it
+        await it.front.close()

@@ -1,0 +1,268 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses at which no node of ours answers, or none any more: each is named, and holds nobody up."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from fastapi import FastAPI, Response
+
+from nemo_gym_prorl.failures import FailureKind
+from nemo_gym_prorl.fleet import carrier, dispatcher
+from nemo_gym_prorl.fleet import front as front_module
+from nemo_gym_prorl.fleet.nodes import Joined
+from nemo_gym_prorl.rollout import schemas
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.schemas import JobView, TurnView
+from tests.agent.test_keys import certificate  # noqa: F401
+from tests.fleet.fleets import Fleet, fleet, service
+from tests.fleet.test_front import HELD, lasting, outcomes, until
+from tests.rollout.command_line import prorl, write
+from tests.rollout.serving import serve
+
+
+def refusing(status: int) -> FastAPI:
+    """Another HTTP service, or ours for others."""
+    app = FastAPI()
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def any_route(path: str) -> Response:
+        return Response("<html>nothing here</html>", status)
+
+    return app
+
+
+@asynccontextmanager
+async def listening(context: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+    """A port that takes connections and never says anything, beyond what TLS does."""
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.read()
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0, ssl=context)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks at nodes more often, and waits for them less long."""
+    monkeypatch.setattr(dispatcher, "SURVEY_S", 0.1)
+    monkeypatch.setattr(dispatcher, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(carrier, "GIVE_UP_S", 1.0)
+
+
+async def usable(there: Fleet) -> dict[str, bool]:
+    async with aiohttp.ClientSession(there.url) as http, http.get("/v1/nodes") as answer:
+        return {view["node"]: view["usable"] for view in await answer.json()}
+
+
+async def test_what_is_no_node_is_named_and_gets_nothing(hasty: None, certificate: Path) -> None:  # noqa: F811
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate, certificate.with_name("key.pem"))
+    async with fleet(1) as there, AsyncExitStack() as stack:
+        bad = {
+            "404": await stack.enter_async_context(serve(refusing(404))),
+            "401": await stack.enter_async_context(serve(refusing(401))),
+            "silent": await stack.enter_async_context(listening()),
+            "tls": await stack.enter_async_context(listening(tls)),
+        }
+        for name, url in bad.items():
+            there.nodes.tell(Joined(name, RolloutClient(url)))
+        await until(lambda: len(there.front.dispatcher.nodes) == 5)
+        for i in range(30):
+            await there.client.submit(lasting(0.01), id=f"r{i}")
+        jobs = await outcomes(there, 30)
+        assert {(job.state, len(job.failed_attempts)) for job in jobs} == {(JobState.SUCCEEDED, 0)}
+        own = there.services[0].joined.node
+        async with asyncio.timeout(60):
+            while await usable(there) != {own: True, **dict.fromkeys(bad, False)}:
+                await asyncio.sleep(0.05)
+        said = "\n".join(there.said)
+        for name, why in {"404": "HTTP 404", "401": "HTTP 401", "silent": "no answer in", "tls": "broke"}.items():
+            assert f"waiting for the service at {bad[name]}" in said
+            assert why in said
+
+
+async def test_a_node_that_becomes_something_else_loses_what_it_ran(hasty: None) -> None:
+    async with fleet(1) as there:
+        async with service() as node:
+            there.nodes.tell(node.joined)
+            await until(lambda: len(there.front.dispatcher.statuses) == 2)
+            for i in range(8):
+                await there.client.submit(HELD, id=f"r{i}")
+            await until(lambda: node.handler.sessions)
+            port = int(node.url.rsplit(":", 1)[1])
+        async with serve(refusing(404), port):
+            there.handlers[0].let_go.set()
+            assert {job.state for job in await outcomes(there, 8)} == {JobState.SUCCEEDED}
+
+
+class Cut:
+    """Passes on what a service is told and says, until packets vanish: connections stay, and new ones hang."""
+
+    def __init__(self) -> None:
+        self.passes = asyncio.Event()
+        self.passes.set()
+
+    @asynccontextmanager
+    async def before(self, url: str) -> AsyncIterator[str]:
+        host, port = url.removeprefix("http://").split(":")
+        tasks = set[asyncio.Task[None]]()
+
+        async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1 << 16):
+                await self.passes.wait()
+                writer.write(data)
+            writer.close()
+
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await self.passes.wait()
+            there, to = await asyncio.open_connection(host, int(port))
+            tasks.update(map(asyncio.create_task, (pipe(reader, to), pipe(there, writer))))
+
+        server = await asyncio.start_server(take, "127.0.0.1", 0)
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server.close()
+        for task in tasks:
+            task.cancel()
+
+
+async def test_of_a_node_that_is_cut_off_all_begins_elsewhere_and_what_it_says_late_concerns_nobody(
+    hasty: None,
+) -> None:
+    cut = Cut()
+    async with fleet(1) as there, service() as node, cut.before(node.url) as url:
+        there.nodes.tell(Joined("far", RolloutClient(url)))
+        await until(lambda: len(there.front.dispatcher.statuses) == 2)
+        for i in range(8):
+            await there.client.submit(HELD, id=f"r{i}")
+        await until(lambda: len(node.handler.sessions) == 3)
+        cut.passes.clear()
+        await until(lambda: not there.front.dispatcher.nodes["far"])
+        node.handler.let_go.set()
+        there.handlers[0].let_go.set()
+        jobs = await outcomes(there, 8)
+        assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+        lost = [failure for job in jobs for failure in job.failed_attempts]
+        assert [failure.kind for failure in lost] == [FailureKind.SESSION_LOST] * 4
+        assert [failure.reason for failure in lost] == [f"{url} does not answer"] * 4
+        cut.passes.set()
+        await until(lambda: there.front.dispatcher.nodes["far"])
+        await until(lambda: not node.pipeline.store.live())
+        assert len((await there.client.ended("0")).rollouts) == 8
+        before = node.handler.calls.total()
+        await asyncio.gather(*(there.client.submit(lasting(0.1), id=f"s{i}") for i in range(12)))
+        await outcomes(there, 20)
+        assert node.handler.calls.total() > before, "it is a node again"
+
+
+async def test_submit_names_what_is_no_use_and_goes_on_with_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", *[lasting(0.01)] * 10)
+    monkeypatch.setattr(schemas, "VERSION", "0.1.0")
+    async with service() as good, service() as old, serve(refusing(404)) as other:
+        older = old.pipeline.status().model_copy(update={"version": "0.0.9"})
+        monkeypatch.setattr(old.pipeline, "status", lambda: older)
+        code, said = await prorl("submit", str(rows), url=old.url)
+        assert (code, f"{old.url} is of no use: it runs nemo-gym-prorl 0.0.9" in said) == (1, True), said
+        code, said = await prorl("submit", str(rows), url=f"{good.url},{old.url},{other}")
+        assert code == 0, said
+        assert f"{old.url} gets no rollouts: it runs nemo-gym-prorl 0.0.9" in said
+        assert f"waiting for the service at {other}: HTTP 404" in said
+        assert not old.handler.calls
+        code, said = await prorl("submit", str(rows), url=f"{good.url},{good.url}/")
+        assert (code, f"--url: {good.url} is there twice" in said) == (1, True), said
+
+
+async def test_what_a_lost_service_had_is_submitted_elsewhere(hasty: None, tmp_path: Path) -> None:
+    """Without a front, too: nothing is missing from the results."""
+    rows, output, cut = write(tmp_path / "rows.jsonl", *[lasting(1.5)] * 8), tmp_path / "results.jsonl", Cut()
+    async with service() as far, service() as near, cut.before(far.url) as url:
+
+        async def cut_off() -> None:
+            await until(lambda: far.handler.sessions and near.handler.sessions)
+            cut.passes.clear()
+
+        cutting = asyncio.create_task(cut_off())
+        code, said = await prorl("submit", str(rows), "--output", str(output), url=f"{url},{near.url}")
+        await cutting
+        assert code == 0, said
+        assert "8 succeeded" in said
+        assert len(output.read_text().splitlines()) == 8
+        cut.passes.set()
+
+
+@pytest.mark.parametrize(
+    ("urls", "said"),
+    [(("nonsense",), "'nonsense' is no address"), (("http://127.0.0.1:1/",), "http://127.0.0.1:1 is there twice")],
+    ids=["no address", "twice"],
+)
+async def test_addresses_that_make_no_fleet_are_refused(urls: tuple[str, ...], said: str) -> None:
+    code, told = await prorl("fleet", "http://127.0.0.1:1", *urls)
+    assert (code, f"URL: {said}" in told) == (1, True), told
+
+
+async def test_a_ray_that_nobody_is_at_the_address_of_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    async with asyncio.timeout(60):
+        policy = ("--policy-url", "http://127.0.0.1:1/v1", "--policy-model", "m")
+        code, said = await prorl("serve", "prorl_code", "--ray", f"127.0.0.1:{port}", *policy)
+    assert (code, f"cannot join a Ray cluster at 127.0.0.1:{port}" in said) == (1, True), said
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "of another rollout": {"id": "b"},
+    "without times": {"timings": {}},
+    "too large": {"result": {"x": 2**70}},
+    "tokens that are no numbers": {
+        "tokens": [TurnView(item=0, kept=0, observed="AAAA", sampled="AAAA", log_probs="AAAA")]
+    },
+    "failed, with a reward": {"state": JobState.FAILED, "reward": 1.0},
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+async def test_a_node_that_lies_harms_no_other_rollout(lie: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a lie an outcome: the one that it is told of ends some day, as lost."""
+    monkeypatch.setattr(front_module, "MAX_LOSSES", 2)
+    monkeypatch.setattr(carrier, "RETRY_S", 0.05)
+    async with fleet(1) as there:
+        (carried,) = there.front.dispatcher._carriers.values()
+        get, lies = carried.client.get, True
+
+        async def lying(rollout: str, **options: Any) -> JobView:
+            view = await get(rollout, **options)
+            if not (lies and rollout.startswith("a~") and view.state.terminal):
+                return view
+            other = next((one for one in there.front._jobs if one.startswith(str(lie.get("id")))), "who")
+            return view.model_copy(update=lie | ({"id": other} if "id" in lie else {}))
+
+        monkeypatch.setattr(carried.client, "get", lying)
+        await there.client.submit(HELD, id="b")
+        await there.client.submit(lasting(0.05), id="a")
+        if "id" in lie:
+            await asyncio.sleep(1.0)
+            assert not (await there.client.get("a")).state.terminal
+            lies = False
+            assert (await there.client.wait("a")).reward == 1.0, "asked again it tells the truth"
+        else:
+            job = await there.client.wait("a")
+            assert (job.reward, job.failure and job.failure.kind) == (None, FailureKind.SESSION_LOST)
+            assert "makes no sense" in job.failed_attempts[0].reason
+        assert not (await there.client.get("b")).state.terminal
+        there.handlers[0].let_go.set()
+        assert (await there.client.wait("b")).reward == 1.0
