@@ -103,11 +103,10 @@ def applications(config: Any, names: Sequence[str]) -> Iterator[tuple[FastAPI, A
         [(server_type, implementations)] = config[name].items()
         [(implementation, settings)] = implementations.items()
         module = importlib.import_module(f"{server_type}.{implementation}.app")
-        [server_class] = [
-            value
-            for value in vars(module).values()
-            if inspect.isclass(value) and issubclass(value, SimpleServer) and value.__module__ == module.__name__
-        ]
+        classes = {
+            value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, SimpleServer)
+        }
+        [server_class] = [one for one in classes if not any(one in other.__mro__[1:] for other in classes)]
         config_class = server_class.model_fields["config"].annotation
         server_config = config_class.model_validate(OmegaConf.to_container(settings, resolve=True) | {"name": name})
         server = server_class(config=server_config, server_client=client)
