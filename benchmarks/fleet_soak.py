@@ -35,7 +35,7 @@ from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Origin
 from nemo_gym_prorl.fleet.dispatcher import SURVEY_S
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from tests.deployment.raylets import raylets
 
 

@@ -29,7 +29,7 @@ from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.sandbox.started import StartedSandbox, Starter
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
-from nemo_gym_prorl.tasks.swe.instance import row_of
+from nemo_gym_prorl.tasks.swe.instance import parse_row
 from nemo_gym_prorl.tasks.swe.repository import PatchLimits
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.swe.testing import TestLimits
@@ -81,7 +81,7 @@ def make_task() -> SoftwareEngineering:
 
 def script_of(row: Row) -> Script:
     """Look around, apply the fix, try it and submit; thinking times are drawn by the task."""
-    instance, rng = row_of(row).swe, Random(row["instance_id"])
+    instance, rng = parse_row(row).swe, Random(row["instance_id"])
     turns = patching(instance.patch)[:-1]
     fixing = [[(call["name"], call["arguments"]) for call in turn["tool_calls"]] for turn in turns]
     looking = [

@@ -28,8 +28,8 @@ from benchmarks.swe_rollouts import Meter, in_tree, staged
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.sandbox.started import StartedSandbox, Starter
+from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade_in
-from nemo_gym_prorl.tasks.code.rows import Case, Problem
 from nemo_gym_prorl.tasks.task import Grade
 from scripts.swe_tasks.making import ROWS, default_folder
 
@@ -63,22 +63,22 @@ print("passed")
 """The peer's grader."""
 
 
-def problem_of(source: str, tests: int) -> Problem:
+def problem_of(source: str, tests: int) -> CodeProblem:
     """Return a problem that the program solves, with so many tests."""
     random, (size, answer) = Random(7), PROGRAMS[source]
     given = [[random.randint(0, 10**6) for _ in range(size)] for _ in range(tests)]
-    cases = [Case(" ".join(map(str, numbers)) + "\n", f"{answer(numbers)}\n") for numbers in given]
-    return Problem(cases, None, {"kind": "tokens"})
+    cases = [CodeTestCase(" ".join(map(str, numbers)) + "\n", f"{answer(numbers)}\n") for numbers in given]
+    return CodeProblem(cases, None, {"kind": "tokens"})
 
 
-async def by_us(sandbox: StartedSandbox, problem: Problem, source: str) -> None:
+async def by_us(sandbox: StartedSandbox, problem: CodeProblem, source: str) -> None:
     """Grade as the server does."""
     grade = await grade_in(sandbox, problem, source, CodeLimits(), "/sandbox")
     if not isinstance(grade, Grade) or not grade.passed:
         raise RuntimeError(f"a right program was not rewarded: {grade}")
 
 
-async def by_loop(sandbox: StartedSandbox, problem: Problem, source: str) -> None:
+async def by_loop(sandbox: StartedSandbox, problem: CodeProblem, source: str) -> None:
     """Grade with an interpreter for each test."""
     job = json.dumps({"source": source, "tests": [[case.input, case.expected] for case in problem.tests]})
     command = f"exec python3 -I -c {shlex.quote(LOOP)} <<'END'\n{job}\nEND\n"

@@ -34,7 +34,7 @@ from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.servers.task_sandboxes import PROGRESS
-from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 
 
 AGENT = "prorl_code_agent"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.cli.scripted.turns import Script, Turn, call, script_of, turn
-from nemo_gym_prorl.tasks.code.rows import SOLUTION_FILE, HumanEvalProblem
+from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE, HumanEvalProblem
 
 
 def script_for(problem: HumanEvalProblem, variant: str) -> Script:

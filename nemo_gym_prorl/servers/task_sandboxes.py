@@ -27,10 +27,10 @@ from nemo_gym_prorl.tasks.task import SandboxNeeds
 PROGRESS = "prorl: "
 """How a line in a server's output begins that says what it is about."""
 
-OURS = "singularity"
+OWN_PROVIDER = "singularity"
 """Our own provider."""
 
-LOCAL_PROVIDERS = frozenset({"apptainer", OURS})
+LOCAL_PROVIDERS = frozenset({"apptainer", OWN_PROVIDER})
 """Providers that run Apptainer on this machine, and so can use the image that set-up builds."""
 
 _OPTIONS = ("network", "processes")
@@ -58,21 +58,21 @@ class TaskSandboxes:
         self, provider: Mapping[str, Any], image: str | None, *, rows_name_images: bool, own_image: str = KERNEL
     ) -> None:
         [self._name] = provider
-        if self._name == OURS:
-            specs.provider_options(provider[OURS] or {})  # refuses what every sandbox would be refused for
+        if self._name == OWN_PROVIDER:
+            specs.provider_options(provider[OWN_PROVIDER] or {})  # refuses what every sandbox would be refused for
         if image is None and not rows_name_images and self._name not in LOCAL_PROVIDERS:
             raise ValueError(f"image: name one, the sandbox provider {self._name!r} has no default")
         self._provider = provider
         self._image = image
         self._rows_name_images = rows_name_images
         # Kernels are for the provider that has them.
-        self._own_image = DEFAULT if own_image == KERNEL and self._name != OURS else own_image
+        self._own_image = DEFAULT if own_image == KERNEL and self._name != OWN_PROVIDER else own_image
         self._starter: started.Starter | None = None
 
     @property
-    def keeps_files(self) -> bool:
+    def supports_snapshots(self) -> bool:
         """Whether what was written in one can be kept for others."""
-        return self._name == OURS
+        return self._name == OWN_PROVIDER
 
     async def get_ready(self) -> None:
         """Find the runtime, and build the default image if it will be wanted and is not there.
@@ -154,7 +154,7 @@ class TaskSandboxes:
         if image is None:
             raise InfrastructureError("neither the row nor the server's configuration names one", field="image")
         options = {name: value for name in _OPTIONS if (value := getattr(needs, name)) is not None}
-        if options and self._name != OURS:
+        if options and self._name != OWN_PROVIDER:
             raise CallerError(
                 f"the sandbox provider {self._name!r} can't be asked for it", field=needs.row_field(min(options))
             )

@@ -52,9 +52,9 @@ from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
 from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.servers.server_config import ServerConfig
-from nemo_gym_prorl.servers.task_sandboxes import OURS, TaskSandboxes
+from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, TaskSandboxes
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
-from nemo_gym_prorl.tasks.task import TOOL_NUMBERS, TOOL_USE, HasEnd, SandboxNeeds, Task
+from nemo_gym_prorl.tasks.task import TOOL_NUMBERS, TOOL_USE, AsyncCloseable, SandboxNeeds, Task
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 
 
@@ -159,8 +159,8 @@ class TaskServer(SimpleResourcesServer):
         if config.sandbox_provider is not None:
             everything = self.server_client.global_config_dict
             provider = resolve_provider_config(config.sandbox_provider, everything)
-            if (folder := everything.get(CHECKPOINT_FOLDER)) is not None and OURS in provider:
-                provider = {OURS: {**(provider[OURS] or {}), "snapshots": str(folder)}}
+            if (folder := everything.get(CHECKPOINT_FOLDER)) is not None and OWN_PROVIDER in provider:
+                provider = {OWN_PROVIDER: {**(provider[OWN_PROVIDER] or {}), "snapshots": str(folder)}}
             self._sandboxes = TaskSandboxes(
                 provider, config.image, rows_name_images=self.rows_name_images, own_image=self.own_image
             )
@@ -261,7 +261,7 @@ class TaskServer(SimpleResourcesServer):
 
     @property
     def _resumes(self) -> bool:
-        ours = self._sandboxes is None or self._sandboxes.keeps_files
+        ours = self._sandboxes is None or self._sandboxes.supports_snapshots
         return ours and self._sessions.resumes
 
     @property
@@ -322,7 +322,7 @@ class TaskServer(SimpleResourcesServer):
             with suppress(TimeoutError):
                 async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
                     await self._sessions.aclose()
-                    if isinstance(self._task, HasEnd):
+                    if isinstance(self._task, AsyncCloseable):
                         await self._task.aclose()
                     if self._sandboxes is not None:
                         await self._sandboxes.aclose()

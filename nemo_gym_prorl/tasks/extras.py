@@ -33,7 +33,7 @@ def require_extras(*extras: str) -> None:
         raise InfrastructureError(f"not installed: {', '.join(names)}. pip install 'nemo-gym-prorl[{wanted}]'")
 
 
-def start_with(extra: str) -> None:
+def exit_unless_installed(extra: str) -> None:
     """Let the server ``prorl_EXTRA`` end with one line if it can't start: to be called before its own imports, which
     take seconds."""
     try:

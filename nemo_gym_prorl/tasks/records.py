@@ -245,7 +245,7 @@ def missing(record: Mapping[str, Any], name: str) -> CallerError:
     return CallerError(f"missing; there are {', '.join(map(str, record)) or 'no fields'}", field=name)
 
 
-def asking(
+def create_params(
     system: str,
     question: str,
     tools: Sequence[Mapping[str, Any]],

@@ -96,7 +96,7 @@ class HasSessions(Protocol):
 
 
 @runtime_checkable
-class KnowsWhoseDoing(Protocol):
+class HasHealthCheck(Protocol):
     """A sandbox that can tell what ended by its inmates' doing from what ended by the machine's."""
 
     async def check(self) -> None:
@@ -110,7 +110,7 @@ class KnowsWhoseDoing(Protocol):
 
 
 @runtime_checkable
-class KnowsItsRoom(Protocol):
+class HasDiskCheck(Protocol):
     """A sandbox that can tell whether what was written in it may have failed for want of the machine's disk."""
 
     async def has_room(self) -> bool:
@@ -118,7 +118,7 @@ class KnowsItsRoom(Protocol):
         ...
 
 
-class Kept(Protocol):
+class SandboxCheckpoint(Protocol):
     """What was kept of a sandbox: its name and size, and how many programs of its inmates are not in it."""
 
     @property
@@ -132,10 +132,10 @@ class Kept(Protocol):
 
 
 @runtime_checkable
-class KeepsFiles(Protocol):
+class HasCheckpoints(Protocol):
     """A sandbox whose files can be kept for others that go on from there."""
 
-    async def checkpoint(self, name: str) -> Kept:
+    async def checkpoint(self, name: str) -> SandboxCheckpoint:
         """Keep them.
 
         Raises:

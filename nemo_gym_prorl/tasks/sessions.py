@@ -38,14 +38,14 @@ from nemo_gym_prorl.failures import (
     RolloutError,
     TaskError,
 )
-from nemo_gym_prorl.tasks.sandbox import KeepsFiles, KnowsItsRoom, Sandbox
+from nemo_gym_prorl.tasks.sandbox import HasCheckpoints, HasDiskCheck, Sandbox
 from nemo_gym_prorl.tasks.task import (
     EXHAUSTED,
-    CountsCalls,
+    CountsToolCalls,
     Grade,
     OpenTools,
+    ResumableTask,
     ResumableTools,
-    Resumes,
     SandboxNeeds,
     Task,
 )
@@ -53,15 +53,15 @@ from nemo_gym_prorl.tasks.task import (
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED_CLOSES = 100_000
+MAX_CLOSED_KEYS = 100_000
 """How many closed caller-assigned sessions are remembered, so that a late seed can't bring one back."""
 
 LEASE_SWEEPS = 6
 """Sweeps without a renewal until a lease lapses. A server that stood still missed renewals, but made no sweeps."""
 
-STOP_AGAIN_S = 5.0  # before a sandbox is stopped again that did not stop
+STOP_RETRY_S = 5.0  # before a sandbox is stopped again that did not stop
 
-USED_UP = "Error: {reason}. Its files are gone, and the task is over: answer without calling a tool."
+EXHAUSTED_OBSERVATION = "Error: {reason}. Its files are gone, and the task is over: answer without calling a tool."
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
     @property
     def resumes(self) -> bool:
         """Whether sessions can be kept, and go on elsewhere."""
-        return isinstance(self._task, Resumes) and self._task.resumes
+        return isinstance(self._task, ResumableTask) and self._task.resumes
 
     async def seed(
         self,
@@ -174,7 +174,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             session = await asyncio.shield(task)
         except asyncio.CancelledError:
             task.cancel()
-            task.add_done_callback(lambda _: self._spawn(self._give_back(key, task)))
+            task.add_done_callback(lambda _: self._spawn(self._close_unclaimed(key, task)))
             raise
         session.lease = lease
 
@@ -193,7 +193,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         sandbox, tools = session.sandbox, cast(OpenTools, session.tools)
         if not self.resumes or not isinstance(tools, ResumableTools):
             raise CallerError("sessions of this environment can't be kept")
-        if sandbox is not None and not isinstance(sandbox, KeepsFiles):
+        if sandbox is not None and not isinstance(sandbox, HasCheckpoints):
             raise CallerError("the files of this sandbox provider's sandboxes can't be kept")
         session.calls += 1
         try:
@@ -229,7 +229,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 return await session.tools.call(tool, arguments)
             except AgentError as error:
                 session.exhausted = error.reason
-                return USED_UP.format(reason=error.reason)
+                return EXHAUSTED_OBSERVATION.format(reason=error.reason)
         finally:
             session.calls -= 1
             session.touched = time.monotonic()
@@ -258,7 +258,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         """
         if once:
             self._closed[key] = None
-            while len(self._closed) > REMEMBERED_CLOSES:
+            while len(self._closed) > MAX_CLOSED_KEYS:
                 self._closed.popitem(last=False)
         await asyncio.shield(self._spawn(self._close(key)))
 
@@ -280,7 +280,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         """How the session's tools were used, by tool; empty where they don't count."""
         session = self._sessions.get(key)
         tools = session.tools if session is not None else None
-        return tools.tool_use() if isinstance(tools, CountsCalls) else {}
+        return tools.tool_use() if isinstance(tools, CountsToolCalls) else {}
 
     def renew(self, leases: Collection[str]) -> None:
         """Go on keeping the sessions with these leases."""
@@ -355,7 +355,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             session.claims += 1
             return session
 
-    async def _give_back(self, key: str, seeding: asyncio.Task[_Session[Opened, Artefacts]]) -> None:
+    async def _close_unclaimed(self, key: str, seeding: asyncio.Task[_Session[Opened, Artefacts]]) -> None:
         """Close a session whose seeding brought nobody an answer."""
         async with self._one_at_a_time(key):
             if not seeding.cancelled() and seeding.exception() is None:
@@ -415,10 +415,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
         self, row: Mapping[str, Any], needs: SandboxNeeds | None, checkpoint: Mapping[str, Any] | None
     ) -> _Session[Opened, Artefacts]:
         snapshot = checkpoint["snapshot"] if checkpoint else None
-        sandbox = None if needs is None else await self._opened(needs, snapshot)
+        sandbox = None if needs is None else await self._start_uncancelled(needs, snapshot)
         tools = None
         try:
-            with _ours("the session could not be made ready", FailureKind.PROVIDER_UNAVAILABLE):
+            with _as_infrastructure_error("the session could not be made ready", FailureKind.PROVIDER_UNAVAILABLE):
                 tools = await self._task.tools.open(sandbox, needs)
                 if checkpoint is None:
                     await self._task.prepare(row, tools)
@@ -429,7 +429,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             raise
         return _Session(row, needs, sandbox, tools)
 
-    async def _opened(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
+    async def _start_uncancelled(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
         """Start a sandbox; a cancelled caller waits until that sandbox is gone."""
         opening = self._spawn(self._open(needs, snapshot))
         try:
@@ -465,11 +465,13 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 return
             try:
                 if keep and session.lost is None:
-                    with _ours("nothing could be taken out of the session", FailureKind.SESSION_LOST):
+                    with _as_infrastructure_error(
+                        "nothing could be taken out of the session", FailureKind.SESSION_LOST
+                    ):
                         taking = self._task.artefacts(session.row, session.tools)
                         session.artefacts = await self._until_closed(session, taking)
                     sandbox = session.sandbox
-                    if sandbox is not None and isinstance(sandbox, KnowsItsRoom) and not await sandbox.has_room():
+                    if sandbox is not None and isinstance(sandbox, HasDiskCheck) and not await sandbox.has_room():
                         # What is not there may not have found any.
                         raise InfrastructureError("the disk that sandboxes are kept on is full")
             except AgentError as error:
@@ -509,7 +511,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
     async def _stop_again(self, sandbox: Sandbox, stopping: asyncio.Task[None]) -> None:
         await asyncio.wait({stopping})
         if stopping.cancelled() or stopping.exception() is not None:
-            await asyncio.sleep(STOP_AGAIN_S)
+            await asyncio.sleep(STOP_RETRY_S)
             await self._stop_sandbox(sandbox)
 
     async def _grade(self, session: _Session[Opened, Artefacts], response: Mapping[str, Any]) -> Grade:
@@ -520,13 +522,13 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
         @asynccontextmanager
         async def open_sandbox(needs: SandboxNeeds | None = None) -> AsyncIterator[Sandbox]:
-            sandbox = await self._opened(needs or session.needs or SandboxNeeds())
+            sandbox = await self._start_uncancelled(needs or session.needs or SandboxNeeds())
             try:
                 yield sandbox
             finally:
                 await asyncio.shield(self._spawn(self._stop_sandbox(sandbox)))
 
-        with _ours("it could not be graded", FailureKind.VERIFIER_ERROR):
+        with _as_infrastructure_error("it could not be graded", FailureKind.VERIFIER_ERROR):
             artefacts = cast(Artefacts, session.artefacts)  # None only if the task's own are
             grade = await self._task.grade(session.row, artefacts, response, open_sandbox)
             if not isinstance(grade, Grade):
@@ -542,7 +544,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
 
 @contextmanager
-def _ours(trouble: str, kind: FailureKind) -> Iterator[None]:
+def _as_infrastructure_error(trouble: str, kind: FailureKind) -> Iterator[None]:
     """Whatever a task raises that is no error of ours becomes one."""
     try:
         yield

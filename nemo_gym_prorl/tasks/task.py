@@ -26,14 +26,14 @@ import orjson
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 
 
-_MOST = sys.float_info.max
+_MAX_REWARD = sys.float_info.max
 TOOL_USE = "tool_use"
 """Field of a rollout's row: how the calls of each tool went, in these numbers."""
 
 TOOL_NUMBERS = ("calls", "errors", "timeouts", "cut")
 """Each is at the top of the row as well, ``tool_<number>``, summed over tools: Gym's metrics take what is there."""
 
-_RESERVED = frozenset(
+_RESERVED_FIELDS = frozenset(
     {"reward", "passed", "verdict", "verdict_detail", "response", "responses_create_params", TOOL_USE}
     | {f"tool_{number}" for number in TOOL_NUMBERS}
 )
@@ -92,11 +92,11 @@ class Grade:
 
     def __post_init__(self) -> None:
         # An int may be too large for a float.
-        if not isinstance(self.reward, int | float) or not -_MOST <= self.reward <= _MOST:
+        if not isinstance(self.reward, int | float) or not -_MAX_REWARD <= self.reward <= _MAX_REWARD:
             raise ValueError(f"the reward must be a finite number, not {self.reward!r:.100}")
         if not isinstance(self.verdict, str) or not self.verdict:
             raise ValueError(f"the verdict must be a word, not {self.verdict!r:.100}")
-        if taken := [name for name in self.fields if name in _RESERVED or str(name).startswith("_ng_")]:
+        if taken := [name for name in self.fields if name in _RESERVED_FIELDS or str(name).startswith("_ng_")]:
             raise ValueError(f"{taken[0]!r} is no field of a grade's own")
         try:
             orjson.dumps(self.fields)
@@ -132,7 +132,7 @@ class OpenTools(Protocol):
 
 
 @runtime_checkable
-class CountsCalls(Protocol):
+class CountsToolCalls(Protocol):
     """Tools that tell how they were used, for whoever looks at trajectories."""
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
@@ -246,7 +246,7 @@ class Task[Opened: OpenTools, Artefacts](Protocol):
 
 
 @runtime_checkable
-class Resumes(Protocol):
+class ResumableTask(Protocol):
     """A task that keeps nothing of a session but what is in its sandbox and its :class:`ResumableTools`: so it can go
     on from there elsewhere, without :meth:`Task.prepare`.
 
@@ -258,7 +258,7 @@ class Resumes(Protocol):
 
 
 @runtime_checkable
-class HasEnd(Protocol):
+class AsyncCloseable(Protocol):
     """A task that holds something for all sessions, such as processes of its own."""
 
     async def aclose(self) -> None:
@@ -293,7 +293,7 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
         """How the calls went, by tool, of whichever counts."""
-        counting = (part.tool_use() for part in self._parts.values() if isinstance(part, CountsCalls))
+        counting = (part.tool_use() for part in self._parts.values() if isinstance(part, CountsToolCalls))
         return {tool: counts for used in counting for tool, counts in used.items()}
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:

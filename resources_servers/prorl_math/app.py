@@ -3,11 +3,11 @@
 """Mathematical problems with Python in sandboxes, as a Gym resources server: its settings and its task, served by
 ``nemo_gym_prorl``."""
 
-from nemo_gym_prorl.tasks.extras import start_with
+from nemo_gym_prorl.tasks.extras import exit_unless_installed
 
 
 if __name__ == "__main__":
-    start_with("math")
+    exit_unless_installed("math")
 
 from typing import ClassVar
 

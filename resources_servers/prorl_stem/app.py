@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions of science with search and Python, as a Gym resources server: its settings and its task."""
 
-from nemo_gym_prorl.tasks.extras import require_extras, start_with
+from nemo_gym_prorl.tasks.extras import exit_unless_installed, require_extras
 
 
 if __name__ == "__main__":
-    start_with("stem")
+    exit_unless_installed("stem")
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from nemo_gym_prorl.tasks.stem.judge import Judge
 from nemo_gym_prorl.tasks.stem.quantities import RELATIVE_TOLERANCE
 from nemo_gym_prorl.tasks.stem.search import SearchSettings, SearchTool, engine_of
 from nemo_gym_prorl.tasks.stem.task import Rules, Stem
-from nemo_gym_prorl.tasks.task import HasEnd
+from nemo_gym_prorl.tasks.task import AsyncCloseable
 
 
 SAMPLE = Path(__file__).parent / "data/passages.jsonl"
@@ -57,7 +57,7 @@ class ProRLStemServer(TaskServer):
         config = self.config
         engine = engine_of(config.search, SAMPLE)
         formulas = MathChecker(CheckLimits(config.checking_cpu_s, config.checking_memory_mib, config.checking_workers))
-        holds: list[HasEnd] = [engine, formulas]
+        holds: list[AsyncCloseable] = [engine, formulas]
         judge = None
         if config.judge_model_server is not None:
             model = TaskModel(

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Software engineering in sandboxes, as a Gym resources server: its settings and its task."""
 
-from nemo_gym_prorl.tasks.extras import start_with
+from nemo_gym_prorl.tasks.extras import exit_unless_installed
 
 
 if __name__ == "__main__":
-    start_with("swe")
+    exit_unless_installed("swe")
 
 from typing import ClassVar
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from nemo_gym_prorl.cli.scripted.turns import Script, call, turn
-from nemo_gym_prorl.tasks.code.rows import SOLUTION_FILE
+from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE
 
 
 def oracle(source: str) -> Script:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from nemo_gym_prorl.cli import demo_scripts
 from nemo_gym_prorl.cli.demo_scripts import create
 from nemo_gym_prorl.cli.scripted.turns import Script, Turn, call, script_of, turn
-from nemo_gym_prorl.tasks.code.rows import HumanEvalProblem
+from nemo_gym_prorl.tasks.code.code_rows import HumanEvalProblem
 
 
 def script_for(problem: HumanEvalProblem, variant: str) -> Script:

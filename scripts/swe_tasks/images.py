@@ -43,7 +43,7 @@ def ensure_base(runtime: Runtime, progress: Progress) -> Path:
     return build(order, ImageStore(), runtime, progress)
 
 
-class Stack:
+class LayeredImages:
     """Makes images of the one that tasks share and a repository each.
 
     Args:

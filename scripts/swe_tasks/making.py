@@ -28,10 +28,10 @@ from nemo_gym_prorl.tasks.swe.task import make_row
 from scripts.swe_tasks import packages as packages_module
 from scripts.swe_tasks import repositories
 from scripts.swe_tasks.hiding import by_file
-from scripts.swe_tasks.images import Stack, ensure_base
+from scripts.swe_tasks.images import LayeredImages, ensure_base
 from scripts.swe_tasks.packages import Package
 from scripts.swe_tasks.statements import statement
-from scripts.swe_tasks.trials import Bug, bench, pytest_command
+from scripts.swe_tasks.trials import Bug, pytest_command, sandbox_with_package
 
 
 ROWS, PARTIAL, IMAGES, MAKING = "rows.jsonl", "partial.jsonl", "images", "making"
@@ -75,7 +75,7 @@ async def make(
     """
     await asyncio.to_thread(packages_module.fetch, tuple(packages), folder / "sources")
     base = await asyncio.to_thread(ensure_base, runtime, progress)
-    stack = Stack(base, default_folder(), runtime)
+    stack = LayeredImages(base, default_folder(), runtime)
     await asyncio.to_thread(stack.pack)
     being_made = Entries(folder / MAKING)
     await asyncio.to_thread(being_made.sweep)
@@ -122,10 +122,10 @@ def image_path(instance_id: str, folder: Path) -> Path:
 
 
 async def _tasks(
-    package: Package, singles: int, folder: Path, work: Path, stack: Stack, base: Path, progress: Progress
+    package: Package, singles: int, folder: Path, work: Path, stack: LayeredImages, base: Path, progress: Progress
 ) -> Tasks:
     tree = packages_module.unpack(package, folder / "sources", work / "tree")
-    async with bench(package, tree, base) as trials:
+    async with sandbox_with_package(package, tree, base) as trials:
         stable = await trials.stable()
         progress(f"{package.name}: {len(stable)} tests")
         bugs = [(bug, ()) for bug in await trials.bugs(stable, singles, package.version)]
@@ -146,7 +146,14 @@ async def _tasks(
 
 
 def _task(
-    package: Package, tree: Path, bug: Bug, parts: tuple[Bug, ...], name: str, work: Path, folder: Path, stack: Stack
+    package: Package,
+    tree: Path,
+    bug: Bug,
+    parts: tuple[Bug, ...],
+    name: str,
+    work: Path,
+    folder: Path,
+    stack: LayeredImages,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     contents, scratch = work / name, work / f"{name}.image"
     made = repositories.make(tree, bug, parts, contents / "testbed")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-MOST_BROKEN = 0.3
+MAX_BROKEN_SHARE = 0.3
 """A bug that breaks more of the tests than this part of them is one that nobody would look for."""
 
 _LINE = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (\S+::\S+)(?: - (.*))?$", re.MULTILINE)
@@ -67,6 +67,6 @@ def effect(stable: frozenset[str], after: Outcomes) -> Effect | None:
     near = {test for test in stable if test.partition("::")[0] in files}
     kept = near & after.having("PASSED")
     # A test that is not there any more, or passes one time in two, is neither.
-    if len(broken) > MOST_BROKEN * len(near) or near - broken - kept or not kept:
+    if len(broken) > MAX_BROKEN_SHARE * len(near) or near - broken - kept or not kept:
         return None
     return Effect(broken, {test: after.messages.get(test, "") for test in broken}, frozenset(kept))

@@ -74,7 +74,7 @@ def mistaken(tree: Path, edits: Mapping[str, tuple[Mutation, ...]]) -> dict[str,
 
 
 @asynccontextmanager
-async def bench(package: Package, tree: Path, image: Path) -> AsyncIterator[Bench]:
+async def sandbox_with_package(package: Package, tree: Path, image: Path) -> AsyncIterator[PackageTester]:
     """A sandbox with a package in it."""
     starter = Starter({"singularity": {}})
     try:
@@ -85,14 +85,14 @@ async def bench(package: Package, tree: Path, image: Path) -> AsyncIterator[Benc
             done = await sandbox.exec(f"mkdir {REPOSITORY} && tar xf /tmp/tree.tar --no-same-owner -C {REPOSITORY}")
             if done.return_code:
                 raise InfrastructureError(f"{package.name} can't be unpacked in a sandbox: {done.stderr}")
-            yield Bench(package, tree, sandbox)
+            yield PackageTester(package, tree, sandbox)
         finally:
             await sandbox.stop()
     finally:
         await starter.aclose()
 
 
-class Bench:
+class PackageTester:
     """A package in a sandbox, to try mistakes on."""
 
     def __init__(self, package: Package, tree: Path, sandbox: Sandbox) -> None:

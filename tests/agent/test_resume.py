@@ -26,7 +26,7 @@ from nemo_gym_prorl.http.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 from nemo_gym_prorl.sandbox.snapshots import default_folder
-from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from tests.agent.gym_host import hosting, instance
 from tests.rollout.serving import serve
 from tests.tasks import containers

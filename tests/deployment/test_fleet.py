@@ -24,7 +24,7 @@ from nemo_gym_prorl.processes import ProcessMark, reaper_command
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
-from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from tests.deployment.raylets import ENVIRONMENT, Raylets, raylets
 
 

@@ -25,7 +25,7 @@ from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
 from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 
 
 pytestmark = [

@@ -19,7 +19,7 @@ import orjson
 import pytest
 
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from tests.nemo_rl.conftest import KEY, NODE_ADDRESS
 from tests.tasks import containers
 

@@ -15,7 +15,7 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.servers.task_server import TaskServer
-from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
+from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from tests.rollout.serving import serve
 from tests.tasks import containers
 

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_gym_prorl.cli.scripted.turns import Script
 from nemo_gym_prorl.tasks.code import convert
-from nemo_gym_prorl.tasks.code.rows import row_for
+from nemo_gym_prorl.tasks.code.code_rows import row_for
 from scripts.scripted_turns.code import null, oracle
 from tests.prorl_code.conftest import PATHS, RESPONSE, Client, serving
 from tests.tasks import containers

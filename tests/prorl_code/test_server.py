@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from nemo_gym_prorl.tasks.code.rows import problems
+from nemo_gym_prorl.tasks.code.code_rows import problems
 from scripts.scripted_turns.humaneval import script_for
 from tests.prorl_code.conftest import RESPONSE, Client, build, row, serving
 from tests.tasks import containers

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from nemo_gym_prorl.tasks.code.grading import CodeLimits
-from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions

@@ -21,7 +21,7 @@ from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.servers.task_server import TaskVerifyRequest
 from nemo_gym_prorl.servers.verifier_fixture import as_shipped, play
-from nemo_gym_prorl.tasks.swe.instance import row_of
+from nemo_gym_prorl.tasks.swe.instance import parse_row
 from resources_servers.prorl_swe.app import ProRLSweServer
 from scripts.scripted_turns.swe import patching
 from scripts.swe_tasks import packages, repositories
@@ -29,7 +29,7 @@ from scripts.swe_tasks.making import MAKING, PARTIAL, ROWS, make
 from scripts.swe_tasks.mutations import Mutation
 from scripts.swe_tasks.outcomes import Effect
 from scripts.swe_tasks.packages import Package
-from scripts.swe_tasks.trials import Bug, bench
+from scripts.swe_tasks.trials import Bug, sandbox_with_package
 from tests.prorl_code.conftest import RESPONSE
 
 
@@ -109,7 +109,7 @@ async def test_a_package_becomes_tasks_that_are_graded_as_they_should(tmp_path: 
     assert len((tmp_path / PARTIAL).read_text().splitlines()) == 2
     rows = [json.loads(line) for line in (tmp_path / ROWS).read_text().splitlines()]
     for row in rows:
-        swe = row_of(row).swe
+        swe = parse_row(row).swe
         told = json.dumps(row["responses_create_params"])
         assert all(test.split("::")[1] in told for test in swe.FAIL_TO_PASS)
         assert "sums.py" not in told.replace("test_sums.py", "")
@@ -132,7 +132,7 @@ async def test_the_files_of_an_ordinary_user_are_unpacked_in_a_sandbox_too(tmp_p
     tree = packages.unpack(package, tmp_path / "sources", tmp_path / "tree")
     for path in (tree, *tree.iterdir()):
         os.chown(path, *((1001, 1001) if os.geteuid() == 0 else (-1, -1)))
-    async with bench(package, tree, image):
+    async with sandbox_with_package(package, tree, image):
         pass
 
 

@@ -25,7 +25,7 @@ from nemo_gym_prorl.cli.data import convert as convert_file
 from nemo_gym_prorl.cli.images import wanted_images
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code import convert
-from nemo_gym_prorl.tasks.code.rows import read_metadata, read_problem
+from nemo_gym_prorl.tasks.code.code_rows import read_metadata, read_problem
 from nemo_gym_prorl.tasks.math import task as math
 from nemo_gym_prorl.tasks.stem import problems as stem
 from nemo_gym_prorl.tasks.stem.search import Index

@@ -17,15 +17,15 @@ from nemo_gym.sandbox import AsyncSandbox
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.started import SandboxWithSessions
 from nemo_gym_prorl.sandbox.supervisor import own_supervisor
-from nemo_gym_prorl.tasks.code.grading import CodeLimits, Lost, Verdict, grade, grade_in
-from nemo_gym_prorl.tasks.code.rows import (
+from nemo_gym_prorl.tasks.code.code_rows import (
+    CodeProblem,
     HumanEvalProblem,
-    Problem,
     humaneval_row,
     problems,
     read_metadata,
     read_problem,
 )
+from nemo_gym_prorl.tasks.code.grading import CodeLimits, CodeVerdict, NoVerdict, grade, grade_in
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade
 from scripts.scripted_turns.humaneval import CHEATS
@@ -39,7 +39,7 @@ TRUNCATE = "HumanEval/2"  # truncate_number(number): float
 INTERSPERSE = "HumanEval/5"  # intersperse(numbers, delimiter): list
 
 
-def problem_of(task: str) -> Problem:
+def problem_of(task: str) -> CodeProblem:
     return read_problem(read_metadata(humaneval_row(problems()[task])), None)
 
 
@@ -80,7 +80,7 @@ TASKS = ["HumanEval/2", "HumanEval/15", "HumanEval/32", "HumanEval/33", "HumanEv
 async def test_no_cheat_passes() -> None:
     gate = asyncio.Semaphore(4)
 
-    async def attempt(task: str, source: str) -> Grade | Lost:
+    async def attempt(task: str, source: str) -> Grade | NoVerdict:
         async with gate, containers.running() as sandbox:  # one each: a cheat may damage its sandbox
             return await grade_in(sandbox, problem_of(task), source, LIMITS, containers.ROOT)
 
@@ -120,7 +120,7 @@ async def test_a_candidate_that_has_its_tester_killed_is_to_blame() -> None:
         "time.sleep(100)\n"
     )
     verdict = await grade(open_sandbox, problem_of(TRUNCATE), source, LIMITS, containers.ROOT)
-    assert verdict.verdict == Verdict.CRASHED
+    assert verdict.verdict == CodeVerdict.CRASHED
     assert "taken down, twice" in verdict.detail
     assert containers.instances() == before
 

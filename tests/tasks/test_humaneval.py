@@ -13,8 +13,8 @@ from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
 from nemo_gym_prorl.cli.demo_scripts import seeded_mistake
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.arguments import MAX_ARGUMENT_BYTES, BadArguments, parse_arguments
+from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.grading import CodeLimits
-from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade, SandboxNeeds
@@ -26,7 +26,7 @@ from nemo_gym_prorl.tasks.workbench.tools import (
     PythonArguments,
 )
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
-from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits
+from nemo_gym_prorl.tasks.workbench.workspace import ExtractedFile, ToolLimits
 from scripts.scripted_turns.humaneval import VARIANTS, script_for
 from tests.tasks.rows_file import write_rows
 
@@ -139,11 +139,11 @@ def test_good_arguments_are_taken() -> None:
 @pytest.mark.parametrize(
     ("taken", "detail"),
     [
-        (Taken(b"\xff"), "solution.py is not UTF-8 text"),
-        (Taken(None, "solution.py is not there"), "solution.py is not there"),
+        (ExtractedFile(b"\xff"), "solution.py is not UTF-8 text"),
+        (ExtractedFile(None, "solution.py is not there"), "solution.py is not there"),
     ],
 )
-async def test_a_file_that_is_no_solution_is_judged_without_a_sandbox(taken: Taken, detail: str) -> None:
+async def test_a_file_that_is_no_solution_is_judged_without_a_sandbox(taken: ExtractedFile, detail: str) -> None:
     def no_sandbox(needs: SandboxNeeds | None = None) -> AbstractAsyncContextManager[Sandbox]:
         raise AssertionError("nobody needs one")
 

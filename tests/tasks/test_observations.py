@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.tasks.workbench import tools as observations
-from nemo_gym_prorl.tasks.workbench.tools import Output, Tally, error_text, exit_code, observation, result_text
+from nemo_gym_prorl.tasks.workbench.tools import Output, ToolCallStats, error_text, exit_code, observation, result_text
 
 
 LIMIT = 1000
@@ -32,7 +32,7 @@ outputs = st.builds(
 )
 statuses = st.sampled_from([exit_code(0), exit_code(130), observations.timed_out(0.5), observations.waiting(10), "ok"])
 notes = st.lists(
-    st.sampled_from([observations.ended("shell"), observations.had_ended("kernel"), observations.ONLY_FILES]),
+    st.sampled_from([observations.ended("shell"), observations.had_ended("kernel"), observations.ONLY_FILES_KEPT]),
     max_size=2,
 )
 
@@ -160,7 +160,7 @@ STATUSES = {
 
 
 def counted(tool: str, text: str) -> object:
-    tally = Tally()
+    tally = ToolCallStats()
     tally.count(tool, text)
     return tally.as_json()[tool]
 
@@ -188,7 +188,7 @@ def test_other_tools_begin_with_error(tool: str, text: str, errors: int) -> None
 
 
 def test_calls_add_up_by_tool() -> None:
-    tally = Tally()
+    tally = ToolCallStats()
     for code in (0, 1, 0):
         tally.count("bash", observation(Output(), observations.exit_code(code), limit=1000))
     tally.count("submit", "Submitted.")

@@ -43,7 +43,7 @@ from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.sandbox import Sandbox
-from nemo_gym_prorl.tasks.sessions import LEASE_SWEEPS, STOP_AGAIN_S, SessionLimits, Sessions
+from nemo_gym_prorl.tasks.sessions import LEASE_SWEEPS, STOP_RETRY_S, SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from tests.conftest import LONG
 from tests.rollout.virtual_time import VirtualTimeLoop, run_in_virtual_time
@@ -76,7 +76,7 @@ class Plan:
     @property
     def bound_s(self) -> float:
         """Until a sandbox of it is gone that no rollout works in any more."""
-        return LEASE_S + 2 * RENEW_S + self.create + (self.close + STOP_AGAIN_S) * (self.stuck + 1)
+        return LEASE_S + 2 * RENEW_S + self.create + (self.close + STOP_RETRY_S) * (self.stuck + 1)
 
 
 FIRST, AT_ONCE = "first", Plan(prepare=0.0, work=0.0, grade=0.0, create=0.0)

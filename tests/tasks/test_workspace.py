@@ -13,8 +13,8 @@ from nemo_gym.sandbox import AsyncSandbox
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.started import SandboxWithSessions
-from nemo_gym_prorl.tasks.code.rows import SOLUTION_FILE
-from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
+from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE
+from nemo_gym_prorl.tasks.workbench.workspace import ExtractedFile, ToolLimits, Workspace
 from tests.tasks import containers
 
 
@@ -136,19 +136,23 @@ async def test_the_host_is_out_of_reach(workspace: Workspace, tmp_path: Path, mo
     assert await bash(workspace, "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '") == f"lo\n{ENDED}"
     # A link to a file of the host leads nowhere, neither for the editor nor for what is taken out at the end.
     await bash(workspace, f"rm solution.py; ln -s {secret} solution.py; ln -s {secret} other")
-    assert await workspace.take(SOLUTION_FILE, limit=LONGEST) == Taken(None, "solution.py is not there")
+    assert await workspace.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(
+        None, "solution.py is not there"
+    )
     await edit(workspace, "create", "other", file_text="changed")
     assert secret.read_text() == "host secret"
 
 
 async def test_artefact(either: Workspace) -> None:
-    assert await either.take(SOLUTION_FILE, limit=LONGEST) == Taken(b"def f():\n    return 1\n")
+    assert await either.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(b"def f():\n    return 1\n")
     await bash(either, "printf '\\xff' > solution.py")
-    assert await either.take(SOLUTION_FILE, limit=LONGEST) == Taken(b"\xff")
+    assert await either.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(b"\xff")
     await bash(either, "head -c 300000 /dev/zero > solution.py")
-    assert await either.take(SOLUTION_FILE, limit=LONGEST) == Taken(None, "solution.py is longer than 262144 bytes")
+    assert await either.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(
+        None, "solution.py is longer than 262144 bytes"
+    )
     await bash(either, "rm -rf /sandbox/workspace; mkdir -p /sandbox/workspace/solution.py")
-    assert await either.take(SOLUTION_FILE, limit=LONGEST) == Taken(None, "solution.py is not there")
+    assert await either.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(None, "solution.py is not there")
 
 
 @pytest.mark.parametrize("answer", ['{"content": 5}', '{"content": "%%"}', "[]", "[" * 50_000])
@@ -161,7 +165,7 @@ async def test_a_forged_answer_is_no_failure(workspace: Workspace, answer: str) 
     )
     await bash(workspace, f"cp /usr/bin/python3 /tmp; cat > /tmp/forger <<'Y'\n{forger}\nY")
     assert await bash(workspace, "chmod +x /tmp/forger; mv /tmp/forger /usr/bin/python3") == ENDED
-    artefact = await workspace.take(SOLUTION_FILE, limit=LONGEST)
+    artefact = await workspace.extract_file(SOLUTION_FILE, limit=LONGEST)
     assert artefact.content is None
     assert "could not be read" in (artefact.problem or "")
     assert (await edit(workspace, "view", "x")).startswith("Error: ")
@@ -177,7 +181,7 @@ async def test_a_lost_sandbox_is_infrastructure() -> None:
     sandbox = await containers.start()
     workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
     containers.kill_instance(sandbox._require_handle().sandbox_id)
-    for work in (bash(workspace, "ls"), workspace.take(SOLUTION_FILE, limit=LONGEST)):
+    for work in (bash(workspace, "ls"), workspace.extract_file(SOLUTION_FILE, limit=LONGEST)):
         with pytest.raises(InfrastructureError) as caught:
             await asyncio.wait_for(work, 120)
         assert caught.value.kind is FailureKind.SESSION_LOST
@@ -201,7 +205,7 @@ class Failing:
 async def test_a_machine_that_does_not_give_a_file_is_infrastructure_and_no_missing_solution(number: int) -> None:
     workspace = Workspace(Failing(number), "/sandbox/workspace", LIMITS)  # type: ignore[arg-type]
     for work in (
-        workspace.take(SOLUTION_FILE, limit=LONGEST),
+        workspace.extract_file(SOLUTION_FILE, limit=LONGEST),
         edit(workspace, "view", SOLUTION_FILE),
         edit(workspace, "create", SOLUTION_FILE, file_text="x"),
     ):
@@ -232,10 +236,12 @@ async def test_no_agent_passes_a_file_of_its_own_for_a_disk_that_fails() -> None
         await workspace.write({SOLUTION_FILE: "x"})
         for target in ("/proc/self/mem", "/proc/1/mem", "/proc/sys/net/ipv4/route/flush", "/dev/tty", "/sys/kernel"):
             await sandbox.exec(f"ln -sfn {target} solution.py", cwd="/sandbox/workspace")
-            assert (await workspace.take(SOLUTION_FILE, limit=LONGEST)).content is None, target
+            assert (await workspace.extract_file(SOLUTION_FILE, limit=LONGEST)).content is None, target
         holding = asyncio.create_task(sandbox.exec(f"python3 -c '{TERMINAL}'", timeout_s=60))
         await _there(sandbox, "/tmp/linked")
-        assert (await workspace.take(SOLUTION_FILE, limit=LONGEST)) == Taken(None, "solution.py is not there")
+        assert (await workspace.extract_file(SOLUTION_FILE, limit=LONGEST)) == ExtractedFile(
+            None, "solution.py is not there"
+        )
         holding.cancel()
         await asyncio.wait([holding])
         await workspace.close()

@@ -9,7 +9,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.servers.task_server import TaskServer
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
-from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
+from nemo_gym_prorl.tasks.workbench.workspace import ExtractedFile, ToolLimits, Workspace
 
 
 COUNT = "python3 -c 'from importlib.metadata import distributions as d; print(len(list(d())))'"
@@ -29,11 +29,11 @@ class Packages:
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
         await tools.write({"count": "unknown\n"})
 
-    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Taken:
-        return await tools.take("count", limit=100)
+    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> ExtractedFile:
+        return await tools.extract_file("count", limit=100)
 
     async def grade(
-        self, row: Mapping[str, Any], artefacts: Taken, response: Mapping[str, Any], open_sandbox: OpenSandbox
+        self, row: Mapping[str, Any], artefacts: ExtractedFile, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
         async with open_sandbox() as sandbox:
             count = int((await sandbox.exec(COUNT)).stdout or "")  # whatever this raises is never a reward

@@ -9,7 +9,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.servers.task_server import TaskServer
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
-from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
+from nemo_gym_prorl.tasks.workbench.workspace import ExtractedFile, ToolLimits, Workspace
 
 
 class Sums:
@@ -26,11 +26,11 @@ class Sums:
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
         await tools.write({"answer": "unknown\n"})
 
-    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Taken:
-        return await tools.take("answer", limit=100)
+    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> ExtractedFile:
+        return await tools.extract_file("answer", limit=100)
 
     async def grade(
-        self, row: Mapping[str, Any], artefacts: Taken, response: Mapping[str, Any], open_sandbox: OpenSandbox
+        self, row: Mapping[str, Any], artefacts: ExtractedFile, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
         if artefacts.content is None:
             return Grade(0.0, "no_answer", artefacts.problem or "")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits
+from nemo_gym_prorl.tasks.workbench.workspace import ExtractedFile, ToolLimits
 
 
 HERE = Path(__file__).parent
@@ -26,7 +26,7 @@ def refused() -> None:
     [(b"42\n", 1.0, "right"), (b"41", 0.0, "wrong"), (b"", 0.0, "wrong"), (None, 0.0, "no_answer")],
 )
 def test_the_grader_pays_the_sum_alone(written: bytes | None, reward: float, verdict: str) -> None:
-    grade = asyncio.run(TASK.grade({"answer": 42}, Taken(written), {}, refused))
+    grade = asyncio.run(TASK.grade({"answer": 42}, ExtractedFile(written), {}, refused))
     assert (grade.reward, grade.verdict) == (reward, verdict)
 
 

@@ -27,7 +27,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.code.rows import (
+from nemo_gym_prorl.tasks.code.code_rows import (
     MAX_TEST_BYTES,
     METADATA,
     humaneval_row,

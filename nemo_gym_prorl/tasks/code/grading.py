@@ -5,7 +5,7 @@
 Where a candidate may have taken its grader down, a control tells whether machine and row are fine: of a program that
 does nothing any verdict will do.
 
-A candidate's process is under two filters of system calls, which :mod:`.inside.walls` installs: no new processes
+A candidate's process is under two filters of system calls, which :mod:`.inside.process_hardening` installs: no new processes
 (threads are fine), hence no fork bombs and nothing that outlives a test; no signals; no limits, priorities or tracing
 of any process but its own; no IPC objects, which would outlive it, and no sockets but pairs; no changes to what files
 *are* (mode, owner, times, attributes), which Landlock does not know.
@@ -24,16 +24,23 @@ from nemo_gym_prorl.failures import AgentError, TaskError
 from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE, UNKNOWN, ByArgument
 from nemo_gym_prorl.syscall_filter import Verdict as CallVerdict
 from nemo_gym_prorl.syscall_filter import program as filter_program
-from nemo_gym_prorl.tasks.code.rows import Problem
+from nemo_gym_prorl.tasks.code.code_rows import CodeProblem
 from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.sandboxed_grader import (
+    BYTE_ORDER_MARK,
+    GraderKilled,
+    NoVerdict,
+    attempt,
+    program,
+    run_until_verdict,
+)
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
-from nemo_gym_prorl.tasks.trials import BYTE_ORDER_MARK, Lost, TakenDown, attempt, program, settle
 
 
 _INSIDE = "nemo_gym_prorl.tasks.code.inside"
 _GRADER = (
     f"{_INSIDE}.grader",
-    f"{_INSIDE}.walls",
+    f"{_INSIDE}.process_hardening",
     f"{_INSIDE}.zygote",
     f"{_INSIDE}.checkers",
 )
@@ -45,12 +52,12 @@ CLOCK_FACTOR = 10
 RewardRule = Literal["all", "fraction"]
 
 CHECKER_LIMITS = {"time_s": 10.0, "memory_mib": 1024}
-NOTHING = "pass\n"
+NO_OP_PROGRAM = "pass\n"
 STACK_KIB = 256 << 10
 """Of the first thread, before the interpreter starts: what deep recursion in C takes."""
 
 
-class Verdict(StrEnum):
+class CodeVerdict(StrEnum):
     """Why a candidate earned what it did."""
 
     PASSED = "passed"
@@ -92,13 +99,18 @@ OpenSandbox = Callable[[], AbstractAsyncContextManager[Sandbox]]
 """Starts a fresh sandbox and stops it in the end."""
 
 
-def failed(verdict: Verdict, detail: str = "") -> Grade:
+def failed(verdict: CodeVerdict, detail: str = "") -> Grade:
     """A grade of nothing that ran."""
     return Grade(0.0, verdict.value, detail)
 
 
 async def grade(
-    open_sandbox: OpenSandbox, problem: Problem, source: str, limits: CodeLimits, root: str, rule: RewardRule = "all"
+    open_sandbox: OpenSandbox,
+    problem: CodeProblem,
+    source: str,
+    limits: CodeLimits,
+    root: str,
+    rule: RewardRule = "all",
 ) -> Grade:
     """Grade a candidate, each try in a fresh sandbox.
 
@@ -116,20 +128,20 @@ async def grade(
             (``verifier_error``).
     """
 
-    async def graded(source: str) -> Grade | Lost:
+    async def graded(source: str) -> Grade | NoVerdict:
         async with open_sandbox() as sandbox:
             return await grade_in(sandbox, problem, source, limits, root, rule)
 
     async def control() -> bool:
-        return isinstance(await graded(NOTHING), Grade)
+        return isinstance(await graded(NO_OP_PROGRAM), Grade)
 
-    outcome = await settle(lambda: graded(source), control)
-    return failed(Verdict.CRASHED, outcome.why) if isinstance(outcome, TakenDown) else outcome
+    outcome = await run_until_verdict(lambda: graded(source), control)
+    return failed(CodeVerdict.CRASHED, outcome.why) if isinstance(outcome, GraderKilled) else outcome
 
 
 async def grade_in(
-    sandbox: Sandbox, problem: Problem, source: str, limits: CodeLimits, root: str, rule: RewardRule = "all"
-) -> Grade | Lost:
+    sandbox: Sandbox, problem: CodeProblem, source: str, limits: CodeLimits, root: str, rule: RewardRule = "all"
+) -> Grade | NoVerdict:
     """Grade a candidate once in the given sandbox.
 
     Raises:
@@ -144,19 +156,19 @@ async def grade_in(
             job,
             timeout_s=CLOCK_FACTOR * limits.total_s,
             root=root,
-            doubtful=lambda report: bool(report.get("killed")) or report.get("verdict") == Verdict.CRASHED,
+            doubtful=lambda report: bool(report.get("killed")) or report.get("verdict") == CodeVerdict.CRASHED,
             before=f"ulimit -S -s {STACK_KIB} 2>/dev/null; ",
         )
     except AgentError as error:
-        return failed(Verdict.EXHAUSTED, error.reason)
-    if isinstance(told, Lost):
+        return failed(CodeVerdict.EXHAUSTED, error.reason)
+    if isinstance(told, NoVerdict):
         return told
     if "row" in told:
         raise TaskError(f"verifier_metadata.checker: {told['row']}")
     return _grade(told, rule)
 
 
-def _tests(problem: Problem, limits: CodeLimits) -> dict[str, Any]:
+def _tests(problem: CodeProblem, limits: CodeLimits) -> dict[str, Any]:
     """What the grader is told of a problem."""
     bounds = {**asdict(limits), "filters": filters()}
     for name, own in (("time_s", problem.time_limit_s), ("memory_mib", problem.memory_limit_mib)):
@@ -172,25 +184,25 @@ def _tests(problem: Problem, limits: CodeLimits) -> dict[str, Any]:
 
 
 def _grade(told: Mapping[str, Any], rule: RewardRule) -> Grade:
-    verdict, tests = Verdict(told["verdict"]), told["tests"]
-    reward = tests["passed"] / tests["total"] if rule == "fraction" else float(verdict is Verdict.PASSED)
+    verdict, tests = CodeVerdict(told["verdict"]), told["tests"]
+    reward = tests["passed"] / tests["total"] if rule == "fraction" else float(verdict is CodeVerdict.PASSED)
     return Grade(reward, verdict.value, told["detail"], {"tests": tests})
 
 
 CLONE_THREAD = 0x10000
 AF_UNIX = 1
-LAST = 466
+LAST_SYSCALL = 466
 """``removexattrat``, of Linux 6.13; what came later has not been judged."""
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """By ``os.uname().machine``, as the filter is told."""
 
-COMMON = {
+COMMON_SYSCALLS = {
     "clone3": 435, "pidfd_open": 434, "pidfd_send_signal": 424, "pidfd_getfd": 438, "process_madvise": 440,
     "process_mrelease": 448, "io_uring_setup": 425, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466,
 }  # fmt: skip
 
-CALLS = {
+SYSCALLS = {
     "x86_64": {
         "fork": 57, "vfork": 58, "clone": 56, "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129,
         "rt_tgsigqueueinfo": 297, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312,
@@ -217,12 +229,12 @@ CALLS = {
 }  # fmt: skip
 """Numbers of the system calls that the filters have something to say about."""
 
-_ONESELF = ByArgument(0, frozenset({0}), ALLOW, REFUSE)
+_OWN_PROCESS_ONLY = ByArgument(0, frozenset({0}), ALLOW, REFUSE)
 """For calls whose first argument is a process."""
 
-_VERDICTS: dict[str, CallVerdict] = {
+_SYSCALL_RULES: dict[str, CallVerdict] = {
     **dict.fromkeys(
-        ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), _ONESELF
+        ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), _OWN_PROCESS_ONLY
     ),
     # Of a user or a group it would be the grader's, too.
     "setpriority": ByArgument(0, frozenset({0}), ByArgument(1, frozenset({0}), ALLOW, REFUSE), REFUSE),
@@ -242,8 +254,8 @@ def filters() -> dict[str, list[str]]:
     """By machine two filters in hexadecimal: a zygote's, and one more for a child, in which only threads are begun."""
     found = {}
     for machine, architecture in ARCHITECTURES.items():
-        calls = COMMON | CALLS[machine]
-        strict = {number: _VERDICTS.get(name, REFUSE) for name, number in calls.items()}
+        calls = COMMON_SYSCALLS | SYSCALLS[machine]
+        strict = {number: _SYSCALL_RULES.get(name, REFUSE) for name, number in calls.items()}
         lone = {calls["clone"]: ByArgument(0, frozenset({CLONE_THREAD}), ALLOW, REFUSE, mask=CLONE_THREAD)}
-        found[machine] = [filter_program(architecture, verdicts, LAST).hex() for verdicts in (strict, lone)]
+        found[machine] = [filter_program(architecture, verdicts, LAST_SYSCALL).hex() for verdicts in (strict, lone)]
     return found

@@ -16,19 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.tasks.code.grading import CodeLimits, RewardRule, Verdict, failed, grade
-from nemo_gym_prorl.tasks.code.rows import (
-    HANDING_IN,
+from nemo_gym_prorl.tasks.code.code_rows import (
     SOLUTION_FILE,
+    SUBMIT_DESCRIPTION,
     TOOLS,
     find_tests_file,
     read_metadata,
     read_problem,
 )
+from nemo_gym_prorl.tasks.code.grading import CodeLimits, CodeVerdict, RewardRule, failed, grade
 from nemo_gym_prorl.tasks.final_answer import final_message
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
-from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
+from nemo_gym_prorl.tasks.workbench.workspace import ExtractedFile, ToolLimits, Workspace
 
 
 _OPENING = re.compile(r"(?P<before>(?:(?!`{3}|~{3}).)*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<label>[^`]*)")
@@ -95,10 +95,10 @@ def _is_python(label: str, code: str) -> bool:
 MAX_SOLUTION_BYTES = 256 * 1024
 """Longest solution that is graded."""
 
-MAX_SOLUTION_FIELD = 64 * 1024
+MAX_SOLUTION_FIELD_CHARS = 64 * 1024
 """Characters of the solution in the rollout's row."""
 
-HANDED_IN = f"Submitted. {SOLUTION_FILE} is tested as it is now. The task is over: answer without calling a tool."
+SUBMIT_REPLY = f"Submitted. {SOLUTION_FILE} is tested as it is now. The task is over: answer without calling a tool."
 
 
 class ProgrammingProblems:
@@ -126,7 +126,9 @@ class ProgrammingProblems:
         self._limits = limits
         self._rule: RewardRule = rule
         self._tests_folder = tests_folder
-        self.tools = Workbench(TOOLS, f"{self._root}/workspace", tools, handing_in=HANDING_IN, handed_in=HANDED_IN)
+        self.tools = Workbench(
+            TOOLS, f"{self._root}/workspace", tools, submit_description=SUBMIT_DESCRIPTION, submit_reply=SUBMIT_REPLY
+        )
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
         """One like any other.
@@ -144,25 +146,25 @@ class ProgrammingProblems:
         """Put the file there."""
         await tools.write({SOLUTION_FILE: ""})
 
-    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Taken:
+    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> ExtractedFile:
         """The solution's file."""
-        return await tools.take(SOLUTION_FILE, limit=MAX_SOLUTION_BYTES)
+        return await tools.extract_file(SOLUTION_FILE, limit=MAX_SOLUTION_BYTES)
 
     async def grade(
-        self, row: Mapping[str, Any], artefacts: Taken, response: Mapping[str, Any], open_sandbox: OpenSandbox
+        self, row: Mapping[str, Any], artefacts: ExtractedFile, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
         """Run the problem's tests; see :mod:`.grading`."""
         try:
             source = (artefacts.content or b"").decode()
         except UnicodeDecodeError:
-            return failed(Verdict.NO_SOLUTION, f"{SOLUTION_FILE} is not UTF-8 text")
+            return failed(CodeVerdict.NO_SOLUTION, f"{SOLUTION_FILE} is not UTF-8 text")
         if not _has_tools(row):
             source = program_in(final_message(response))
         if not source.strip():
-            return failed(Verdict.NO_SOLUTION, artefacts.problem or f"{SOLUTION_FILE} holds no Python")
+            return failed(CodeVerdict.NO_SOLUTION, artefacts.problem or f"{SOLUTION_FILE} holds no Python")
         problem = await asyncio.to_thread(read_problem, read_metadata(row), self._tests_folder)
         graded = await grade(open_sandbox, problem, source, self._limits, self._root, self._rule)
-        return replace(graded, fields={**graded.fields, "solution": source[:MAX_SOLUTION_FIELD]})
+        return replace(graded, fields={**graded.fields, "solution": source[:MAX_SOLUTION_FIELD_CHARS]})
 
 
 def _has_tools(row: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from nemo_gym_prorl.tasks.math.spelling import unwrapped
 from nemo_gym_prorl.tasks.records import (
     UnusableRecord,
     answer_of,
-    asking,
+    create_params,
     gold,
     lowered,
     missing,
@@ -87,7 +87,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     question = text_of(_AROUND.sub("", asked), name)
     answer = _final(plain, record)
     return {
-        "responses_create_params": asking(SYSTEM_PROMPT, question, workbench_schemas(TOOLS), parallel=False),
+        "responses_create_params": create_params(SYSTEM_PROMPT, question, workbench_schemas(TOOLS), parallel=False),
         "question": question,
         "expected_answer": answer,
         "data_source": DATA_SOURCE,

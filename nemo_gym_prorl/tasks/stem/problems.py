@@ -29,7 +29,7 @@ from nemo_gym_prorl.tasks.final_answer import final_answer
 from nemo_gym_prorl.tasks.records import (
     UnusableRecord,
     answer_of,
-    asking,
+    create_params,
     gold,
     lowered,
     no_answer,
@@ -212,7 +212,7 @@ def row_for(
     """
     told = "\n".join([question, *(f"{letter}: {text}" for letter, text in (options or {}).items())])
     tools = [*workbench_schemas(WORKBENCH_TOOLS), SCHEMA]
-    params = asking(SYSTEM_PROMPT, told, tools, script=script)
+    params = create_params(SYSTEM_PROMPT, told, tools, script=script)
     row = {"responses_create_params": params, "question": question, "expected_answer": expected}
     return row | ({"options": [{letter: text} for letter, text in options.items()]} if options else {})
 

@@ -29,7 +29,7 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.tasks.arguments import Arguments, BadArguments, parse_arguments, tool_schema
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.tools import Tally
+from nemo_gym_prorl.tasks.workbench.tools import ToolCallStats
 
 
 MAX_QUERY_CHARS = 400
@@ -103,7 +103,7 @@ class OpenSearch:
     def __init__(self, engine: SearchEngine, limits: SearchSettings) -> None:
         self._engine = engine
         self._limits = limits
-        self._tally = Tally()
+        self._call_stats = ToolCallStats()
 
     async def call(self, tool: str, arguments: object) -> str:
         """A page of results, or what is wrong with the call.
@@ -112,12 +112,12 @@ class OpenSearch:
             InfrastructureError: the engine can't be had.
         """
         observation = await self._call(tool, arguments)
-        self._tally.count(tool, observation)
+        self._call_stats.count(tool, observation)
         return observation
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
         """How the calls so far went, by tool."""
-        return self._tally.as_json()
+        return self._call_stats.as_json()
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
         """How the calls went."""
@@ -125,7 +125,7 @@ class OpenSearch:
 
     async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
         """Count on."""
-        self._tally.resume(saved["tally"])
+        self._call_stats.resume(saved["tally"])
 
     async def _call(self, tool: str, arguments: object) -> str:
         try:

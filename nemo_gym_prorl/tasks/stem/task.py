@@ -24,7 +24,7 @@ from nemo_gym_prorl.tasks.stem.judge import Judge, Verdict
 from nemo_gym_prorl.tasks.stem.problems import WORKBENCH_TOOLS, Kind, Problem, chosen, letter_of, problem_of
 from nemo_gym_prorl.tasks.stem.quantities import Comparison, plain, words
 from nemo_gym_prorl.tasks.stem.search import OpenSearch, SearchTool
-from nemo_gym_prorl.tasks.task import CombinedTools, CombinedToolSet, Grade, HasEnd, OpenSandbox, SandboxNeeds
+from nemo_gym_prorl.tasks.task import AsyncCloseable, CombinedTools, CombinedToolSet, Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
@@ -56,7 +56,7 @@ class Stem:
         search: SearchTool,
         rules: Rules,
         judge: Judge | None = None,
-        holds: Sequence[HasEnd] = (),
+        holds: Sequence[AsyncCloseable] = (),
     ) -> None:
         workbench = Workbench(WORKBENCH_TOOLS, f"{root.rstrip('/')}/workspace", tools)
         self.tools = CombinedToolSet(workbench, search)

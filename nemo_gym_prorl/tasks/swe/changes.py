@@ -122,7 +122,7 @@ def files_of_tests(names: Iterable[str]) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ImportableModules:
     """What the image's Python can import.
 
     Attributes:
@@ -141,7 +141,7 @@ class Places:
         return bool(names & (self.installed | RUNNERS | sys.stdlib_module_names))
 
 
-def places(paths: Iterable[str], told: str) -> Places:
+def importable_modules(paths: Iterable[str], told: str) -> ImportableModules:
     """Of a base.
 
     Args:
@@ -152,7 +152,7 @@ def places(paths: Iterable[str], told: str) -> Places:
     folders = frozenset({"", "src"} | {name for kind, name in said if kind == "folder"})
     modules = [path for path in paths if path.endswith(_MODULE_FILES)]
     own = frozenset(name for path in modules for folder in folders if (name := _module(path, folder)))
-    return Places(folders, own, frozenset(name for kind, name in said if kind == "module"))
+    return ImportableModules(folders, own, frozenset(name for kind, name in said if kind == "module"))
 
 
 class Protection:
@@ -178,7 +178,7 @@ class Protection:
         self._folders = tuple(inside)
         self._commanded = {word.removeprefix("./") for word in re.findall(r"[\w./+-]+", instance.test_command)}
 
-    def why(self, path: str, base: Places | None = None) -> str | None:
+    def why(self, path: str, base: ImportableModules | None = None) -> str | None:
         """Why a change of this path does not count; ``None`` if it does, or if only the content can tell.
 
         Args:
@@ -375,7 +375,7 @@ def ignored(
     before: Mapping[str, Entry],
     contents: Mapping[str, bytes],
     protection: Protection,
-    base: Places,
+    base: ImportableModules,
 ) -> dict[str, str]:
     """Path to why, of changes that do not count."""
     found = {}

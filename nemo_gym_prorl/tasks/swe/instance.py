@@ -8,7 +8,7 @@ A row of ``prorl_swe``::
      "data_source": "swe-bench",                                    # the dataset's name, for routing and metrics
      "instance_id": "django__django-11099",
      "image": "/images/....sif",                                    # whatever the sandbox provider takes for one
-     "network": false, "cpu": 2, "memory_mib": 8192, ...            # optional: see Row
+     "network": false, "cpu": 2, "memory_mib": 8192, ...            # optional: see SweRow
      "swe": {...}}                                                  # see SweInstance
 
 ``swe`` holds what the environment needs and the policy never sees: hidden tests and, for oracles, the real fix.
@@ -140,7 +140,7 @@ class SweInstance(BaseModel):
         return Runner.UNITTEST if re.search(r"\bruntests\.py\b|-m unittest\b", self.test_command) else Runner.LOG
 
 
-class Row(BaseModel):
+class SweRow(BaseModel):
     """The fields of a row that the environment reads; all others are the caller's own.
 
     Attributes:
@@ -166,14 +166,14 @@ class Row(BaseModel):
     processes: int | None = Field(default=None, gt=0)
 
 
-def row_of(row: Mapping[str, Any]) -> Row:
+def parse_row(row: Mapping[str, Any]) -> SweRow:
     """Read a row.
 
     Raises:
         CallerError: it is wrong; names the field, e.g. ``swe.FAIL_TO_PASS``.
     """
     try:
-        return Row.model_validate(row)
+        return SweRow.model_validate(row)
     except ValidationError as error:
         raise refusal(error) from error
 

@@ -180,7 +180,7 @@ _SUMMED_UP = (
 )  # fmt: skip
 """The order of ``pytest -rA``."""
 _SHOWN = 50
-_LONGEST_NAME = 300
+_MAX_NAME_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,20 +280,20 @@ class Report:
             name: {
                 "passed": self.right[name],
                 "failed": len(wrong),
-                "failures": {test[:_LONGEST_NAME]: was for test, was in list(wrong.items())[:_SHOWN]},
+                "failures": {test[:_MAX_NAME_CHARS]: was for test, was in list(wrong.items())[:_SHOWN]},
             }
             for name, wrong in self.wrong.items()
         }
 
 
-def compare(instance: SweInstance, witnesses: Iterable[Mapping[str, str]]) -> Report:
+def compare(instance: SweInstance, sources: Iterable[Mapping[str, str]]) -> Report:
     """Compare; a test is as it should be if each witness says so.
 
     Args:
         instance: the task.
         witnesses: maps of test to status, by the task's log parser.
     """
-    maps = list(witnesses)
+    maps = list(sources)
     if instance.expected_output is not None:
         return _compare_maps(instance.expected_output, maps)
     lists = {

@@ -5,13 +5,13 @@
 - **Made ready** the same way for the policy and for grading: the image's working tree becomes the one commit of a new
   repository. So there is nothing in it of the fix that the image's history may hold, in commits, tags, reflogs
   or unreachable objects, and both start from the same base to the byte.
-- **Taken out** are contents, not a text: a repository of ours beside the policy's lists what is there now, with a
+- **Extracted** are contents, not a text: a repository of ours beside the policy's lists what is there now, with a
   configuration, index, hooks and attributes of its own, and the service compares. Commits, ``assume-unchanged``,
   filters and a removed ``.git`` make no difference. The policy may have replaced git itself; all that it could win by
-  that is another solution of its own, since everything is laid over a base that it never touched.
+  that is another solution of its own, since everything is applied over a base that it never touched.
 
 All is done by programs of ``sh`` and files in a folder of ours beside the repository (:class:`WorkFolder`). The
-arguments of each program that begins with :data:`ALONE` are that folder, the repository, and then its own.
+arguments of each program that begins with :data:`SCRIPT_HEADER` are that folder, the repository, and then its own.
 """
 
 from __future__ import annotations
@@ -26,14 +26,22 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing, Sandbox
+from nemo_gym_prorl.tasks.sandbox import ExecResult, HasHealthCheck, Sandbox
 from nemo_gym_prorl.tasks.swe import changes
-from nemo_gym_prorl.tasks.swe.changes import JUNK, Entry, Patch, Places, Protection, Solution, places
+from nemo_gym_prorl.tasks.swe.changes import (
+    JUNK,
+    Entry,
+    ImportableModules,
+    Patch,
+    Protection,
+    Solution,
+    importable_modules,
+)
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
-from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
+from nemo_gym_prorl.tasks.workbench.workspace import ExtractedFile, ToolLimits, Workspace
 
 
-ALONE = """\
+SCRIPT_HEADER = """\
 set -eu
 work=$1 repo=$2; shift 2
 export HOME="$work" LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL="$work/.gitconfig" GIT_ATTR_NOSYSTEM=1
@@ -45,11 +53,11 @@ refuse() { printf '%s\\n' "$2"; exit "$1"; }
 """
 """Beginning of each script: git is not told anything by anybody else."""
 
-RAW = "* -text -filter -ident -working-tree-encoding !diff\n"
+RAW_ATTRIBUTES = "* -text -filter -ident -working-tree-encoding !diff\n"
 """Attributes by which git takes files as they are; they come before those of the repository."""
 
 PREPARE = (
-    ALONE
+    SCRIPT_HEADER
     + """\
 base=$1; shift
 command -v git > /dev/null || refuse 41 "the image has no git"
@@ -96,8 +104,8 @@ echo "commit $commit"
 """
 )
 
-LIST = (
-    ALONE
+LIST_FILES = (
+    SCRIPT_HEADER
     + """\
 cd "$repo"
 export GIT_DIR="$work/git" GIT_WORK_TREE="$repo"
@@ -118,8 +126,8 @@ git ls-files -s > "$work/after"
 """
 )
 
-CONTENTS = (
-    ALONE
+READ_CONTENTS = (
+    SCRIPT_HEADER
     + """\
 cd "$repo"
 export GIT_DIR="$work/git"
@@ -137,8 +145,8 @@ for path; do
 done
 """
 
-LAY = (
-    ALONE
+APPLY_SOLUTION = (
+    SCRIPT_HEADER
     + """\
 cd "$repo"
 commit=$1 kept=$2
@@ -149,7 +157,7 @@ git read-tree --reset -u refs/prorl/applied
 mkdir "$work/objects"
 [ ! -s "$work/test.patch" ] || GIT_OBJECT_DIRECTORY="$work/objects" GIT_ALTERNATE_OBJECT_DIRECTORIES=.git/objects \
     git apply --index --whitespace=nowarn "$work/test.patch"
-git ls-files -s > "$work/laid"
+git ls-files -s > "$work/applied"
 if [ "$kept" ]; then
     mkdir -p "$work/kept/tests" "$work/hidden"
     xargs -0 -r sh -c 'for path; do
@@ -169,8 +177,8 @@ rm -rf "$work/objects" "$work/test.patch"  # what tests ask is nowhere but in th
 )
 """Its own are the base's commit, whether tests and hidden files are put into ``kept.tar``, and the hidden paths."""
 
-RESTORE = (
-    ALONE
+APPLY_TESTS = (
+    SCRIPT_HEADER
     + """\
 cd "$repo"
 mkdir "$work/kept"
@@ -183,7 +191,7 @@ rm -rf "$work/kept" "$work/kept.tar"
     + _SHOW_HIDDEN
 )
 
-VARIABLES = """\
+READ_ENVIRONMENT = """\
 cd "$2" && env > "$1/before"
 { . "$1/setup"; } > /dev/null 2>&1
 env > "$1/setup-done"
@@ -203,7 +211,7 @@ END
 """
 
 
-LONGEST_LISTING = 64 << 20
+MAX_LISTING_BYTES = 64 << 20
 """Most bytes of a repository's listing: some 500,000 files."""
 
 BASH = "bash --noprofile --norc"
@@ -226,9 +234,9 @@ class WorkFolder:
         self._files = Workspace(sandbox, self.path, ToolLimits())
         self.write = self._files.write
 
-    async def take(self, name: str, *, limit: int) -> Taken:
+    async def read(self, name: str, *, limit: int) -> ExtractedFile:
         """A file in it, or of any absolute path."""
-        return await self._files.take(name, limit=limit)
+        return await self._files.extract_file(name, limit=limit)
 
     async def text(self, name: str) -> str:
         """A file in it that has to be there.
@@ -236,7 +244,7 @@ class WorkFolder:
         Raises:
             PatchExtractionError: it is not.
         """
-        taken = await self.take(name, limit=LONGEST_LISTING)
+        taken = await self.read(name, limit=MAX_LISTING_BYTES)
         if taken.content is None:
             raise PatchExtractionError(taken.problem or name)
         return taken.content.decode("utf-8", "backslashreplace")
@@ -267,7 +275,7 @@ class WorkFolder:
             AgentError: what ran in it has ended it.
             InfrastructureError: it ended otherwise.
         """
-        if isinstance(self.sandbox, KnowsWhoseDoing):
+        if isinstance(self.sandbox, HasHealthCheck):
             await self.sandbox.check()
 
 
@@ -312,7 +320,7 @@ class Base:
     commit: str
     listing: Listing
     variables: Mapping[str, str]
-    places: Places
+    modules: ImportableModules
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +389,7 @@ class Repositories:
         work, timeout_s = WorkFolder(sandbox), self._limits.timeout_s
         await work.write(
             {
-                "attributes": RAW,
+                "attributes": RAW_ATTRIBUTES,
                 "junk": "\n".join(JUNK) + "\n",
                 "test.patch": instance.test_patch,
                 "setup": _SETUP,
@@ -396,15 +404,15 @@ class Repositories:
         if done.return_code or match is None:
             raise InfrastructureError(f"the repository was not made ready: {said} {end_of(done)}")
         listing = await self._listing(work, match[1])
-        await work.run(VARIABLES, instance.repo_folder, timeout_s=timeout_s, shell=BASH)
-        modules = await work.take("modules", limit=1 << 20)
+        await work.run(READ_ENVIRONMENT, instance.repo_folder, timeout_s=timeout_s, shell=BASH)
+        modules = await work.read("modules", limit=1 << 20)
         told = (modules.content or b"").decode("utf-8", "replace")
-        base = Base(match[1], listing, await _variables(work), places(map(changes.shown, listing), told))
+        base = Base(match[1], listing, await _variables(work), importable_modules(map(changes.shown, listing), told))
         if hide:
             await work.run('rm -rf "$1"', timeout_s=timeout_s)
         return base, work
 
-    async def take(self, sandbox: Sandbox, instance: SweInstance, base: Base, protection: Protection) -> Solution:
+    async def extract(self, sandbox: Sandbox, instance: SweInstance, base: Base, protection: Protection) -> Solution:
         """What the policy changed.
 
         Raises:
@@ -414,8 +422,8 @@ class Repositories:
         """
         work, limits = WorkFolder(sandbox), self._limits
         listing = "".join(f"{entry.mode} {entry.blob} 0\t{path}\n" for path, entry in base.listing.items())
-        await work.write({"attributes": RAW, "junk": "\n".join(JUNK) + "\n", "listing": listing})
-        await work.step(LIST, instance.repo_folder, str(limits.file_kib), timeout_s=limits.timeout_s)
+        await work.write({"attributes": RAW_ATTRIBUTES, "junk": "\n".join(JUNK) + "\n", "listing": listing})
+        await work.step(LIST_FILES, instance.repo_folder, str(limits.file_kib), timeout_s=limits.timeout_s)
         left_out = dict.fromkeys(
             (line.removeprefix("./") for line in (await work.text("large")).splitlines()),
             f"larger than {limits.file_kib} KiB",
@@ -434,12 +442,12 @@ class Repositories:
         left_out |= {change.path: "its content can't be had" for change in found if _is_missing(change, contents)}
         kept = tuple(change for change in found if change.path not in left_out)
         return Solution(
-            kept, contents, left_out, changes.ignored(kept, base.listing, contents, protection, base.places)
+            kept, contents, left_out, changes.ignored(kept, base.listing, contents, protection, base.modules)
         )
 
-    async def lay(self, work: WorkFolder, instance: SweInstance, base: Base, solution: Solution) -> AppliedSolution:
+    async def apply(self, work: WorkFolder, instance: SweInstance, base: Base, solution: Solution) -> AppliedSolution:
         """Lay what counts of a solution over the base in a sandbox that was made ready, and the hidden tests, unless
-        something comes before them: that finds the tests that the base has, and they come by :meth:`lay_tests`.
+        something comes before them: that finds the tests that the base has, and they come by :meth:`apply_tests`.
 
         Raises:
             InfrastructureError: the sandbox did not do it.
@@ -448,11 +456,11 @@ class Repositories:
         stream = changes.import_stream(solution, base.commit)
         await work.write({"stream": base64.b64encode(stream).decode(), "tests": _names(tests)})
         arguments = (instance.repo_folder, base.commit, kept, *instance.hidden)
-        done = await work.run(LAY, *arguments, timeout_s=self._limits.timeout_s)
+        done = await work.run(APPLY_SOLUTION, *arguments, timeout_s=self._limits.timeout_s)
         if done.return_code:
-            raise InfrastructureError(f"the solution could not be laid over the base: {end_of(done)}")
-        patch = await work.take("patch", limit=4 * self._limits.total_kib << 10)
-        listing = changes.read_listing(await work.text("laid"))
+            raise InfrastructureError(f"the solution could not be applied over the base: {end_of(done)}")
+        patch = await work.read("patch", limit=4 * self._limits.total_kib << 10)
+        listing = changes.read_listing(await work.text("applied"))
         hidden = await work.text("kept.tar") if kept else ""
         if kept:
             await work.run('rm "$1/kept.tar"', timeout_s=self._limits.timeout_s)
@@ -461,7 +469,7 @@ class Repositories:
             work, changes.read_patch(patch.content or b"", solution, base.listing), files, tests, hidden
         )
 
-    async def lay_tests(self, laid: AppliedSolution, instance: SweInstance) -> None:
+    async def apply_tests(self, applied: AppliedSolution, instance: SweInstance) -> None:
         """Lay hidden tests, and what activates the environment, after code of the policy has run.
 
         Raises:
@@ -469,9 +477,9 @@ class Repositories:
             AgentError: the policy used up its sandbox.
             InfrastructureError: the sandbox is gone.
         """
-        await laid.work.write({"kept.tar": laid.kept, "tests": _names(laid.tests), "setup": _SETUP})
+        await applied.work.write({"kept.tar": applied.kept, "tests": _names(applied.tests), "setup": _SETUP})
         arguments = (instance.repo_folder, *instance.hidden)
-        await laid.work.step(RESTORE, *arguments, timeout_s=self._limits.timeout_s)
+        await applied.work.step(APPLY_TESTS, *arguments, timeout_s=self._limits.timeout_s)
 
     async def _listing(self, work: WorkFolder, commit: str) -> Listing:
         known = self._listings.get(commit)
@@ -484,8 +492,8 @@ class Repositories:
         await work.write({"wanted": "".join(f"{blob}\n" for blob in sorted(wanted))})
         limit = self._limits.total_kib << 10
         timeout_s = self._limits.timeout_s
-        await work.step(CONTENTS, instance.repo_folder, str(limit + 1), timeout_s=timeout_s)
-        taken = await work.take("contents", limit=limit)
+        await work.step(READ_CONTENTS, instance.repo_folder, str(limit + 1), timeout_s=timeout_s)
+        taken = await work.read("contents", limit=limit)
         if taken.content is None:
             raise PatchExtractionError(
                 f"the changed files are more than {self._limits.total_kib} KiB: {taken.problem}"
@@ -503,7 +511,7 @@ async def _variables(work: WorkFolder) -> Mapping[str, str]:
 
 
 async def _environment(work: WorkFolder, name: str) -> dict[str, str]:
-    taken = await work.take(name, limit=1 << 20)
+    taken = await work.read(name, limit=1 << 20)
     lines = (taken.content or b"").decode("utf-8", "replace").splitlines()
     pairs = (line.partition("=") for line in lines)
     return {key: value for key, _, value in pairs if _VARIABLE.fullmatch(key) and key not in _KEPT_VARIABLES}

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from nemo_gym_prorl.tasks.extras import require_extras
 from nemo_gym_prorl.tasks.swe.changes import Protection, Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
-from nemo_gym_prorl.tasks.swe.instance import SweInstance, row_of
+from nemo_gym_prorl.tasks.swe.instance import SweInstance, parse_row
 from nemo_gym_prorl.tasks.swe.repository import Base, PatchExtractionError, PatchLimits, Repositories
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench, workbench_schemas
@@ -23,7 +23,7 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 TOOLS = ("bash", "str_replace_editor", "submit")
 """What the policy may call."""
 
-HANDING_IN = "Hand in the repository as it is now and end the task."
+SUBMIT_DESCRIPTION = "Hand in the repository as it is now and end the task."
 """What it is told of ``submit``."""
 
 SYSTEM_PROMPT = """\
@@ -34,7 +34,7 @@ one to ask. When you are done, call `submit`."""
 
 def tool_schemas() -> list[dict[str, Any]]:
     """The tools as the Responses API describes functions."""
-    return workbench_schemas(TOOLS, HANDING_IN)
+    return workbench_schemas(TOOLS, SUBMIT_DESCRIPTION)
 
 
 def make_row(instance_id: str, image: str, instance: SweInstance) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def make_row(instance_id: str, image: str, instance: SweInstance) -> dict[str, A
     }
 
 
-HANDED_IN = "Submitted. The repository is tested as it is now. The task is over: answer without calling a tool."
+SUBMIT_REPLY = "Submitted. The repository is tested as it is now. The task is over: answer without calling a tool."
 
 
 class SoftwareEngineering:
@@ -81,7 +81,7 @@ class SoftwareEngineering:
         self._repositories = Repositories(patches)
         self._grader = Grader(self._repositories, grading)
         self._bases: WeakKeyDictionary[Workspace, Base] = WeakKeyDictionary()  # what its session's policy starts from
-        self.tools = Workbench(TOOLS, "/", tools, handing_in=HANDING_IN, handed_in=HANDED_IN)
+        self.tools = Workbench(TOOLS, "/", tools, submit_description=SUBMIT_DESCRIPTION, submit_reply=SUBMIT_REPLY)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
         """What the row says.
@@ -89,7 +89,7 @@ class SoftwareEngineering:
         Raises:
             CallerError: the row is wrong; names the field.
         """
-        asked = row_of(row)
+        asked = parse_row(row)
         return SandboxNeeds(
             image=asked.image,
             network=asked.network,
@@ -101,16 +101,16 @@ class SoftwareEngineering:
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
         """Make the repository ready, without its future, and activate what the image has."""
-        instance = row_of(row).swe
+        instance = parse_row(row).swe
         base, _ = await self._repositories.prepare(tools.sandbox, instance, hide=True)
         tools.work_in(instance.repo_folder, base.variables)
         self._bases[tools] = base
 
     async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Solution | PatchExtractionError:
         """What the policy changed."""
-        instance = row_of(row).swe
+        instance = parse_row(row).swe
         try:
-            return await self._repositories.take(tools.sandbox, instance, self._bases[tools], Protection(instance))
+            return await self._repositories.extract(tools.sandbox, instance, self._bases[tools], Protection(instance))
         except PatchExtractionError as error:
             return error
 
@@ -122,7 +122,7 @@ class SoftwareEngineering:
         open_sandbox: OpenSandbox,
     ) -> Grade:
         """Run the hidden tests; see :mod:`.grading`."""
-        asked = row_of(row)
+        asked = parse_row(row)
         needs = replace(self.needs(row), network=True) if asked.swe.tests_network else None
         return await self._grader.grade(asked, artefacts, partial(open_sandbox, needs))
 

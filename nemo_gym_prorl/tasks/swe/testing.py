@@ -17,10 +17,10 @@ from functools import cache
 from importlib.resources import files as package_files
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing
-from nemo_gym_prorl.tasks.swe.canaries import LARGEST_FILE, Canaries
+from nemo_gym_prorl.tasks.sandbox import ExecResult, HasHealthCheck
 from nemo_gym_prorl.tasks.swe.changes import hash_of
 from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
+from nemo_gym_prorl.tasks.swe.mutation_check import MAX_SOURCE_BYTES, MutationCheck
 from nemo_gym_prorl.tasks.swe.report import RunnerRecords, read_records
 from nemo_gym_prorl.tasks.swe.repository import BASH, AppliedSolution, WorkFolder
 
@@ -28,15 +28,15 @@ from nemo_gym_prorl.tasks.swe.repository import BASH, AppliedSolution, WorkFolde
 ANSWER_MARGIN_S = 30.0
 """How much longer than its own time limit a run may take to answer, in seconds."""
 
-TIMED_OUT = frozenset({124, 137})
+TIMEOUT_EXIT_CODES = frozenset({124, 137})
 """Exit codes of ``timeout``."""
 
-LONGEST_RECORDS = 64 << 20
-LONGEST_STATE = 4 << 20
-LARGEST_TEST_FILE = 8 << 20
-MOST_TEST_FILES = 300
+MAX_RECORDS_BYTES = 64 << 20
+MAX_STATE_BYTES = 4 << 20
+MAX_TEST_FILE_BYTES = 8 << 20
+MAX_TEST_FILES = 300
 
-_PLUGIN = ("__init__.py", "pytest_plugin.py", "unittest_plugin.py", "witness.py")
+_PLUGIN = ("__init__.py", "pytest_plugin.py", "unittest_plugin.py", "runner_monitor.py")
 
 _SETUP = """\
 work=$1 repo=$2
@@ -116,7 +116,7 @@ class Run:
         exit_code: of the test command.
         log: what it printed.
         told: what the plugin told; ``None`` if the runner has none.
-        rewritten: files of tests that are not as they were laid.
+        rewritten: files of tests that are not as they were applied.
         problem: why there is no log.
         ended_early: why there are no tests.
     """
@@ -124,7 +124,7 @@ class Run:
     timed_out: bool = False
     exit_code: int = 0
     log: str = ""
-    told: RunnerRecords | None = None
+    records: RunnerRecords | None = None
     rewritten: tuple[str, ...] = ()
     problem: str | None = None
     ended_early: str | None = None
@@ -132,7 +132,7 @@ class Run:
     @property
     def logs(self) -> list[str]:
         """For the log parser: what was printed, and what the plugin told in the same words."""
-        return [self.log] if self.told is None else [self.log, self.told.as_log()]
+        return [self.log] if self.records is None else [self.log, self.records.as_log()]
 
 
 async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits) -> Run | None:
@@ -148,57 +148,57 @@ async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits
     if not instance.before_tests:
         return None
     # In one step, so nothing forks away from it. Ours have process numbers of their own; others' may have the host's.
-    end_others = "kill -9 -1; " if isinstance(work.sandbox, KnowsWhoseDoing) else ""
+    end_others = "kill -9 -1; " if isinstance(work.sandbox, HasHealthCheck) else ""
     state = _STATE.format(work=shlex.quote(work.path), end_others=end_others)
     await work.write({"before": f"{instance.before_tests}\n{state}"})
     timeout_s = limits.before_timeout_s
     done = await work.run(_BEFORE, instance.repo_folder, timeout_s=timeout_s + ANSWER_MARGIN_S, shell=BASH)
     if _timed_out(done):
         return Run(timed_out=True, problem=f"what comes before the tests took {timeout_s:g} s")
-    if (await work.take("options", limit=LONGEST_STATE)).content is None:
+    if (await work.read("options", limit=MAX_STATE_BYTES)).content is None:
         await work.require_sandbox()
-        log = await work.take("before.log", limit=limits.log_kib << 10)
+        log = await work.read("before.log", limit=limits.log_kib << 10)
         ended = f"what comes before the tests did not come to its end, but ended with {done.return_code}"
         return Run(exit_code=done.return_code, log=_text(log.content), ended_early=ended)
     return None
 
 
-async def lay_canaries(
-    instance: SweInstance, laid: AppliedSolution, canaries: Canaries
+async def apply_mutations(
+    instance: SweInstance, applied: AppliedSolution, check: MutationCheck
 ) -> tuple[AppliedSolution, frozenset[str]]:
     """Have the hidden tests ask for something else.
 
     Returns:
-        What is laid now, and the tests that were changed.
+        What is applied now, and the tests that were changed.
 
     Raises:
         InfrastructureError: the sandbox did not do it.
     """
-    work, hashes, changed = laid.work, dict(laid.files), frozenset[str]()
-    paths = sorted(laid.tests & laid.files.keys())
+    work, hashes, changed = applied.work, dict(applied.files), frozenset[str]()
+    paths = sorted(applied.tests & applied.files.keys())
     if instance.hidden:
         look = f"find {shlex.join(instance.hidden)} -type f -name '*.py' 2> /dev/null"
         done = await work.run(look, timeout_s=ANSWER_MARGIN_S)
         paths += sorted((done.stdout or "").splitlines())
-    for path in [path for path in paths if path.endswith(".py")][:MOST_TEST_FILES]:
+    for path in [path for path in paths if path.endswith(".py")][:MAX_TEST_FILES]:
         place = posixpath.join(instance.repo_folder, path)
-        taken = await work.take(place, limit=LARGEST_FILE)
-        content, tests = await asyncio.to_thread(canaries.changed, path, taken.content or b"")
+        taken = await work.read(place, limit=MAX_SOURCE_BYTES)
+        content, tests = await asyncio.to_thread(check.changed, path, taken.content or b"")
         if tests:
             await work.write({place: content.decode()})
             hashes[path] = hash_of(content)
             changed |= tests
-    return replace(laid, files=hashes), changed
+    return replace(applied, files=hashes), changed
 
 
-async def run_tests(instance: SweInstance, laid: AppliedSolution, limits: TestLimits) -> Run:
+async def run_tests(instance: SweInstance, applied: AppliedSolution, limits: TestLimits) -> Run:
     """Run what the row says.
 
     Raises:
         AgentError: the candidate used up the sandbox.
         InfrastructureError: the sandbox is gone or did not do it.
     """
-    work = laid.work
+    work = applied.work
     package, secret = f"prorl_{secrets.token_hex(6)}", secrets.token_hex(32)
     runner = instance.kind_of_runner
     timeout_s = min(limits.timeout_s, instance.test_timeout_s or limits.timeout_s)
@@ -217,19 +217,19 @@ async def run_tests(instance: SweInstance, laid: AppliedSolution, limits: TestLi
     if done.error_type == "sandbox":
         raise InfrastructureError(f"the tests could not run: {done.stderr}"[:600], kind=FailureKind.VERIFIER_ERROR)
     longest = limits.log_kib << 10
-    log = await work.take("log", limit=longest)
+    log = await work.read("log", limit=longest)
     if log.content is None and runner is Runner.PYTEST:
         # Its summary comes last, so tests may print as much as they like before.
         await work.run(_END_OF_LOG, str(longest), timeout_s=ANSWER_MARGIN_S)
-        log = await work.take("log.end", limit=longest)
+        log = await work.read("log.end", limit=longest)
     told = None
     if runner is not Runner.LOG:
-        records = await work.take("records", limit=LONGEST_RECORDS)
+        records = await work.read("records", limit=MAX_RECORDS_BYTES)
         if records.content is None:
             told = RunnerRecords(forged=f"the test runner's records can't be had: {records.problem}")
         else:
             told = read_records(records.content, secret)
-    rewritten = await _rewritten(instance, laid)
+    rewritten = await _rewritten(instance, applied)
     return Run(_timed_out(done), done.return_code, _text(log.content), told, rewritten, problem=log.problem)
 
 
@@ -237,17 +237,17 @@ def _text(content: bytes | None) -> str:
     return (content or b"").decode("utf-8", "replace").replace("\r\n", "\n")
 
 
-async def _rewritten(instance: SweInstance, laid: AppliedSolution) -> tuple[str, ...]:
+async def _rewritten(instance: SweInstance, applied: AppliedSolution) -> tuple[str, ...]:
     found = []
-    for path in sorted(laid.tests & laid.files.keys())[:MOST_TEST_FILES]:
-        taken = await laid.work.take(posixpath.join(instance.repo_folder, path), limit=LARGEST_TEST_FILE)
-        if taken.content is None or hash_of(taken.content) != laid.files[path]:
+    for path in sorted(applied.tests & applied.files.keys())[:MAX_TEST_FILES]:
+        taken = await applied.work.read(posixpath.join(instance.repo_folder, path), limit=MAX_TEST_FILE_BYTES)
+        if taken.content is None or hash_of(taken.content) != applied.files[path]:
             found.append(path)
     return tuple(found)
 
 
 def _timed_out(done: ExecResult) -> bool:
-    return done.error_type == "timeout" or done.return_code in TIMED_OUT
+    return done.error_type == "timeout" or done.return_code in TIMEOUT_EXIT_CODES
 
 
 @cache

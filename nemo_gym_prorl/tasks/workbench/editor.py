@@ -12,22 +12,22 @@ from collections.abc import Sequence
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE
 from nemo_gym_prorl.tasks.sandbox import HasFiles
-from nemo_gym_prorl.tasks.workbench.consoles import Ask
+from nemo_gym_prorl.tasks.workbench.interactive_tools import Ask
 from nemo_gym_prorl.tasks.workbench.tools import EditorArguments
 
 
 UNDO = "undo_edit"
 
-MOST_UNDOS = 30
+MAX_UNDOS = 30
 """So many edits of a session can be taken back."""
 
 MAX_FILE_CHARS = 1 << 20
-LONGEST_CHARACTER = 4
+MAX_CHAR_BYTES = 4
 """Bytes of it in UTF-8."""
 
 BYTE_ORDER_MARK = "\ufeff"
 
-NO_ORDINARY_FILE = "is not a regular file"
+NOT_REGULAR_FILE = "is not a regular file"
 
 
 class Editor:
@@ -45,7 +45,7 @@ class Editor:
         self._folder = folder
         self._ask = ask
         self._limit = limit
-        self._before: deque[tuple[str, bytes | None]] = deque(maxlen=MOST_UNDOS)
+        self._undo_stack: deque[tuple[str, bytes | None]] = deque(maxlen=MAX_UNDOS)
 
     async def call(self, arguments: EditorArguments) -> dict[str, object] | None:
         """One call: ``text`` for the model, or the toolbox's ``problem``; ``None`` if that was killed.
@@ -56,54 +56,54 @@ class Editor:
         """
         path = posixpath.join(self._folder, arguments.path)
         try:
-            return {"text": await self._edited(arguments, path)}
+            return {"text": await self._edit(arguments, path)}
         except IsADirectoryError:
             if arguments.command == "view":
                 return await self._ask({"op": "entries", "path": path}, 0.0)
-            reason = NO_ORDINARY_FILE
+            reason = NOT_REGULAR_FILE
         except ValueError as error:
             reason = str(error)
         except OSError as error:
             if error.errno in OF_THE_MACHINE:
                 raise
-            reason = _KNOWN.get(error.errno or 0) or error.strerror or str(error)
+            reason = _ERRNO_REASONS.get(error.errno or 0) or error.strerror or str(error)
         return {"text": f"Error: {arguments.path}: {reason}"}
 
-    async def _edited(self, arguments: EditorArguments, path: str) -> str:
+    async def _edit(self, arguments: EditorArguments, path: str) -> str:
         if "\0" in path:
             raise ValueError("a path holds no NUL")
         if arguments.command == UNDO:
-            return await self._taken_back(path, arguments.path)
+            return await self._undo(path, arguments.path)
         if arguments.command == "create":
-            before = await self._before_create(path)
+            before = await self._read_existing(path)
             existed = await self._write(path, arguments.file_text or "")
-            self._before.append((path, before if existed else None))
+            self._undo_stack.append((path, before if existed else None))
             return f"{'Overwrote' if existed else 'Created'} {arguments.path}."
-        data = await self._files.read_file(path, limit=LONGEST_CHARACTER * MAX_FILE_CHARS)
+        data = await self._files.read_file(path, limit=MAX_CHAR_BYTES * MAX_FILE_CHARS)
         if b"\0" in data:
             raise ValueError("is not a text file")
         text = data.decode("utf-8", "surrogateescape")  # bytes of another encoding come back as they were
         if len(text) > MAX_FILE_CHARS:
-            raise ValueError(_KNOWN[errno.EFBIG])
+            raise ValueError(_ERRNO_REASONS[errno.EFBIG])
         text, mark = text.removeprefix(BYTE_ORDER_MARK), text.startswith(BYTE_ORDER_MARK) * BYTE_ORDER_MARK
         if arguments.command == "view":
-            return _shown(text, arguments.view_range, self._limit)
-        text, said = _changed(text, arguments)
+            return _numbered_lines(text, arguments.view_range, self._limit)
+        text, said = _apply_edit(text, arguments)
         await self._write(path, mark + text)
-        self._before.append((path, data))
+        self._undo_stack.append((path, data))
         return said
 
-    async def _before_create(self, path: str) -> bytes | None:
+    async def _read_existing(self, path: str) -> bytes | None:
         """What is about to be overwritten, if it is there and can be read at all."""
         try:
-            return await self._files.read_file(path, limit=LONGEST_CHARACTER * MAX_FILE_CHARS)
+            return await self._files.read_file(path, limit=MAX_CHAR_BYTES * MAX_FILE_CHARS)
         except OSError as error:
             if error.errno in OF_THE_MACHINE:
                 raise
             return None
 
-    async def _taken_back(self, path: str, named: str) -> str:
-        for edit in reversed(self._before):
+    async def _undo(self, path: str, named: str) -> str:
+        for edit in reversed(self._undo_stack):
             if edit[0] == path:
                 break
         else:
@@ -111,20 +111,20 @@ class Editor:
         if edit[1] is None:
             raise ValueError("the last edit created it; remove it with bash")
         await self._files.write_file(path, edit[1])
-        self._before.remove(edit)
+        self._undo_stack.remove(edit)
         return f"Took back the last edit of {named}."
 
     async def _write(self, path: str, text: str) -> bool:
         return await self._files.write_file(path, text.encode("utf-8", "surrogateescape"))
 
 
-_KNOWN = {
-    errno.EINVAL: NO_ORDINARY_FILE,
+_ERRNO_REASONS = {
+    errno.EINVAL: NOT_REGULAR_FILE,
     errno.EFBIG: f"is longer than {MAX_FILE_CHARS} characters; use bash",
 }
 
 
-def _shown(text: str, view_range: Sequence[int] | None, limit: int) -> str:
+def _numbered_lines(text: str, view_range: Sequence[int] | None, limit: int) -> str:
     """Numbered lines of a text, without the carriage returns that end them; bytes of another encoding as U+FFFD.
 
     Raises:
@@ -146,7 +146,7 @@ def _shown(text: str, view_range: Sequence[int] | None, limit: int) -> str:
     return numbered
 
 
-def _changed(text: str, arguments: EditorArguments) -> tuple[str, str]:
+def _apply_edit(text: str, arguments: EditorArguments) -> tuple[str, str]:
     """The text after ``str_replace`` or ``insert``, and what is said of it. New lines end as most of the file's do.
 
     Raises:

@@ -24,7 +24,7 @@ from pydantic import Field
 from nemo_gym_prorl.tasks.arguments import Arguments
 
 
-ONLY_FILES = "only files are kept for the next call"
+ONLY_FILES_KEPT = "only files are kept for the next call"
 """Note where the sandbox has no lasting shell or kernel."""
 
 OK = "ok"
@@ -34,7 +34,7 @@ _LOST = {"shell": "folder, variables and jobs", "kernel": "variables"}
 
 _MARK = re.compile(r"\n\[\.\.\. [0-9]+ bytes omitted \.\.\.\]\n")
 
-_LONGEST_COUNT = 10**18
+_MAX_OMITTED = 10**18
 """Room is kept for a count of so many bytes."""
 
 
@@ -142,7 +142,7 @@ def observation(output: Output, status: str, notes: Sequence[str] = (), *, limit
         notes: constants of this module.
         limit: bytes; at least 1000.
     """
-    room = limit - len(_mark(_LONGEST_COUNT)) - len(_last_line(status, notes, _LONGEST_COUNT)) - 1
+    room = limit - len(_mark(_MAX_OMITTED)) - len(_last_line(status, notes, _MAX_OMITTED)) - 1
     kept = output.within(room)
     return _with_newline(str(kept)) + _last_line(status, notes, kept.omitted)
 
@@ -150,7 +150,7 @@ def observation(output: Output, status: str, notes: Sequence[str] = (), *, limit
 def error_text(reason: str, *, limit: int) -> str:
     """The observation of a call that could not be carried out; its ``reason`` may quote what came from inside."""
     text = f"Error: {reason}"
-    return str(Output(text).within(limit - len(_mark(_LONGEST_COUNT))))
+    return str(Output(text).within(limit - len(_mark(_MAX_OMITTED))))
 
 
 def result_text(data: Mapping[str, Any]) -> str:
@@ -285,7 +285,7 @@ _CUT = re.compile(r"; [0-9]+ bytes omitted")
 
 
 @dataclass(slots=True)
-class ToolCounts:
+class ToolCallCounts:
     """Of one tool.
 
     Attributes:
@@ -301,15 +301,15 @@ class ToolCounts:
     cut: int = 0
 
 
-class Tally:
+class ToolCallStats:
     """Of one session."""
 
     def __init__(self) -> None:
-        self._tools: dict[str, ToolCounts] = {}
+        self._tools: dict[str, ToolCallCounts] = {}
 
     def count(self, tool: str, observation: str) -> None:
         """Count a call that was answered with this."""
-        counts = self._tools.setdefault(tool, ToolCounts())
+        counts = self._tools.setdefault(tool, ToolCallCounts())
         counts.calls += 1
         said = _STATUS.match(observation, observation.rfind("\n") + 1) if tool in _HAVE_STATUS else None
         status = said["status"] if said else ""
@@ -321,7 +321,7 @@ class Tally:
 
     def resume(self, counted: Mapping[str, Mapping[str, int]]) -> None:
         """Go on from what :meth:`as_json` gave."""
-        self._tools = {tool: ToolCounts(**counts) for tool, counts in counted.items()}
+        self._tools = {tool: ToolCallCounts(**counts) for tool, counts in counted.items()}
 
     def as_json(self) -> Mapping[str, Mapping[str, int]]:
         """By tool, for a rollout's row."""

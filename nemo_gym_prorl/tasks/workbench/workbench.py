@@ -16,7 +16,7 @@ from nemo_gym_prorl.tasks.arguments import tool_schema
 from nemo_gym_prorl.tasks.sandbox import HasFiles, Sandbox
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.tools import TOOLS
-from nemo_gym_prorl.tasks.workbench.workspace import SUBMITTED, Equipment, ToolLimits, Workspace, look
+from nemo_gym_prorl.tasks.workbench.workspace import SUBMITTED, InstalledPrograms, ToolLimits, Workspace, probe_image
 
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ class Workbench:
         tools: which of :data:`.tools.TOOLS`.
         folder: the working folder, inside.
         limits: bounds of tool calls.
-        handing_in: what the policy is told ``submit`` does, where that is to be said of the task's own matter.
-        handed_in: what ``submit`` answers.
+        submit_description: what the policy is told ``submit`` does, where that is to be said of the task's own matter.
+        submit_reply: what ``submit`` answers.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class Workbench:
         folder: str,
         limits: ToolLimits,
         *,
-        handing_in: str | None = None,
-        handed_in: str = SUBMITTED,
+        submit_description: str | None = None,
+        submit_reply: str = SUBMITTED,
     ) -> None:
         self._tools = tuple(tools)
         self._folder = folder
         self._limits = limits
-        self._handed_in = handed_in
-        self._schemas = workbench_schemas(tools, handing_in)
-        self._equipment: dict[str | None, Equipment] = {}
+        self._handed_in = submit_reply
+        self._schemas = workbench_schemas(tools, submit_description)
+        self._installed: dict[str | None, InstalledPrograms] = {}
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
@@ -67,26 +67,26 @@ class Workbench:
         """
         if sandbox is None or needs is None:
             raise ValueError("tools of a workbench work in a sandbox: the task must say what it needs")
-        equipment = self._equipment.get(needs.image)
-        if equipment is None:
-            equipment = await look(sandbox)
-            self._require(equipment, needs, has_files=isinstance(sandbox, HasFiles))
-            self._equipment[needs.image] = equipment
-        return Workspace(sandbox, self._folder, self._limits, equipment, self._handed_in)
+        installed = self._installed.get(needs.image)
+        if installed is None:
+            installed = await probe_image(sandbox)
+            self._require(installed, needs, has_files=isinstance(sandbox, HasFiles))
+            self._installed[needs.image] = installed
+        return Workspace(sandbox, self._folder, self._limits, installed, self._handed_in)
 
-    def _require(self, equipment: Equipment, needs: SandboxNeeds, *, has_files: bool) -> None:
+    def _require(self, installed: InstalledPrograms, needs: SandboxNeeds, *, has_files: bool) -> None:
         wanted = {"bash": "bash" in self._tools, "python3": "python" in self._tools or not has_files}
-        found = {"bash": equipment.bash, "python3": equipment.python}
+        found = {"bash": installed.bash, "python3": installed.python}
         if missing := [program for program, needed in wanted.items() if needed and not found[program]]:
             reason = f"the image lacks {' and '.join(missing)}, which the tools {', '.join(self._tools)} need"
             if needs.image is None:
                 raise InfrastructureError(reason, field="image")
             raise CallerError(reason, field=needs.row_field("image"))
-        if "python" in self._tools and not equipment.kernel:
+        if "python" in self._tools and not installed.kernel:
             named = "the server's image" if needs.image is None else f"the image {needs.image}"
             logger.warning("%s has no IPython: the python tool keeps nothing between calls", named)
 
 
-def workbench_schemas(tools: Sequence[str], handing_in: str | None = None) -> list[dict[str, Any]]:
+def workbench_schemas(tools: Sequence[str], submit_description: str | None = None) -> list[dict[str, Any]]:
     """Tools as the Responses API describes functions; see :class:`Workbench`."""
-    return [tool_schema(name, TOOLS[name], handing_in if name == "submit" else None) for name in tools]
+    return [tool_schema(name, TOOLS[name], submit_description if name == "submit" else None) for name in tools]

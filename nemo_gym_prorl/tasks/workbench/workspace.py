@@ -8,10 +8,10 @@ the process that reports to us; so when a call brings no answer, the sandbox is 
 is blamed.
 
 ``bash`` and ``python`` are sessions where the sandbox has them (:mod:`.consoles`), else each call is a process of its
-own (:class:`.Processes`). A session begins with the first call that needs it: most rollouts never use one of the two.
+own (:class:`.StatelessTools`). A session begins with the first call that needs it: most rollouts never use one of the two.
 
 Files are had from the sandbox itself where it :class:`.HasFiles`, which looks names up inside: a tenth of the CPU of
-a program there, which is what others have (:class:`InsideFiles`). What that program answers is the agent's word, since
+a program there, which is what others have (:class:`ToolboxFiles`). What that program answers is the agent's word, since
 the agent can answer in its place: it is read with care, and speaks of no machine. The provider's upload and download
 are never used: where those share a folder with the host they would follow a symlink of the agent's on the *host*.
 """
@@ -35,8 +35,8 @@ from typing import Any
 from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.tasks.arguments import BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.sandbox import HasFiles, HasSessions, Sandbox
-from nemo_gym_prorl.tasks.workbench.consoles import ANSWER_MARGIN_S, Ask, Bash, Processes, Python
 from nemo_gym_prorl.tasks.workbench.editor import Editor
+from nemo_gym_prorl.tasks.workbench.interactive_tools import ANSWER_MARGIN_S, Ask, Bash, Python, StatelessTools
 from nemo_gym_prorl.tasks.workbench.tools import (
     TOOLS,
     BashArguments,
@@ -44,7 +44,7 @@ from nemo_gym_prorl.tasks.workbench.tools import (
     Output,
     PythonArguments,
     SubmitArguments,
-    Tally,
+    ToolCallStats,
     error_text,
 )
 
@@ -56,11 +56,11 @@ WRITTEN_BYTES = 48 << 10
 """So much is written at once: the kernel takes no argument beyond 128 KiB."""
 
 
-class NotAnswered(OSError):
+class ToolboxUnavailable(OSError):
     """The program was killed, or something else answered for it; says which."""
 
 
-class InsideFiles:
+class ToolboxFiles:
     """A :class:`~nemo_gym_prorl.tasks.sandbox.HasFiles`.
 
     Args:
@@ -79,7 +79,7 @@ class InsideFiles:
             try:
                 part = base64.b64decode(str(answer["content"]), validate=True)
             except (KeyError, ValueError) as error:
-                raise NotAnswered("something else answered for the reader") from error
+                raise ToolboxUnavailable("something else answered for the reader") from error
             content += part
             if len(part) < READ_BYTES:
                 break
@@ -99,7 +99,7 @@ class InsideFiles:
     async def _asked(self, request: dict[str, object]) -> dict[str, object]:
         answer = await self._ask(request, 0.0)
         if answer is None:
-            raise NotAnswered("the program that has its files was killed")
+            raise ToolboxUnavailable("the program that has its files was killed")
         if "problem" in answer:
             number, said = answer.get("errno"), str(answer["problem"])
             raise OSError(said) if number in OF_THE_MACHINE else OSError(number, said)
@@ -113,11 +113,11 @@ PROBES = 4
 PROBE_PAUSE_S = 0.3
 """A sandbox that does not answer but is said to run is asked so often: it may be just about to be found dead."""
 
-MOST_BYTES = 10**15
-MOST_SIGNALS = 128
+MAX_COUNT = 10**15
+MAX_SIGNALS = 128
 """Numbers beyond these are no counts and no exit codes."""
 
-MAX_PROBLEM = 500
+MAX_REASON_CHARS = 500
 """Most characters of what is said of a file that was taken out."""
 
 SUBMITTED = "Submitted. The task is over: answer without calling a tool."
@@ -144,7 +144,7 @@ class ToolLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ExtractedFile:
     """A file that was taken out of the sandbox.
 
     Attributes:
@@ -156,12 +156,12 @@ class Taken:
     problem: str | None = None
 
 
-class _NotTaken(Exception):
+class _FileUnavailable(Exception):
     """There is nothing to take; says what is the matter with the file."""
 
 
 @dataclass(frozen=True, slots=True)
-class Equipment:
+class InstalledPrograms:
     """What an image has for the tools.
 
     Attributes:
@@ -175,24 +175,26 @@ class Equipment:
     kernel: bool = False
 
 
-_LOOK = (
+_PROBE_IMAGE = (
     "command -v bash > /dev/null && echo bash; command -v python3 > /dev/null && echo python && "
     "python3 -I -c 'import importlib.util as u, sys; "
     'print(sys.version_info >= (3, 7) and u.find_spec("IPython") and "kernel")\''
 )
 
 
-async def look(sandbox: Sandbox) -> Equipment:
+async def probe_image(sandbox: Sandbox) -> InstalledPrograms:
     """What the image of a fresh sandbox has.
 
     Raises:
         InfrastructureError: it does not say.
     """
-    result = await sandbox.exec(_LOOK, cwd="/", timeout_s=ANSWER_MARGIN_S)
+    result = await sandbox.exec(_PROBE_IMAGE, cwd="/", timeout_s=ANSWER_MARGIN_S)
     if result.error_type is not None:
-        raise InfrastructureError(f"the sandbox does not say what is in it: {(result.stderr or '')[:MAX_PROBLEM]}")
+        raise InfrastructureError(
+            f"the sandbox does not say what is in it: {(result.stderr or '')[:MAX_REASON_CHARS]}"
+        )
     found = (result.stdout or "").split()
-    return Equipment(bash="bash" in found, python="python" in found, kernel="kernel" in found)
+    return InstalledPrograms(bash="bash" in found, python="python" in found, kernel="kernel" in found)
 
 
 class Workspace:
@@ -202,7 +204,7 @@ class Workspace:
         sandbox: a started sandbox with ``sh``.
         folder: absolute path of the working folder inside; made by whatever first needs it.
         limits: bounds of tool calls.
-        equipment: what its image has.
+        installed: what its image has.
         submitted: what ``submit`` answers.
     """
 
@@ -211,17 +213,17 @@ class Workspace:
         sandbox: Sandbox,
         folder: str,
         limits: ToolLimits,
-        equipment: Equipment = Equipment(),
+        installed: InstalledPrograms = InstalledPrograms(),
         submitted: str = SUBMITTED,
     ) -> None:
         self.sandbox = sandbox
         self.over = False
-        self._tally = Tally()
+        self._call_stats = ToolCallStats()
         self._limits = limits
         self._submitted = submitted
-        self._processes = Processes(self._ask, limits.output_bytes)
-        self._files = sandbox if isinstance(sandbox, HasFiles) else InsideFiles(self._ask)
-        self._has_kernel = equipment.kernel
+        self._stateless_tools = StatelessTools(self._ask, limits.output_bytes)
+        self._files = sandbox if isinstance(sandbox, HasFiles) else ToolboxFiles(self._ask)
+        self._has_kernel = installed.kernel
         self.work_in(folder)
 
     def work_in(self, folder: str, variables: Mapping[str, str] | None = None) -> None:
@@ -274,14 +276,14 @@ class Workspace:
         except AgentError as error:
             observation = error_text(error.reason, limit=self._limits.output_bytes)
             if (await self.sandbox.status()).value != "running":
-                self._tally.count(tool, observation)
+                self._call_stats.count(tool, observation)
                 raise
-        self._tally.count(tool, observation)
+        self._call_stats.count(tool, observation)
         return observation
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
-        """How the calls so far went, by tool; see :class:`~.tally.ToolCounts`."""
-        return self._tally.as_json()
+        """How the calls so far went, by tool; see :class:`~.tally.ToolCallCounts`."""
+        return self._call_stats.as_json()
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
         """What tools know beyond files, and what of that is lost; see :class:`.task.ResumableTools`."""
@@ -296,7 +298,7 @@ class Workspace:
 
     async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
         """Go on from there."""
-        self._tally.resume(saved["tally"])
+        self._call_stats.resume(saved["tally"])
         self.over = saved["over"]
         if self._bash is not None:
             self._bash.resume(saved.get("shell"), lost)
@@ -319,18 +321,18 @@ class Workspace:
         if isinstance(parsed, BashArguments):
             timeout_s = self._timeout(parsed.timeout_s)
             if self._bash is None:
-                return await self._processes.bash(parsed, timeout_s)
+                return await self._stateless_tools.bash(parsed, timeout_s)
             return await self._bash.call(parsed, timeout_s)
         if isinstance(parsed, PythonArguments):
             timeout_s = self._timeout(parsed.timeout_s)
             if self._python is None:
-                return await self._processes.python(parsed, timeout_s)
+                return await self._stateless_tools.python(parsed, timeout_s)
             return await self._python.call(parsed, timeout_s)
         assert isinstance(parsed, SubmitArguments)
         self.over = True
         return self._submitted
 
-    async def take(self, path: str, *, limit: int) -> Taken:
+    async def extract_file(self, path: str, *, limit: int) -> ExtractedFile:
         """Take an ordinary file out.
 
         Args:
@@ -343,28 +345,28 @@ class Workspace:
         """
         try:
             content = await self._read(path, limit)
-        except _NotTaken as error:
-            return Taken(None, f"{path} {error}"[:MAX_PROBLEM])
-        return Taken(content)
+        except _FileUnavailable as error:
+            return ExtractedFile(None, f"{path} {error}"[:MAX_REASON_CHARS])
+        return ExtractedFile(content)
 
     async def _read(self, path: str, limit: int) -> bytes:
         try:
             return await self._bounded(self._files.read_file(posixpath.join(self.folder, path), limit=limit))
-        except NotAnswered as error:
-            raise _NotTaken(f"could not be read: {error}") from error
+        except ToolboxUnavailable as error:
+            raise _FileUnavailable(f"could not be read: {error}") from error
         except OSError as error:
             if error.errno == errno.EFBIG:
-                raise _NotTaken(f"is longer than {limit} bytes") from error
+                raise _FileUnavailable(f"is longer than {limit} bytes") from error
             if error.errno == errno.EBUSY:
-                raise _NotTaken("can't be read, since a program holds it") from error
-            require_machine(error)
-            raise _NotTaken("is not there") from error
+                raise _FileUnavailable("can't be read, since a program holds it") from error
+            raise_if_machine_error(error)
+            raise _FileUnavailable("is not there") from error
 
     async def _edit(self, arguments: EditorArguments) -> dict[str, Any] | None:
         try:
             return await self._bounded(self._editor.call(arguments))
         except OSError as error:
-            require_machine(error)
+            raise_if_machine_error(error)
             raise
 
     async def _bounded[T](self, work: Coroutine[Any, Any, T]) -> T:
@@ -407,7 +409,7 @@ class Workspace:
             raise InfrastructureError(reason[:600], kind=FailureKind.SESSION_LOST)
 
 
-def require_machine(error: OSError) -> None:
+def raise_if_machine_error(error: OSError) -> None:
     """Judge an error of a sandbox's file.
 
     Raises:
@@ -454,7 +456,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
     return {
         name: value
         for name, value in answer.items()
-        if isinstance(value, str) or (isinstance(value, int) and -MOST_SIGNALS < value < MOST_BYTES)
+        if isinstance(value, str) or (isinstance(value, int) and -MAX_SIGNALS < value < MAX_COUNT)
     }
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest_asyncio
 
+from nemo_gym_prorl.tasks.code.code_rows import CodeProblem
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, RewardRule, grade_in
-from nemo_gym_prorl.tasks.code.rows import Problem
 from nemo_gym_prorl.tasks.task import Grade
 from tests.tasks import containers
 
@@ -21,7 +21,7 @@ async def judge() -> AsyncIterator[Judge]:
     """Grades sources in one container, which each must leave as it was; its tests share an event loop."""
     async with containers.running_ours() as sandbox:
 
-        async def graded(problem: Problem, source: str, *, rule: RewardRule = "all", **limits: Any) -> Grade:
+        async def graded(problem: CodeProblem, source: str, *, rule: RewardRule = "all", **limits: Any) -> Grade:
             outcome = await grade_in(sandbox, problem, source, CodeLimits(**limits), containers.ROOT, rule)
             assert isinstance(outcome, Grade), outcome
             return outcome

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym_prorl.tasks.code.rows import Case, Problem, read_metadata, read_problem
+from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase, read_metadata, read_problem
 from tests.tasks.rows_file import table
 
 
@@ -39,21 +39,21 @@ NAMED = {
 """Problems that several programs of the table share."""
 
 
-def read(metadata: Any) -> Problem:
+def read(metadata: Any) -> CodeProblem:
     """The problem of a row's ``verifier_metadata``."""
     return read_problem(read_metadata({"verifier_metadata": metadata}), None)
 
 
-def problem_of(program: Mapping[str, Any]) -> Problem:
+def problem_of(program: Mapping[str, Any]) -> CodeProblem:
     """The problem that a program of the table is to solve."""
     tests = program["tests"]
     return read(NAMED[tests] if isinstance(tests, str) else {"unit_tests": tests})
 
 
-def contest_problem(contest: Mapping[str, Any]) -> Problem:
+def contest_problem(contest: Mapping[str, Any]) -> CodeProblem:
     """The problem of a contest, with its tests."""
     checker = {"kind": contest.get("checker", "tokens"), "absolute": 1e-6, "relative": 1e-6}
-    return Problem([Case(*test) for test in contest["tests"]], None, checker)
+    return CodeProblem([CodeTestCase(*test) for test in contest["tests"]], None, checker)
 
 
 def packed(tests: Any) -> dict[str, Any]:

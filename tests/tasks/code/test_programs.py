@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import CallerError, TaskError
+from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.convert import row_of
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade
-from nemo_gym_prorl.tasks.code.rows import Case, Problem, read_metadata, read_problem
 from tests.conftest import LONG
 from tests.tasks import containers
 from tests.tasks.code.conftest import Judge
@@ -38,16 +38,16 @@ async def test_a_program_has_the_verdict_of_the_table(judge: Judge, program: Map
     assert graded.fields["tests"]["strict"] == program.get("strict", graded.fields["tests"]["strict"])
 
 
-ATTACKED = Problem([Case(f"{i}\n", f"{i * i + 90210}\n") for i in range(3)], None, LINES)
-ATTACKED_CALLS = Problem([Case([i], [i, i * i]) for i in range(3)], "f", VALUES)
+ATTACKED = CodeProblem([CodeTestCase(f"{i}\n", f"{i * i + 90210}\n") for i in range(3)], None, LINES)
+ATTACKED_CALLS = CodeProblem([CodeTestCase([i], [i, i * i]) for i in range(3)], "f", VALUES)
 RIGHT = {None: "print(int(input()) ** 2 + 90210)\n", "f": "def f(n): return n, n * n\n"}
 
 
-async def gathered(judge: Judge, programs: Sequence[tuple[Problem, str]], **limits: Any) -> list[str]:
+async def gathered(judge: Judge, programs: Sequence[tuple[CodeProblem, str]], **limits: Any) -> list[str]:
     """The verdicts of programs, of which three run at a time."""
     gate = asyncio.Semaphore(3)
 
-    async def one(problem: Problem, source: str) -> str:
+    async def one(problem: CodeProblem, source: str) -> str:
         async with gate:
             return (await judge(problem, source, **limits)).verdict
 
@@ -93,23 +93,23 @@ async def test_a_share_of_the_tests(judge: Judge) -> None:
 
 
 async def test_a_row_can_lower_limits_and_not_raise_them(judge: Judge) -> None:
-    lower = Problem(SUM.tests, None, LINES, time_limit_s=0.2, memory_limit_mib=64)
+    lower = CodeProblem(SUM.tests, None, LINES, time_limit_s=0.2, memory_limit_mib=64)
     assert (await judge(lower, "x = 0\nwhile x < 10**7: x += 1\n" + ADD, time_s=9)).verdict == "timed_out"
     assert (await judge(lower, "x = bytearray(100 << 20)\n" + ADD)).verdict == "memory"
-    higher = Problem(SUM.tests, None, LINES, memory_limit_mib=4096)
+    higher = CodeProblem(SUM.tests, None, LINES, memory_limit_mib=4096)
     assert (await judge(higher, "x = bytearray(300 << 20)\n" + ADD, memory_mib=256)).verdict == "memory"
 
 
 async def test_all_tests_together_have_a_limit(judge: Judge) -> None:
-    many = Problem([Case("1 2\n", "3\n")] * 50, None, LINES)
+    many = CodeProblem([CodeTestCase("1 2\n", "3\n")] * 50, None, LINES)
     graded = await judge(many, "import time\ntime.sleep(0.2)\n" + ADD, total_s=1)
     assert graded.verdict == "timed_out"
     assert "all tests together have 1 s" in graded.detail
     assert graded.fields["tests"]["run"] < 50
 
 
-def checked(source: str, expected: str = "9\n") -> Problem:
-    return Problem([Case("9\n", expected)], None, {"kind": "program", "source": source})
+def checked(source: str, expected: str = "9\n") -> CodeProblem:
+    return CodeProblem([CodeTestCase("9\n", expected)], None, {"kind": "program", "source": source})
 
 
 async def test_an_answer_that_attacks_its_checker_gets_nothing_out_of_it(judge: Judge) -> None:
@@ -136,7 +136,9 @@ async def test_a_disk_that_a_solution_fills_is_its_own_doing() -> None:
 
 
 async def test_tests_of_megabytes(judge: Judge) -> None:
-    big = Problem([Case("1 " * 10**6 + "\n", f"{10**6}\n"), Case("x" * (3 << 20), "0\n")], None, LINES)
+    big = CodeProblem(
+        [CodeTestCase("1 " * 10**6 + "\n", f"{10**6}\n"), CodeTestCase("x" * (3 << 20), "0\n")], None, LINES
+    )
     assert (await judge(big, "import sys\nprint(sys.stdin.read().count('1'))\n")).passed
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code import rows
+from nemo_gym_prorl.tasks.code.code_rows import CodeTestCase, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.inside.checkers import LONG_INTEGER
-from nemo_gym_prorl.tasks.code.rows import Case, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.task import program_in
 from tests.tasks.code.tables import packed
 from tests.tasks.rows_file import table
@@ -27,50 +27,50 @@ FILE = json.dumps(TESTS).encode()
 SHA = hashlib.sha256(FILE).hexdigest()
 
 
-def read(metadata: Any, folder: Path | None = None) -> rows.Problem:
+def read(metadata: Any, folder: Path | None = None) -> rows.CodeProblem:
     return read_problem(read_metadata({"verifier_metadata": metadata}), folder)
 
 
 def test_a_program() -> None:
     problem = read({"unit_tests": TESTS | {"fn_name": None}, "difficulty": "hard"})
-    assert (problem.tests, problem.function) == ([Case("1\n", "2\n")], None)
+    assert (problem.tests, problem.function) == ([CodeTestCase("1\n", "2\n")], None)
     assert problem.checker["kind"] == "lines"
 
 
 @pytest.mark.parametrize("given", ["[1]\n2", [[1], 2]], ids=["text", "values"])
 def test_a_function(given: Any) -> None:
     problem = read({"unit_tests": CALLS | {"inputs": [given]}})
-    assert (problem.tests, problem.function) == ([Case([[1], 2], [1, 2])], "push")
+    assert (problem.tests, problem.function) == ([CodeTestCase([[1], 2], [1, 2])], "push")
 
 
 @pytest.mark.parametrize(
     ("given", "expected", "case"),
     [
-        ("[1]\n2\n", "3", Case([[1], 2], 3)),
-        ("[1]\n\n2\n\n", "3", Case([[1], 2], 3)),
-        ("", "3", Case([], 3)),
-        ('"12"', '"21"', Case(["12"], "21")),
-        (["12"], "21", Case(["12"], "21")),
-        (["12"], '"21"', Case(["12"], '"21"')),
-        (["12"], "true", Case(["12"], "true")),
-        (["12"], "[21", Case(["12"], "[21")),
-        (["12"], "[2, 1]", Case(["12"], [2, 1])),
-        (["12"], '{"a": 1}', Case(["12"], {"a": 1})),
-        (["12"], 21, Case(["12"], 21)),
-        ("7", "9" * 5000, Case([7], {LONG_INTEGER: "9" * 5000})),
-        ("-" + "9" * 5000, "[1]", Case([{LONG_INTEGER: "-" + "9" * 5000}], [1])),
+        ("[1]\n2\n", "3", CodeTestCase([[1], 2], 3)),
+        ("[1]\n\n2\n\n", "3", CodeTestCase([[1], 2], 3)),
+        ("", "3", CodeTestCase([], 3)),
+        ('"12"', '"21"', CodeTestCase(["12"], "21")),
+        (["12"], "21", CodeTestCase(["12"], "21")),
+        (["12"], '"21"', CodeTestCase(["12"], '"21"')),
+        (["12"], "true", CodeTestCase(["12"], "true")),
+        (["12"], "[21", CodeTestCase(["12"], "[21")),
+        (["12"], "[2, 1]", CodeTestCase(["12"], [2, 1])),
+        (["12"], '{"a": 1}', CodeTestCase(["12"], {"a": 1})),
+        (["12"], 21, CodeTestCase(["12"], 21)),
+        ("7", "9" * 5000, CodeTestCase([7], {LONG_INTEGER: "9" * 5000})),
+        ("-" + "9" * 5000, "[1]", CodeTestCase([{LONG_INTEGER: "-" + "9" * 5000}], [1])),
     ],
 )  # fmt: skip
-def test_arguments_and_results(given: Any, expected: Any, case: Case) -> None:
+def test_arguments_and_results(given: Any, expected: Any, case: CodeTestCase) -> None:
     assert read({"unit_tests": CALLS | {"inputs": [given], "outputs": [expected]}}).tests == [case]
 
 
 def test_packed_tests() -> None:
     problem = read({"unit_tests": packed(TESTS)})
-    assert (problem.tests, problem.function) == ([Case("1\n", "2\n")], None)
+    assert (problem.tests, problem.function) == ([CodeTestCase("1\n", "2\n")], None)
     for tests in (packed(CALLS) | {"fn_name": None}, packed(CALLS | {"fn_name": None}) | {"fn_name": "push"}):
         problem = read({"unit_tests": tests})
-        assert (problem.tests, problem.function) == ([Case([[1], 2], [1, 2])], "push")
+        assert (problem.tests, problem.function) == ([CodeTestCase([[1], 2], [1, 2])], "push")
 
 
 def test_packed_tests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_tests_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set/a.json").write_bytes(FILE)
     metadata = {"tests_file": "set/a.json", "tests_sha256": SHA}
-    assert read(metadata, tmp_path).tests == [Case("1\n", "2\n")]
+    assert read(metadata, tmp_path).tests == [CodeTestCase("1\n", "2\n")]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from nemo_gym_prorl.tasks.swe.changes import (
     hash_of,
     ignored,
     import_stream,
-    places,
+    importable_modules,
     read_contents,
     read_listing,
     read_patch,
@@ -137,7 +137,7 @@ INSTANCE = SweInstance(
     FAIL_TO_PASS=("lib/tests/test_sums.py::test_add", "checks/sums.py::test_all"),
     test_command="bin/check lib/tests/test_sums.py",
 )
-BASE = places(
+BASE = importable_modules(
     ["lib/sums.py", "json/data.txt", "packaging/build.sh", "attr/__init__.py", "setup.cfg", "src/own/__init__.py"],
     "folder lib\nmodule execnet\nmodule own\nno words\n",
 )

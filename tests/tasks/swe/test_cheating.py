@@ -222,7 +222,7 @@ async def test_what_the_images_python_can_import_is_known() -> None:
     instance = SweInstance(**tally.row()["swe"])
     async with tally.open_sandbox() as sandbox:
         base, _ = await Repositories(PatchLimits()).prepare(sandbox, instance, hide=True)
-    places = base.places
+    places = base.modules
     assert places.installed >= {"pytest", "_pytest", "iniconfig", "json", "asyncio"}
     assert "tally" in places.own
     assert "tally" not in places.installed

@@ -14,7 +14,7 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.swe.changes import Change, Solution
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS, of_script
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
-from nemo_gym_prorl.tasks.swe.instance import row_of
+from nemo_gym_prorl.tasks.swe.instance import parse_row
 from nemo_gym_prorl.tasks.swe.repository import PatchLimits
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.task import SandboxNeeds
@@ -53,7 +53,7 @@ git checkout 0123456 lib/tests/test_sums.py
 def test_a_records_own_script_says_how_it_is_tested() -> None:
     image = "registry.example/one:latest"
     own = {"image": image, "eval_script": OWN_SCRIPT, "log_parser": "parse_log_pytest", "eval_type": "fail_only"}
-    read = row_of(CONVERTERS["swe-bench"](records.swe_bench(repo="new/one", **own), None))
+    read = parse_row(CONVERTERS["swe-bench"](records.swe_bench(repo="new/one", **own), None))
     assert read.image == f"docker://{image}"
     assert (read.swe.test_command, read.swe.log_parser) == ("cd lib\npytest -rA one.py", "parse_log_pytest")
     assert (read.swe.eval_type, read.swe.tests_network, read.network) == ("fail_only", True, None)
@@ -133,7 +133,7 @@ def test_a_script_without_its_marks_is_refused() -> None:
 )
 def test_what_swe_gyms_harness_runs_is_in_the_row(repo: str, version: str, before: str, command: str) -> None:
     cases = {"test_patch": "diff --git a/x.test b/x.test\n+[case testA]\n+[case testB]\n"} if "mypy" in repo else {}
-    read = row_of(CONVERTERS["swe-gym"](records.swe_gym(repo=repo, version=version, **cases), None))
+    read = parse_row(CONVERTERS["swe-gym"](records.swe_gym(repo=repo, version=version, **cases), None))
     assert read.swe.before_tests.startswith("set -uxo pipefail\n")
     assert before in read.swe.before_tests
     assert read.swe.test_command.startswith(command)

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_gym_prorl.failures import TaskError
 from nemo_gym_prorl.tasks.swe.grading import seed_of
-from nemo_gym_prorl.tasks.swe.instance import Row
+from nemo_gym_prorl.tasks.swe.instance import SweRow
 from nemo_gym_prorl.tasks.swe.testing import TestLimits
 from tests.tasks.swe import tally
 from tests.tasks.swe.test_cheating import append
@@ -119,7 +119,7 @@ async def test_a_flood_of_the_policys_own_is_charged() -> None:
 
 def test_how_tests_are_changed_is_decided_by_the_row_alone() -> None:
     def seed(**swe: str) -> str:
-        return seed_of(Row.model_validate(tally.row(**swe) | {"instance_id": "a__b-1"}))
+        return seed_of(SweRow.model_validate(tally.row(**swe) | {"instance_id": "a__b-1"}))
 
     assert seed() == seed()
     assert len({seed(), seed(patch=""), seed(test_patch=tally.TEST_PATCH + "\n")}) == 3

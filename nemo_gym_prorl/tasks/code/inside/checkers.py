@@ -16,7 +16,7 @@ from typing import Any
 
 NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 PADDED = re.compile(r"[+-]?0[0-9]")
-LONGEST_NUMBER = 5000
+MAX_NUMBER_DIGITS = 5000
 """Digits; a longer token is compared as text."""
 
 DEFAULT_TOLERANCE = 1e-6
@@ -30,7 +30,7 @@ _ANY_CASE = ("yes", "no")
 
 def number(token: str) -> Decimal | None:
     """The number that a token is, if it is one."""
-    if len(token) > LONGEST_NUMBER or not NUMBER.fullmatch(token):
+    if len(token) > MAX_NUMBER_DIGITS or not NUMBER.fullmatch(token):
         return None
     return Decimal(token)
 

@@ -24,10 +24,10 @@ import sys
 import time
 from typing import Any
 
-from nemo_gym_prorl.tasks.code.inside import checkers, walls
+from nemo_gym_prorl.tasks.code.inside import checkers, process_hardening
 from nemo_gym_prorl.tasks.code.inside.zygote import (
     WHY_CHARS,
-    Unexpected,
+    ChannelClosed,
     Zygote,
     allow_long_integers,
     file_of,
@@ -45,21 +45,21 @@ ANSWER_BYTES = 8 << 20
 MAX_INT_DIGITS = 1 << 16
 """Longest integer that the grader reads from a candidate, in 25 ms."""
 
-FAILURES = 20
+MAX_FAILURES_REPORTED = 20
 """So many failed tests are told of one by one."""
 
 WALL_FACTOR = 3
 WALL_EXTRA_S = 2.0
 """A test may take so much longer by the clock than in processor time: machines are shared, and programs sleep."""
 
-PATIENCE_S = 60.0
+KILL_TIMEOUT_S = 60.0
 """How long a child that was killed may take to be gone."""
 
-CLAIMS = frozenset({"crashed", "memory", "no_solution"})
+CHILD_VERDICTS = frozenset({"crashed", "memory", "no_solution"})
 """Verdicts that a child may name; none of them earns anything."""
 
 
-class Ended:
+class ChildResult:
     """What became of a child."""
 
     __slots__ = ("cpu_s", "killed", "mib", "output", "report", "spent_s", "status", "verdict", "why")
@@ -80,7 +80,7 @@ class BrokenChecker(Exception):
     """The row's checker judges nothing, whatever a candidate prints."""
 
 
-class Runner:
+class ChildRunner:
     """A zygote with a source, and the bounds of its children."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Runner:
         source: str,
         function: str | None,
         name: str,
-        place: Place,
+        place: ScratchFolder,
     ) -> None:
         self.channel = zygote.channel
         self.limits = limits
@@ -112,13 +112,13 @@ class Runner:
             return {"refused": f"not compiled within {patience_s:g} s"}
         try:
             answer, _ = receive(self.channel)
-        except Unexpected:
+        except ChannelClosed:
             return {"refused": "compiling it ended the compiler", "killed": True}
         return dict(answer)
 
-    def run(self, given: bytes) -> Ended:
+    def run(self, given: bytes) -> ChildResult:
         """One child from beginning to end; returns when it is gone."""
-        ended = Ended()
+        ended = ChildResult()
         stdin = file_of(given)
         report, report_end = os.pipe()
         output, output_end = (-1, self.null) if self.called else os.pipe()
@@ -137,7 +137,7 @@ class Runner:
         self.place.renew()
         return ended
 
-    def _attend(self, ended: Ended, into: dict[int, tuple[bytearray, int]]) -> None:
+    def _attend(self, ended: ChildResult, into: dict[int, tuple[bytearray, int]]) -> None:
         channel = self.channel.fileno()
         poll = select.poll()
         for descriptor in (channel, *into):
@@ -176,17 +176,17 @@ class Runner:
             if not pid or killed:
                 raise RuntimeError("the zygote does not answer")
             self._end(pid, ended, "timed_out", f"{patience_s:g} s by the clock")
-            deadline, killed = time.monotonic() + PATIENCE_S, True
+            deadline, killed = time.monotonic() + KILL_TIMEOUT_S, True
         ended.spent_s = max(told[1], time.monotonic() - started - told[2])
         self._judge_end(ended, *told)
 
-    def _end(self, pid: int, ended: Ended, verdict: str, why: str) -> None:
+    def _end(self, pid: int, ended: ChildResult, verdict: str, why: str) -> None:
         if ended.verdict is None:
             ended.verdict, ended.why = verdict, why
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
-    def _judge_end(self, ended: Ended, status: int, cpu_s: float, _: float, mib: int) -> None:
+    def _judge_end(self, ended: ChildResult, status: int, cpu_s: float, _: float, mib: int) -> None:
         ended.status, ended.cpu_s, ended.mib = status, cpu_s, mib
         if ended.verdict is not None:
             return
@@ -198,7 +198,7 @@ class Runner:
             ended.verdict, ended.why = "crashed", f"ended by signal {by_signal}"
         elif os.WEXITSTATUS(status):
             kind, why = said(ended.report)
-            ended.verdict = kind if kind in CLAIMS else "crashed"
+            ended.verdict = kind if kind in CHILD_VERDICTS else "crashed"
             ended.why = str(why)[:WHY_CHARS] or f"exit status {os.WEXITSTATUS(status)}"
 
 
@@ -223,7 +223,7 @@ def bounded_int(digits: str) -> int:
     return int(digits)
 
 
-class Place:
+class ScratchFolder:
     """The folder in which a child works and may write. What one leaves there, the next does not find."""
 
     def __init__(self) -> None:
@@ -251,16 +251,18 @@ class Checker:
 
     def __init__(self, job: dict[str, Any], zygote: Zygote) -> None:
         self._checker = job["checker"]
-        self._program: Runner | None = None
+        self._program: ChildRunner | None = None
         self._sane: bool | None = None
         if self._checker["kind"] == "program":
             limits = {**job["limits"], **job["checker_limits"]}
-            self._program = Runner(zygote, limits, self._checker["source"], "check", "checker.py", Place())
+            self._program = ChildRunner(
+                zygote, limits, self._checker["source"], "check", "checker.py", ScratchFolder()
+            )
             answer = self._program.ready(deadline_s(limits["time_s"]))
             if "refused" in answer:
                 raise BrokenChecker(f"it is no Python: {answer['refused']}")
 
-    def judge(self, ended: Ended, test: dict[str, Any], *, called: bool) -> tuple[bool, str]:
+    def judge(self, ended: ChildResult, test: dict[str, Any], *, called: bool) -> tuple[bool, str]:
         """Whether it is right, and why not."""
         if called:
             kind, value = said(ended.report)
@@ -277,7 +279,7 @@ class Checker:
             return self._ask(test, output)
         return checkers.right(output, test["expected"], self._checker), ""
 
-    def strictly(self, ended: Ended, test: dict[str, Any], *, called: bool) -> bool:
+    def strictly(self, ended: ChildResult, test: dict[str, Any], *, called: bool) -> bool:
         """Whether an answer that is right is so without the tolerance that ``lines`` has."""
         if self._checker["kind"] != "lines":
             return True
@@ -309,7 +311,7 @@ class Checker:
         return (value, why) if isinstance(value, bool) else (None, "the checker said neither True nor False")
 
 
-class Report:
+class CandidateReport:
     """What there is to say of all tests."""
 
     def __init__(self, total: int) -> None:
@@ -321,7 +323,7 @@ class Report:
         self.detail = ""
         self.killed = False
 
-    def add(self, index: int, verdict: str, why: str, ended: Ended | None = None) -> None:
+    def add(self, index: int, verdict: str, why: str, ended: ChildResult | None = None) -> None:
         """A test's end; the first failure is the candidate's."""
         fields = self.fields
         if ended is not None:
@@ -335,15 +337,15 @@ class Report:
             return
         if self.verdict == "passed":
             self.verdict, self.detail = verdict, f"test {index} of {fields['total']}: {why}".rstrip(": ")
-        if len(fields["failures"]) < FAILURES:
+        if len(fields["failures"]) < MAX_FAILURES_REPORTED:
             fields["failures"].append({"test": index, "verdict": verdict, "why": why})
 
 
-def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, place: Place) -> Report:
+def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, place: ScratchFolder) -> CandidateReport:
     """Run the tests."""
-    tests, report = job["tests"], Report(len(job["tests"]))
+    tests, report = job["tests"], CandidateReport(len(job["tests"]))
     spent_s = 0.0
-    runner = Runner(candidate, job["limits"], job["source"], job["function"], "solution.py", place)
+    runner = ChildRunner(candidate, job["limits"], job["source"], job["function"], "solution.py", place)
     answer = runner.ready(deadline_s(runner.time_s))
     if "refused" in answer:
         report.verdict, report.detail = "syntax_error", answer["refused"]
@@ -381,12 +383,12 @@ def long_integer(value: dict[str, Any]) -> Any:
 
 def main() -> None:
     """Fork the zygotes, read the job, run it, print the report."""
-    walls.hide()
+    process_hardening.hide()
     zygotes = Zygote(), Zygote()
     allow_long_integers(MAX_INT_DIGITS)
     job = json.loads(sys.stdin.buffer.read(), object_hook=long_integer)
     sys.meta_path.clear()  # a changed standard library is never loaded
-    place = Place()
+    place = ScratchFolder()
     # From here on it may be the candidate's doing if there is no verdict.
     tell(job["nonce"], "begun")
     try:

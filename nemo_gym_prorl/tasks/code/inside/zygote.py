@@ -27,7 +27,7 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from nemo_gym_prorl.tasks.code.inside import walls
+from nemo_gym_prorl.tasks.code.inside import process_hardening
 
 
 MESSAGE_BYTES = 1 << 16
@@ -39,7 +39,7 @@ RECURSION_LIMIT = 50_000
 MAX_INT_DIGITS = 1 << 20
 """Longest integer that a program may print or read; the same."""
 
-MOST_FILES = 256
+MAX_OPEN_FILES = 256
 """Of a child; nothing that it inherits has a higher number."""
 
 REPORT = 3
@@ -67,7 +67,7 @@ PRELUDE_MODULES = (
 come from; of one name the last module's counts."""
 
 
-class Unexpected(Exception):
+class ChannelClosed(Exception):
     """The other side of a channel has gone."""
 
 
@@ -81,14 +81,14 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]]:
     """The next message and its open files.
 
     Raises:
-        Unexpected: there is none.
+        ChannelClosed: there is none.
     """
     try:
         data, rights, _, _ = channel.recvmsg(MESSAGE_BYTES, 1024)
     except ConnectionError as error:
-        raise Unexpected(str(error)) from None
+        raise ChannelClosed(str(error)) from None
     if not data:
-        raise Unexpected("the other side has gone")
+        raise ChannelClosed("the other side has gone")
     descriptors = array.array("i")
     for _, _, received in rights:
         descriptors.frombytes(received)
@@ -177,12 +177,12 @@ def zygote_main(channel: socket.socket) -> None:
     with os.fdopen(given, "rb") as file:
         job = json.loads(file.read())
     strict, alone = map(bytes.fromhex, job["filters"][os.uname().machine])
-    walls.drop_privileges()
-    walls.end_with_parent()
-    landlock = walls.landlock_version()
+    process_hardening.drop_privileges()
+    process_hardening.end_with_parent()
+    landlock = process_hardening.landlock_version()
     if landlock:
-        walls.write_only_in(job["folder"], landlock)
-    walls.filter_calls(strict)
+        process_hardening.write_only_in(job["folder"], landlock)
+    process_hardening.filter_calls(strict)
     os.chdir(job["folder"])
     os.environ["TMPDIR"] = job["folder"]
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's: one for each processor takes all the address space there is
@@ -190,13 +190,13 @@ def zygote_main(channel: socket.socket) -> None:
         (resource.RLIMIT_AS, job["memory_mib"] << 20),
         (resource.RLIMIT_FSIZE, job["file_mib"] << 20),
         (resource.RLIMIT_NPROC, job["threads"]),
-        (resource.RLIMIT_NOFILE, MOST_FILES),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
     ):
-        walls.limit(what, value)
+        process_hardening.limit(what, value)
     # Many a program begins by raising this one; its memory is bounded as it is.
-    walls.limit(resource.RLIMIT_STACK, STACK_BYTES, for_good=False)
-    walls.limit_thread_stacks(THREAD_STACK_BYTES)
+    process_hardening.limit(resource.RLIMIT_STACK, STACK_BYTES, for_good=False)
+    process_hardening.limit_thread_stacks(THREAD_STACK_BYTES)
     try:
         code, granted = get_ready(job)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -211,7 +211,7 @@ def zygote_main(channel: socket.socket) -> None:
     while True:
         try:
             _, descriptors = receive(channel)
-        except Unexpected:
+        except ChannelClosed:
             return
         pid = os.fork()
         if pid == 0:
@@ -243,12 +243,12 @@ class Zygote:
             try:
                 os.setsid()
                 # Above what children have of their own.
-                channel = socket.socket(fileno=os.dup2(channel.detach(), MOST_FILES - 1))
+                channel = socket.socket(fileno=os.dup2(channel.detach(), MAX_OPEN_FILES - 1))
                 null = os.open(os.devnull, os.O_RDWR)
                 for standard in range(3):
                     os.dup2(null, standard)
                 os.closerange(3, channel.fileno())
-                os.closerange(channel.fileno() + 1, walls.MAX_FILES)
+                os.closerange(channel.fileno() + 1, process_hardening.MAX_FILES)
                 zygote_main(channel)
             finally:
                 os._exit(0)
@@ -270,13 +270,13 @@ def be_a_child(
     status = 1
     try:
         os.setsid()
-        walls.end_with_parent()
+        process_hardening.end_with_parent()
         channel.close()
         for standard, descriptor in zip((0, 1, REPORT), descriptors):  # noqa: B905 - Python 3.8
             os.dup2(descriptor, standard)
-        os.closerange(REPORT + 1, MOST_FILES)
-        walls.limit(resource.RLIMIT_CPU, job["cpu_s"])
-        walls.filter_calls(alone)
+        os.closerange(REPORT + 1, MAX_OPEN_FILES)
+        process_hardening.limit(resource.RLIMIT_CPU, job["cpu_s"])
+        process_hardening.filter_calls(alone)
         status = (call_function if job["function"] else run_program)(job, code, granted)
     finally:
         os._exit(status)

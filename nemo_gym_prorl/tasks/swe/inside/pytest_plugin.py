@@ -8,17 +8,17 @@ means anything that passes is not asked here: the same tests are run again, aski
 
 import pytest
 
-from .witness import CHANNEL, Watch
+from .runner_monitor import CHANNEL, RunnerIntegrity
 
 
-WATCH = Watch()
+INTEGRITY = RunnerIntegrity()
 _seen = {"xdist": False}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests():
     """Installed plugins are there, and nothing of the repository is."""
-    WATCH.add_deciding()
+    INTEGRITY.add_deciding()
 
 
 def pytest_configure(config):
@@ -41,7 +41,7 @@ def pytest_runtest_makereport(item, call):
         status = "failed"
     CHANNEL.send("report", _name(item.nodeid), call.when, status)
     if call.when != "call":
-        WATCH.tell(CHANNEL)
+        INTEGRITY.tell(CHANNEL)
 
 
 def pytest_runtest_logreport(report):
@@ -51,7 +51,7 @@ def pytest_runtest_logreport(report):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
-    WATCH.tell(CHANNEL)
+    INTEGRITY.tell(CHANNEL)
 
 
 @pytest.hookimpl(trylast=True)

@@ -5,10 +5,10 @@
 import atexit
 from unittest import TestResult
 
-from .witness import CHANNEL, Watch
+from .runner_monitor import CHANNEL, RunnerIntegrity
 
 
-WATCH = Watch()
+INTEGRITY = RunnerIntegrity()
 _seen = {"begun": False}
 
 
@@ -36,12 +36,12 @@ def _subtest(self, test, subtest, err, _original=TestResult.addSubTest):
 
 
 def _start(self, test, _original=TestResult.startTest):
-    WATCH.tell(CHANNEL)
+    INTEGRITY.tell(CHANNEL)
     return _original(self, test)
 
 
 def _stop(self, test, _original=TestResult.stopTest):
-    WATCH.tell(CHANNEL)
+    INTEGRITY.tell(CHANNEL)
     return _original(self, test)
 
 
@@ -66,5 +66,5 @@ if CHANNEL.open:
     TestResult.startTest = _start
     TestResult.stopTest = _stop
     TestResult.startTestRun = _start_run
-    WATCH = Watch()
+    INTEGRITY = RunnerIntegrity()
     atexit.register(CHANNEL.send, "end")

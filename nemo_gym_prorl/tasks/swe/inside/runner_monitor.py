@@ -8,7 +8,7 @@ The secret comes through a pipe, which can be read once, before anything of the 
 bears a number and an authentication code, so that who merely writes to the channel, or prints what a runner prints,
 says nothing.
 
-A package can replace functions of the test runner, or builtins, from its first import on. :class:`Watch` looks at what
+A package can replace functions of the test runner, or builtins, from its first import on. :class:`RunnerIntegrity` looks at what
 legitimate code leaves alone, or puts back when a test is over.
 """
 
@@ -109,7 +109,7 @@ def _state(part):
     return (id(part), id(code), id(getattr(part, "__defaults__", None)))
 
 
-class Watch:
+class RunnerIntegrity:
     """Remembers the state at its making. What it remembers it also holds, so no address is given out twice."""
 
     def __init__(self):

@@ -45,13 +45,13 @@ _MAYBE = ast.If | ast.IfExp | ast.Match | ast.While | ast.ExceptHandler | ast.Cl
 _JOINS = ast.Or | ast.Not | ast.comprehension
 """What has or joins parts that a right solution may never reach, or that need not be true."""
 
-MOST_OTHERS = 20
+MAX_OTHER_TESTS = 20
 """Of a row's tests that pass before and after, those that are asked for something else, too."""
 
 _HELPERS = ("check", "case", "make", "run", "helper", "given", "do")
 _LETTERS = "bcdfghjkmnpqrstvwxz"
-LARGEST_FILE = 1 << 20
-_LARGEST_NUMBER = 10_000
+MAX_SOURCE_BYTES = 1 << 20
+_MAX_INT_BITS = 10_000
 """In bits; Python writes no much larger one."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -60,20 +60,20 @@ Edit = tuple[int, int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Canaries:
+class MutationCheck:
     """A row's tests.
 
     Attributes:
         tests: deciding tests by their names in the row, without parameters.
         others: some that decide nothing but have to pass.
         seed: for what is drawn.
-        at_their_end: no value is changed; each ends with a failure, so that none that came to it can pass.
+        fail_at_end: no value is changed; each ends with a failure, so that none that came to it can pass.
     """
 
     tests: tuple[str, ...]
     others: tuple[str, ...]
     seed: str
-    at_their_end: bool = False
+    fail_at_end: bool = False
 
     def changed(self, path: str, source: bytes) -> tuple[bytes, frozenset[str]]:
         """A file of tests that asks for something else, and which of its tests do; all the others there are not
@@ -94,7 +94,7 @@ class Canaries:
             if tests is None:
                 edits += text.hiding(function, dice)
                 continue
-            places = [] if self.at_their_end else _places(function, tables, text, dice)
+            places = [] if self.fail_at_end else _places(function, tables, text, dice)
             if places := places or text.failing_at_its_end(function):
                 edits += dice.choice(places)
                 changed |= tests.keys()
@@ -110,11 +110,11 @@ class Canaries:
         return frozenset(ran - good), frozenset(good)
 
 
-def canaries_of(tests: Iterable[str], seed: str, others: Iterable[str] = ()) -> Canaries:
-    """Canaries of tests by their names in the row, and of :data:`MOST_OTHERS` of the others that have to pass."""
+def mutation_check_for(tests: Iterable[str], seed: str, others: Iterable[str] = ()) -> MutationCheck:
+    """MutationCheck of tests by their names in the row, and of :data:`MAX_OTHER_TESTS` of the others that have to pass."""
     deciding, passing = (dict.fromkeys(test.partition("[")[0] for test in names) for names in (tests, others))
     left = [test for test in passing if test not in deciding]
-    return Canaries(tuple(deciding), tuple(Random(seed).sample(left, min(len(left), MOST_OTHERS))), seed)
+    return MutationCheck(tuple(deciding), tuple(Random(seed).sample(left, min(len(left), MAX_OTHER_TESTS))), seed)
 
 
 class _Text:
@@ -299,7 +299,7 @@ def _constants(node: ast.AST) -> Iterator[ast.Constant]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Constant) and node.value is not ...:
-            if not isinstance(node.value, int) or node.value.bit_length() <= _LARGEST_NUMBER:
+            if not isinstance(node.value, int) or node.value.bit_length() <= _MAX_INT_BITS:
                 yield node
         elif isinstance(node, ast.Call) and _ONE_ARGUMENT.search(_name(node)):
             waiting += node.args[:1]

@@ -14,8 +14,14 @@ from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.images.builder import default_image_path
 from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.sandbox.supervisor import own_supervisor
-from nemo_gym_prorl.tasks.code.rows import SOLUTION_FILE
-from nemo_gym_prorl.tasks.workbench.workspace import Equipment, Taken, ToolLimits, Workspace, look
+from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE
+from nemo_gym_prorl.tasks.workbench.workspace import (
+    ExtractedFile,
+    InstalledPrograms,
+    ToolLimits,
+    Workspace,
+    probe_image,
+)
 from tests.tasks import containers
 
 
@@ -31,9 +37,9 @@ IDLE = "Error: no command is running that could take input."
 class Agent:
     """What a model can do in a workspace."""
 
-    def __init__(self, sandbox: StartedSandbox, limits: ToolLimits, equipment: Equipment) -> None:
+    def __init__(self, sandbox: StartedSandbox, limits: ToolLimits, installed: InstalledPrograms) -> None:
         self.sandbox = sandbox
-        self.workspace = Workspace(sandbox, "/sandbox/workspace", limits, equipment)
+        self.workspace = Workspace(sandbox, "/sandbox/workspace", limits, installed)
 
     async def bash(self, command: str | None = None, **arguments: object) -> str:
         return await self.workspace.call("bash", {"command": command, **arguments} if command else arguments)
@@ -41,13 +47,13 @@ class Agent:
     async def python(self, code: str | None = None, **arguments: object) -> str:
         return await self.workspace.call("python", {"code": code, **arguments} if code else arguments)
 
-    async def solution(self) -> Taken:
-        return await self.workspace.take(SOLUTION_FILE, limit=262144)
+    async def solution(self) -> ExtractedFile:
+        return await self.workspace.extract_file(SOLUTION_FILE, limit=262144)
 
 
 async def start(image: str | None, limits: ToolLimits = LIMITS) -> Agent:
     sandbox = await containers.start_with_sessions(image)
-    agent = Agent(sandbox, limits, await look(sandbox))
+    agent = Agent(sandbox, limits, await probe_image(sandbox))
     await agent.workspace.write({SOLUTION_FILE: "def f():\n    return 1\n"})
     return agent
 
@@ -249,16 +255,16 @@ async def test_an_agent_that_breaks_its_sandbox_hurts_only_itself(agent: Agent) 
     assert (await agent.bash("exit")).startswith("Error: the shell ended and no new one could be started: ")
     await agent.sandbox.exec("rm -f /bin/* /usr/bin/*")
     assert (await agent.bash("ls")).startswith("Error: the shell ended and no new one could be started: ")
-    assert await agent.solution() == Taken(b"def f():\n    return 1\n")
+    assert await agent.solution() == ExtractedFile(b"def f():\n    return 1\n")
 
 
 async def test_no_program_of_the_agent_answers_for_its_files(without_kernel: Agent) -> None:
     await without_kernel.bash("rm -rf /usr/bin/python3* /usr/bin/cat /bin/sh")
-    assert await without_kernel.solution() == Taken(b"def f():\n    return 1\n")
+    assert await without_kernel.solution() == ExtractedFile(b"def f():\n    return 1\n")
     view = {"command": "view", "path": SOLUTION_FILE}
     assert await without_kernel.workspace.call("str_replace_editor", view) == "     1\tdef f():\n     2\t    return 1"
     await without_kernel.bash(f"rm {SOLUTION_FILE}; mkfifo {SOLUTION_FILE}")
-    assert await without_kernel.solution() == Taken(None, "solution.py is not there")
+    assert await without_kernel.solution() == ExtractedFile(None, "solution.py is not there")
 
 
 async def test_a_solution_that_a_program_holds_is_none(without_kernel: Agent) -> None:
@@ -268,7 +274,7 @@ async def test_a_solution_that_a_program_holds_is_none(without_kernel: Agent) ->
     hold += "open('/tmp/held', 'w'); time.sleep(1000)"
     await without_kernel.bash(f'(python3 -c "{hold}" &) ; until [ -e /tmp/held ]; do :; done')
     problem = "solution.py can't be read, since a program holds it"
-    assert await without_kernel.solution() == Taken(None, problem)
+    assert await without_kernel.solution() == ExtractedFile(None, problem)
 
 
 async def _kill_sandbox(agent: Agent) -> None:
@@ -297,4 +303,4 @@ async def test_calls_at_the_same_time_wait_for_each_other(agent: Agent) -> None:
     assert said == [f"{i}\n[exit code: 0]" for i in range(5)]
     cells = await asyncio.gather(*(agent.python(f"y = {i}\ny") for i in range(5)))
     assert cells == [f"{i}\n[ok]" for i in range(5)]
-    assert await agent.solution() == Taken(b"def f():\n    return 1\n")
+    assert await agent.solution() == ExtractedFile(b"def f():\n    return 1\n")

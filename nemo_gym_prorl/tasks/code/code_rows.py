@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code.inside.checkers import LONG_INTEGER
-from nemo_gym_prorl.tasks.records import asking
+from nemo_gym_prorl.tasks.records import create_params
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 
@@ -125,7 +125,7 @@ class Metadata(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CodeTestCase:
     """One test.
 
     Attributes:
@@ -138,7 +138,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class CodeProblem:
     """What a candidate is tested with.
 
     Attributes:
@@ -149,7 +149,7 @@ class Problem:
         memory_limit_mib: address space; ``None``: as configured.
     """
 
-    tests: Sequence[Case]
+    tests: Sequence[CodeTestCase]
     function: str | None
     checker: Mapping[str, Any]
     time_limit_s: float | None = None
@@ -178,7 +178,7 @@ def read_metadata(row: Mapping[str, Any]) -> Metadata:
     return parsed
 
 
-def read_problem(metadata: Metadata, tests_folder: Path | None) -> Problem:
+def read_problem(metadata: Metadata, tests_folder: Path | None) -> CodeProblem:
     """What a candidate is tested with. Reads a file, if the row names one.
 
     Raises:
@@ -199,7 +199,7 @@ def read_problem(metadata: Metadata, tests_folder: Path | None) -> Problem:
     checker = metadata.checker or NamedChecker(relative=CALL_TOLERANCE if tests.fn_name else 1e-6)
     if isinstance(checker, NamedChecker) and all(isinstance(out, str) and not out.strip() for out in tests.outputs):
         raise CallerError("all are blank: a program that does nothing would be right", field=f"{field}.outputs")
-    return Problem(cases, tests.fn_name, checker.model_dump(), metadata.time_limit_s, metadata.memory_limit_mib)
+    return CodeProblem(cases, tests.fn_name, checker.model_dump(), metadata.time_limit_s, metadata.memory_limit_mib)
 
 
 def find_tests_file(metadata: Metadata, tests_folder: Path | None) -> Path | None:
@@ -233,14 +233,14 @@ def _read_file(metadata: Metadata, tests_folder: Path | None) -> UnitTests:
     return _validated(UnitTests, parsed, field)
 
 
-def _run(given: Any, expected: Any, field: str, index: int) -> Case:
+def _run(given: Any, expected: Any, field: str, index: int) -> CodeTestCase:
     for name, value in (("inputs", given), ("outputs", expected)):
         if not isinstance(value, str):
             raise CallerError("it must be text, what the program reads and prints", field=f"{field}.{name}.{index}")
-    return Case(given, expected)
+    return CodeTestCase(given, expected)
 
 
-def _call(given: Any, expected: Any, field: str, index: int) -> Case:
+def _call(given: Any, expected: Any, field: str, index: int) -> CodeTestCase:
     """Arguments as a list and the result as a value; or as text, with the JSON of an argument on each line and that of
     the result. Beside arguments as a list, text is a result, unless it is the JSON of a list or an object."""
     name = "inputs"
@@ -257,7 +257,7 @@ def _call(given: Any, expected: Any, field: str, index: int) -> Case:
         raise CallerError(f"it is no JSON: {error}", field=f"{field}.{name}.{index}") from error
     if not isinstance(given, list):
         raise CallerError("it must be a list of arguments", field=f"{field}.inputs.{index}")
-    return Case(given, expected)
+    return CodeTestCase(given, expected)
 
 
 def _size(value: Any) -> int:
@@ -279,7 +279,7 @@ SOLUTION_FILE = "solution.py"
 TOOLS = ("bash", "python", "str_replace_editor", "submit")
 """What the policy may call."""
 
-HANDING_IN = f"Hand in {SOLUTION_FILE} and end the task."
+SUBMIT_DESCRIPTION = f"Hand in {SOLUTION_FILE} and end the task."
 """What it is told of ``submit``."""
 
 _SYSTEM = """\
@@ -358,12 +358,12 @@ def row_for(
         statement: the problem's text.
         metadata: ``verifier_metadata``, see :class:`Metadata`.
         function: the function that is called; ``None`` for a program.
-        script: see :func:`.records.asking`.
+        script: see :func:`.records.create_params`.
         more: further fields of the row.
     """
     asked = statement.strip()
     if function is not None:
         asked += f"\n\nImplement the function `{function}` (or a class `Solution` with it) in `{SOLUTION_FILE}`."
     system = FUNCTION if function is not None else PROGRAM
-    params = asking(system, asked, workbench_schemas(TOOLS, HANDING_IN), script=script)
+    params = create_params(system, asked, workbench_schemas(TOOLS, SUBMIT_DESCRIPTION), script=script)
     return {"responses_create_params": params, METADATA: dict(metadata), **more}

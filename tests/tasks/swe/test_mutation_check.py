@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nemo_gym_prorl.sandbox.images.builder import Order, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.tasks.swe.canaries import canaries_of
+from nemo_gym_prorl.tasks.swe.mutation_check import mutation_check_for
 from tests.tasks.swe import tally
 from tests.tasks.swe.test_cheating import PASSED_LINES, REGISTER, append
 
@@ -125,7 +125,7 @@ FORGES = (
     + """
 import sys
 for name, module in list(sys.modules.items()):
-    if name.endswith(".witness") and hasattr(module, "CHANNEL"):
+    if name.endswith(".runner_monitor") and hasattr(module, "CHANNEL"):
         def send(kind, *values, send=module.CHANNEL.send):
             send(kind, *["passed" if (kind, value) == ("report", "failed") else value for value in values])
         module.CHANNEL.send = send
@@ -204,7 +204,7 @@ FORMS = [
 @example(FORMS[0], "")
 def test_a_test_that_passes_fails_when_it_asks_for_something_else(form: str, seed: str) -> None:
     source = f"class TestAll:\n  def test_it(self):\n    {form}\n\ndef test_other(): pass\n"
-    canaries = canaries_of(["a.py::TestAll::test_it[x]"], seed)
+    canaries = mutation_check_for(["a.py::TestAll::test_it[x]"], seed)
     content, tests = canaries.changed("a.py", source.encode())
     assert tests == {"a.py::TestAll::test_it"}
     assert b"def test_other" not in content
@@ -243,7 +243,7 @@ def test_a_right_solution_passes_nothing_that_the_fix_fails(form: str, fix: obje
     assert passes(source, fix)
     assert passes(source, other)
     for seed in range(30):
-        content, _ = canaries_of(["a.py::TestAll::test_it"], str(seed)).changed("a.py", source.encode())
+        content, _ = mutation_check_for(["a.py::TestAll::test_it"], str(seed)).changed("a.py", source.encode())
         assert passes(content.decode(), fix) or not passes(content.decode(), other), content.decode()
 
 
@@ -266,7 +266,7 @@ def passes(source: str, given: object) -> bool:
     ids=["a ligature in a name", "a long sum", "a long number", "a table of something else"],
 )
 def test_odd_tests_ask_for_something_else_too(source: str) -> None:
-    content, tests = canaries_of(["a.py::test_it"], "").changed("a.py", source.encode())
+    content, tests = mutation_check_for(["a.py::test_it"], "").changed("a.py", source.encode())
     assert tests == {"a.py::test_it"}
     compile(content, "a.py", "exec")
 
@@ -275,7 +275,7 @@ def test_odd_tests_ask_for_something_else_too(source: str) -> None:
     st.binary(max_size=300) | st.sampled_from([b"def test_it(): pass", b"\xef\xbb\xbfdef test_it(): assert 1 == 1"])
 )
 def test_what_can_not_be_changed_stays_as_it_is(source: bytes) -> None:
-    content, tests = canaries_of(["a.py::test_it"], "").changed("a.py", source)
+    content, tests = mutation_check_for(["a.py::test_it"], "").changed("a.py", source)
     assert tests or content == source
 
 
@@ -284,7 +284,7 @@ def test_helpers_and_fixtures_are_there_for_tests_that_ask_for_something_else() 
         b"@pytest.fixture\ndef test_data(): return 1\ndef test_helper(): pass\ndef test_it(): test_helper(); "
         b"assert f() == 1\ndef test_other(): pass\n"
     )
-    content, _ = canaries_of(["a.py::test_it"], "").changed("a.py", source)
+    content, _ = mutation_check_for(["a.py::test_it"], "").changed("a.py", source)
     assert b"def test_data" in content
     assert b"def test_helper" in content
     assert b"def test_other" not in content
@@ -331,7 +331,7 @@ async def test_a_fix_earns_and_no_test_passes_that_asks_for_something_else(swe: 
 def test_a_test_that_asks_by_a_helper_fails_at_its_end(body: str) -> None:
     source = f"class TestAll:\n  def test_it(self):{body}\n  def check(self, given, expected): pass\n"
     play(source)
-    content, tests = canaries_of(["a.py::TestAll::test_it"], "").changed("a.py", source.encode())
+    content, tests = mutation_check_for(["a.py::TestAll::test_it"], "").changed("a.py", source.encode())
     assert tests
     with pytest.raises(AssertionError):
         play(content.decode())

@@ -7,7 +7,7 @@ never a reward. The line between them matters when a grading run ends without a 
 sandbox, if not the process that tests it:
 
 - What ends before the candidate's source is run is not its doing; the grader says when that begins.
-- What a sandbox that :class:`.KnowsWhoseDoing` says to be the machine's is that: it was killed from outside, its owner
+- What a sandbox that :class:`.HasHealthCheck` says to be the machine's is that: it was killed from outside, its owner
   is gone, or the machine ran out of memory. None of it can be had from inside.
 - Anything else the candidate may have done. It is graded once more, and if that ends the same way, a control is
   graded: if that gets its verdict, machines are fine and the candidate is to blame.
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.tasks.sandbox import KnowsWhoseDoing, Sandbox
+from nemo_gym_prorl.tasks.sandbox import HasHealthCheck, Sandbox
 
 
 BYTE_ORDER_MARK = "\ufeff"
@@ -75,14 +75,14 @@ TRIES = 2
 ANSWER_MARGIN_S = 20.0
 """How much longer than its own time limit a run may take to answer, in seconds."""
 
-LONGEST_COMMAND = 100_000
+MAX_COMMAND_CHARS = 100_000
 """A longer job is uploaded: the kernel takes no argument beyond 128 KiB."""
 
 END_OF_JOB = "END-OF-JOB"
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class NoVerdict:
     """A grading run that ended without a verdict.
 
     Attributes:
@@ -95,7 +95,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenDown:
+class GraderKilled:
     """The candidate is to blame for there being no verdict.
 
     Attributes:
@@ -105,9 +105,9 @@ class TakenDown:
     why: str
 
 
-async def settle[V](
-    graded: Callable[[], Awaitable[V | Lost]], control: Callable[[], Awaitable[bool]]
-) -> V | TakenDown:
+async def run_until_verdict[V](
+    graded: Callable[[], Awaitable[V | NoVerdict]], control: Callable[[], Awaitable[bool]]
+) -> V | GraderKilled:
     """Grade a candidate until there is a verdict, each try in a fresh sandbox.
 
     Args:
@@ -120,13 +120,13 @@ async def settle[V](
     losses = {True: 0, False: 0}
     while True:
         outcome = await graded()
-        if not isinstance(outcome, Lost):
+        if not isinstance(outcome, NoVerdict):
             return outcome
         losses[outcome.by_machine] += 1
         if losses[outcome.by_machine] == TRIES:
             break
     if not outcome.by_machine and await control():
-        return TakenDown(f"the tester was taken down, twice: {outcome.why}")
+        return GraderKilled(f"the tester was taken down, twice: {outcome.why}")
     raise InfrastructureError(f"grading gave no verdict: {outcome.why}", kind=FailureKind.VERIFIER_ERROR)
 
 
@@ -139,7 +139,7 @@ async def attempt(
     root: str,
     doubtful: Callable[[Any], bool],
     before: str = "",
-) -> Any | Lost:
+) -> Any | NoVerdict:
     """Run the program once in the given sandbox; returns its verdict.
 
     Args:
@@ -158,26 +158,26 @@ async def attempt(
     try:
         command = before + await _command(sandbox, program, json.dumps({"nonce": nonce, **job}), root)
     except (RuntimeError, OSError, InfrastructureError) as error:
-        return Lost(f"{type(error).__name__}: {error}", by_machine=True)
+        return NoVerdict(f"{type(error).__name__}: {error}", by_machine=True)
     try:
         result = await sandbox.exec(command, cwd="/", timeout_s=timeout_s + ANSWER_MARGIN_S)
         told = [json.loads(line.removeprefix(nonce)) for line in _lines(result.stdout) if line.startswith(nonce)]
         if len(told) > 1 and not doubtful(told[1]):
             return told[1]
-        knows = isinstance(sandbox, KnowsWhoseDoing)
-        if isinstance(sandbox, KnowsWhoseDoing):
+        knows = isinstance(sandbox, HasHealthCheck)
+        if isinstance(sandbox, HasHealthCheck):
             await sandbox.check()
     except InfrastructureError as error:
-        return Lost(error.reason, by_machine=True)
+        return NoVerdict(error.reason, by_machine=True)
     except (RuntimeError, OSError) as error:
-        return Lost(f"{type(error).__name__}: {error}", by_machine=False)
+        return NoVerdict(f"{type(error).__name__}: {error}", by_machine=False)
     if len(told) > 1:
         return told[1]
     why = f"exit code {result.return_code}: {(result.stderr or '').strip()[-500:]}"
     # All that a program said is there if it ended by itself; and one that could not run in a sandbox that lives said
     # nothing.
     complete = result.error_type is None or (knows and result.error_type == "sandbox")
-    return Lost(why, by_machine=complete and not told)
+    return NoVerdict(why, by_machine=complete and not told)
 
 
 def _lines(text: str | None) -> list[str]:
@@ -187,7 +187,7 @@ def _lines(text: str | None) -> list[str]:
 async def _command(sandbox: Sandbox, program: str, job: str, root: str) -> str:
     """Runs the program with the job as its input, which no command line shows and nothing can read a second time."""
     run = f"python3 -I -c {shlex.quote(program)}"
-    if len(run) + len(job) < LONGEST_COMMAND:
+    if len(run) + len(job) < MAX_COMMAND_CHARS:
         # JSON has neither a line end nor, escaped, anything but ASCII.
         return f"exec {run} <<'{END_OF_JOB}'\n{job}\n{END_OF_JOB}\n"
     path = f"{root.rstrip('/')}/grade-{secrets.token_hex(8)}"

@@ -27,7 +27,7 @@ from nemo_gym_prorl.tasks.sandbox import HasSessions, KernelSession, ShellSessio
 from nemo_gym_prorl.tasks.workbench.tools import (
     FAILED,
     OK,
-    ONLY_FILES,
+    ONLY_FILES_KEPT,
     BashArguments,
     Output,
     PythonArguments,
@@ -48,7 +48,7 @@ from nemo_gym_prorl.tasks.workbench.tools import (
 ANSWER_MARGIN_S = 20.0
 """How much longer than its own time limit a session may take to answer, in seconds."""
 
-RENEW_TIMEOUT_S = 60.0
+RESTART_TIMEOUT_S = 60.0
 """How long a session may take to be replaced, in seconds."""
 
 SHELL_VARIABLES: dict[str, str] = {"TERM": "dumb", "NO_COLOR": "1"}
@@ -57,10 +57,10 @@ SHELL_VARIABLES: dict[str, str] = {"TERM": "dumb", "NO_COLOR": "1"}
 KEYS: Mapping[str, str] = {"C-c": "\x03", "C-d": "\x04"}
 """Names of what can be typed besides lines."""
 
-MOST_STATE = 256 << 10
+MAX_STATE_BYTES = 256 << 10
 """Bytes of a shell's variables and functions that are carried over; one that has more is begun anew."""
 
-_SAVE = r"""\builtin declare -p
+_SAVE_STATE_SCRIPT = r"""\builtin declare -p
 \builtin declare -f
 \builtin alias -p
 \builtin trap -p
@@ -69,7 +69,7 @@ _SAVE = r"""\builtin declare -p
 \builtin set +o"""
 """Has bash write down what it knows, as commands."""
 
-_BASHS_OWN = re.compile(
+_BASH_INTERNALS = re.compile(
     r"^(declare -\S+ (BASH\w*|COMP_WORDBREAKS|DIRSTACK|EPOCH\w+|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID"
     r"|RANDOM|SECONDS|SHELLOPTS|SRANDOM|UID|_)(=.*)?|set [-+]o (monitor|history|histexpand|emacs|vi))(\n|$)",
     re.MULTILINE,
@@ -79,7 +79,7 @@ terminal, which it would set up anew."""
 
 _OPTION = re.compile(r"^shopt -[su] \w+$", re.MULTILINE)
 
-_ENTER_KERNEL = """\
+_KERNEL_SETUP = """\
 import os as _os, sys as _sys
 try: _os.chdir({folder!r})
 except OSError: pass
@@ -93,7 +93,7 @@ RequireSandbox = Callable[[object], Awaitable[None]]
 """Raises ``session_lost``, with the given trouble as its reason, unless the sandbox lives."""
 
 
-class _Unusable(Exception):
+class _SessionUnavailable(Exception):
     """The session can't be replaced though its sandbox lives; says why."""
 
 
@@ -105,7 +105,7 @@ class _Session(Protocol):
     async def close(self) -> None: ...
 
 
-class _Console[Session: _Session, Asked](ABC):
+class _InteractiveTool[Session: _Session, Asked](ABC):
     """What both have in common: one call at a time, and replacement.
 
     Args:
@@ -126,7 +126,7 @@ class _Console[Session: _Session, Asked](ABC):
         self._require_sandbox = require_sandbox
         self._session: Session | None = None
         self._lock = asyncio.Lock()
-        self._to_tell: list[str] = []
+        self._pending_notes: list[str] = []
         """Notes on what was lost between two sandboxes, for the next call."""
 
     async def call(self, arguments: Asked, timeout_s: float) -> str:
@@ -148,7 +148,7 @@ class _Console[Session: _Session, Asked](ABC):
                 except RolloutError as error:
                     await self._require_sandbox(error)
                     return await self._replace(Output(), ended(self._what))
-            except _Unusable as error:
+            except _SessionUnavailable as error:
                 return self._error(str(error))
 
     @property
@@ -156,8 +156,8 @@ class _Console[Session: _Session, Asked](ABC):
         """Whether there is a session."""
         return self._session is not None
 
-    def _told(self) -> list[str]:
-        notes, self._to_tell = self._to_tell, []
+    def _take_notes(self) -> list[str]:
+        notes, self._pending_notes = self._pending_notes, []
         return notes
 
     async def close(self) -> None:
@@ -177,20 +177,20 @@ class _Console[Session: _Session, Asked](ABC):
     async def _enter(self, session: Session) -> None:
         """Have a fresh one work in the folder, which the agent may have removed."""
 
-    async def _begun(self) -> Session:
+    async def _require_session(self) -> Session:
         """The session; started if this is the first call."""
         if self._session is None:
-            await self._renew(f"no {self._what} could be started")
+            await self._restart(f"no {self._what} could be started")
         assert self._session is not None
         return self._session
 
     async def _replace(self, output: Output, status: str, notes: Sequence[str] = ()) -> str:
-        await self._renew()
+        await self._restart()
         return observation(output, status, notes, limit=self._limit)
 
-    async def _renew(self, trouble: str = "") -> None:
+    async def _restart(self, trouble: str = "") -> None:
         try:
-            async with asyncio.timeout(RENEW_TIMEOUT_S):
+            async with asyncio.timeout(RESTART_TIMEOUT_S):
                 if self._session is None:
                     self._session = await self._open()
                 else:
@@ -200,13 +200,13 @@ class _Console[Session: _Session, Asked](ABC):
             await self._require_sandbox(error)
             reason = error.reason if isinstance(error, RolloutError) else "it did not answer"
             trouble = trouble or f"the {self._what} ended and no new one could be started"
-            raise _Unusable(f"{trouble}: {reason}") from error
+            raise _SessionUnavailable(f"{trouble}: {reason}") from error
 
     def _error(self, reason: str) -> str:
         return error_text(reason, limit=self._limit)
 
 
-class Bash(_Console[ShellSession, BashArguments]):
+class Bash(_InteractiveTool[ShellSession, BashArguments]):
     """The ``bash`` tool.
 
     Args:
@@ -245,40 +245,42 @@ class Bash(_Console[ShellSession, BashArguments]):
             if self._session.running or self._session.exited:
                 return None
             try:
-                said = await self._session.aside(_SAVE, timeout_s=ANSWER_MARGIN_S, output_limit=MOST_STATE)
+                said = await self._session.aside(
+                    _SAVE_STATE_SCRIPT, timeout_s=ANSWER_MARGIN_S, output_limit=MAX_STATE_BYTES
+                )
             except RolloutError:
                 return None  # whatever it was, the next call meets it
             if said.exit_code is None or said.timed_out or said.exited or said.omitted:
                 return None
-            return {"state": _BASHS_OWN.sub("", said.output), "folder": said.cwd, "code": self._code}
+            return {"state": _BASH_INTERNALS.sub("", said.output), "folder": said.cwd, "code": self._code}
 
     def resume(self, saved: Mapping[str, Any] | None, lost: Sequence[str]) -> None:
         """Begin with what :meth:`save` gave."""
         self._saved = saved or {}
         if "shell" in lost:
-            self._to_tell.append(had_ended("shell"))
+            self._pending_notes.append(had_ended("shell"))
         elif "programs" in lost:
-            self._to_tell.append(stopped_programs())
+            self._pending_notes.append(stopped_programs())
 
     async def _call(self, arguments: BashArguments, timeout_s: float) -> str:
         if arguments.restart:
             return await self._replace(Output(), restarted("shell"))
-        shell = await self._begun()
+        shell = await self._require_session()
         if arguments.input is not None:
-            return await self._type(shell, arguments.input, timeout_s)
+            return await self._send_input(shell, arguments.input, timeout_s)
         assert arguments.command is not None
-        left, notes = Output(), self._told()
+        left, notes = Output(), self._take_notes()
         if shell.running and not shell.exited:
             action = await shell.wait(timeout_s=timeout_s, silence_s=0.0)
             if action.waiting:
                 return self._error(
                     'the command before still runs: answer it with input, end it with input "C-c", or restart.'
                 )
-            left = self._fresh(action)
+            left = self._unread_output(action)
             notes.append(ended_before(action.exit_code))
         if shell.exited:
             await self._require_sandbox(None)
-            await self._renew()
+            await self._restart()
             notes.append(had_ended("shell"))
         self._seen = ""
         action = await shell.run(
@@ -286,7 +288,7 @@ class Bash(_Console[ShellSession, BashArguments]):
         )
         return await self._report(action, timeout_s, left, notes)
 
-    async def _type(self, shell: ShellSession, line: str, timeout_s: float) -> str:
+    async def _send_input(self, shell: ShellSession, line: str, timeout_s: float) -> str:
         if not shell.running or shell.exited:
             return self._error("no command is running that could take input.")
         if line:
@@ -295,7 +297,7 @@ class Bash(_Console[ShellSession, BashArguments]):
         return await self._report(action, timeout_s, Output(), [])
 
     async def _report(self, action: Action, timeout_s: float, left: Output, notes: list[str]) -> str:
-        output = left.then(self._fresh(action))
+        output = left.then(self._unread_output(action))
         if action.waiting:
             status = waiting(self._silence_s)
         elif action.timed_out or action.exit_code is None:
@@ -308,7 +310,7 @@ class Bash(_Console[ShellSession, BashArguments]):
         await self._require_sandbox(None)
         return await self._replace(output, status, [*notes, ended("shell")])
 
-    def _fresh(self, action: Action) -> Output:
+    def _unread_output(self, action: Action) -> Output:
         """What the command has printed since the model last read it; all of it again once it is too long for that."""
         text, seen = action.output, self._seen
         self._seen = text if action.waiting and not action.omitted else ""
@@ -331,14 +333,14 @@ class Bash(_Console[ShellSession, BashArguments]):
             for known in (options, f"{{ {saved['state']}\n}} 2>/dev/null"):
                 begun = await session.run(known, timeout_s=ANSWER_MARGIN_S, silence_s=None)
             if begun.exit_code != 0:
-                self._to_tell.append(had_ended("shell"))
+                self._pending_notes.append(had_ended("shell"))
             self._code = saved["code"]
         if self._code:
             await session.run(f"(exit {self._code})", timeout_s=ANSWER_MARGIN_S, silence_s=None)
 
 
-class Python(_Console[KernelSession, PythonArguments]):
-    """The ``python`` tool; arguments as of :class:`_Console`."""
+class Python(_InteractiveTool[KernelSession, PythonArguments]):
+    """The ``python`` tool; arguments as of :class:`_InteractiveTool`."""
 
     def __init__(self, sandbox: HasSessions, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
         super().__init__("kernel", sandbox, folder, limit, require_sandbox)
@@ -346,19 +348,19 @@ class Python(_Console[KernelSession, PythonArguments]):
     def resume(self, lost: Sequence[str]) -> None:
         """Tell at the first call what is lost."""
         if "kernel" in lost:
-            self._to_tell.append(had_ended("kernel"))
+            self._pending_notes.append(had_ended("kernel"))
 
     async def _call(self, arguments: PythonArguments, timeout_s: float) -> str:
         if arguments.restart:
             return await self._replace(Output(), restarted("kernel"))
         assert arguments.code is not None
-        kernel, notes = await self._begun(), self._told()
+        kernel, notes = await self._require_session(), self._take_notes()
         try:
             cell = await kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
         except RolloutError as error:
             # It ended between two calls, by what runs in the background.
             await self._require_sandbox(error)
-            await self._renew()
+            await self._restart()
             notes.append(had_ended("kernel"))
             cell = await kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
         return await self._report(cell, timeout_s, notes)
@@ -381,14 +383,14 @@ class Python(_Console[KernelSession, PythonArguments]):
         return await self._sandbox.kernel()
 
     async def _enter(self, session: KernelSession) -> None:
-        await session.run(_ENTER_KERNEL.format(folder=self._folder), timeout_s=ANSWER_MARGIN_S)
+        await session.run(_KERNEL_SETUP.format(folder=self._folder), timeout_s=ANSWER_MARGIN_S)
 
 
 Ask = Callable[[Mapping[str, Any], float], Awaitable[dict[str, Any] | None]]
 """Asks the program inside the sandbox, within so many seconds; ``None`` if it was killed there."""
 
 
-class Processes:
+class StatelessTools:
     """The two tools.
 
     Args:
@@ -403,7 +405,7 @@ class Processes:
     async def bash(self, arguments: BashArguments, timeout_s: float) -> str:
         """One call of ``bash``; returns the observation."""
         if arguments.restart:
-            return self._said(Output(), restarted("shell"))
+            return self._observation(Output(), restarted("shell"))
         if arguments.command is None:
             return error_text("no command is running that could take input.", limit=self._limit)
         return await self._run(["bash", "-c", arguments.command], "", timeout_s, exit_code)
@@ -411,7 +413,7 @@ class Processes:
     async def python(self, arguments: PythonArguments, timeout_s: float) -> str:
         """One call of ``python``; returns the observation."""
         if arguments.code is None:
-            return self._said(Output(), restarted("kernel"))
+            return self._observation(Output(), restarted("kernel"))
         return await self._run(["python3", "-"], arguments.code, timeout_s, lambda code: FAILED if code else OK)
 
     async def _run(self, argv: list[str], stdin: str, timeout_s: float, status: Callable[[int], str]) -> str:
@@ -420,13 +422,15 @@ class Processes:
             case None:
                 reason = "the command killed the process that reports on it; its output is lost."
             case {"timed_out": True, "head": str(head), "omitted": int(omitted), "tail": str(tail)}:
-                return self._said(Output(head, max(0, omitted), tail), timed_out(timeout_s))
+                return self._observation(Output(head, max(0, omitted), tail), timed_out(timeout_s))
             case {"exit_code": int(code), "head": str(head), "omitted": int(omitted), "tail": str(tail)}:
                 # As a shell would say it: 128 + N after signal N.
-                return self._said(Output(head, max(0, omitted), tail), status(code if code >= 0 else 128 - code))
+                return self._observation(
+                    Output(head, max(0, omitted), tail), status(code if code >= 0 else 128 - code)
+                )
             case answer:
                 reason = str(answer.get("problem", "something else answered for the command."))
         return error_text(reason, limit=self._limit)
 
-    def _said(self, output: Output, status: str) -> str:
-        return observation(output, status, [ONLY_FILES], limit=self._limit)
+    def _observation(self, output: Output, status: str) -> str:
+        return observation(output, status, [ONLY_FILES_KEPT], limit=self._limit)

@@ -10,7 +10,7 @@ import pytest
 from nemo_gym_prorl.sandbox.isolation import seccomp
 from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE
 from nemo_gym_prorl.tasks.code import grading as filters
-from nemo_gym_prorl.tasks.code.rows import Case, Problem
+from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase
 from tests.sandbox.test_seccomp import judge as judge_call
 from tests.tasks.code.conftest import Judge
 
@@ -18,11 +18,11 @@ from tests.tasks.code.conftest import Judge
 of_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 LINES = {"kind": "lines"}
-NEEDLES = Problem([Case(f"NEEDLE-IN-{i}\n", f"NEEDLE-OUT-{i}\n") for i in range(3)], None, LINES)
-ONE = Problem([Case("", "right\n")], None, LINES)
+NEEDLES = CodeProblem([CodeTestCase(f"NEEDLE-IN-{i}\n", f"NEEDLE-OUT-{i}\n") for i in range(3)], None, LINES)
+ONE = CodeProblem([CodeTestCase("", "right\n")], None, LINES)
 
 
-async def told(judge: Judge, source: str, problem: Problem = ONE) -> str:
+async def told(judge: Judge, source: str, problem: CodeProblem = ONE) -> str:
     """What the program says in the exception that ends it."""
     grade = await judge(problem, source, time_s=5)
     assert grade.verdict == "crashed", grade
@@ -194,7 +194,7 @@ async def test_what_a_test_leaves_is_gone_for_the_next_though_it_hides_it(judge:
         "open('file', 'w').write('1')\n"
         "print('right')\n"
     )
-    problem = Problem([Case("", "right\n")] * 3, None, LINES)
+    problem = CodeProblem([CodeTestCase("", "right\n")] * 3, None, LINES)
     grade = await judge(problem, source)
     assert grade.passed, grade
 
