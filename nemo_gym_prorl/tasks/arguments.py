@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tools as models: what a policy is told of a tool, and what it may say to one. Pure.
+"""Pydantic models of tool arguments, their JSON schemas and their validation. Pure.
 
-A tool's arguments are a model: its docstring describes the tool, its fields' descriptions the arguments. A mistake in
-what the policy gives is an observation, never an error of the rollout: :class:`BadArguments` carries text that says
-what was wrong and what the tool takes.
+A model's docstring describes the tool; the descriptions of its fields describe the arguments. An invalid argument
+becomes an observation and never fails the rollout: the text of :class:`BadArguments` says what is wrong and which
+arguments the tool accepts.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 MAX_ARGUMENT_BYTES = 64_000
-"""Longest JSON of one call's arguments. A command may travel as one argv string, which Linux caps at 128 KiB."""
+"""Limit on the JSON of one call's arguments. A command may be one argv string, which Linux caps at 128 KiB."""
 
 
 class BadArguments(Exception):
-    """The policy called a tool wrongly; the message is its observation."""
+    """Invalid tool arguments; the message is the policy's observation."""
 
 
 class Arguments(BaseModel):
-    """Base of the models."""
+    """Base class of tool argument models."""
 
     model_config = ConfigDict(extra="forbid")
 
     def lacks(self) -> str | None:
-        """What a call must have besides, though each field is fine by itself, as in ``bash needs a command``."""
+        """Return a complaint about a combination of fields, such as ``bash needs a command``; ``None`` if valid."""
         return None
 
 
 def tool_schema(name: str, model: type[Arguments], description: str | None = None) -> dict[str, Any]:
-    """A tool as the Responses API wants it.
+    """Return a tool's function schema of the Responses API.
 
     Args:
-        name: the tool's.
-        model: its arguments.
-        description: instead of the model's docstring.
+        name: the tool's name.
+        model: model of the arguments.
+        description: replaces the model's docstring.
     """
     return {
         "type": "function",
@@ -52,10 +52,10 @@ def tool_schema(name: str, model: type[Arguments], description: str | None = Non
 
 
 def parse_arguments[A: Arguments](tool: str, model: type[A], arguments: object) -> A:
-    """Check what the policy gave a tool.
+    """Validate the arguments that the policy passed to a tool.
 
     Raises:
-        BadArguments: with the text that the policy should read.
+        BadArguments: the arguments are invalid; the text is the policy's observation.
     """
     if not isinstance(arguments, Mapping):
         raise BadArguments(f"Error: the arguments of {tool} must be a JSON object. {_usage(tool, model)}")
@@ -77,12 +77,12 @@ def parse_arguments[A: Arguments](tool: str, model: type[A], arguments: object) 
 
 @cache
 def _json_schema(model: type[Arguments]) -> dict[str, Any]:
-    """Conversion writes the schemas into each of a million rows."""
+    """Cached, since conversion writes the schemas into every row."""
     return model.model_json_schema()
 
 
 def _parameters(model: type[Arguments]) -> dict[str, Any]:
-    """A small JSON schema: models read it, so no titles, defaults or nullable unions."""
+    """Return a minimal JSON schema, without titles, defaults and nullable unions, to save prompt tokens."""
     schema = _json_schema(model)
     properties = {}
     for name, field in schema.get("properties", {}).items():

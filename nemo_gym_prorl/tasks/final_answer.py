@@ -1,20 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""The answer in a policy's last message, and the braces that its TeX lacks. Pure, and linear in the text's length.
+r"""Extract the final answer from a policy's last message, and add the braces that its TeX omits. Pure, linear time.
 
-One rule for all families: the last message counts, and only if no tool is called with it or after it. What a policy
-says while it still works is no answer; nor is what it thinks aloud.
+Only the last message counts, and only if it contains no tool call and no tool call follows. Earlier messages and
+reasoning are ignored.
 
-The answer is the content of the last ``\boxed{...}``: one place, so that a message with ten boxes has one answer and
-not ten. Boxes with nothing but commas, "and" or "or" between them are one list. Without a box the answer is what
-follows the last ``Answer:`` at the beginning of a line, or the last ``answer is`` of the last lines, up to the end of
-the sentence; where the policy then takes it back ("no, wait, 6"), what follows that. The line below a heading "Final
-Answer" and the content of the last ``<answer>`` tag are answers, too. Of a multiple choice the letter in a statement
-after the box counts, also as "option B is correct". A bare number elsewhere in the message is ignored.
+The answer is the content of the last ``\boxed{...}``. Several boxes separated only by commas, "and" or "or" form one
+list. Without a box the answer is the text after the last ``Answer:`` at the start of a line, or after the last
+``answer is`` in the last lines. That text ends with the sentence. If the policy corrects itself ("no, wait, 6"), the
+text after the correction counts. The line below a heading "Final Answer" and the content of the last ``<answer>`` tag
+are answers too. For multiple choice a letter stated after the box counts, also as "option B is correct". A bare number
+elsewhere in the message is ignored.
 
-TeX takes the next token as an argument where there is no brace, and ``math-verify`` mostly needs the brace:
-``\frac\pi2`` becomes ``\frac{\pi}{2}``. Besides, ``{a \over b}`` becomes a fraction, and a symbol in braces of its
-own (``{g}_{k}``) loses them.
+TeX allows arguments without braces; ``math-verify`` mostly requires them, so ``\frac\pi2`` becomes ``\frac{\pi}{2}``.
+``{a \over b}`` becomes a fraction, and a braced single symbol (``{g}_{k}``) loses its braces.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from typing import Any
 
 
 MAX_DEPTH = 50
-"""Groups nested deeper stay as they are: no answer that can be read has so many, and each takes a stack frame."""
+"""Groups nested deeper are copied unchanged. Readable answers nest less, and each level takes a stack frame."""
 
 OPENED_BOX = re.compile(r"\\f?boxe?d?\s*\{")
-"""Up to the brace."""
+"""Matches up to the opening brace."""
 
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\s+|.", re.DOTALL)
 _ALIASES = {"cfrac": "frac", "dfrac": "frac", "tfrac": "frac", "xfrac": "frac", "nicefrac": "frac", "sfrac": "frac",
@@ -39,21 +38,23 @@ _VERBATIM = re.compile(
     r"|(?:wide)?(?:vec|hat|bar|tilde)|d?dot|(?:over|under)[a-z]+|boldsymbol|bm)\*?"
 )
 _RAISED = re.compile(r"\s*(?:\{|\\(?:[a-z]*frac|[dt]?binom|sqrt|surd)(?![a-zA-Z]))")
-"""Arguments of a power or an index that need a look; a single letter or digit is read without braces."""
+"""Arguments of a power or an index that may need braces; a single letter or digit never does."""
 
 _INFIX = {r"\over": "frac", r"\choose": "binom"}
 _ONE_SYMBOL = re.compile(r"\s*(?:[a-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})?)\s*")
 _NOT_ONE_SIDE = re.compile(r"[=<>,;&]|\\\\|\\[lg]eq?(?![a-zA-Z])")
-"""Text outside all braces with one of these has several sides, of which ``\\over`` would be meant for one."""
+"""Separators of several sides of an expression. ``\\over`` outside braces would apply to one side only."""
 
 
 def with_braces(text: str) -> str:
-    """A text with braces around each argument of a fraction, root, binomial, power or index."""
+    """Return the text with braces around each argument of a fraction, root, binomial, power or index."""
     return _written(text, 0)
 
 
 def closed_from(text: str, start: int, end: int | None = None) -> str | None:
-    """What stands from ``start`` to the brace that closes the one before it, up to ``end`` of the text."""
+    """Return the text from ``start`` to the matching closing brace, searching up to ``end``; ``None`` if there is
+    none.
+    """
     depth = 1
     for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, len(text) if end is None else end):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -63,7 +64,7 @@ def closed_from(text: str, start: int, end: int | None = None) -> str | None:
 
 
 def argument_from(text: str, start: int) -> tuple[str, int] | None:
-    """The argument that TeX reads at a place, with braces around its own arguments, and where it ends."""
+    """Return the TeX argument at a position, with braces around its own arguments, and the end position."""
     return _argument(text, start, 0)
 
 
@@ -94,7 +95,7 @@ def _written(text: str, depth: int) -> str:
 
 
 def _command(name: str, text: str, at: int, depth: int) -> tuple[str, int] | None:
-    """A command with its arguments in braces, and where they end; ``None`` if one is missing."""
+    """Return a command with braced arguments and the end position; ``None`` if an argument is missing."""
     written = f"\\{name}"
     if name == "sqrt" and (degree := re.compile(r"\s*\[([^][]*)\]").match(text, at)):
         written, at = f"{written}[{_written(degree[1], depth + 1)}]", degree.end()
@@ -123,20 +124,20 @@ def _argument(text: str, at: int, depth: int) -> tuple[str, int] | None:
 
 
 def _group(text: str, at: int) -> tuple[str, int] | None:
-    """The content of the braces that begin at a place, after spaces, and where they end."""
+    """Return the content of the braces at a position, after optional spaces, and the end position."""
     opened = re.compile(r"\s*\{").match(text, at)
     content = None if opened is None else closed_from(text, opened.end())
     return None if opened is None or content is None else (content, opened.end() + len(content) + 1)
 
 
 MAX_ANSWER_CHARS = 1000
-"""A longer answer is none: no published one comes near."""
+"""Longer answers are ignored; published answers are far shorter."""
 
 SEEN_CHARS = 20_000
-"""How much of the end of a message is looked at."""
+"""Characters at the end of a message that are searched, to bound the time."""
 
 LAST_LINES = 3
-"""Where "answer is" is looked for, and where it may be taken back: so many last lines that are not empty."""
+"""Number of last non-empty lines in which "answer is" and corrections are searched."""
 
 _BOX = re.compile(
     r"\\f?boxe?d?(?![a-zA-Z])\s*(?:(?P<brace>\{)|(?P<bare>-?\d[\d.,]*(?<=\d)|[a-zA-Z](?![a-zA-Z])|\\(?=[a-z])))"
@@ -151,7 +152,7 @@ _LABELLED = re.compile(
 _HEADING = re.compile(r"(?i)^(?:[\s>#-]*(?:the\s+|my\s+)?(?:final|correct)|\s*#+)\s+answer\s*$")
 _CHOSEN = re.compile(r"(?i)\b(?:option|choice)\s+[(\[]?([A-Z])[)\]]?\s+is\s+(?:the\s+)?(?:correct|right)\b")
 _DISPLAY = re.compile(r"\s*(?:\$\$|\\\[|\\\])?\s*")
-"""A line with nothing but a delimiter of displayed mathematics, or nothing at all."""
+"""Blank lines and lines with only a display-math delimiter."""
 
 _EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])|(?<!\w)__|__(?!\w)|`")
 _SENTENCE = re.compile(r"(?<!\b[SDM][trs])\.\s+(?![A-Z](?:[.),]|$))(?=[A-Z$\\(\"'*\[]).*$")
@@ -176,12 +177,12 @@ _LETTER = re.compile(r"\s*(?:(?:option|choice)\s+)?[$(\[]*([A-Z])[$)\].:]*(?:\s.
 
 
 def final_answer(message: str, letters: str = "") -> str | None:
-    """The answer that a message gives, as it is written there; ``None`` if it gives none.
+    """Return the answer in a message as written; ``None`` if there is none.
 
     Args:
         message: the policy's last message.
-        letters: of the options, where the question is a multiple choice: then a letter that is stated after the
-            last box counts, and not the box.
+        letters: option letters of a multiple-choice question. A letter stated after the last box then takes precedence
+            over the box.
     """
     message = message[-SEEN_CHARS:]
     boxes = list(_BOX.finditer(message))[-MAX_ANSWER_CHARS:]
@@ -196,7 +197,7 @@ def final_answer(message: str, letters: str = "") -> str | None:
 
 
 def without_lead_in(answer: str) -> str:
-    """An answer without "The correct answer is" before it, or "is the correct answer" behind it."""
+    """Return an answer without a leading "The correct answer is" or trailing "is the correct answer"."""
     text = _LEAD_IN.sub(lambda found: found["kept"] or "", answer, count=1)
     return _CLOSING.sub(lambda found: found["kept"] or "", text)
 
@@ -229,7 +230,7 @@ def _stated(message: str, letters: str) -> str | None:
             below = lines[place + 1 :] if near_end else lines[place + 1 : place + 2]
             said = found["said"].strip(" :$") and found["said"]
             said = _last_said("\n".join([said, *(below if near_end else [])] if said else below))
-            # Of a multiple choice the letter may be followed by a sentence, and not by a name.
+            # In multiple choice, "B. Smith" is the letter B and a sentence, never a name.
             is_name = not letters and _NAME_WITH_INITIALS.fullmatch(said)
             return (said if is_name else _SENTENCE.sub("", said).strip()) or None
         if _HEADING.search(line):
@@ -241,7 +242,7 @@ def _stated(message: str, letters: str) -> str | None:
 
 
 def _tagged(message: str) -> str | None:
-    """The content of the last ``<answer>`` tag that is closed; ``None`` if there is none, or nothing in it."""
+    """Return the content of the last closed ``<answer>`` tag; ``None`` if missing or empty."""
     before, closed, _ = message.rpartition("</answer>")
     _, opened, content = before.rpartition("<answer>")
     if not (closed and opened) or len(content) > MAX_ANSWER_CHARS:
@@ -250,7 +251,7 @@ def _tagged(message: str) -> str | None:
 
 
 def _last_said(said: str) -> str:
-    """The first line of it, or of what follows the words that take all before back."""
+    """Return the first line, or the first line after the last self-correction."""
     if revisions := list(_REVISION.finditer(said)):
         said = _IT_IS.sub("", said[revisions[-1].end() :])
     return said.strip().partition("\n")[0].strip()
@@ -260,7 +261,7 @@ _TOOLS = ("function_call", "function_call_output")
 
 
 def final_message(response: Mapping[str, Any]) -> str:
-    """The text of a Responses object's last message after its last tool call; empty if there is none."""
+    """Return the text of a Responses object's last message after its last tool call; empty if there is none."""
     text = ""
     for item in response.get("output") or ():
         if not isinstance(item, Mapping):

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of published data sets that several families read, and the sets that no environment here can use. Pure.
+"""Parsing of fields shared by published data sets, and detection of unsupported sets. Pure.
 
-Three things can be wrong with a record, and conversion treats each in its own way:
+A record can fail in three ways:
 
-- :class:`CallerError`: the record is malformed. Conversion names its line, goes on, and fails at the end.
-- :class:`UnusableRecord`: the set publishes records like this one, and none can be graded. Conversion counts it.
-- :class:`UnsupportedSet`: no record of the set can be graded. Conversion ends at once.
+- :class:`CallerError`: the record is malformed. Conversion reports its line, continues, and fails at the end.
+- :class:`UnusableRecord`: the set contains records of this kind, and none can be graded. Conversion counts them.
+- :class:`UnsupportedSet`: no record of the set can be graded. Conversion stops.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from nemo_gym_prorl.failures import CallerError, is_text
 NO_ANSWER = frozenset(
     "proof notfound nan none null n/a #n/a <na> noanswer notprovided notavailable ? -".split()  # noqa: SIM905
 )
-"""What sets write in place of an answer, without case, spaces and delimiters."""
+"""Placeholders for a missing answer, lower-case, without spaces and delimiters."""
 
 _QUESTION = ("problem", "question", "problem_text", "question_stem", "query")
 _ANSWER = ("expected_answer", "answer", "final_answer", "ground_truth", "gt_answer", "reference_answer")
 _CONTEXT = ("body", "context", "passage", "article", "hint")
-"""Text that a question refers to (SVAMP, OlympiadBench, DROP, RACE, ScienceQA)."""
+"""Fields with context of the question (SVAMP, OlympiadBench, DROP, RACE, ScienceQA)."""
 
 _OPTION_FIELDS = ("op", "", "option_", "option", "choice_")
-"""What stands before the letter in the names of fields with an option each (MedMCQA, MMMLU, Global-MMLU)."""
+"""Prefixes of per-option fields, before the letter (MedMCQA, MMMLU, Global-MMLU)."""
 
 _PICTURE = ("image", "images", "image_1", "picture", "decoded_image")
 _DELIMITERS = re.compile(r"\\(?:boxed|text|mathrm)\b|[{}$\s]|\.$")
@@ -40,7 +40,7 @@ _AFTER_HASHES = re.compile(r"^\s*####[ \t]*(.+?)\s*$", re.MULTILINE)
 
 
 class UnusableRecord(CallerError):
-    """A record that its set publishes and no environment can grade."""
+    """A well-formed record that no environment can grade."""
 
 
 class UnsupportedSet(CallerError):
@@ -48,7 +48,7 @@ class UnsupportedSet(CallerError):
 
 
 class _Unsupported(NamedTuple):
-    """A published set, known by the fields that its records have and lack."""
+    """Signature of an unsupported set: fields that its records have and lack."""
 
     name: str
     has: str
@@ -89,10 +89,10 @@ _UNSUPPORTED = (
 
 
 def refuse_unsupported(record: Mapping[str, Any]) -> None:
-    """Refuse a set by its name, if no record of it can be graded.
+    """Raise if a record belongs to an unsupported set.
 
     Raises:
-        UnsupportedSet: the record has the fields of such a set.
+        UnsupportedSet: the record matches a set's signature; names the set and the reason.
     """
     for known in _UNSUPPORTED:
         if record.keys() >= {*known.has.split()} and record.keys().isdisjoint(known.lacks.split()):
@@ -100,7 +100,7 @@ def refuse_unsupported(record: Mapping[str, Any]) -> None:
 
 
 def lowered(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with the names of its fields in lower case, and a pair of messages (ORZ) as a problem and an answer."""
+    """Return a record with lower-case field names; a pair of messages (ORZ) becomes a problem and an answer."""
     plain = {str(name).lower(): value for name, value in record.items()}
     asked, said = plain.get("0"), plain.get("1")
     if isinstance(asked, Mapping) and isinstance(said, Mapping):
@@ -110,7 +110,7 @@ def lowered(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_answerable(record: Mapping[str, Any]) -> None:
-    """Refuse a record whose problem is a program to write, or cannot be understood without a picture.
+    """Raise if the problem is a programming task or needs a picture.
 
     Raises:
         UnusableRecord: names the field.
@@ -125,16 +125,16 @@ def require_answerable(record: Mapping[str, Any]) -> None:
 
 
 def question_of(record: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, str]:
-    """The field and the text of a record's question, with the text that it refers to.
+    """Return the name of the question's field, and the question with its context.
 
-    The question is a field, or the last message of a user in a chat.
+    The question is a field, or the last user message of a chat.
 
     Args:
-        record: with names in lower case.
-        given: as the set has it, for what an error lists.
+        record: the record with lower-case names.
+        given: the original record, whose fields an error lists.
 
     Raises:
-        CallerError: there is none; names the field.
+        CallerError: there is no question; names the field.
     """
     name = next((name for name in (*_QUESTION, "prompt") if record.get(name) is not None), None)
     if name is None:
@@ -151,10 +151,10 @@ def question_of(record: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[st
 
 
 def options_by_field(record: Mapping[str, Any]) -> list[Any]:
-    """The options of a record that has a field for each, from A on; empty if it has none.
+    """Return the options of a record with one field per option, from A on; empty if there are none.
 
     Args:
-        record: with names in lower case.
+        record: the record with lower-case names.
     """
     for before in _OPTION_FIELDS:
         fields = (record.get(f"{before}{letter}") for letter in "abcdefghij")
@@ -164,30 +164,32 @@ def options_by_field(record: Mapping[str, Any]) -> list[Any]:
 
 
 def text_of(value: Any, field: str, limit: int | None = None, *, number: bool = False) -> str:
-    """A value as text without blanks around it.
+    """Return a value as stripped text.
 
     Args:
-        value: text, or a number if ``number``.
-        field: its name.
-        limit: longest text, in characters.
-        number: whether a number will do.
+        value: text, or a number if ``number`` is set.
+        field: name of the field, for errors.
+        limit: maximum length in characters.
+        number: whether numbers are accepted.
 
     Raises:
-        CallerError: it is no such value, or empty, or too long; names the field.
+        CallerError: the value has another type, is empty or too long; names the field.
     """
     if number and isinstance(value, int | float) and not isinstance(value, bool):
         value = repr(value)
     if not isinstance(value, str) or not value.strip():
-        raise CallerError("must be text that is not empty", field=field)
+        raise CallerError("must be non-empty text", field=field)
     if not is_text(value):
-        raise CallerError("holds half a surrogate pair, which is no character", field=field)
+        raise CallerError("contains an unpaired surrogate, which is not valid Unicode", field=field)
     if limit is not None and len(value) > limit:
         raise CallerError(f"is longer than {limit} characters", field=field)
     return value.strip()
 
 
 def answer_of(record: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The field and the value of a record's answer, verl's and PrimeIntellect's included; ``None`` if it has none."""
+    """Return the field and value of a record's answer, also in verl's and PrimeIntellect's formats; ``None`` if
+    missing.
+    """
     for name in _ANSWER:
         if record.get(name) is not None:
             return name, record[name]
@@ -199,18 +201,18 @@ def answer_of(record: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def no_answer(record: Mapping[str, Any], given: Mapping[str, Any]) -> CallerError:
-    """The error for a record without an answer: unusable where the set leaves the field empty."""
+    """Return the error for a record without an answer: unusable if the field exists but is empty."""
     if empty := next((name for name in _ANSWER if name in record), None):
         return UnusableRecord("is empty: the set knows no final answer", field=empty)
     return missing(given, "answer")
 
 
 def gold(value: Any, field: str) -> str:
-    """A final answer as text: numbers as written, lists joined, the end of a GSM8K solution.
+    """Return a reference answer as text: lists joined, the last ``####`` line of a GSM8K solution.
 
     Raises:
-        CallerError: the value is neither text nor number; names the field.
-        UnusableRecord: the value says that there is no answer.
+        CallerError: the value is neither text nor a number; names the field.
+        UnusableRecord: the value is a placeholder for a missing answer.
     """
     if isinstance(value, str) and value.lstrip().startswith('["') and isinstance(inner := parsed(value), list):
         value = inner
@@ -230,7 +232,7 @@ def gold(value: Any, field: str) -> str:
 
 
 def parsed(value: Any) -> Any:
-    """A value that a set may keep as JSON or as Python's ``repr``; text that is neither stays as it is."""
+    """Return a value decoded from JSON or Python's ``repr``; other text is returned unchanged."""
     if isinstance(value, str):
         for read in (json.loads, ast.literal_eval):
             try:
@@ -241,7 +243,7 @@ def parsed(value: Any) -> Any:
 
 
 def missing(record: Mapping[str, Any], name: str) -> CallerError:
-    """The error for a record without a required field."""
+    """Return the error for a missing required field."""
     return CallerError(f"missing; there are {', '.join(map(str, record)) or 'no fields'}", field=name)
 
 
@@ -253,14 +255,14 @@ def create_params(
     parallel: bool = True,
     script: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The ``responses_create_params`` of a row.
+    """Return a row's ``responses_create_params``.
 
     Args:
-        system: what the policy is told before the question.
-        question: what it is asked.
-        tools: schemas of what it may call.
-        parallel: whether it may call several tools in one turn.
-        script: turns for a model server that plays back scripts (``scripted/turns.py``); ``None`` for a real model.
+        system: system prompt.
+        question: user message.
+        tools: function schemas.
+        parallel: whether the policy may call several tools in one turn.
+        script: turns for the scripted model server (``scripted/turns.py``); ``None`` for a real model.
     """
     params: dict[str, Any] = {
         "input": [{"role": "system", "content": system}, {"role": "user", "content": question}],

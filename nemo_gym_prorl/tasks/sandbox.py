@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a task asks of the sandbox that it is handed. Protocols only: tasks do not know who provides sandboxes.
+"""Sandbox protocols that tasks depend on, independent of the sandbox provider.
 
-Every sandbox runs commands and takes files. One that :class:`HasSessions` also has a shell and a Python kernel that
-live from one call to the next; a task must do without where a provider has none.
+Every sandbox runs commands and accepts uploads. Optional capabilities are protocols of their own, such as
+:class:`HasSessions`; a task must work without them.
 
-Trouble with machines is an :class:`InfrastructureError` of whatever a sandbox or session is asked. A session that
-ended while its sandbox lives was ended from inside. A sandbox that ended because what ran in it used up its disk says
-so with an :class:`AgentError`, whatever it is asked; one that has no process left for what it is asked, too.
+Any operation raises :class:`InfrastructureError` if the machine fails. A session that ended in a live sandbox was
+ended by code inside. Any operation raises :class:`AgentError` if the sandbox ended because its processes exceeded the
+disk limit, or if no process is left for the operation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nemo_gym_prorl.session_results import Action, Cell
 
 
 class ExecResult(Protocol):
-    """What a sandbox says of a command."""
+    """Result of a command."""
 
     @property
     def stdout(self) -> str | None: ...
@@ -37,7 +37,7 @@ class ExecResult(Protocol):
 
 
 class Sandbox(Protocol):
-    """The part of Gym's ``AsyncSandbox`` that tasks use."""
+    """Subset of Gym's ``AsyncSandbox`` that tasks use."""
 
     async def exec(
         self, command: str, *, cwd: str | None = None, timeout_s: int | float | None = None
@@ -51,7 +51,7 @@ class Sandbox(Protocol):
 
 
 class ShellSession(Protocol):
-    """A shell on a terminal; one command at a time."""
+    """Shell on a terminal; runs one command at a time."""
 
     @property
     def running(self) -> bool: ...
@@ -77,7 +77,7 @@ class ShellSession(Protocol):
 
 
 class KernelSession(Protocol):
-    """An IPython kernel; one cell at a time."""
+    """IPython kernel; runs one cell at a time."""
 
     async def run(self, code: str, *, timeout_s: float, output_limit: int = ...) -> Cell: ...
 
@@ -88,7 +88,7 @@ class KernelSession(Protocol):
 
 @runtime_checkable
 class HasSessions(Protocol):
-    """A sandbox whose provider has sessions. Both start in the sandbox's working folder."""
+    """Sandbox with persistent sessions. Both kinds start in the sandbox's working folder."""
 
     async def shell(self, *, env: Mapping[str, str] | None = None) -> ShellSession: ...
 
@@ -97,29 +97,29 @@ class HasSessions(Protocol):
 
 @runtime_checkable
 class HasHealthCheck(Protocol):
-    """A sandbox that can tell what ended by its inmates' doing from what ended by the machine's."""
+    """Sandbox that can attribute its end to sandboxed code or to the machine."""
 
     async def check(self) -> None:
-        """Look whether it lives.
+        """Check that the sandbox lives.
 
         Raises:
-            AgentError: what ran in it has ended it.
-            InfrastructureError: it ended otherwise, or the machine ended something in it.
+            AgentError: sandboxed code ended the sandbox.
+            InfrastructureError: the machine ended the sandbox or a process in it.
         """
         ...
 
 
 @runtime_checkable
 class HasDiskCheck(Protocol):
-    """A sandbox that can tell whether what was written in it may have failed for want of the machine's disk."""
+    """Sandbox that can check the host's free disk space."""
 
     async def has_room(self) -> bool:
-        """Whether there is any left."""
+        """Whether the host's disk has space left; if not, writes in the sandbox may have failed."""
         ...
 
 
 class SandboxCheckpoint(Protocol):
-    """What was kept of a sandbox: its name and size, and how many programs of its inmates are not in it."""
+    """Checkpoint of a sandbox's files, with the number of running programs that were not saved."""
 
     @property
     def name(self) -> str: ...
@@ -133,28 +133,30 @@ class SandboxCheckpoint(Protocol):
 
 @runtime_checkable
 class HasCheckpoints(Protocol):
-    """A sandbox whose files can be kept for others that go on from there."""
+    """Sandbox whose files can be saved for other sandboxes."""
 
     async def checkpoint(self, name: str) -> SandboxCheckpoint:
-        """Keep them.
+        """Save the files under a name.
 
         Raises:
-            AgentError: what ran in it wrote what can't be kept.
+            AgentError: sandboxed code wrote files that cannot be saved.
         """
         ...
 
 
 @runtime_checkable
 class HasFiles(Protocol):
-    """A sandbox whose files can be had without a program in it. Names are looked up inside, as its own user.
+    """Sandbox with direct file access. Paths are resolved inside the sandbox, with its own user's rights.
 
-    An :class:`OSError` says what stands in the way inside, as for a program there.
+    Errors are the :class:`OSError` that a program inside would get.
     """
 
     async def read_file(self, path: str, *, limit: int) -> bytes:
-        """An ordinary file of at most ``limit`` bytes; ``EFBIG`` if it is longer, ``EINVAL`` if it is none."""
+        """Return a regular file of at most ``limit`` bytes; ``EFBIG`` if longer, ``EINVAL`` if not a regular file."""
         ...
 
     async def write_file(self, path: str, data: bytes) -> bool:
-        """Write a whole file, and the folders above it; says whether there was one, which keeps its permissions."""
+        """Write a file and its parent folders; return whether the file existed. An existing file keeps its
+        permissions.
+        """
         ...

@@ -1,19 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A grader's program in fresh sandboxes, until one says what became of the candidate.
+"""Run a grader program in fresh sandboxes until a verdict about the candidate exists.
 
-A verdict is a statement about the candidate. What is no statement about it is an :class:`InfrastructureError` and
-never a reward. The line between them matters when a grading run ends without a word, because a candidate can end its
-sandbox, if not the process that tests it:
+A failure that is not the candidate's is an :class:`InfrastructureError` and never a reward. A candidate can end its
+sandbox, so a run without a verdict is attributed as follows:
 
-- What ends before the candidate's source is run is not its doing; the grader says when that begins.
-- What a sandbox that :class:`.HasHealthCheck` says to be the machine's is that: it was killed from outside, its owner
-  is gone, or the machine ran out of memory. None of it can be had from inside.
-- Anything else the candidate may have done. It is graded once more, and if that ends the same way, a control is
-  graded: if that gets its verdict, machines are fine and the candidate is to blame.
+- A failure before the candidate's source runs is not the candidate's. The grader reports when the source starts.
+- A failure that a sandbox with :class:`.HasHealthCheck` attributes to the machine is the machine's. Sandboxed code
+  cannot cause such a report.
+- Any other failure may be the candidate's. The candidate is graded again. After a second failure a control program is
+  graded; if the control gets a verdict, the candidate is to blame.
 
-The program reads its job, JSON with a ``nonce``, from standard input, and answers with lines that start with the
-nonce: the first when the candidate's source is about to be run, the second with the verdict.
+The program reads a job (JSON with a ``nonce``) from standard input. It prints two lines that start with the nonce: one
+before the candidate's source runs, one with the verdict.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from nemo_gym_prorl.tasks.sandbox import HasHealthCheck, Sandbox
 
 
 BYTE_ORDER_MARK = "\ufeff"
-"""Python skips it at a file's beginning, and takes none at that of a text."""
+"""Python ignores the mark at the start of a file but rejects it at the start of a string."""
 
 _LOADER = """\
 import sys, types
@@ -54,11 +53,11 @@ def load(name, source):
 
 @cache
 def program(main: str, *modules: str) -> str:
-    """The source.
+    """Return the source of a program that contains all its modules.
 
     Args:
-        main: full name of the module that is run.
-        modules: full names of those of ours that it imports, each after what it imports itself.
+        main: full name of the module to run.
+        modules: full names of the modules that it imports, each after its own dependencies.
     """
     loads = [f"load({name!r}, {_read(name)!r})\n" for name in modules]
     return "".join([_LOADER, *loads, f"exec(compile({_read(main)!r}, 'grader', 'exec'))\n"])
@@ -70,24 +69,24 @@ def _read(name: str) -> str:
 
 
 TRIES = 2
-"""So often a candidate may take the grader down, and so often the machine may."""
+"""Runs without a verdict that are allowed, counted separately for candidate and machine."""
 
 ANSWER_MARGIN_S = 20.0
-"""How much longer than its own time limit a run may take to answer, in seconds."""
+"""Seconds that a run may take beyond its own time limit, for starting and reporting."""
 
 MAX_COMMAND_CHARS = 100_000
-"""A longer job is uploaded: the kernel takes no argument beyond 128 KiB."""
+"""Longer jobs are uploaded as a file: the kernel limits an argument to 128 KiB."""
 
 END_OF_JOB = "END-OF-JOB"
 
 
 @dataclass(frozen=True, slots=True)
 class NoVerdict:
-    """A grading run that ended without a verdict.
+    """A grading run without a verdict.
 
     Attributes:
-        why: what is known of it.
-        by_machine: the candidate can't have done it.
+        why: known details.
+        by_machine: whether the candidate cannot have caused the failure.
     """
 
     why: str
@@ -96,10 +95,10 @@ class NoVerdict:
 
 @dataclass(frozen=True, slots=True)
 class GraderKilled:
-    """The candidate is to blame for there being no verdict.
+    """The candidate terminated its grader repeatedly.
 
     Attributes:
-        why: what is known of it.
+        why: known details.
     """
 
     why: str
@@ -108,14 +107,14 @@ class GraderKilled:
 async def run_until_verdict[V](
     graded: Callable[[], Awaitable[V | NoVerdict]], control: Callable[[], Awaitable[bool]]
 ) -> V | GraderKilled:
-    """Grade a candidate until there is a verdict, each try in a fresh sandbox.
+    """Grade a candidate until there is a verdict, each time in a fresh sandbox.
 
     Args:
-        graded: one try.
-        control: grades what is known to get its verdict, and says whether it did.
+        graded: runs the grader once.
+        control: grades a known-good program and returns whether that gave a verdict.
 
     Raises:
-        InfrastructureError: no try gave a verdict (``verifier_error``), or as the two say.
+        InfrastructureError: no run gave a verdict (``verifier_error``), or as the two functions say.
     """
     losses = {True: 0, False: 0}
     while True:
@@ -126,8 +125,10 @@ async def run_until_verdict[V](
         if losses[outcome.by_machine] == TRIES:
             break
     if not outcome.by_machine and await control():
-        return GraderKilled(f"the tester was taken down, twice: {outcome.why}")
-    raise InfrastructureError(f"grading gave no verdict: {outcome.why}", kind=FailureKind.VERIFIER_ERROR)
+        return GraderKilled(f"the solution terminated its grader {TRIES} times: {outcome.why}")
+    raise InfrastructureError(
+        f"grading gave no verdict in {TRIES} runs: {outcome.why}", kind=FailureKind.VERIFIER_ERROR
+    )
 
 
 async def attempt(
@@ -140,19 +141,20 @@ async def attempt(
     doubtful: Callable[[Any], bool],
     before: str = "",
 ) -> Any | NoVerdict:
-    """Run the program once in the given sandbox; returns its verdict.
+    """Run the program once in the given sandbox and return its verdict.
 
     Args:
-        sandbox: a fresh one with ``sh`` and ``python3``.
+        sandbox: a fresh sandbox with ``sh`` and ``python3``.
         program: source.
-        job: what it is told, but for the nonce.
-        timeout_s: how long it should take.
-        root: a folder of the sandbox that uploads reach.
-        doubtful: whether a verdict could be the machine's doing: then the sandbox is looked at before it counts.
-        before: what the shell does first.
+        job: input of the program, without the nonce.
+        timeout_s: time limit in seconds.
+        root: folder of the sandbox for uploads.
+        doubtful: whether a verdict may be caused by the machine. The sandbox's health is checked before such a verdict
+            counts.
+        before: shell commands to run first.
 
     Raises:
-        AgentError: the candidate used up the sandbox.
+        AgentError: the candidate exceeded a limit of the sandbox.
     """
     nonce = secrets.token_hex(16)
     try:
@@ -161,9 +163,9 @@ async def attempt(
         return NoVerdict(f"{type(error).__name__}: {error}", by_machine=True)
     try:
         result = await sandbox.exec(command, cwd="/", timeout_s=timeout_s + ANSWER_MARGIN_S)
-        told = [json.loads(line.removeprefix(nonce)) for line in _lines(result.stdout) if line.startswith(nonce)]
-        if len(told) > 1 and not doubtful(told[1]):
-            return told[1]
+        messages = [json.loads(line.removeprefix(nonce)) for line in _lines(result.stdout) if line.startswith(nonce)]
+        if len(messages) > 1 and not doubtful(messages[1]):
+            return messages[1]
         knows = isinstance(sandbox, HasHealthCheck)
         if isinstance(sandbox, HasHealthCheck):
             await sandbox.check()
@@ -171,13 +173,12 @@ async def attempt(
         return NoVerdict(error.reason, by_machine=True)
     except (RuntimeError, OSError) as error:
         return NoVerdict(f"{type(error).__name__}: {error}", by_machine=False)
-    if len(told) > 1:
-        return told[1]
+    if len(messages) > 1:
+        return messages[1]
     why = f"exit code {result.return_code}: {(result.stderr or '').strip()[-500:]}"
-    # All that a program said is there if it ended by itself; and one that could not run in a sandbox that lives said
-    # nothing.
+    # The output is complete if the program exited by itself, or if a live sandbox could not start it.
     complete = result.error_type is None or (knows and result.error_type == "sandbox")
-    return NoVerdict(why, by_machine=complete and not told)
+    return NoVerdict(why, by_machine=complete and not messages)
 
 
 def _lines(text: str | None) -> list[str]:
@@ -185,10 +186,13 @@ def _lines(text: str | None) -> list[str]:
 
 
 async def _command(sandbox: Sandbox, program: str, job: str, root: str) -> str:
-    """Runs the program with the job as its input, which no command line shows and nothing can read a second time."""
+    """Return a command that runs the program with the job on standard input.
+
+    The job appears in no command line, and the program's input can be read only once.
+    """
     run = f"python3 -I -c {shlex.quote(program)}"
     if len(run) + len(job) < MAX_COMMAND_CHARS:
-        # JSON has neither a line end nor, escaped, anything but ASCII.
+        # Safe in a here-document: the JSON is one line of ASCII.
         return f"exec {run} <<'{END_OF_JOB}'\n{job}\n{END_OF_JOB}\n"
     path = f"{root.rstrip('/')}/grade-{secrets.token_hex(8)}"
     with tempfile.TemporaryDirectory(prefix="prorl-grade-") as folder:

@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""How an environment is written: the :class:`Task` protocol, and what goes in and out of it.
+"""The :class:`Task` protocol: the interface that every environment implements.
 
-A family of tasks (HumanEval, say) is one :class:`Task`. It sees dataset rows, sandboxes and what the policy answered,
-and knows nothing of HTTP, of who provides sandboxes, or of how many rollouts there are. A rollout goes through it so:
+A family of tasks (for example HumanEval) is one :class:`Task`. A task sees dataset rows, sandboxes and the policy's
+response. HTTP, sandbox providers and scheduling are the server's. A rollout has four steps:
 
-1. :meth:`Task.needs` looks at the row: it is refused here, by field, or says what sandbox it takes, if any.
-2. :meth:`ToolSet.open` and :meth:`Task.prepare` make that sandbox ready; then the policy calls tools.
-3. :meth:`Task.artefacts` takes out what is to be graded, and the sandbox is gone.
-4. :meth:`Task.grade` judges that, and what the policy said, in fresh sandboxes if it takes any.
+1. :meth:`Task.needs` validates the row and returns the sandbox that the row needs, if any.
+2. :meth:`ToolSet.open` and :meth:`Task.prepare` set up that sandbox; then the policy calls tools.
+3. :meth:`Task.artefacts` extracts the files to grade, and the sandbox is destroyed.
+4. :meth:`Task.grade` scores artefacts and response, in fresh sandboxes if grading runs code.
 
-So nothing but artefacts and response passes from the policy to its judge.
+Only artefacts and the response pass from the policy to grading.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from nemo_gym_prorl.tasks.sandbox import Sandbox
 
 
 _MAX_REWARD = sys.float_info.max
+
 TOOL_USE = "tool_use"
-"""Field of a rollout's row: how the calls of each tool went, in these numbers."""
+"""Field of a rollout's row: per-tool call counts, with the keys of :data:`TOOL_NUMBERS`."""
 
 TOOL_NUMBERS = ("calls", "errors", "timeouts", "cut")
-"""Each is at the top of the row as well, ``tool_<number>``, summed over tools: Gym's metrics take what is there."""
+"""Counts per tool; their sums over all tools are the row's fields ``tool_<number>``, which Gym's metrics aggregate."""
 
 _RESERVED_FIELDS = frozenset(
     {"reward", "passed", "verdict", "verdict_detail", "response", "responses_create_params", TOOL_USE}
@@ -39,22 +40,22 @@ _RESERVED_FIELDS = frozenset(
 )
 
 EXHAUSTED = "exhausted"
-"""Verdict on a policy that used up its sandbox."""
+"""Verdict of a policy that exceeded its sandbox's disk, memory or process limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxNeeds:
-    """What a row asks of its sandboxes. ``None``: as the server's configuration has it.
+    """Sandbox requirements of a row. ``None`` means the server's configured value.
 
     Attributes:
-        image: whatever the sandbox provider takes for one.
-        network: it may reach the network.
-        cpu: cores.
-        memory_mib: memory, in MiB.
-        disk_gib: what it may write, in GiB.
-        processes: how many processes and threads it may have.
-        fields: names of the row's fields that ask for these, where they have other names, as in
-            ``{"image": "image_name"}``; whoever wrote a row is told of its mistakes in these words.
+        image: image name, in the sandbox provider's format.
+        network: whether the sandbox reaches the network.
+        cpu: number of cores.
+        memory_mib: memory limit in MiB.
+        disk_gib: disk limit in GiB.
+        processes: limit on processes and threads.
+        fields: requirement to the row's field that sets it, where the names differ, for example ``{"image":
+            "image_name"}``. Error messages name the row's field.
     """
 
     image: str | None = None
@@ -66,23 +67,23 @@ class SandboxNeeds:
     fields: Mapping[str, str] = field(default_factory=dict)
 
     def row_field(self, need: str) -> str:
-        """The name of the row's field that asks for it."""
+        """Return the name of the row's field that sets a requirement."""
         return self.fields.get(need, need)
 
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """A statement about what the policy did. Trouble with machines is none: that is raised.
+    """Result of grading. Infrastructure failures are raised instead and never become a grade.
 
     Attributes:
-        reward: the reward.
-        verdict: why, in a word of the family's own; safe as a metric label.
-        detail: why, for a person. May quote hidden tests, so it is not for the policy.
-        fields: more for the rollout's row, as JSON: a patch, a report of tests. None of what Gym reads of a row, nor
-            of what is said here.
+        reward: a finite number.
+        verdict: machine-readable reason, from a fixed set of the family's; safe as a metric label.
+        detail: human-readable reason. It may quote hidden tests, so the policy must not see it.
+        fields: extra JSON fields of the rollout's row, such as a patch or a test report. Fields that Gym or this class
+            writes are refused.
 
     Raises:
-        ValueError: the reward is no finite number, the verdict no word, or the fields are not as said.
+        ValueError: the reward is not finite, the verdict is empty, or a field is reserved or not JSON.
     """
 
     reward: float
@@ -91,21 +92,23 @@ class Grade:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # An int may be too large for a float.
+        # A comparison, since math.isfinite fails for an int beyond the largest float.
         if not isinstance(self.reward, int | float) or not -_MAX_REWARD <= self.reward <= _MAX_REWARD:
             raise ValueError(f"the reward must be a finite number, not {self.reward!r:.100}")
         if not isinstance(self.verdict, str) or not self.verdict:
-            raise ValueError(f"the verdict must be a word, not {self.verdict!r:.100}")
+            raise ValueError(f"the verdict must be a non-empty string, not {self.verdict!r:.100}")
         if taken := [name for name in self.fields if name in _RESERVED_FIELDS or str(name).startswith("_ng_")]:
-            raise ValueError(f"{taken[0]!r} is no field of a grade's own")
+            raise ValueError(
+                f"{taken[0]!r} is a reserved field of the row; choose another name for this grade's field"
+            )
         try:
             orjson.dumps(self.fields)
         except TypeError as error:
-            raise ValueError(f"the fields are no JSON: {error}") from error
+            raise ValueError(f"fields must be JSON: {error}") from error
 
     @property
     def passed(self) -> bool:
-        """It earned the whole reward, which is 1."""
+        """Whether the policy earned the full reward of 1."""
         return self.reward >= 1.0
 
 
@@ -114,112 +117,115 @@ class OpenTools(Protocol):
 
     @property
     def over(self) -> bool:
-        """The policy has said that it is done: nothing more is carried out."""
+        """Whether the policy has submitted; later calls have no effect."""
         ...
 
     async def call(self, tool: str, arguments: object) -> str:
-        """Carry out a call and return the observation. Wrong arguments, of whatever shape, are one.
+        """Execute a tool call and return the observation. Invalid arguments of any type produce an error observation.
 
         Raises:
-            AgentError: the policy used up its sandbox, which is gone.
-            InfrastructureError: ``session_lost``, the sandbox is gone.
+            AgentError: the policy exceeded a limit of its sandbox, and the sandbox has ended.
+            InfrastructureError: ``session_lost``: the sandbox has ended.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of everything. Comes after the sandbox has ended, whatever ended it."""
+        """Release all resources. Called after the sandbox has ended, for any reason."""
         ...
 
 
 @runtime_checkable
 class CountsToolCalls(Protocol):
-    """Tools that tell how they were used, for whoever looks at trajectories."""
+    """Tools that count their calls."""
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
-        """By tool, numbers: ``{"bash": {"calls": 3, "errors": 1}}``. Stays after :meth:`OpenTools.close`."""
+        """Return counts by tool: ``{"bash": {"calls": 3, "errors": 1}}``. Available after :meth:`OpenTools.close`."""
         ...
 
 
 @runtime_checkable
 class ResumableTools(Protocol):
-    """Tools that can go on in another sandbox that has the files of theirs."""
+    """Tools whose state can be saved and restored in another sandbox with the same files."""
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
-        """What they know beyond files, as JSON, and in a word each what of theirs can't be carried over. Comes between
-        two calls, while the sandbox lives."""
+        """Return the tools' state as JSON, and the names of the parts that cannot be saved.
+
+        Called between two tool calls, while the sandbox lives.
+        """
         ...
 
     async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
-        """Go on from there; comes before the first call. The policy is told what is lost by the tool that lost it."""
+        """Restore a saved state before the first call. The tool that lost a part tells the policy about the loss."""
         ...
 
 
 class ToolSet[Opened: OpenTools](Protocol):
-    """What a policy may call."""
+    """Tools that a policy may call."""
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """The tools as the Responses API describes functions; also what a row's ``tools`` hold."""
+        """Function schemas of the Responses API; a row's ``tools`` hold the same."""
         ...
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> Opened:
-        """The tools of one session.
+        """Open the tools of one session.
 
         Args:
-            sandbox: what they work in; fresh. ``None`` if the row needs none.
-            needs: what was asked of it.
+            sandbox: a fresh sandbox; ``None`` if the row needs none.
+            needs: the requirements that the sandbox was started with.
 
         Raises:
-            CallerError: the row's image lacks what tools need; names the row's field.
-            InfrastructureError: they can't be had.
+            CallerError: the row's image lacks a program that a tool needs; names the row's field.
+            InfrastructureError: the tools could not be started.
         """
         ...
 
 
 class OpenSandbox(Protocol):
-    """Gives fresh sandboxes, and stops each at the end of its block."""
+    """Context manager of a fresh sandbox, which is stopped at the end of the block."""
 
     def __call__(self, needs: SandboxNeeds | None = None) -> AbstractAsyncContextManager[Sandbox]:
-        """A sandbox of these needs; by default of the row's own.
+        """Start a sandbox with these requirements; by default the row's own.
 
         Raises:
-            CallerError: the row asks for what can't be had; names its field.
-            InfrastructureError: none could be had.
+            CallerError: the provider cannot meet a requirement; names the row's field.
+            InfrastructureError: the sandbox could not be started.
         """
         ...
 
 
 class Task[Opened: OpenTools, Artefacts](Protocol):
-    """One family of tasks. All sessions share it, so it keeps nothing of any of them."""
+    """A family of tasks. All sessions share one instance, so a task keeps no state of a session."""
 
     @property
     def tools(self) -> ToolSet[Opened]:
-        """What the policy may call."""
+        """Tools that the policy may call."""
         ...
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds | None:
-        """What sandbox a row takes; ``None`` if it takes none. Called first, and quick.
+        """Validate a row and return its sandbox requirements; ``None`` if the row needs no sandbox. Called first, must
+        be quick.
 
         Raises:
-            CallerError: the row is none of this family's; names the field.
+            CallerError: the row is not valid for this family; names the field.
         """
         ...
 
     async def prepare(self, row: Mapping[str, Any], tools: Opened) -> None:
-        """Put there what the policy finds.
+        """Write the policy's initial files.
 
         Raises:
-            CallerError: the row's sandbox can't be made ready; names the field.
-            InfrastructureError: the sandbox did not do it.
+            CallerError: the row's image cannot be set up; names the field.
+            InfrastructureError: the sandbox failed.
         """
         ...
 
     async def artefacts(self, row: Mapping[str, Any], tools: Opened) -> Artefacts:
-        """All that grading will see of what the policy left behind. What is wrong with it is part of it.
+        """Extract the files to grade. An unreadable file is part of the result and not an error.
 
         Raises:
-            AgentError: the policy used up its sandbox.
-            InfrastructureError: the sandbox is gone.
+            AgentError: the policy exceeded a limit of its sandbox.
+            InfrastructureError: the sandbox has ended.
         """
         ...
 
@@ -230,28 +236,29 @@ class Task[Opened: OpenTools, Artefacts](Protocol):
         response: Mapping[str, Any],
         open_sandbox: OpenSandbox,
     ) -> Grade:
-        """Judge.
+        """Score the policy's work.
 
         Args:
-            row: as it was seeded.
-            artefacts: what was taken out.
+            row: the seeded row.
+            artefacts: result of :meth:`artefacts`.
             response: the policy's last Responses object.
-            open_sandbox: gives sandboxes that the policy never touched.
+            open_sandbox: starts sandboxes that the policy never touched.
 
         Raises:
-            TaskError: nobody could be graded on this row.
-            InfrastructureError: it could not be graded: ``verifier_error``, or as ``open_sandbox`` says.
+            TaskError: no policy could be graded on this row.
+            InfrastructureError: grading failed: ``verifier_error``, or as ``open_sandbox`` says.
         """
         ...
 
 
 @runtime_checkable
 class ResumableTask(Protocol):
-    """A task that keeps nothing of a session but what is in its sandbox and its :class:`ResumableTools`: so it can go
-    on from there elsewhere, without :meth:`Task.prepare`.
+    """A task whose sessions can be restored elsewhere without :meth:`Task.prepare`.
+
+    All state of such a session is in its sandbox and in its :class:`ResumableTools`.
 
     Attributes:
-        resumes: whether that is so.
+        resumes: whether sessions of this task can be restored.
     """
 
     resumes: bool
@@ -259,19 +266,19 @@ class ResumableTask(Protocol):
 
 @runtime_checkable
 class AsyncCloseable(Protocol):
-    """A task that holds something for all sessions, such as processes of its own."""
+    """A task with resources shared by all sessions, such as worker processes."""
 
     async def aclose(self) -> None:
-        """Let go of it. Comes when the server ends, after all sessions."""
+        """Release the resources. Called when the server ends, after all sessions."""
         ...
 
 
 class CombinedTools[First: OpenTools, Second: OpenTools]:
-    """The tools of one session, from two sets; an :class:`~nemo_gym_prorl.tasks.task.OpenTools`.
+    """Tools of one session from two tool sets; an :class:`OpenTools`.
 
     Attributes:
-        first: those of the first set, for the task's own use.
-        second: those of the second.
+        first: tools of the first set, for use by the task.
+        second: tools of the second set.
     """
 
     def __init__(self, first: First, second: Second, names_of_first: frozenset[str]) -> None:
@@ -282,34 +289,34 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
 
     @property
     def over(self) -> bool:
-        """The policy told either of them that it is done, which ends both."""
+        """Whether the policy has submitted through either set."""
         return self.first.over or self.second.over
 
     async def call(self, tool: str, arguments: object) -> str:
-        """Carry out a call. When one of the two is over, that one answers for both."""
+        """Execute a call. After a submission, the set that was submitted answers all calls."""
         mine = self._parts["first" if tool in self._names_of_first else "second"]
         ended = next((part for part in self._parts.values() if part.over), None)
         return await (ended or mine).call(tool, arguments)
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
-        """How the calls went, by tool, of whichever counts."""
+        """Return the call counts by tool, of the sets that count."""
         counting = (part.tool_use() for part in self._parts.values() if isinstance(part, CountsToolCalls))
         return {tool: counts for used in counting for tool, counts in used.items()}
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
-        """Of both, where they can."""
+        """Save the state of the sets that support it."""
         resumable = {name: part for name, part in self._parts.items() if isinstance(part, ResumableTools)}
         saved = {name: await part.save() for name, part in resumable.items()}
         return {name: known for name, (known, _) in saved.items()}, [one for _, lost in saved.values() for one in lost]
 
     async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
-        """Both go on."""
+        """Restore both sets."""
         for name, part in self._parts.items():
             if isinstance(part, ResumableTools):
                 await part.resume(saved[name], lost)
 
     async def close(self) -> None:
-        """Let go of both, whatever the first says to it."""
+        """Close both sets, also if the first fails."""
         try:
             await self.first.close()
         finally:
@@ -317,10 +324,10 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
 
 
 class CombinedToolSet[First: OpenTools, Second: OpenTools]:
-    """A :class:`~nemo_gym_prorl.tasks.task.ToolSet` of two.
+    """Union of two tool sets; a :class:`ToolSet`.
 
     Raises:
-        ValueError: both have a tool of the same name.
+        ValueError: both sets have a tool of the same name.
     """
 
     def __init__(self, first: ToolSet[First], second: ToolSet[Second]) -> None:
@@ -329,14 +336,14 @@ class CombinedToolSet[First: OpenTools, Second: OpenTools]:
         self.schemas: Sequence[Mapping[str, Any]] = [*first.schemas, *second.schemas]
         self._names_of_first = frozenset(schema["name"] for schema in first.schemas)
         if both := self._names_of_first & {schema["name"] for schema in second.schemas}:
-            raise ValueError(f"two tools are called {min(both)}")
+            raise ValueError(f"both tool sets have a tool named {min(both)!r}; rename one")
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> CombinedTools[First, Second]:
-        """Open both; if the second can't be had, the first is closed again.
+        """Open both sets; if the second fails, the first is closed.
 
         Raises:
-            CallerError: the row's image lacks what tools need; names the row's field.
-            InfrastructureError: they can't be had.
+            CallerError: the row's image lacks a program that a tool needs; names the row's field.
+            InfrastructureError: the tools could not be started.
         """
         first = await self._first.open(sandbox, needs)
         try:

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes that answer jobs about untrusted text, each in a forked child bounded in CPU time and memory.
+"""Worker processes that run jobs on untrusted text, each job in a forked child with CPU and memory limits.
 
-Libraries that read what a policy wrote may hang, fill the memory or crash. A worker imports such a module once
-(``python -m nemo_gym_prorl.tasks.workers MODULE``) and forks a child for each job, so a job can neither block the
-event loop, nor leave anything behind for the next job, nor pay for the imports. The module has two functions:
-``warm_up()``, called once, and ``answer(job)``, called in the child, which returns JSON.
+Libraries that parse a policy's text may hang, exhaust memory or crash. A worker imports such a module once (``python
+-m nemo_gym_prorl.tasks.workers MODULE``) and forks a child for each job. So a job cannot block the event loop or
+affect the next job, and jobs do not pay for the imports. The module has two functions: ``warm_up()``, called once, and
+``answer(job)``, called in the child, which returns JSON.
 
-Jobs and replies are JSON lines on standard input and output. A worker ends with its input, so it outlives its owner
-by no more than a child's CPU time.
+Jobs and replies are JSON lines on standard input and output. A worker exits when its input closes, so it outlives its
+owner by at most one child's CPU time.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from nemo_gym_prorl.processes import interpreter_environ
 
 
 START_TIMEOUT_S = 120.0
-"""Seconds for a worker's imports; one or two where the machine is idle."""
+"""Seconds for a worker's imports on a loaded machine."""
 
 STARVED_S = 120.0
-"""Seconds that a job may take beyond its CPU time before the loss counts as the machine's."""
+"""Seconds that a job may wait for a processor; after that the loss counts as the machine's."""
 
 MAX_REPLY_BYTES = 64 << 20
-"""Statuses of some 500,000 tests."""
+"""Sufficient for the statuses of some 500,000 tests."""
 
 
 class JobLost(Exception):
-    """A job that ended without a reply.
+    """A job without a reply.
 
     Attributes:
-        by_machine: nothing in the job can have caused the loss.
-        timed_out: the job used up its CPU time, or no reply came for too long.
+        by_machine: whether the job's content cannot have caused the loss.
+        timed_out: whether the job exceeded its CPU time, or no reply came in time.
     """
 
     def __init__(self, why: str, *, by_machine: bool, timed_out: bool = False) -> None:
@@ -55,11 +55,11 @@ class JobLost(Exception):
 
 
 class WorkerPool:
-    """Workers of one module, started when the first job comes and again after a loss.
+    """Pool of workers for one module. Workers start with the first job and restart after a loss.
 
     Args:
         module: the module's full name.
-        count: jobs that run at a time.
+        count: number of concurrent jobs.
     """
 
     def __init__(self, module: str, count: int = 1) -> None:
@@ -72,13 +72,13 @@ class WorkerPool:
         """Return a job's reply.
 
         Args:
-            job: JSON.
-            cpu_s: CPU seconds of the job.
-            memory_mib: address space of the child, in MiB, imports included.
-            file_mib: largest file that the child may write, in MiB.
+            job: JSON object.
+            cpu_s: CPU time limit in seconds.
+            memory_mib: limit on the child's address space in MiB, imports included.
+            file_mib: limit on the size of a file that the child writes, in MiB.
 
         Raises:
-            JobLost: there is none.
+            JobLost: the job has no reply.
         """
         bounds = {"cpu_s": cpu_s, "memory_mib": memory_mib, "file_mib": file_mib}
         line = await asyncio.to_thread(json.dumps, {"job": job, **bounds})
@@ -90,10 +90,10 @@ class WorkerPool:
                 reply = await worker.ask(line)
         except TimeoutError as error:
             await worker.end()
-            raise JobLost("nothing came for too long", by_machine=True, timed_out=True) from error
+            raise JobLost(f"no reply within {cpu_s + STARVED_S:g} s", by_machine=True, timed_out=True) from error
         except (OSError, EOFError, ValueError) as error:
             await worker.end()
-            raise JobLost(f"a worker is gone: {type(error).__name__} {error}", by_machine=True) from error
+            raise JobLost(f"the worker process ended: {type(error).__name__} {error}", by_machine=True) from error
         except BaseException:
             await worker.end()  # its next line would be the reply to this job
             raise
@@ -111,10 +111,10 @@ class WorkerPool:
 def _loss(exit_code: int, error: str) -> JobLost:
     match -exit_code:
         case signal.SIGXCPU:
-            return JobLost("it took too much CPU time", by_machine=False, timed_out=True)
+            return JobLost("the job exceeded its CPU time", by_machine=False, timed_out=True)
         case signal.SIGKILL:
-            return JobLost("it was killed from outside", by_machine=True)
-    return JobLost(f"it failed: {error or f'exit code {exit_code}'}", by_machine=False)
+            return JobLost("the job's process was killed by another process or by the kernel", by_machine=True)
+    return JobLost(f"the job failed: {error or f'exit code {exit_code}'}", by_machine=False)
 
 
 class _Worker:
@@ -128,8 +128,8 @@ class _Worker:
         """Start the process unless it runs.
 
         Raises:
-            OSError: it does not start.
-            EOFError: it ended at once.
+            OSError: the process cannot be started.
+            EOFError: the process ended during its imports.
         """
         if self._process is not None and self._process.returncode is None:
             return
@@ -139,7 +139,7 @@ class _Worker:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             limit=MAX_REPLY_BYTES,
-            # No secrets; sympy's order of symbols is that of their hashes; a forked child has one thread.
+            # A clean environment without secrets; a fixed hash seed, since sympy orders symbols by hash.
             env=interpreter_environ() | {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"},
             cwd="/",
             start_new_session=True,
@@ -150,9 +150,9 @@ class _Worker:
         """Return the worker's reply to a job.
 
         Raises:
-            OSError: the worker is gone.
+            OSError: the connection failed.
             EOFError: the worker ended.
-            ValueError: the reply is no JSON object.
+            ValueError: the reply is not a JSON object.
         """
         process = self._process
         assert process is not None
@@ -174,29 +174,29 @@ class _Worker:
         assert process.stdout is not None
         line = await process.stdout.readline()
         if not line.endswith(b"\n"):
-            raise EOFError("it ended")
+            raise EOFError("end of output")
         reply = json.loads(line)
         if not isinstance(reply, dict):
-            raise ValueError("its reply is no JSON object")
+            raise ValueError("the reply is not a JSON object")
         return reply
 
 
 def serve(module: ModuleType) -> None:
-    """Answer jobs in the worker process until its input ends."""
+    """Run jobs in the worker process until its input ends."""
     module.warm_up()
     gc.freeze()
     _write({"ready": True})
     for line in sys.stdin.buffer:
-        _write(_answered(module, json.loads(line)))
+        _write(_run_in_child(module, json.loads(line)))
 
 
-def _answered(module: ModuleType, asked: dict[str, Any]) -> dict[str, Any]:
+def _run_in_child(module: ModuleType, asked: dict[str, Any]) -> dict[str, Any]:
     receiving, sending = os.pipe()
     child = os.fork()
     if not child:
         os.close(receiving)
         try:
-            _answer(module, asked, sending)
+            _answer_and_exit(module, asked, sending)
         finally:
             os._exit(1)
     os.close(sending)
@@ -209,11 +209,11 @@ def _answered(module: ModuleType, asked: dict[str, Any]) -> dict[str, Any]:
     return {"reply": json.loads(said)}
 
 
-def _answer(module: ModuleType, asked: dict[str, Any], sending: int) -> NoReturn:
-    """In the child: send the reply, or why there is none, and end."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+def _answer_and_exit(module: ModuleType, asked: dict[str, Any], sending: int) -> NoReturn:
+    """Send the reply or the error from the child, and exit."""
+    null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
-        os.dup2(nothing, descriptor)
+        os.dup2(null, descriptor)
     memory, size = asked["memory_mib"] << 20, asked["file_mib"] << 20
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = int(used.ru_utime + used.ru_stime) + asked["cpu_s"]
@@ -224,7 +224,7 @@ def _answer(module: ModuleType, asked: dict[str, Any], sending: int) -> NoReturn
     with open(sending, "wb") as pipe:
         try:
             reply = json.dumps(module.answer(asked["job"])).encode()
-        except Exception as error:  # whatever a library raises about untrusted text: the asker looks into it
+        except Exception as error:  # libraries may raise anything on untrusted text; the parent decides
             pipe.write(type(error).__name__.encode())
             pipe.flush()
             os._exit(1)

@@ -70,5 +70,5 @@ async def test_three_are_a_pair_and_one_and_names_are_unique() -> None:
     assert [schema["name"] for schema in three.schemas] == ["a", "b", "c"]
     opened = await three.open(None, None)
     assert [await opened.call(tool, {}) for tool in "abc"] == ["one did a", "two did b", "three did c"]
-    with pytest.raises(ValueError, match="two tools are called a"):
+    with pytest.raises(ValueError, match="both tool sets have a tool named 'a'"):
         CombinedToolSet(three, Tools("four", "a"))

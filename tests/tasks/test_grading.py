@@ -121,7 +121,7 @@ async def test_a_candidate_that_has_its_tester_killed_is_to_blame() -> None:
     )
     verdict = await grade(open_sandbox, problem_of(TRUNCATE), source, LIMITS, containers.ROOT)
     assert verdict.verdict == CodeVerdict.CRASHED
-    assert "taken down, twice" in verdict.detail
+    assert "terminated its grader 2 times" in verdict.detail
     assert containers.instances() == before
 
 

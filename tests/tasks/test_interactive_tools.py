@@ -264,7 +264,7 @@ async def test_no_program_of_the_agent_answers_for_its_files(without_kernel: Age
     view = {"command": "view", "path": SOLUTION_FILE}
     assert await without_kernel.workspace.call("str_replace_editor", view) == "     1\tdef f():\n     2\t    return 1"
     await without_kernel.bash(f"rm {SOLUTION_FILE}; mkfifo {SOLUTION_FILE}")
-    assert await without_kernel.solution() == ExtractedFile(None, "solution.py is not there")
+    assert await without_kernel.solution() == ExtractedFile(None, "solution.py does not exist")
 
 
 async def test_a_solution_that_a_program_holds_is_none(without_kernel: Agent) -> None:
@@ -273,7 +273,7 @@ async def test_a_solution_that_a_program_holds_is_none(without_kernel: Agent) ->
     hold += "fcntl.fcntl(os.open('solution.py', os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK); "
     hold += "open('/tmp/held', 'w'); time.sleep(1000)"
     await without_kernel.bash(f'(python3 -c "{hold}" &) ; until [ -e /tmp/held ]; do :; done')
-    problem = "solution.py can't be read, since a program holds it"
+    problem = "solution.py can't be read: a program has it open"
     assert await without_kernel.solution() == ExtractedFile(None, problem)
 
 

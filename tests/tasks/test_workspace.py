@@ -137,7 +137,7 @@ async def test_the_host_is_out_of_reach(workspace: Workspace, tmp_path: Path, mo
     # A link to a file of the host leads nowhere, neither for the editor nor for what is taken out at the end.
     await bash(workspace, f"rm solution.py; ln -s {secret} solution.py; ln -s {secret} other")
     assert await workspace.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(
-        None, "solution.py is not there"
+        None, "solution.py does not exist"
     )
     await edit(workspace, "create", "other", file_text="changed")
     assert secret.read_text() == "host secret"
@@ -152,7 +152,7 @@ async def test_artefact(either: Workspace) -> None:
         None, "solution.py is longer than 262144 bytes"
     )
     await bash(either, "rm -rf /sandbox/workspace; mkdir -p /sandbox/workspace/solution.py")
-    assert await either.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(None, "solution.py is not there")
+    assert await either.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(None, "solution.py does not exist")
 
 
 @pytest.mark.parametrize("answer", ['{"content": 5}', '{"content": "%%"}', "[]", "[" * 50_000])
@@ -240,7 +240,7 @@ async def test_no_agent_passes_a_file_of_its_own_for_a_disk_that_fails() -> None
         holding = asyncio.create_task(sandbox.exec(f"python3 -c '{TERMINAL}'", timeout_s=60))
         await _there(sandbox, "/tmp/linked")
         assert (await workspace.extract_file(SOLUTION_FILE, limit=LONGEST)) == ExtractedFile(
-            None, "solution.py is not there"
+            None, "solution.py does not exist"
         )
         holding.cancel()
         await asyncio.wait([holding])

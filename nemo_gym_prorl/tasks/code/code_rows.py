@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Dataset rows of problems with tests: what can be wrong with them, what a policy is told, and HumanEval's.
+"""Rows of programming problems: validation, prompts, and the HumanEval data set.
 
 The format is that of NeMo Gym's ``code_gen``: ``verifier_metadata.unit_tests`` holds ``inputs`` and ``outputs``, and
-``fn_name`` where a function is to be called rather than a program to be run. Beside it a row may say how answers are
-compared, and bounds. Tests of megabytes can stay out of the row: ``tests_file`` then names a file on the server's
-side, and ``tests_sha256`` what is in it.
+``fn_name`` for functions. A row may also name a checker and limits. Large tests can be stored outside of the row:
+``tests_file`` names a file on the server, and ``tests_sha256`` its hash.
 
-HumanEval (MIT licence, https://github.com/openai/human-eval) ships with this package as ``humaneval.jsonl``: each
-problem's prompt and reference, and its published tests as inputs and outputs of the function. Rows are deterministic,
-which keeps a data set file reproducible down to the byte.
+HumanEval (MIT licence, https://github.com/openai/human-eval) ships as ``humaneval.jsonl``: prompt and reference of
+each problem, and its published tests as inputs and outputs. Rows are deterministic, so data set files are
+reproducible.
 """
 
 from __future__ import annotations
@@ -34,27 +33,27 @@ from nemo_gym_prorl.tasks.records import create_params
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 
-MAX_TESTS = 100_000
+MAX_TESTS = 100_000  # bounds memory and grading time of a row
 MAX_TEST_BYTES = 64 << 20
-"""All inputs and outputs of a problem together."""
+"""Maximum bytes of all inputs and outputs of a problem."""
 
 CALL_TOLERANCE = 1e-5
-"""Relative, of the numbers that functions return, where a row names no checker: what Gym's grader allows."""
+"""Relative tolerance for numbers returned by functions of rows without a checker; the value of Gym's grader."""
 
 MAX_PACKED_BYTES = 4 * MAX_TEST_BYTES
-"""Packed tests, after they are unpacked: JSON text may take four bytes a character."""
+"""Maximum bytes of unpacked tests: JSON may take four bytes per character."""
 
 MAX_INT_DIGITS = 4000
-"""Python reads longer integers only on request, which would be for the whole process; the grader reads them."""
+"""Longer integers are encoded for the grader, since Python's limit on digits can be raised only process-wide."""
 
 METADATA = "verifier_metadata"
 
 
 def inflated(text: str, limit: int) -> bytes:
-    """The bytes whose zlib a text holds as base64.
+    """Decompress base64 of zlib data.
 
     Raises:
-        ValueError, zlib.error: the text holds no such thing, or more than ``limit`` bytes.
+        ValueError, zlib.error: the text is invalid, or holds more than ``limit`` bytes.
     """
     stream = zlib.decompressobj()
     data = stream.decompress(base64.b64decode(text, validate=True), limit)
@@ -68,8 +67,7 @@ def _integer(digits: str) -> Any:
 
 
 class UnitTests(BaseModel):
-    """Tests: what goes in, what should come out; or ``packed``, the base64 of the zlib of their JSON, as Gym packs
-    LiveCodeBench's."""
+    """Inputs and expected outputs; or ``packed``, base64 of zlib of their JSON, as Gym packs LiveCodeBench."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -81,7 +79,7 @@ class UnitTests(BaseModel):
         try:
             tests = json.loads(inflated(packed, MAX_PACKED_BYTES), parse_int=_integer)
         except (ValueError, zlib.error, RecursionError) as error:
-            raise ValueError(f"packed: no base64 of zlib of JSON ({error})") from error
+            raise ValueError(f"packed: must be base64 of zlib of JSON ({error})") from error
         if not isinstance(tests, Mapping):
             raise ValueError("packed: must hold an object with inputs and outputs")
         return {**tests, "fn_name": given.get("fn_name") or tests.get("fn_name")}
@@ -92,7 +90,7 @@ class UnitTests(BaseModel):
 
 
 class NamedChecker(BaseModel):
-    """How answers are compared; ``wrapped`` and tolerances are of what functions return, or of ``float``."""
+    """Built-in comparison. ``wrapped`` and tolerances apply to results of functions and to ``float``."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -103,7 +101,7 @@ class NamedChecker(BaseModel):
 
 
 class ProgramChecker(BaseModel):
-    """A program that judges: Python that defines ``check(input, output, expected)``."""
+    """Checker program: Python that defines ``check(input, output, expected)``."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -112,7 +110,7 @@ class ProgramChecker(BaseModel):
 
 
 class Metadata(BaseModel):
-    """A row's ``verifier_metadata``, as far as we read it."""
+    """Fields of a row's ``verifier_metadata`` that the environment reads."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -129,8 +127,8 @@ class CodeTestCase:
     """One test.
 
     Attributes:
-        input: what the program reads, or the function's arguments.
-        expected: what it should print or return.
+        input: standard input of the program, or arguments of the function.
+        expected: expected output or result.
     """
 
     input: Any
@@ -139,14 +137,14 @@ class CodeTestCase:
 
 @dataclass(frozen=True, slots=True)
 class CodeProblem:
-    """What a candidate is tested with.
+    """A programming problem with its tests.
 
     Attributes:
-        tests: in the order in which they are run.
-        function: the function that is called; ``None`` for a program.
-        checker: as :mod:`.inside.checkers` and :mod:`.inside.grader` read it.
-        time_limit_s: processor time of one test; ``None``: as configured.
-        memory_limit_mib: address space; ``None``: as configured.
+        tests: tests in their order of execution.
+        function: name of the function under test; ``None`` for a program.
+        checker: settings for :mod:`.inside.checkers` and :mod:`.inside.grader`.
+        time_limit_s: CPU seconds of one test; ``None`` for the configured limit.
+        memory_limit_mib: address space in MiB; ``None`` for the configured limit.
     """
 
     tests: Sequence[CodeTestCase]
@@ -157,32 +155,32 @@ class CodeProblem:
 
 
 def read_metadata(row: Mapping[str, Any]) -> Metadata:
-    """A row's metadata, without looking at the tests one by one.
+    """Parse a row's metadata without validating individual tests.
 
     Raises:
-        CallerError: something is wrong with it; names the field.
+        CallerError: the metadata is invalid; names the field.
     """
     metadata = row.get(METADATA)
     if isinstance(metadata, Mapping) and isinstance(metadata.get("checker"), str):
         metadata = {**metadata, "checker": {"kind": metadata["checker"]}}
     parsed = _validated(Metadata, metadata, METADATA)
     if parsed.unit_tests is None and parsed.tests_file is None:
-        raise CallerError("missing; a row has its tests, or the name of a tests_file", field=f"{METADATA}.unit_tests")
+        raise CallerError("missing; a row needs unit_tests or a tests_file", field=f"{METADATA}.unit_tests")
     if parsed.tests_file is not None:
         if parsed.unit_tests is not None:
-            raise CallerError("a row has either unit_tests or a tests_file", field=f"{METADATA}.tests_file")
+            raise CallerError("a row cannot have both unit_tests and a tests_file", field=f"{METADATA}.tests_file")
         if parsed.tests_sha256 is None:
-            raise CallerError("missing; it says what is in tests_file", field=f"{METADATA}.tests_sha256")
+            raise CallerError("missing; a tests_file needs its hash", field=f"{METADATA}.tests_sha256")
         if ".." in Path(parsed.tests_file).parts:
-            raise CallerError("it must stay in the server's tests_folder", field=f"{METADATA}.tests_file")
+            raise CallerError("must be inside the server's tests_folder", field=f"{METADATA}.tests_file")
     return parsed
 
 
 def read_problem(metadata: Metadata, tests_folder: Path | None) -> CodeProblem:
-    """What a candidate is tested with. Reads a file, if the row names one.
+    """Validate the tests and return the problem. Reads the tests' file, if the row names one.
 
     Raises:
-        CallerError: the tests can't be used; names the field.
+        CallerError: the tests are invalid; names the field.
     """
     if metadata.tests_file is None:
         assert metadata.unit_tests is not None
@@ -190,23 +188,23 @@ def read_problem(metadata: Metadata, tests_folder: Path | None) -> CodeProblem:
     else:
         field, tests = f"{METADATA}.tests_file", _read_file(metadata, tests_folder)
     if len(tests.inputs) != len(tests.outputs):
-        raise CallerError(f"{len(tests.inputs)} inputs and {len(tests.outputs)} outputs", field=f"{field}.outputs")
+        raise CallerError(f"has {len(tests.outputs)} outputs for {len(tests.inputs)} inputs", field=f"{field}.outputs")
     one = _call if tests.fn_name else _run
     cases = [one(*pair, field, index) for index, pair in enumerate(zip(tests.inputs, tests.outputs, strict=True))]
     size = sum(_size(value) for pair in zip(tests.inputs, tests.outputs, strict=True) for value in pair)
     if size > MAX_TEST_BYTES:
-        raise CallerError(f"{size} characters of tests, the limit is {MAX_TEST_BYTES}", field=field)
+        raise CallerError(f"has {size} characters of tests, the limit is {MAX_TEST_BYTES}", field=field)
     checker = metadata.checker or NamedChecker(relative=CALL_TOLERANCE if tests.fn_name else 1e-6)
     if isinstance(checker, NamedChecker) and all(isinstance(out, str) and not out.strip() for out in tests.outputs):
-        raise CallerError("all are blank: a program that does nothing would be right", field=f"{field}.outputs")
+        raise CallerError("all are blank, so a program without output would pass", field=f"{field}.outputs")
     return CodeProblem(cases, tests.fn_name, checker.model_dump(), metadata.time_limit_s, metadata.memory_limit_mib)
 
 
 def find_tests_file(metadata: Metadata, tests_folder: Path | None) -> Path | None:
-    """Where the file is that a row names, if it names one.
+    """Return the path of a row's tests file; ``None`` if the row names none.
 
     Raises:
-        CallerError: it is not there; names the field.
+        CallerError: the file does not exist; names the field.
     """
     if metadata.tests_file is None:
         return None
@@ -225,24 +223,27 @@ def _read_file(metadata: Metadata, tests_folder: Path | None) -> UnitTests:
     assert path is not None
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != metadata.tests_sha256:
-        raise CallerError(f"{metadata.tests_file!r} has another SHA-256", field=f"{METADATA}.tests_sha256")
+        raise CallerError(f"does not match the SHA-256 of {metadata.tests_file!r}", field=f"{METADATA}.tests_sha256")
     try:
         parsed = json.loads(data, parse_int=_integer)
     except (ValueError, RecursionError) as error:
-        raise CallerError(f"{metadata.tests_file!r} is no JSON: {error}", field=field) from error
+        raise CallerError(f"{metadata.tests_file!r} is not JSON: {error}", field=field) from error
     return _validated(UnitTests, parsed, field)
 
 
 def _run(given: Any, expected: Any, field: str, index: int) -> CodeTestCase:
     for name, value in (("inputs", given), ("outputs", expected)):
         if not isinstance(value, str):
-            raise CallerError("it must be text, what the program reads and prints", field=f"{field}.{name}.{index}")
+            raise CallerError("must be text: a program reads and prints text", field=f"{field}.{name}.{index}")
     return CodeTestCase(given, expected)
 
 
 def _call(given: Any, expected: Any, field: str, index: int) -> CodeTestCase:
-    """Arguments as a list and the result as a value; or as text, with the JSON of an argument on each line and that of
-    the result. Beside arguments as a list, text is a result, unless it is the JSON of a list or an object."""
+    """Parse a test of a function.
+
+    Arguments are a list, or text with the JSON of one argument per line. If the arguments are text, the result is JSON
+    text too. Beside a list, a text result is a value, unless it is the JSON of a list or object.
+    """
     name = "inputs"
     try:
         if as_text := isinstance(given, str):
@@ -254,9 +255,9 @@ def _call(given: Any, expected: Any, field: str, index: int) -> CodeTestCase:
             with suppress(ValueError, RecursionError):
                 expected = json.loads(expected, parse_int=_integer)
     except (ValueError, RecursionError) as error:
-        raise CallerError(f"it is no JSON: {error}", field=f"{field}.{name}.{index}") from error
+        raise CallerError(f"is not JSON: {error}", field=f"{field}.{name}.{index}") from error
     if not isinstance(given, list):
-        raise CallerError("it must be a list of arguments", field=f"{field}.inputs.{index}")
+        raise CallerError("must be a list of arguments", field=f"{field}.inputs.{index}")
     return CodeTestCase(given, expected)
 
 
@@ -274,13 +275,13 @@ def _validated[M: BaseModel](model: type[M], value: Any, field: str) -> M:
 
 
 SOLUTION_FILE = "solution.py"
-"""The artefact: the one file that leaves the sandbox."""
+"""The file that is graded."""
 
 TOOLS = ("bash", "python", "str_replace_editor", "submit")
-"""What the policy may call."""
+"""Tools of the policy."""
 
 SUBMIT_DESCRIPTION = f"Hand in {SOLUTION_FILE} and end the task."
-"""What it is told of ``submit``."""
+"""Description of the tool ``submit``."""
 
 _SYSTEM = """\
 You are a careful Python programmer. You work in a sandbox through tools; there is no network. Write {what} in \
@@ -293,14 +294,14 @@ FUNCTION = _SYSTEM.format(file=SOLUTION_FILE, what="the Python function that the
 
 @dataclass(frozen=True, slots=True)
 class HumanEvalProblem:
-    """One of HumanEval's problems.
+    """A problem of HumanEval.
 
     Attributes:
-        task_id: e.g. ``"HumanEval/0"``.
+        task_id: for example ``"HumanEval/0"``.
         entry_point: name of the function to implement.
-        prompt: imports, helpers, signature and docstring; the body is missing.
-        reference: a correct body, to be appended to ``prompt``.
-        metadata: ``verifier_metadata`` of its row.
+        prompt: imports, helpers, signature and docstring, without the body.
+        reference: correct body, to append to ``prompt``.
+        metadata: ``verifier_metadata`` of the row.
     """
 
     task_id: str
@@ -311,18 +312,18 @@ class HumanEvalProblem:
 
     @property
     def stub(self) -> str:
-        """The function, which does nothing yet."""
+        """The function without an implementation."""
         return f"{self.prompt.rstrip()}\n    raise NotImplementedError\n"
 
     @property
     def reference_source(self) -> str:
-        """The file that a perfect agent would submit."""
+        """A correct solution file."""
         return self.prompt + self.reference
 
 
 @cache
 def problems() -> Mapping[str, HumanEvalProblem]:
-    """HumanEval's problems by task id, in the order of the data set."""
+    """Return HumanEval's problems by task id, in the order of the data set."""
     found = {}
     for line in files(__package__).joinpath("humaneval.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -334,7 +335,7 @@ def problems() -> Mapping[str, HumanEvalProblem]:
 
 
 def humaneval_row(problem: HumanEvalProblem, script: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The row of one of HumanEval's problems.
+    """Return the row of a HumanEval problem.
 
     Args:
         problem: the problem.
@@ -352,12 +353,12 @@ def row_for(
     script: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """A dataset row.
+    """Return a dataset row.
 
     Args:
-        statement: the problem's text.
-        metadata: ``verifier_metadata``, see :class:`Metadata`.
-        function: the function that is called; ``None`` for a program.
+        statement: problem statement.
+        metadata: ``verifier_metadata``; see :class:`Metadata`.
+        function: name of the function under test; ``None`` for a program.
         script: see :func:`.records.create_params`.
         more: further fields of the row.
     """

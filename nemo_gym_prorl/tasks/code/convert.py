@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Records of the published sets of programming problems, made into rows. Pure, but for tests that are to be files.
+"""Convert records of published programming data sets to rows. Pure, except for tests written to files.
 
-The fields of a record tell which set it is of; :data:`_KINDS` lists them. Rows of NeMo Gym's ``code_gen`` are checked
-and kept as they are.
+The fields of a record identify its set; :data:`_KINDS` lists them. Rows of NeMo Gym's ``code_gen`` are validated and
+kept unchanged.
 
-Published tests are untrusted: nothing of a data set is executed or unpickled. LiveCodeBench packs its private tests as
-base64 of zlib of a pickle of JSON text. The pickle is read opcode by opcode, and only the opcodes that write one text
-are accepted. Asserts are read from the syntax tree, and only calls with literal arguments are accepted.
+Published tests are untrusted: conversion never executes or unpickles them. LiveCodeBench packs private tests as base64
+of zlib of a pickle of JSON text. The pickle is read opcode by opcode, and only opcodes of a single text are accepted.
+Asserts are read from the syntax tree, and only calls with literal arguments are accepted.
 
-Time limits of CodeContests and Codeforces were set for compiled programs: a row has :data:`TIME_FACTOR` times as much.
-A server's own limit is never exceeded.
+Time limits of CodeContests and Codeforces are meant for compiled programs, so rows multiply them by
+:data:`TIME_FACTOR`. The server's own limit still applies.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)
 
 
 def unpacked(text: str, field: str) -> Any:
-    """The tests in JSON text, or in LiveCodeBench's packed form of it.
+    """Return tests from JSON text or from LiveCodeBench's packed format.
 
     Raises:
-        CallerError: the text is neither, or holds more than a problem may have; names the field.
+        CallerError: the text has neither format or exceeds the size limit; names the field.
     """
     if text.lstrip()[:1] in ("[", "{"):
         return _json(text, field)
@@ -59,24 +59,24 @@ def unpacked(text: str, field: str) -> Any:
             if opcode.name in _TEXT_OPCODES:
                 texts.append(str(argument))
             elif opcode.name not in _IDLE_OPCODES:
-                raise CallerError(f"is a pickle of more than one text ({opcode.name})", field=field)
+                raise CallerError(f"must be a pickle of one text, but has the opcode {opcode.name}", field=field)
     except (zlib.error, ValueError) as error:
-        raise CallerError(f"is neither JSON nor packed tests: {error}", field=field) from error
+        raise CallerError(f"must be JSON or packed tests: {error}", field=field) from error
     if len(texts) != 1:
-        raise CallerError(f"is a pickle of {len(texts)} texts, not of one", field=field)
+        raise CallerError(f"must be a pickle of one text, but has {len(texts)}", field=field)
     return _json(texts[0], field)
 
 
 def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, Any]:
-    """Tests from a list of objects with ``input`` and ``output`` (LiveCodeBench, DeepCoder, PrimeIntellect, open-r1).
+    """Convert a list of objects with ``input`` and ``output`` (LiveCodeBench, DeepCoder, PrimeIntellect, open-r1).
 
     Args:
-        cases: the objects; ``fn_name``, or ``func_name`` in ``metadata``, names the function to call.
-        field: where they are.
-        function: the function to call, if the cases do not say it.
+        cases: the objects. ``fn_name``, or ``func_name`` in ``metadata``, names the function under test.
+        field: name of the field, for errors.
+        function: function under test if the cases do not name one.
 
     Raises:
-        CallerError: it is no such list, or its cases differ in what they call; names the field.
+        CallerError: the list is malformed, or its cases name different functions; names the field.
     """
     if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases):
         raise CallerError("must be a list of objects with input and output", field=field)
@@ -93,16 +93,16 @@ def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, A
 
 
 def of_asserts(source: str, field: str, candidates: Sequence[str] = ()) -> dict[str, Any]:
-    """Tests from asserts that compare the result of a call with a value (HumanEval, MBPP, KodCode, AceCode, LeetCode).
+    """Convert asserts that compare the result of a call with a value (HumanEval, MBPP, KodCode, AceCode, LeetCode).
 
     Args:
-        source: Python; it is parsed and never run.
-        field: where it is.
-        candidates: names that stand for the function, the last one for its real name.
+        source: Python source, which is parsed and never run.
+        field: name of the field, for errors.
+        candidates: names that stand for the function under test; the last one is its real name.
 
     Raises:
-        CallerError: it is no Python; names the field.
-        UnusableRecord: a test does more than that.
+        CallerError: the source is not Python; names the field.
+        UnusableRecord: a test is not such an assert.
     """
     try:
         tree = ast.parse(source)
@@ -121,7 +121,7 @@ def of_asserts(source: str, field: str, candidates: Sequence[str] = ()) -> dict[
 
 
 def as_json_text(tests: Mapping[str, Any]) -> dict[str, Any]:
-    """Tests of a function with all arguments and results as JSON text, which has integers of any size."""
+    """Return tests of a function with arguments and results as JSON text, which preserves integers of any size."""
     inputs = [
         "\n".join(map(json.dumps, given)) if isinstance(given, list) and given else given for given in tests["inputs"]
     ]
@@ -129,7 +129,7 @@ def as_json_text(tests: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result(value: Any) -> str:
-    """Some sets have results as JSON text, others as values, and text that is no JSON is a value."""
+    """Return a result as JSON text. Some sets store JSON text, others values; text that is not JSON is a value."""
     if isinstance(value, str):
         try:
             json.loads(value)
@@ -153,7 +153,7 @@ def _function_of(case: Mapping[str, Any]) -> str | None:
 
 
 def _compared(body: Sequence[ast.stmt], field: str) -> Iterator[tuple[str, list[Any], Any]]:
-    """The function, the arguments and the expected result of each assert."""
+    """Yield the function, arguments and expected result of each assert."""
     for statement in body:
         match statement:
             case ast.FunctionDef(body=inner):
@@ -173,14 +173,14 @@ def _compared(body: Sequence[ast.stmt], field: str) -> Iterator[tuple[str, list[
                 yield name, [_literal(value, field, tuples=False) for value in arguments], _literal(expected, field)
             case ast.Expr(value=ast.Constant()):
                 pass
-            case ast.Assign(targets=[ast.Name(id="METADATA")]):  # HumanEval's
+            case ast.Assign(targets=[ast.Name(id="METADATA")]):  # in HumanEval's tests
                 pass
             case _ if not isinstance(statement, _SCAFFOLDING):
                 raise UnusableRecord("its tests do more than compare the result of a call with a value", field=field)
 
 
 def _called(function: ast.expr) -> str | None:
-    """The name in ``f``, ``solution.f`` or ``Solution().f``; ``None`` for a method of anything else."""
+    """Return the name in ``f``, ``solution.f`` or ``Solution().f``; ``None`` for other calls."""
     match function:
         case (
             ast.Name(id=name)
@@ -212,17 +212,19 @@ def _is_json(value: Any, *, tuples: bool) -> bool:
 Record = Mapping[str, Any]
 
 TIME_FACTOR = 5.0
+"""Multiplier of time limits that were set for compiled programs; CPython is several times slower."""
+
 CHECKER = {"kind": "float"}
-"""Word by word; numbers with a fraction within 1e-6, as nearly all such problems ask."""
+"""Token-wise comparison with 1e-6 tolerance for fractional numbers, as nearly all such problems specify."""
 
 CALL_CHECKER = {"kind": "float", "wrapped": True}
-"""APPS, TACO and what was made of them have some results in a list of their own and some not, and no way to tell."""
+"""APPS, TACO and derived sets wrap some results in a list, without a marker."""
 
 DATA_SOURCE = "code"
-"""Of rows whose set is not known by name."""
+"""``data_source`` of rows whose set is unknown."""
 
 SETS = frozenset({"apps", "taco", "codecontests", "codeforces"})
-"""Those that Eurus-2-RL-Data names in its ``data_source``."""
+"""Sets that Eurus-2-RL-Data names in ``data_source``."""
 
 _ASKS_FOR_BLOCK = re.compile(
     r"\s*Write Python code to solve the problem\..*\Z"
@@ -230,18 +232,18 @@ _ASKS_FOR_BLOCK = re.compile(
     r"|\s*The input will be (?:given via )?stdin and you should print your solution to stdout.*\Z",
     re.DOTALL,
 )
-"""What Eurus-2 and PrimeIntellect say of where the program goes; here the system prompt does."""
+"""Output instructions of Eurus-2 and PrimeIntellect, which the system prompt replaces."""
 
 
 def row_of(record: Record, tests_folder: Path | None = None) -> dict[str, Any]:
-    """A row of a record.
+    """Convert a record to a row.
 
     Args:
-        record: of one of the sets above.
-        tests_folder: write the tests there, by the name of their SHA-256, and have the row name them.
+        record: a record of a supported set.
+        tests_folder: folder for the tests' files, named by SHA-256; ``None`` keeps the tests in the row.
 
     Raises:
-        CallerError: it makes no row; names the field.
+        CallerError: the record is malformed or unsupported; names the field.
     """
     for field, convert in _KINDS.items():
         if field in record:
@@ -249,11 +251,11 @@ def row_of(record: Record, tests_folder: Path | None = None) -> dict[str, Any]:
             read_problem(read_metadata(row), None)
             return row if tests_folder is None else _with_file(row, tests_folder)
     known = ", ".join(_KINDS)
-    raise CallerError(f"a record of no known set: it has none of {known}, but {', '.join(list(record)[:20])}")
+    raise CallerError(f"unknown data set: expected one of the fields {known}, found {', '.join(list(record)[:20])}")
 
 
 def _eurus(record: Record) -> dict[str, Any]:
-    """Eurus-2, Skywork-OR1, Code-R1: records of verl."""
+    """Convert records in verl's format: Eurus-2, Skywork-OR1, Code-R1."""
     ability = record.get("ability")
     if not isinstance(ability, str) or not ability.casefold().startswith("cod"):
         raise UnusableRecord(f"{ability!r} is not 'code'", field="ability")
@@ -267,12 +269,12 @@ def _eurus(record: Record) -> dict[str, Any]:
 
 
 def _prime(record: Record) -> dict[str, Any]:
-    """SYNTHETIC-1 and -2, INTELLECT-2, verifiable-coding-problems."""
+    """Convert SYNTHETIC-1 and -2, INTELLECT-2, verifiable-coding-problems."""
     info = parsed(record["verification_info"])
     if not isinstance(info, Mapping) or "test_cases" not in info:
-        raise UnusableRecord("has no test_cases: the record is no programming problem", field="verification_info")
+        raise UnusableRecord("has no test_cases: not a programming problem", field="verification_info")
     if info.get("language", "python") != "python":
-        raise UnusableRecord(f"the program is to be in {info['language']}", field="verification_info.language")
+        raise UnusableRecord(f"the program must be written in {info['language']}", field="verification_info.language")
     tests = of_cases(parsed(info["test_cases"]), "verification_info.test_cases")
     statement = _ASKS_FOR_BLOCK.sub("", question_of(record, record)[1])
     return _row(statement, tests, DATA_SOURCE, dataset=str(record.get("source", "primeintellect")))
@@ -294,17 +296,17 @@ def _deep_coder(record: Record) -> dict[str, Any]:
 
 
 def _codeforces(record: Record) -> dict[str, Any]:
-    """open-r1/codeforces."""
+    """Convert open-r1/codeforces."""
     if record.get("interaction_format"):
         raise UnusableRecord("the problem is interactive", field="interaction_format")
     if record.get("input_mode", "stdio") != "stdio":
-        raise UnusableRecord("the program is to read and write files", field="input_mode")
+        raise UnusableRecord("the program must read and write files", field="input_mode")
     if record.get("generated_checker"):
         raise UnusableRecord(
-            "several outputs are right, and a program of the set's own judges", field="generated_checker"
+            "the set's own checker program is required, since several outputs are correct", field="generated_checker"
         )
     if not record.get("official_tests") or not record.get("official_tests_complete", True):
-        raise UnusableRecord("the record lacks tests; the rest are in files of their own", field="official_tests")
+        raise UnusableRecord("the record does not contain all tests", field="official_tests")
     parts = [_text(record, "description")]
     for title, field in (("Input", "input_format"), ("Output", "output_format"), ("Note", "note")):
         if record.get(field):
@@ -319,7 +321,7 @@ def _codeforces(record: Record) -> dict[str, Any]:
 
 
 def _asserted(record: Record) -> dict[str, Any]:
-    """HumanEval and HumanEval+, LeetCodeDataset, KodCode."""
+    """Convert HumanEval, LeetCodeDataset, KodCode; refuse HumanEval+."""
     problem = problems().get(str(record.get("task_id")))
     if problem is not None:
         if "assertion(" in _text(record, "test"):
@@ -334,7 +336,7 @@ def _asserted(record: Record) -> dict[str, Any]:
 
 
 def _listed_asserts(record: Record) -> dict[str, Any]:
-    """MBPP and its sanitized edition, AceCode."""
+    """Convert MBPP, its sanitized edition and AceCode."""
     field = next(name for name in ("test_list", "test_cases") if name in record)
     asserts = record[field]
     if not isinstance(asserts, list) or not all(isinstance(line, str) for line in asserts):
@@ -358,12 +360,12 @@ def _apps(record: Record) -> dict[str, Any]:
 def _code_contests(record: Record) -> dict[str, Any]:
     for field in ("input_file", "output_file"):
         if record.get(field):
-            raise UnusableRecord("the program is to read and write files", field=field)
+            raise UnusableRecord("the program must read and write files", field=field)
     tests: dict[str, Any] = {"inputs": [], "outputs": []}
     for field in ("public_tests", "private_tests", "generated_tests"):
         part = record.get(field) or {}
         if not isinstance(part, Mapping):
-            raise CallerError("it must be an object with input and output", field=field)
+            raise CallerError("must be an object with input and output", field=field)
         tests["inputs"] += list(part.get("input") or [])
         tests["outputs"] += list(part.get("output") or [])
     limits: dict[str, Any] = {}
@@ -375,10 +377,10 @@ def _code_contests(record: Record) -> dict[str, Any]:
 
 
 def _seconds(limit: Any) -> float:
-    """Of a number, or of the seconds and nanoseconds of a protocol buffer."""
+    """Return seconds from a number or a protocol buffer's seconds and nanoseconds."""
     parts = (limit.get("seconds") or 0, limit.get("nanos") or 0) if isinstance(limit, Mapping) else (limit, 0)
     if not all(isinstance(part, int | float) and not isinstance(part, bool) for part in parts):
-        raise CallerError("it must be a number of seconds, or an object with seconds and nanos", field="time_limit")
+        raise CallerError("must be a number of seconds, or an object with seconds and nanos", field="time_limit")
     return float(parts[0] + parts[1] / 1e9)
 
 
@@ -401,7 +403,7 @@ _KINDS: Mapping[str, Callable[[Record], dict[str, Any]]] = {
     "input_output": _apps,
     "public_tests": _code_contests,
 }
-"""By a field that only records of that set have. The number multiplies limits of time, where a set has some."""
+"""Converters by a field that identifies the set; the first match counts."""
 
 
 def _set(record: Record) -> str:
@@ -420,16 +422,16 @@ def _row(
 
 
 def _tests(text: Any, field: str, function: str | None = None) -> dict[str, Any]:
-    """Tests as :class:`.rows.UnitTests` has them, from the JSON that several sets keep them in."""
+    """Return tests in the format of :class:`.code_rows.UnitTests`, from the JSON that several sets use."""
     tests = _json(text, field) if isinstance(text, str) else text
     if isinstance(tests, list):
         return of_cases(tests, field, function)
     if isinstance(tests, Mapping) and "inputs" not in tests and {"functional", "test_code"} & tests.keys():
         raise UnusableRecord("its tests are a program, and prorl_code compares results", field=field)
     if not isinstance(tests, Mapping) or not isinstance(tests.get("inputs"), list):
-        raise CallerError("it has no list of inputs", field=field)
+        raise CallerError("has no list of inputs", field=field)
     if not isinstance(tests.get("outputs"), list):
-        raise CallerError("it has no list of outputs", field=field)
+        raise CallerError("has no list of outputs", field=field)
     if tests.get("fn_name"):
         return {name: tests[name] for name in ("inputs", "outputs", "fn_name")}
     return {name: [_joined(value) for value in tests[name]] for name in ("inputs", "outputs")}
@@ -441,14 +443,14 @@ def _with_starter(statement: str, record: Record) -> str:
 
 
 def _joined(value: Any) -> Any:
-    """Text of lines that a set keeps one by one."""
+    """Join a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _text(record: Record, field: str) -> str:
     text = record.get(field)
     if not isinstance(text, str) or not text.strip():
-        raise CallerError("missing; it is the problem's text", field=field)
+        raise CallerError("missing; expected the problem's text", field=field)
     return text
 
 

@@ -1,14 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""From a candidate's source to a grade: one fresh sandbox, in which a grader runs all tests; see :mod:`..trials`.
+"""Grade a candidate's source: a grader runs all tests in a fresh sandbox; see :mod:`..sandboxed_grader`.
 
-Where a candidate may have taken its grader down, a control tells whether machine and row are fine: of a program that
-does nothing any verdict will do.
+Where a candidate may have terminated its grader, a no-op program is graded as control. Any verdict on the control
+shows that machine and row are fine.
 
-A candidate's process is under two filters of system calls, which :mod:`.inside.process_hardening` installs: no new processes
-(threads are fine), hence no fork bombs and nothing that outlives a test; no signals; no limits, priorities or tracing
-of any process but its own; no IPC objects, which would outlive it, and no sockets but pairs; no changes to what files
-*are* (mode, owner, times, attributes), which Landlock does not know.
+:mod:`.inside.process_hardening` installs two seccomp filters in a candidate's process. They refuse:
+
+- new processes (threads are allowed), so fork bombs and processes that outlive a test are impossible;
+- signals, and limits, priorities or tracing of other processes;
+- IPC objects, which would outlive the process, and sockets other than socket pairs;
+- changes of file metadata (mode, owner, times, attributes), which Landlock does not control.
 """
 
 from __future__ import annotations
@@ -44,21 +46,25 @@ _GRADER = (
     f"{_INSIDE}.zygote",
     f"{_INSIDE}.checkers",
 )
-"""What runs in the sandbox, as :func:`.program` takes it."""
+"""Modules of the grader, as arguments of :func:`.program`."""
 
 CLOCK_FACTOR = 10
-"""All tests may take so much longer by the clock: waiting for a processor is no fault of a candidate's."""
+"""Ratio of wall-clock limit to CPU time limit of all tests, since waiting for a processor is not the candidate's
+fault.
+"""
 
 RewardRule = Literal["all", "fraction"]
 
 CHECKER_LIMITS = {"time_s": 10.0, "memory_mib": 1024}
+"""Limits of one call of a row's checker program: it only compares outputs."""
+
 NO_OP_PROGRAM = "pass\n"
 STACK_KIB = 256 << 10
-"""Of the first thread, before the interpreter starts: what deep recursion in C takes."""
+"""Stack limit of the main thread, set before the interpreter starts, for deep recursion in C."""
 
 
 class CodeVerdict(StrEnum):
-    """Why a candidate earned what it did."""
+    """Verdicts on programming problems."""
 
     PASSED = "passed"
     WRONG_ANSWER = "wrong_answer"
@@ -66,25 +72,25 @@ class CodeVerdict(StrEnum):
     MEMORY = "memory"
     OUTPUT_LIMIT = "output_limit"
     CRASHED = "crashed"
-    """It raised, ended with an exit status other than 0, was ended by a signal, or took the grader down with it."""
+    """An exception, a non-zero exit status, a fatal signal, or termination of the grader."""
     NO_SOLUTION = "no_solution"
-    """There is no file that can be read, nothing is in it, or it defines no such function."""
+    """The solution file is missing, unreadable or empty, or does not define the function."""
     SYNTAX_ERROR = "syntax_error"
     EXHAUSTED = EXHAUSTED
-    """The agent, or its solution when it was tested, used up its sandbox's disk, memory or processes."""
+    """The agent, or its solution during tests, exceeded the sandbox's disk, memory or process limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeLimits:
-    """Bounds of one candidate.
+    """Limits of one candidate.
 
     Attributes:
-        time_s: processor time of one test, where the row says nothing, and the most that it may say.
-        memory_mib: address space of one test's process, the same.
-        total_s: all tests together, without the time for which they waited for a processor.
-        output_bytes: longest output of one test.
+        time_s: CPU seconds of one test: the default and the maximum of a row's own limit.
+        memory_mib: address space of one test's process in MiB: the default and the maximum of a row's own limit.
+        total_s: seconds of all tests, without time waiting for a processor.
+        output_bytes: maximum output of one test.
         file_mib: largest file that a test may write, in MiB.
-        threads: how many threads it may have, about.
+        threads: approximate limit on threads.
     """
 
     time_s: float = 10.0
@@ -96,11 +102,11 @@ class CodeLimits:
 
 
 OpenSandbox = Callable[[], AbstractAsyncContextManager[Sandbox]]
-"""Starts a fresh sandbox and stops it in the end."""
+"""Context manager of a fresh sandbox."""
 
 
 def failed(verdict: CodeVerdict, detail: str = "") -> Grade:
-    """A grade of nothing that ran."""
+    """Return a grade of 0 without test results."""
     return Grade(0.0, verdict.value, detail)
 
 
@@ -112,20 +118,20 @@ async def grade(
     root: str,
     rule: RewardRule = "all",
 ) -> Grade:
-    """Grade a candidate, each try in a fresh sandbox.
+    """Grade a candidate.
 
     Args:
         open_sandbox: starts a fresh sandbox with ``sh`` and ``python3`` (3.8 or later).
-        problem: what to test with.
-        source: the submitted file.
-        limits: bounds of the candidate.
-        root: a folder of the sandbox that uploads reach.
-        rule: ``all``: 1 if all tests pass, and the rest is not run once one fails; ``fraction``: the share that pass.
+        problem: the problem with its tests.
+        source: the submitted source.
+        limits: limits of the candidate.
+        root: folder of the sandbox for uploads.
+        rule: ``all`` gives 1 if all tests pass and stops at the first failure; ``fraction`` gives the share of passed
+            tests.
 
     Raises:
-        TaskError: the row's checker judges nothing.
-        InfrastructureError: no sandbox could be had (as ``open_sandbox`` says), or none gave a verdict
-            (``verifier_error``).
+        TaskError: the row's checker program does not work.
+        InfrastructureError: as ``open_sandbox`` says, or ``verifier_error`` if no run gave a verdict.
     """
 
     async def graded(source: str) -> Grade | NoVerdict:
@@ -145,12 +151,12 @@ async def grade_in(
     """Grade a candidate once in the given sandbox.
 
     Raises:
-        TaskError: the row's checker judges nothing.
+        TaskError: the row's checker program does not work.
     """
     job = {"source": source.removeprefix(BYTE_ORDER_MARK), "stop_at_failure": rule == "all"}
     job |= _tests(problem, limits)
     try:
-        told = await attempt(
+        reply = await attempt(
             sandbox,
             program(*_GRADER),
             job,
@@ -161,15 +167,15 @@ async def grade_in(
         )
     except AgentError as error:
         return failed(CodeVerdict.EXHAUSTED, error.reason)
-    if isinstance(told, NoVerdict):
-        return told
-    if "row" in told:
-        raise TaskError(f"verifier_metadata.checker: {told['row']}")
-    return _grade(told, rule)
+    if isinstance(reply, NoVerdict):
+        return reply
+    if "row" in reply:
+        raise TaskError(f"verifier_metadata.checker: {reply['row']}")
+    return _grade(reply, rule)
 
 
 def _tests(problem: CodeProblem, limits: CodeLimits) -> dict[str, Any]:
-    """What the grader is told of a problem."""
+    """Return the grader's input for a problem."""
     bounds = {**asdict(limits), "filters": filters()}
     for name, own in (("time_s", problem.time_limit_s), ("memory_mib", problem.memory_limit_mib)):
         bounds[name] = min(bounds[name], own or bounds[name])
@@ -183,19 +189,19 @@ def _tests(problem: CodeProblem, limits: CodeLimits) -> dict[str, Any]:
     }
 
 
-def _grade(told: Mapping[str, Any], rule: RewardRule) -> Grade:
-    verdict, tests = CodeVerdict(told["verdict"]), told["tests"]
+def _grade(reply: Mapping[str, Any], rule: RewardRule) -> Grade:
+    verdict, tests = CodeVerdict(reply["verdict"]), reply["tests"]
     reward = tests["passed"] / tests["total"] if rule == "fraction" else float(verdict is CodeVerdict.PASSED)
-    return Grade(reward, verdict.value, told["detail"], {"tests": tests})
+    return Grade(reward, verdict.value, reply["detail"], {"tests": tests})
 
 
 CLONE_THREAD = 0x10000
 AF_UNIX = 1
 LAST_SYSCALL = 466
-"""``removexattrat``, of Linux 6.13; what came later has not been judged."""
+"""``removexattrat`` of Linux 6.13. Later system calls have not been reviewed, so the filters refuse them."""
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""By ``os.uname().machine``, as the filter is told."""
+"""Audit architecture by ``os.uname().machine``."""
 
 COMMON_SYSCALLS = {
     "clone3": 435, "pidfd_open": 434, "pidfd_send_signal": 424, "pidfd_getfd": 438, "process_madvise": 440,
@@ -227,31 +233,34 @@ SYSCALLS = {
         "socket": 198, "socketpair": 199,
     },
 }  # fmt: skip
-"""Numbers of the system calls that the filters have something to say about."""
+"""Numbers of the system calls that the filters restrict."""
 
 _OWN_PROCESS_ONLY = ByArgument(0, frozenset({0}), ALLOW, REFUSE)
-"""For calls whose first argument is a process."""
+"""Rule for system calls whose first argument is a process id: 0 is the caller."""
 
 _SYSCALL_RULES: dict[str, CallVerdict] = {
     **dict.fromkeys(
         ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), _OWN_PROCESS_ONLY
     ),
-    # Of a user or a group it would be the grader's, too.
+    # The priority of a user or group would include the grader's.
     "setpriority": ByArgument(0, frozenset({0}), ByArgument(1, frozenset({0}), ALLOW, REFUSE), REFUSE),
-    # F_SETOWN, F_SETSIG, F_SETOWN_EX: have the kernel send a signal to somebody.
+    # F_SETOWN, F_SETSIG, F_SETOWN_EX make the kernel send signals to another process.
     "fcntl": ByArgument(1, frozenset({8, 10, 15}), REFUSE, ALLOW),
-    # FIOSETOWN, SIOCSPGRP, TIOCSTI.
+    # FIOSETOWN, SIOCSPGRP and TIOCSTI.
     "ioctl": ByArgument(1, frozenset({0x8901, 0x8902, 0x5412}), REFUSE, ALLOW),
     "socketpair": ByArgument(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
-    "clone3": UNKNOWN,  # then the C library uses clone
-    "clone": ALLOW,  # the zygote's forks
+    "clone3": UNKNOWN,  # "unknown" makes the C library fall back to clone
+    "clone": ALLOW,  # the zygote forks children
 }
-"""Of calls that are not simply refused."""
+"""Rules of system calls that are not refused outright."""
 
 
 @cache
 def filters() -> dict[str, list[str]]:
-    """By machine two filters in hexadecimal: a zygote's, and one more for a child, in which only threads are begun."""
+    """Return two seccomp programs per machine in hexadecimal: one for the zygote, and a second one for its children.
+
+    The second one allows only threads to be created.
+    """
     found = {}
     for machine, architecture in ARCHITECTURES.items():
         calls = COMMON_SYSCALLS | SYSCALLS[machine]

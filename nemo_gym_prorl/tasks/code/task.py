@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Programming problems as a :class:`~nemo_gym_prorl.tasks.task.Task`: rows bring their tests.
+"""Programming problems as a :class:`~nemo_gym_prorl.tasks.task.Task`.
 
-A row with tools has its solution in a file, which the policy finds empty. A row without is answered in text, as NeMo
-Gym's ``code_gen`` rows are: of all blocks in Python in the last message the last counts. A block is in Python if its
-fence says so, or says nothing and the block looks like code: an example of output after the program is no program.
+Rows with tools have their solution in a file, initially empty. Rows without tools are answered in text, like NeMo
+Gym's ``code_gen``: the last Python block of the last message counts. A block is Python if its fence says so, or if the
+fence has no label and the content looks like code; so sample output after the program is ignored.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _CODE = re.compile(
 
 
 Block = tuple[str, str]
-"""What stands behind a fence, up to the first character of no word, and the lines without the fence's indentation."""
+"""Label of a fenced block and its lines without the fence's indentation."""
 
 
 def program_in(message: str) -> str:
-    """The program of a message: the last block in Python, else the last block, else all of the message."""
+    """Return the last Python block of a message, else the last block, else the whole message."""
     blocks = blocks_in(message)
     if not blocks:
         return message
@@ -54,7 +54,7 @@ def program_in(message: str) -> str:
 
 
 def blocks_in(message: str) -> list[Block]:
-    """The fenced blocks of a message, of backquotes or tildes; one that is not closed ends with the message."""
+    """Return the fenced blocks (backquotes or tildes) of a message; an unclosed block ends with the message."""
     blocks, lines = list[Block](), list[str]()
     fence, label, indent = "", "", 0
     for line in message.split("\n"):
@@ -66,7 +66,7 @@ def blocks_in(message: str) -> list[Block]:
         ended = line.rstrip()
         body = ended.rstrip(fence[0])
         if len(ended) - len(body) >= len(fence):
-            if body.strip():  # the fence stands behind the last line
+            if body.strip():  # the fence follows the last line of code
                 lines.append(_dedented(body, indent))
             blocks.append((label, "\n".join([*lines, ""])))
             fence, lines = "", []
@@ -78,7 +78,7 @@ def blocks_in(message: str) -> list[Block]:
 
 
 def _indent(before: str) -> int:
-    """How far a fence is indented; text before a fence on its line, but for the mark of a list, is no indentation."""
+    """Return the indentation of a fence; text before the fence, other than a list marker, is no indentation."""
     marked = re.match(r"\s*(?:[-*+]|\d+[.)])?\s*", before)
     return len(before) if marked and marked.end() == len(before) else 0
 
@@ -93,23 +93,23 @@ def _is_python(label: str, code: str) -> bool:
 
 
 MAX_SOLUTION_BYTES = 256 * 1024
-"""Longest solution that is graded."""
+"""Larger solutions are not graded; bounds transfer and grading time."""
 
 MAX_SOLUTION_FIELD_CHARS = 64 * 1024
-"""Characters of the solution in the rollout's row."""
+"""Maximum characters of the solution in the rollout's row."""
 
 SUBMIT_REPLY = f"Submitted. {SOLUTION_FILE} is tested as it is now. The task is over: answer without calling a tool."
 
 
 class ProgrammingProblems:
-    """The task.
+    """Programming problems graded by their tests.
 
     Args:
-        root: a folder of each sandbox that uploads reach; the agent works in ``<root>/workspace``.
-        tools: bounds of one tool call.
-        limits: bounds of one candidate.
-        rule: what part of the tests earns what.
-        tests_folder: where the files are that rows name.
+        root: folder of each sandbox for uploads; the agent works in ``<root>/workspace``.
+        tools: limits of tool calls.
+        limits: limits of a candidate.
+        rule: reward rule; see :func:`.grading.grade`.
+        tests_folder: folder of the files that rows name.
     """
 
     resumes = True
@@ -131,10 +131,10 @@ class ProgrammingProblems:
         )
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """One like any other.
+        """Validate the row's tests; every row needs a default sandbox.
 
         Raises:
-            CallerError: the row's tests can't be used; names the field.
+            CallerError: the row's tests are invalid; names the field.
         """
         if (metadata := read_metadata(row)).tests_file is None:
             read_problem(metadata, None)
@@ -143,11 +143,11 @@ class ProgrammingProblems:
         return SandboxNeeds()
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
-        """Put the file there."""
+        """Create the empty solution file."""
         await tools.write({SOLUTION_FILE: ""})
 
     async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> ExtractedFile:
-        """The solution's file."""
+        """Extract the solution file."""
         return await tools.extract_file(SOLUTION_FILE, limit=MAX_SOLUTION_BYTES)
 
     async def grade(

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``str_replace_editor``: what it does to a text, here and not in the sandbox, and what it says."""
+"""Tool ``str_replace_editor``. Texts are edited in this process; only files are read and written in the sandbox."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from nemo_gym_prorl.tasks.workbench.tools import EditorArguments
 UNDO = "undo_edit"
 
 MAX_UNDOS = 30
-"""So many edits of a session can be taken back."""
+"""Edits of a session that can be undone; bounds the memory of a session."""
 
 MAX_FILE_CHARS = 1 << 20
 MAX_CHAR_BYTES = 4
-"""Bytes of it in UTF-8."""
+"""Bytes of the longest character in UTF-8."""
 
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -31,13 +31,13 @@ NOT_REGULAR_FILE = "is not a regular file"
 
 
 class Editor:
-    """The tool.
+    """The editor of one session.
 
     Args:
-        files: the sandbox.
-        folder: where relative paths begin.
-        ask: carries out what only a program inside can, the list of a folder.
-        limit: bytes of an observation.
+        files: file access to the sandbox.
+        folder: base of relative paths.
+        ask: sends a request to the toolbox, for listing a folder.
+        limit: maximum characters of a view.
     """
 
     def __init__(self, files: HasFiles, folder: str, ask: Ask, limit: int) -> None:
@@ -48,11 +48,12 @@ class Editor:
         self._undo_stack: deque[tuple[str, bytes | None]] = deque(maxlen=MAX_UNDOS)
 
     async def call(self, arguments: EditorArguments) -> dict[str, object] | None:
-        """One call: ``text`` for the model, or the toolbox's ``problem``; ``None`` if that was killed.
+        """Execute a call and return ``text`` for the model, or the toolbox's ``problem``; ``None`` if the toolbox was
+        killed.
 
         Raises:
-            RolloutError: the sandbox could not be asked.
-            OSError: the machine fails; what the file does is an answer.
+            RolloutError: the sandbox has failed.
+            OSError: the machine has failed. Errors caused by the file become text.
         """
         path = posixpath.join(self._folder, arguments.path)
         try:
@@ -71,7 +72,7 @@ class Editor:
 
     async def _edit(self, arguments: EditorArguments, path: str) -> str:
         if "\0" in path:
-            raise ValueError("a path holds no NUL")
+            raise ValueError("a path cannot contain a NUL character")
         if arguments.command == UNDO:
             return await self._undo(path, arguments.path)
         if arguments.command == "create":
@@ -82,7 +83,7 @@ class Editor:
         data = await self._files.read_file(path, limit=MAX_CHAR_BYTES * MAX_FILE_CHARS)
         if b"\0" in data:
             raise ValueError("is not a text file")
-        text = data.decode("utf-8", "surrogateescape")  # bytes of another encoding come back as they were
+        text = data.decode("utf-8", "surrogateescape")  # preserves bytes of other encodings
         if len(text) > MAX_FILE_CHARS:
             raise ValueError(_ERRNO_REASONS[errno.EFBIG])
         text, mark = text.removeprefix(BYTE_ORDER_MARK), text.startswith(BYTE_ORDER_MARK) * BYTE_ORDER_MARK
@@ -94,7 +95,7 @@ class Editor:
         return said
 
     async def _read_existing(self, path: str) -> bytes | None:
-        """What is about to be overwritten, if it is there and can be read at all."""
+        """Return the content of the file that ``create`` overwrites; ``None`` if it cannot be read."""
         try:
             return await self._files.read_file(path, limit=MAX_CHAR_BYTES * MAX_FILE_CHARS)
         except OSError as error:
@@ -107,7 +108,7 @@ class Editor:
             if edit[0] == path:
                 break
         else:
-            raise ValueError("no edit of it can be taken back")
+            raise ValueError("there is no edit of this file to undo")
         if edit[1] is None:
             raise ValueError("the last edit created it; remove it with bash")
         await self._files.write_file(path, edit[1])
@@ -125,10 +126,10 @@ _ERRNO_REASONS = {
 
 
 def _numbered_lines(text: str, view_range: Sequence[int] | None, limit: int) -> str:
-    """Numbered lines of a text, without the carriage returns that end them; bytes of another encoding as U+FFFD.
+    """Return numbered lines without carriage returns; invalid UTF-8 is shown as U+FFFD.
 
     Raises:
-        ValueError: there are no such lines.
+        ValueError: the range is outside of the file.
     """
     readable = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     lines = [line.removesuffix("\r") for line in readable.split("\n")]
@@ -147,10 +148,11 @@ def _numbered_lines(text: str, view_range: Sequence[int] | None, limit: int) -> 
 
 
 def _apply_edit(text: str, arguments: EditorArguments) -> tuple[str, str]:
-    """The text after ``str_replace`` or ``insert``, and what is said of it. New lines end as most of the file's do.
+    """Return the text after ``str_replace`` or ``insert``, and the observation. New lines use the file's most frequent
+    line ending.
 
     Raises:
-        ValueError: it can't be done.
+        ValueError: the edit is not possible.
     """
     returns = text.count("\r\n")
     end = "\r\n" if 2 * returns > text.count("\n") else "\n"
@@ -158,7 +160,7 @@ def _apply_edit(text: str, arguments: EditorArguments) -> tuple[str, str]:
     if arguments.command == "str_replace":
         old = arguments.old_str or ""
         found = text.count(old) if old else 0
-        if found == 0 and returns and old:  # a view shows no carriage returns
+        if found == 0 and returns and old:  # the model does not see carriage returns
             any_end = re.compile(r"\r?\n".join(map(re.escape, old.replace("\r\n", "\n").split("\n"))))
             matches = any_end.findall(text)
             old, found = "".join(matches[:1]), len(matches)
@@ -175,6 +177,6 @@ def _apply_edit(text: str, arguments: EditorArguments) -> tuple[str, str]:
     said = f"Inserted {len(added)} lines into {arguments.path} after line {at}."
     if end == "\r\n":
         added = [f"{line}\r" for line in added]
-        if at == len(lines):  # behind a last line without an end
+        if at == len(lines):  # after a last line without a line ending
             lines[-1], added[-1] = f"{lines[-1]}\r", added[-1].removesuffix("\r")
     return "\n".join(lines[:at] + added + lines[at:]), said

@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``bash`` and ``python`` of one workspace, as sessions that live as long as its sandbox.
+"""Tools ``bash`` and ``python``: persistent sessions, or one process per call where the provider has no sessions.
 
-Invariants:
+Invariants of sessions:
 
-- What the agent did, however bad, is an observation: a shell or kernel that ended is replaced, and the model is told.
-- A sandbox that is gone is ``session_lost``. The two look alike from here, so a session that ends is followed by a
-  look at the sandbox before anybody is blamed.
-- Every call ends: a session that does not answer long after its own time limit is replaced as well.
-- Calls at the same time wait for each other, since there is one shell and one kernel.
-- Either begins with its first call: a kernel costs as much as three sandboxes, and few rollouts use both.
+- A failure caused by the agent is an observation: a session that ended is replaced, and the model is told.
+- The end of the sandbox is ``session_lost``. Both look alike here, so the sandbox is probed after each session's end.
+- Every call returns: a session that does not answer long after its time limit is replaced too.
+- Concurrent calls of a tool are serialized, since there is one shell and one kernel.
+- A session starts with its first call: kernels are expensive, and few rollouts use both tools.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ from nemo_gym_prorl.tasks.workbench.tools import (
 
 
 ANSWER_MARGIN_S = 20.0
-"""How much longer than its own time limit a session may take to answer, in seconds."""
+"""Seconds that a session may take beyond its time limit to answer, for the transport and a loaded machine."""
 
 RESTART_TIMEOUT_S = 60.0
-"""How long a session may take to be replaced, in seconds."""
+"""Seconds for starting or replacing a session; a kernel's imports take several seconds on a loaded machine."""
 
 SHELL_VARIABLES: dict[str, str] = {"TERM": "dumb", "NO_COLOR": "1"}
-"""Programs see a terminal, and would colour what only a model reads."""
+"""Disables colours, which programs print on a terminal and models should not read."""
 
 KEYS: Mapping[str, str] = {"C-c": "\x03", "C-d": "\x04"}
-"""Names of what can be typed besides lines."""
+"""Names of control characters that the model may send."""
 
 MAX_STATE_BYTES = 256 << 10
-"""Bytes of a shell's variables and functions that are carried over; one that has more is begun anew."""
+"""Limit on a shell's saved state in bytes; a shell with more is not saved."""
 
 _SAVE_STATE_SCRIPT = r"""\builtin declare -p
 \builtin declare -f
@@ -67,15 +66,14 @@ _SAVE_STATE_SCRIPT = r"""\builtin declare -p
 \builtin umask -p
 \builtin shopt -p
 \builtin set +o"""
-"""Has bash write down what it knows, as commands."""
+"""Prints the shell's state as bash commands."""
 
 _BASH_INTERNALS = re.compile(
     r"^(declare -\S+ (BASH\w*|COMP_WORDBREAKS|DIRSTACK|EPOCH\w+|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID"
     r"|RANDOM|SECONDS|SHELLOPTS|SRANDOM|UID|_)(=.*)?|set [-+]o (monitor|history|histexpand|emacs|vi))(\n|$)",
     re.MULTILINE,
 )
-"""Variables that are each bash's own: at some that are set it leaves out all that follows. And how it serves a
-terminal, which it would set up anew."""
+"""Lines that must not be restored: read-only variables, on which bash would stop reading, and terminal options."""
 
 _OPTION = re.compile(r"^shopt -[su] \w+$", re.MULTILINE)
 
@@ -87,18 +85,18 @@ _sys.path.insert(0, "")
 del _os, _sys
 get_ipython().execution_count = 1
 """
-"""Run in a fresh kernel: it is to work, and to look for modules, where the shell does, and to count from 1."""
+"""Sets a fresh kernel's working folder, module path and cell counter."""
 
 RequireSandbox = Callable[[object], Awaitable[None]]
-"""Raises ``session_lost``, with the given trouble as its reason, unless the sandbox lives."""
+"""Raises ``session_lost`` with the given reason unless the sandbox lives."""
 
 
 class _SessionUnavailable(Exception):
-    """The session can't be replaced though its sandbox lives; says why."""
+    """The session cannot be replaced although its sandbox lives; the message says why."""
 
 
 class _Session(Protocol):
-    """A shell or a kernel."""
+    """Common methods of shells and kernels."""
 
     async def restart(self) -> None: ...
 
@@ -106,14 +104,14 @@ class _Session(Protocol):
 
 
 class _InteractiveTool[Session: _Session, Asked](ABC):
-    """What both have in common: one call at a time, and replacement.
+    """Serialized calls and replacement of a session.
 
     Args:
-        what: ``shell`` or ``kernel``.
-        sandbox: where it runs.
-        folder: where it starts.
-        limit: bytes of an observation.
-        require_sandbox: tells an agent's doing from a lost sandbox.
+        what: ``shell`` or ``kernel``, for messages.
+        sandbox: the sandbox of the session.
+        folder: initial working folder.
+        limit: maximum bytes of an observation.
+        require_sandbox: raises if the sandbox has ended.
     """
 
     def __init__(
@@ -127,10 +125,10 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
         self._session: Session | None = None
         self._lock = asyncio.Lock()
         self._pending_notes: list[str] = []
-        """Notes on what was lost between two sandboxes, for the next call."""
+        """Notes for the next observation about state that was lost when the session was resumed."""
 
     async def call(self, arguments: Asked, timeout_s: float) -> str:
-        """One call; returns the observation, whatever becomes of the session.
+        """Execute a call and return the observation, also if the session ends.
 
         Raises:
             InfrastructureError: ``session_lost``.
@@ -153,7 +151,7 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
 
     @property
     def begun(self) -> bool:
-        """Whether there is a session."""
+        """Whether the session has started."""
         return self._session is not None
 
     def _take_notes(self) -> list[str]:
@@ -167,7 +165,7 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
 
     @abstractmethod
     async def _call(self, arguments: Asked, timeout_s: float) -> str:
-        """Carry it out."""
+        """Execute a call."""
 
     @abstractmethod
     async def _open(self) -> Session:
@@ -175,10 +173,10 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
 
     @abstractmethod
     async def _enter(self, session: Session) -> None:
-        """Have a fresh one work in the folder, which the agent may have removed."""
+        """Move a fresh session to the working folder, which the agent may have removed."""
 
     async def _require_session(self) -> Session:
-        """The session; started if this is the first call."""
+        """Return the session, started if necessary."""
         if self._session is None:
             await self._restart(f"no {self._what} could be started")
         assert self._session is not None
@@ -198,7 +196,7 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
                 await self._enter(self._session)
         except (RolloutError, TimeoutError) as error:
             await self._require_sandbox(error)
-            reason = error.reason if isinstance(error, RolloutError) else "it did not answer"
+            reason = error.reason if isinstance(error, RolloutError) else f"no answer within {RESTART_TIMEOUT_S:g} s"
             trouble = trouble or f"the {self._what} ended and no new one could be started"
             raise _SessionUnavailable(f"{trouble}: {reason}") from error
 
@@ -207,15 +205,15 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
 
 
 class Bash(_InteractiveTool[ShellSession, BashArguments]):
-    """The ``bash`` tool.
+    """Tool ``bash`` as a persistent shell.
 
     Args:
-        sandbox: where it runs.
-        folder: where it starts.
-        silence_s: a command without output for so long is reported as waiting.
-        limit: bytes of an observation.
-        require_sandbox: tells an agent's doing from a lost sandbox.
-        variables: what the shell finds set, over what the image sets.
+        sandbox: the sandbox of the shell.
+        folder: initial working folder.
+        silence_s: seconds without output after which a command is reported as waiting.
+        limit: maximum bytes of an observation.
+        require_sandbox: raises if the sandbox has ended.
+        variables: environment variables, overriding the image's.
     """
 
     def __init__(
@@ -232,30 +230,33 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         self._variables = SHELL_VARIABLES | dict(variables or {})
         self._seen = ""
         self._code = 0
-        """With which the last command ended."""
+        """Exit code of the last command."""
         self._saved: Mapping[str, Any] = {}
-        """What the first session goes on from."""
+        """State that the next started shell restores."""
 
     async def save(self) -> dict[str, Any] | None:
-        """Folder, variables, functions and options of the shell, as bash itself writes them; empty where there is no
-        shell, ``None`` where they can't be had, as while a command runs."""
+        """Return the shell's folder, variables, functions and options as bash commands.
+
+        Returns:
+            ``{}`` if no shell was started; ``None`` if the state is unavailable, for example while a command runs.
+        """
         async with self._lock:
             if self._session is None:
                 return dict(self._saved)
             if self._session.running or self._session.exited:
                 return None
             try:
-                said = await self._session.aside(
+                state = await self._session.aside(
                     _SAVE_STATE_SCRIPT, timeout_s=ANSWER_MARGIN_S, output_limit=MAX_STATE_BYTES
                 )
             except RolloutError:
-                return None  # whatever it was, the next call meets it
-            if said.exit_code is None or said.timed_out or said.exited or said.omitted:
+                return None  # the next call reports the failure
+            if state.exit_code is None or state.timed_out or state.exited or state.omitted:
                 return None
-            return {"state": _BASH_INTERNALS.sub("", said.output), "folder": said.cwd, "code": self._code}
+            return {"state": _BASH_INTERNALS.sub("", state.output), "folder": state.cwd, "code": self._code}
 
     def resume(self, saved: Mapping[str, Any] | None, lost: Sequence[str]) -> None:
-        """Begin with what :meth:`save` gave."""
+        """Restore a state of :meth:`save` when the shell starts."""
         self._saved = saved or {}
         if "shell" in lost:
             self._pending_notes.append(had_ended("shell"))
@@ -311,7 +312,7 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         return await self._replace(output, status, [*notes, ended("shell")])
 
     def _unread_output(self, action: Action) -> Output:
-        """What the command has printed since the model last read it; all of it again once it is too long for that."""
+        """Return the output since the model's last read, or all output if some was omitted."""
         text, seen = action.output, self._seen
         self._seen = text if action.waiting and not action.omitted else ""
         if action.omitted or not text.startswith(seen):
@@ -327,8 +328,8 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         begin = f"cd -- {shlex.quote(saved.get('folder', self._folder))}"
         await session.run(begin, timeout_s=ANSWER_MARGIN_S, silence_s=None)
         if saved:
-            # Some functions can only be read with the options that they were written with. Those of ``set`` come last
-            # in what bash wrote: with some of them what follows would end it.
+            # Options of ``shopt`` come first, since functions may need them. Options of ``set`` come last, since some of
+            # them (errexit) would end the shell while it reads the rest.
             options = "\n".join(_OPTION.findall(saved["state"]))
             for known in (options, f"{{ {saved['state']}\n}} 2>/dev/null"):
                 begun = await session.run(known, timeout_s=ANSWER_MARGIN_S, silence_s=None)
@@ -340,13 +341,13 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
 
 
 class Python(_InteractiveTool[KernelSession, PythonArguments]):
-    """The ``python`` tool; arguments as of :class:`_InteractiveTool`."""
+    """Tool ``python`` as a persistent IPython kernel; arguments as of :class:`_InteractiveTool`."""
 
     def __init__(self, sandbox: HasSessions, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
         super().__init__("kernel", sandbox, folder, limit, require_sandbox)
 
     def resume(self, lost: Sequence[str]) -> None:
-        """Tell at the first call what is lost."""
+        """Report lost state with the first observation."""
         if "kernel" in lost:
             self._pending_notes.append(had_ended("kernel"))
 
@@ -358,7 +359,7 @@ class Python(_InteractiveTool[KernelSession, PythonArguments]):
         try:
             cell = await kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
         except RolloutError as error:
-            # It ended between two calls, by what runs in the background.
+            # Code in the background ended the kernel between two calls.
             await self._require_sandbox(error)
             await self._restart()
             notes.append(had_ended("kernel"))
@@ -387,15 +388,15 @@ class Python(_InteractiveTool[KernelSession, PythonArguments]):
 
 
 Ask = Callable[[Mapping[str, Any], float], Awaitable[dict[str, Any] | None]]
-"""Asks the program inside the sandbox, within so many seconds; ``None`` if it was killed there."""
+"""Sends a request to the toolbox program in the sandbox, with a time limit in seconds; ``None`` if that was killed."""
 
 
 class StatelessTools:
-    """The two tools.
+    """Tools ``bash`` and ``python`` with a new process for each call.
 
     Args:
-        ask: carries out a request.
-        limit: bytes of an observation.
+        ask: sends a request to the toolbox.
+        limit: maximum bytes of an observation.
     """
 
     def __init__(self, ask: Ask, limit: int) -> None:
@@ -403,7 +404,7 @@ class StatelessTools:
         self._limit = limit
 
     async def bash(self, arguments: BashArguments, timeout_s: float) -> str:
-        """One call of ``bash``; returns the observation."""
+        """Execute a call of ``bash`` and return the observation."""
         if arguments.restart:
             return self._observation(Output(), restarted("shell"))
         if arguments.command is None:
@@ -411,7 +412,7 @@ class StatelessTools:
         return await self._run(["bash", "-c", arguments.command], "", timeout_s, exit_code)
 
     async def python(self, arguments: PythonArguments, timeout_s: float) -> str:
-        """One call of ``python``; returns the observation."""
+        """Execute a call of ``python`` and return the observation."""
         if arguments.code is None:
             return self._observation(Output(), restarted("kernel"))
         return await self._run(["python3", "-"], arguments.code, timeout_s, lambda code: FAILED if code else OK)
@@ -424,12 +425,12 @@ class StatelessTools:
             case {"timed_out": True, "head": str(head), "omitted": int(omitted), "tail": str(tail)}:
                 return self._observation(Output(head, max(0, omitted), tail), timed_out(timeout_s))
             case {"exit_code": int(code), "head": str(head), "omitted": int(omitted), "tail": str(tail)}:
-                # As a shell would say it: 128 + N after signal N.
+                # Shell convention: 128 + N after signal N.
                 return self._observation(
                     Output(head, max(0, omitted), tail), status(code if code >= 0 else 128 - code)
                 )
             case answer:
-                reason = str(answer.get("problem", "something else answered for the command."))
+                reason = str(answer.get("problem", "another process answered in place of the command."))
         return error_text(reason, limit=self._limit)
 
     def _observation(self, output: Output, status: str) -> str:

@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The hands of the tools, inside the sandbox of a running agent.
+"""Helper program of the tools, run inside the agent's sandbox.
 
-It is passed as ``python3 -c SOURCE REQUEST`` with each call, so the agent finds no file that it could change, and
-files are touched only from inside: a symlink that the agent plants leads nowhere outside its own sandbox. Output is
-bounded here, before it reaches anybody's memory. The request is base64 of a JSON object with ``op``; the answer is one
-JSON line on stdout behind the request's ``mark``.
+Each call passes the source as ``python3 -c SOURCE REQUEST``, so the agent finds no file to modify. Files are accessed
+from inside, so a symlink of the agent cannot leave its sandbox. Output is truncated here to bound the memory of the
+server. The request is base64 of a JSON object with ``op``; the reply is one JSON line on stdout after the request's
+``mark``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 
-MAX_ENTRIES = 500
+MAX_ENTRIES = 500  # of a folder's listing, to bound the observation
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """Run ``argv`` with ``stdin`` text in ``cwd``; keep the head and tail of what it prints."""
+    """Run ``argv`` with ``stdin`` text in ``cwd`` and return the head and tail of its output."""
     Path(request["cwd"]).mkdir(parents=True, exist_ok=True)
     half = request["limit"] // 2
     head, tail, total = b"", b"", 0
@@ -45,12 +45,12 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     timed_out = False
     while True:
         ended = process.poll() is not None
-        # A background process may hold the pipe open for ever: once the command is over, take only what is there.
+        # A background process may hold the pipe open: after the command's end, read only what is available.
         wait = 0 if ended else max(0.0, min(0.05, deadline - time.monotonic()))
         if select.select([reader], [], [], wait)[0]:
             chunk = os.read(reader, 65536)
             if not chunk:
-                # It closed its output and works on: its end is still awaited.
+                # The command closed its output but still runs.
                 try:
                     process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
@@ -79,7 +79,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(request: dict[str, Any]) -> dict[str, Any]:
-    """Write base64 to ``path``, whose folders are made, or with ``more`` to its end; says whether it was there."""
+    """Write or append (``more``) base64 data to ``path``, creating its folders; return whether the file existed."""
     path = Path(request["path"])
     existed = path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def read(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def entries(request: dict[str, Any]) -> dict[str, Any]:
-    """The entries of the folder ``path``."""
+    """List the folder ``path``."""
     names = sorted(entry.name + "/" if entry.is_dir() else entry.name for entry in Path(request["path"]).iterdir())
     if len(names) > MAX_ENTRIES:
         names[MAX_ENTRIES:] = [f"[... {len(names) - MAX_ENTRIES} more ...]"]
@@ -110,9 +110,9 @@ OPERATIONS = {"run": run, "write": write, "read": read, "entries": entries}
 
 
 if __name__ == "__main__":
-    asked = json.loads(base64.b64decode(sys.argv[1]))
+    request = json.loads(base64.b64decode(sys.argv[1]))
     try:
-        answer = OPERATIONS[asked["op"]](asked)
+        answer = OPERATIONS[request["op"]](request)
     except OSError as failure:
         answer = {"problem": failure.strerror or str(failure), "errno": failure.errno or 0}
-    sys.stdout.write("\n" + asked["mark"] + json.dumps(answer) + "\n")
+    sys.stdout.write("\n" + request["mark"] + json.dumps(answer) + "\n")

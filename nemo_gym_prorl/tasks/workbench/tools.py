@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of a workspace: what a policy is told of them, what it may say, and what it reads back, to the byte. Pure.
+"""Schemas, arguments and observations of the workbench tools. Pure.
 
-``docs/tools.md`` describes observations for users. An observation of ``bash`` or ``python`` is output, then one last
-line in brackets that is ours: ``[STATUS]`` or ``[STATUS; NOTE; ...]``. Whatever looks like one above it is output. A
-command can print what it likes, but nothing of it can stand below that line or in it, so what a model may rely on
-can't be forged.
+``docs/tools.md`` describes observations for users. An observation of ``bash`` or ``python`` is the output, followed by
+one status line: ``[STATUS]`` or ``[STATUS; NOTE; ...]``. A command cannot print below or into the status line, so the
+status cannot be forged.
 
-Output is UTF-8 text, invalid bytes as U+FFFD. If it is too long, its middle gives way to ``[... N bytes omitted ...]``
-on a line of its own, and a note in the last line says the same number: without that note the line in the middle is
-output like any other. The whole observation is never longer than its limit.
+Output is UTF-8 with invalid bytes as U+FFFD. The middle of long output is replaced by a line ``[... N bytes omitted
+...]``, and the status line repeats the number. A line of that form without the number in the status line is ordinary
+output. An observation never exceeds its limit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from nemo_gym_prorl.tasks.arguments import Arguments
 
 
 ONLY_FILES_KEPT = "only files are kept for the next call"
-"""Note where the sandbox has no lasting shell or kernel."""
+"""Note for sandboxes without persistent sessions."""
 
 OK = "ok"
 FAILED = "error"
@@ -35,57 +34,57 @@ _LOST = {"shell": "folder, variables and jobs", "kernel": "variables"}
 _MARK = re.compile(r"\n\[\.\.\. [0-9]+ bytes omitted \.\.\.\]\n")
 
 _MAX_OMITTED = 10**18
-"""Room is kept for a count of so many bytes."""
+"""Largest omitted byte count; its digits are reserved in the observation's limit."""
 
 
 def exit_code(code: int) -> str:
-    """Status of a command that ended."""
+    """Status of a command that exited."""
     return f"exit code: {code}"
 
 
 def timed_out(limit_s: float) -> str:
-    """Status of a command that was ended because its time was up."""
+    """Status of a command that exceeded its time limit."""
     return f"timed out after {limit_s:g} s"
 
 
 def waiting(silence_s: float) -> str:
-    """Status of a command that goes on running."""
+    """Status of a command that still runs."""
     return f"still running, no output for {silence_s:g} s: it may wait for input"
 
 
 def restarted(what: str) -> str:
-    """Status of a call that asked for a new shell or kernel."""
+    """Status of a requested restart."""
     return f"a new {what} was started"
 
 
 def ended(what: str) -> str:
-    """Note on a shell or kernel that the call ended."""
+    """Note about a session that ended during the call."""
     return f"the {what} ended and a new one was started: {_LOST[what]} are gone"
 
 
 def had_ended(what: str) -> str:
-    """Note on a shell or kernel that something ended before the call."""
+    """Note about a session that ended before the call."""
     return f"the {what} had ended and a new one was started before this call: {_LOST[what]} are gone"
 
 
 def stopped_programs() -> str:
-    """Note on a sandbox that was restored from its files."""
+    """Note about a restored sandbox."""
     return "programs that ran in the background have ended"
 
 
 def ended_before(code: int | None) -> str:
-    """Note on the command before, which was left running."""
+    """Note about the previous command, which was left running."""
     return "the command before has ended" + ("" if code is None else f" with exit code {code}")
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a command printed.
+    """Output of a command, possibly truncated.
 
     Attributes:
-        head: its beginning, or all of it.
-        omitted: bytes left out after ``head``.
-        tail: its end, if something was left out.
+        head: the beginning, or all of it.
+        omitted: bytes omitted after ``head``.
+        tail: the end, if bytes were omitted.
     """
 
     head: str = ""
@@ -94,10 +93,10 @@ class Output:
 
     @classmethod
     def of(cls, text: str, omitted: int = 0) -> Self:
-        """Output in which a session has marked what it left out.
+        """Parse output in which a session has marked omitted bytes.
 
-        ``omitted`` may be more than the mark says, if the session left out something that is no text. Where output
-        holds a mark of its own, either may be taken for the place; what the last line says is right in any case.
+        ``omitted`` may exceed the marked number if the session omitted data that is not text. Output may contain a
+        mark of its own, which can be mistaken for the place; the number in the status line is correct in any case.
         """
         if not omitted:
             return cls(text)
@@ -107,7 +106,7 @@ class Output:
         return cls(head, omitted, tail)
 
     def then(self, more: Output) -> Output:
-        """This, and on a line of its own what came later."""
+        """Append later output on a new line."""
         if not self.omitted:
             return Output(_with_newline(self.head) + more.head, more.omitted, more.tail)
         if not more.omitted:
@@ -116,14 +115,14 @@ class Output:
         return Output(self.head, self.omitted + between + more.omitted, more.tail)
 
     def within(self, limit: int) -> Output:
-        """At most ``limit`` bytes of it, half from its beginning and half from its end."""
+        """Truncate to ``limit`` bytes, half from the beginning and half from the end."""
         head, tail = _bytes(self.head), _bytes(self.tail)
         if len(head) + len(tail) <= limit:
             return Output(head.decode(), self.omitted, tail.decode())
         half = limit // 2
         if not self.omitted:
             head, tail = head + tail, head + tail
-        # A character that is cut in two goes.
+        # A character that would be split is dropped.
         first = head[:half].decode("utf-8", "ignore")
         last = tail[max(0, len(tail) - half) :].decode("utf-8", "ignore")
         total = len(head) + len(tail) if self.omitted else len(head)
@@ -134,13 +133,13 @@ class Output:
 
 
 def observation(output: Output, status: str, notes: Sequence[str] = (), *, limit: int) -> str:
-    """The observation of at most ``limit`` bytes.
+    """Format an observation of at most ``limit`` bytes.
 
     Args:
-        output: what was printed.
-        status: made by a function of this module, or one of its constants.
-        notes: constants of this module.
-        limit: bytes; at least 1000.
+        output: the command's output.
+        status: a status of this module.
+        notes: notes of this module.
+        limit: maximum bytes; at least 1000.
     """
     room = limit - len(_mark(_MAX_OMITTED)) - len(_last_line(status, notes, _MAX_OMITTED)) - 1
     kept = output.within(room)
@@ -148,13 +147,13 @@ def observation(output: Output, status: str, notes: Sequence[str] = (), *, limit
 
 
 def error_text(reason: str, *, limit: int) -> str:
-    """The observation of a call that could not be carried out; its ``reason`` may quote what came from inside."""
+    """Format the observation of a call that failed; ``reason`` may contain text from inside the sandbox."""
     text = f"Error: {reason}"
     return str(Output(text).within(limit - len(_mark(_MAX_OMITTED))))
 
 
 def result_text(data: Mapping[str, Any]) -> str:
-    """A rich result as text: the plain form if it has one. It comes from inside and may be of any shape."""
+    """Return a rich display result as text, plain text first. The data is untrusted and may have any type."""
     for kind in ("text/plain", "text/markdown", "text/latex", "text/html"):
         content = data.get(kind)
         if isinstance(content, list) and all(isinstance(part, str) for part in content):
@@ -177,12 +176,12 @@ def _with_newline(text: str) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """As UTF-8. What comes from inside may hold halves of surrogate pairs, which no encoding has."""
+    """Encode as UTF-8; unpaired surrogates from inside the sandbox become ``?``."""
     return text.encode("utf-8", "replace")
 
 
 MAX_INPUT = 1000
-"""Longest line to type, in characters: a terminal takes no more than 4,096 bytes at once."""
+"""Longest input line in characters: a terminal buffers at most 4,096 bytes."""
 
 
 class BashArguments(Arguments):
@@ -207,7 +206,7 @@ out."""
     )
 
     def lacks(self) -> str | None:
-        """Exactly one of three."""
+        """Require exactly one of command, input and restart."""
         return _one_of("bash", command=self.command, input=self.input, restart=self.restart)
 
 
@@ -223,7 +222,7 @@ printed, the value of the last expression, the traceback if there is one, and a 
     )
 
     def lacks(self) -> str | None:
-        """Exactly one of two."""
+        """Require exactly one of code and restart."""
         return _one_of("python", code=self.code, restart=self.restart)
 
 
@@ -245,7 +244,7 @@ back the last edit of a file."""
     )
 
     def lacks(self) -> str | None:
-        """What its command takes."""
+        """Require the fields of the command."""
         missing = [name for name in _EDITOR_NEEDS[self.command] if getattr(self, name) is None]
         return f"{self.command} needs {' and '.join(missing)}" if missing else None
 
@@ -260,7 +259,7 @@ TOOLS: Mapping[str, type[Arguments]] = {
     "str_replace_editor": EditorArguments,
     "submit": SubmitArguments,
 }
-"""The tools by name, each with the model of its arguments."""
+"""Argument models by tool name."""
 
 _EDITOR_NEEDS = {
     "view": (),
@@ -286,13 +285,13 @@ _CUT = re.compile(r"; [0-9]+ bytes omitted")
 
 @dataclass(slots=True)
 class ToolCallCounts:
-    """Of one tool.
+    """Call counts of one tool.
 
     Attributes:
-        calls: all of them.
-        errors: not carried out, or ended with an error: wrong arguments, an exit code that is not 0, an exception.
-        timeouts: ended because their time was up; errors as well.
-        cut: observations of ``bash`` and ``python`` of which the middle is left out.
+        calls: all calls.
+        errors: failed calls: invalid arguments, a non-zero exit code or an exception.
+        timeouts: calls that exceeded their time limit; counted as errors too.
+        cut: truncated observations of ``bash`` and ``python``.
     """
 
     calls: int = 0
@@ -302,27 +301,27 @@ class ToolCallCounts:
 
 
 class ToolCallStats:
-    """Of one session."""
+    """Call counts of one session by tool."""
 
     def __init__(self) -> None:
         self._tools: dict[str, ToolCallCounts] = {}
 
     def count(self, tool: str, observation: str) -> None:
-        """Count a call that was answered with this."""
+        """Count a call by its observation."""
         counts = self._tools.setdefault(tool, ToolCallCounts())
         counts.calls += 1
-        said = _STATUS.match(observation, observation.rfind("\n") + 1) if tool in _HAVE_STATUS else None
-        status = said["status"] if said else ""
+        match = _STATUS.match(observation, observation.rfind("\n") + 1) if tool in _HAVE_STATUS else None
+        status = match["status"] if match else ""
         counts.timeouts += status.startswith("timed out")
-        counts.cut += bool(said and _CUT.search(said["notes"]))
+        counts.cut += bool(match and _CUT.search(match["notes"]))
         failed = status == "error" or status.startswith("timed out")
         failed |= status.startswith("exit code: ") and status != "exit code: 0"
         counts.errors += failed or (not status and observation.startswith(_TROUBLE))
 
     def resume(self, counted: Mapping[str, Mapping[str, int]]) -> None:
-        """Go on from what :meth:`as_json` gave."""
+        """Restore counts of :meth:`as_json`."""
         self._tools = {tool: ToolCallCounts(**counts) for tool, counts in counted.items()}
 
     def as_json(self) -> Mapping[str, Mapping[str, int]]:
-        """By tool, for a rollout's row."""
+        """Return the counts by tool, for a rollout's row."""
         return {tool: asdict(counts) for tool, counts in self._tools.items()}

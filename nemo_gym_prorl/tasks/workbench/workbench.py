@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Shell, Python, editor and ``submit`` as the tool set of a task, each in a :class:`.Workspace` of its own.
+"""Tool set of a task: shell, Python, editor and ``submit``, with one :class:`.Workspace` per session.
 
-What an image has for them is looked at once: that goes for all sandboxes of the image.
+An image is probed for the required programs once, for all its sandboxes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class Workbench:
-    """A :class:`~nemo_gym_prorl.tasks.task.ToolSet`.
+    """Shell, Python, editor and ``submit``; a :class:`~nemo_gym_prorl.tasks.task.ToolSet`.
 
     Args:
-        tools: which of :data:`.tools.TOOLS`.
-        folder: the working folder, inside.
-        limits: bounds of tool calls.
-        submit_description: what the policy is told ``submit`` does, where that is to be said of the task's own matter.
-        submit_reply: what ``submit`` answers.
+        tools: names from :data:`.tools.TOOLS`.
+        folder: working folder inside.
+        limits: limits of tool calls.
+        submit_description: description of ``submit`` for this task; a general one by default.
+        submit_reply: observation of ``submit``.
     """
 
     def __init__(
@@ -51,22 +51,22 @@ class Workbench:
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """The tools as the Responses API describes functions."""
+        """Function schemas of the Responses API."""
         return self._schemas
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> Workspace:
-        """The tools in a sandbox.
+        """Open the tools in a sandbox.
 
         Args:
-            sandbox: what they work in.
-            needs: what was asked of it.
+            sandbox: the session's sandbox.
+            needs: the requirements that the sandbox was started with.
 
         Raises:
-            CallerError: the row's image lacks what a tool needs; names the row's field.
-            InfrastructureError: the server's own image does, or the sandbox does not say what it has.
+            CallerError: the row's image lacks a program that a tool needs; names the row's field.
+            InfrastructureError: the server's own image lacks a program, or the probe failed.
         """
         if sandbox is None or needs is None:
-            raise ValueError("tools of a workbench work in a sandbox: the task must say what it needs")
+            raise ValueError("the tools of a workbench need a sandbox: Task.needs must return SandboxNeeds")
         installed = self._installed.get(needs.image)
         if installed is None:
             installed = await probe_image(sandbox)
@@ -78,7 +78,7 @@ class Workbench:
         wanted = {"bash": "bash" in self._tools, "python3": "python" in self._tools or not has_files}
         found = {"bash": installed.bash, "python3": installed.python}
         if missing := [program for program, needed in wanted.items() if needed and not found[program]]:
-            reason = f"the image lacks {' and '.join(missing)}, which the tools {', '.join(self._tools)} need"
+            reason = f"the image lacks {' and '.join(missing)}, required by the tools {', '.join(self._tools)}"
             if needs.image is None:
                 raise InfrastructureError(reason, field="image")
             raise CallerError(reason, field=needs.row_field("image"))
@@ -88,5 +88,5 @@ class Workbench:
 
 
 def workbench_schemas(tools: Sequence[str], submit_description: str | None = None) -> list[dict[str, Any]]:
-    """Tools as the Responses API describes functions; see :class:`Workbench`."""
+    """Return the function schemas of tools; see :class:`Workbench`."""
     return [tool_schema(name, TOOLS[name], submit_description if name == "submit" else None) for name in tools]

@@ -1,19 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The folder in which an agent works, and its tools, inside a sandbox that somebody else started.
+"""The agent's working folder and tools inside a running sandbox.
 
-Two things are kept apart. What the agent's command did, however bad, is an observation. A sandbox that no longer
-answers is :class:`InfrastructureError` with ``session_lost``. They look alike from outside, since an agent can kill
-the process that reports to us; so when a call brings no answer, the sandbox is asked for a sign of life before anybody
-is blamed.
+A failure caused by the agent's command is an observation. The end of the sandbox is an :class:`InfrastructureError`
+with ``session_lost``. An agent can kill the process that reports to the server, so both look alike: when a call brings
+no reply, the sandbox is probed before the failure is attributed.
 
-``bash`` and ``python`` are sessions where the sandbox has them (:mod:`.consoles`), else each call is a process of its
-own (:class:`.StatelessTools`). A session begins with the first call that needs it: most rollouts never use one of the two.
+``bash`` and ``python`` are persistent sessions where the sandbox has them, else one process per call
+(:mod:`.interactive_tools`).
 
-Files are had from the sandbox itself where it :class:`.HasFiles`, which looks names up inside: a tenth of the CPU of
-a program there, which is what others have (:class:`ToolboxFiles`). What that program answers is the agent's word, since
-the agent can answer in its place: it is read with care, and speaks of no machine. The provider's upload and download
-are never used: where those share a folder with the host they would follow a symlink of the agent's on the *host*.
+Files are accessed through the provider where the sandbox :class:`.HasFiles`, else through a program inside
+(:class:`ToolboxFiles`). The agent can answer in that program's place, so its replies are untrusted and never blame the
+machine. The provider's upload and download are not used: with a folder shared with the host they would follow the
+agent's symlinks on the *host*.
 """
 
 from __future__ import annotations
@@ -50,28 +49,28 @@ from nemo_gym_prorl.tasks.workbench.tools import (
 
 
 READ_BYTES = 256 << 10
-"""So much is read at once: providers bound what a command prints."""
+"""Bytes per read: providers limit a command's output."""
 
 WRITTEN_BYTES = 48 << 10
-"""So much is written at once: the kernel takes no argument beyond 128 KiB."""
+"""Bytes per write: the kernel limits an argument to 128 KiB."""
 
 
 class ToolboxUnavailable(OSError):
-    """The program was killed, or something else answered for it; says which."""
+    """The toolbox program was killed, or another process answered in its place."""
 
 
 class ToolboxFiles:
-    """A :class:`~nemo_gym_prorl.tasks.sandbox.HasFiles`.
+    """File access through the toolbox program; a :class:`~nemo_gym_prorl.tasks.sandbox.HasFiles`.
 
     Args:
-        ask: carries out a request.
+        ask: sends a request to the toolbox.
     """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
     async def read_file(self, path: str, *, limit: int) -> bytes:
-        """An ordinary file of at most ``limit`` bytes."""
+        """Return a regular file of at most ``limit`` bytes."""
         content = bytearray()
         while len(content) <= limit:
             request = {"op": "read", "path": path, "from": len(content), "size": READ_BYTES}
@@ -79,7 +78,7 @@ class ToolboxFiles:
             try:
                 part = base64.b64decode(str(answer["content"]), validate=True)
             except (KeyError, ValueError) as error:
-                raise ToolboxUnavailable("something else answered for the reader") from error
+                raise ToolboxUnavailable("another process answered in place of the reader") from error
             content += part
             if len(part) < READ_BYTES:
                 break
@@ -88,7 +87,7 @@ class ToolboxFiles:
         return bytes(content)
 
     async def write_file(self, path: str, data: bytes) -> bool:
-        """Write a whole file, and the folders above it; says whether there was one."""
+        """Write a file and its parent folders; return whether the file existed."""
         existed = []
         for at in range(0, max(1, len(data)), WRITTEN_BYTES):
             content = base64.b64encode(data[at : at + WRITTEN_BYTES]).decode()
@@ -99,7 +98,7 @@ class ToolboxFiles:
     async def _asked(self, request: dict[str, object]) -> dict[str, object]:
         answer = await self._ask(request, 0.0)
         if answer is None:
-            raise ToolboxUnavailable("the program that has its files was killed")
+            raise ToolboxUnavailable("the program that accesses the sandbox's files was killed")
         if "problem" in answer:
             number, said = answer.get("errno"), str(answer["problem"])
             raise OSError(said) if number in OF_THE_MACHINE else OSError(number, said)
@@ -107,18 +106,19 @@ class ToolboxFiles:
 
 
 PROBE_TIMEOUT_S = 30.0
-"""How long a sandbox may take to show a sign of life, in seconds."""
+"""Seconds for the reply to a liveness probe on a loaded machine."""
 
 PROBES = 4
 PROBE_PAUSE_S = 0.3
-"""A sandbox that does not answer but is said to run is asked so often: it may be just about to be found dead."""
+"""Probes of a sandbox that does not answer although its provider reports it running: its end may not be noticed yet.
+"""
 
 MAX_COUNT = 10**15
 MAX_SIGNALS = 128
-"""Numbers beyond these are no counts and no exit codes."""
+"""Larger numbers in replies are rejected: replies are untrusted."""
 
 MAX_REASON_CHARS = 500
-"""Most characters of what is said of a file that was taken out."""
+"""Maximum characters of an error message about an extracted file."""
 
 SUBMITTED = "Submitted. The task is over: answer without calling a tool."
 ALREADY_SUBMITTED = "Error: the solution was submitted already, the workspace is closed."
@@ -128,13 +128,13 @@ _PROBE_MARK = "prorl-alive"
 
 @dataclass(frozen=True, slots=True)
 class ToolLimits:
-    """Bounds of one tool call.
+    """Limits of one tool call.
 
     Attributes:
-        timeout_s: seconds a command may run if the model names no limit.
-        max_timeout_s: the most that the model may ask for, in seconds.
-        silence_s: seconds without output after which a command of a lasting shell is reported as waiting.
-        output_bytes: the longest observation, in bytes.
+        timeout_s: default time limit in seconds.
+        max_timeout_s: largest time limit that the model may request, in seconds.
+        silence_s: seconds without output after which a command of a persistent shell is reported as waiting.
+        output_bytes: maximum bytes of an observation.
     """
 
     timeout_s: float = 30.0
@@ -145,11 +145,11 @@ class ToolLimits:
 
 @dataclass(frozen=True, slots=True)
 class ExtractedFile:
-    """A file that was taken out of the sandbox.
+    """A file extracted from the sandbox.
 
     Attributes:
-        content: what is in it, or ``None`` if it can't be had.
-        problem: why it can't.
+        content: the file's bytes; ``None`` if it could not be read.
+        problem: the reason if it could not be read.
     """
 
     content: bytes | None
@@ -157,17 +157,17 @@ class ExtractedFile:
 
 
 class _FileUnavailable(Exception):
-    """There is nothing to take; says what is the matter with the file."""
+    """The file cannot be extracted; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledPrograms:
-    """What an image has for the tools.
+    """Programs of an image that tools need.
 
     Attributes:
-        bash: there is a bash.
-        python: there is a Python.
-        kernel: there is an IPython that runs as a kernel.
+        bash: whether bash is installed.
+        python: whether Python is installed.
+        kernel: whether IPython is installed and supports kernels.
     """
 
     bash: bool = True
@@ -183,29 +183,27 @@ _PROBE_IMAGE = (
 
 
 async def probe_image(sandbox: Sandbox) -> InstalledPrograms:
-    """What the image of a fresh sandbox has.
+    """Return the programs of a fresh sandbox's image.
 
     Raises:
-        InfrastructureError: it does not say.
+        InfrastructureError: the probe failed.
     """
     result = await sandbox.exec(_PROBE_IMAGE, cwd="/", timeout_s=ANSWER_MARGIN_S)
     if result.error_type is not None:
-        raise InfrastructureError(
-            f"the sandbox does not say what is in it: {(result.stderr or '')[:MAX_REASON_CHARS]}"
-        )
+        raise InfrastructureError(f"could not probe the image: {(result.stderr or '')[:MAX_REASON_CHARS]}")
     found = (result.stdout or "").split()
     return InstalledPrograms(bash="bash" in found, python="python" in found, kernel="kernel" in found)
 
 
 class Workspace:
-    """A working folder in a running sandbox; an :class:`~nemo_gym_prorl.tasks.task.OpenTools`.
+    """Working folder and tools in a running sandbox; an :class:`~nemo_gym_prorl.tasks.task.OpenTools`.
 
     Args:
         sandbox: a started sandbox with ``sh``.
-        folder: absolute path of the working folder inside; made by whatever first needs it.
-        limits: bounds of tool calls.
-        installed: what its image has.
-        submitted: what ``submit`` answers.
+        folder: absolute path of the working folder inside; created on first use.
+        limits: limits of tool calls.
+        installed: programs of the image.
+        submitted: observation of ``submit``.
     """
 
     def __init__(
@@ -227,11 +225,11 @@ class Workspace:
         self.work_in(folder)
 
     def work_in(self, folder: str, variables: Mapping[str, str] | None = None) -> None:
-        """Have the tools begin in another folder; comes before the first call.
+        """Set the tools' initial folder, before the first call.
 
         Args:
             folder: absolute path inside.
-            variables: what the shell finds set, over what the image sets.
+            variables: environment variables of the shell, overriding the image's.
         """
         limit, sandbox = self._limits.output_bytes, self.sandbox
         self.folder = folder
@@ -244,10 +242,10 @@ class Workspace:
                 self._python = Python(sandbox, folder, limit, self._require_sandbox)
 
     async def write(self, contents: Mapping[str, str]) -> None:
-        """Make the folder with these files (path in it, or absolute, to text).
+        """Write files into the working folder: path (relative to it, or absolute) to text.
 
         Raises:
-            InfrastructureError: the sandbox did not do it.
+            InfrastructureError: the sandbox failed.
         """
         try:
             for name, text in contents.items():
@@ -256,7 +254,7 @@ class Workspace:
             raise InfrastructureError(f"could not set up the workspace: {error}") from error
 
     async def close(self) -> None:
-        """Let go of shell and kernel; best after their sandbox has ended."""
+        """Close shell and kernel; cheaper after their sandbox has ended."""
         for console in (self._bash, self._python):
             if console is not None:
                 await console.close()
@@ -266,8 +264,8 @@ class Workspace:
         """Run one of :data:`.tools.TOOLS` and return the observation.
 
         Raises:
-            AgentError: the agent used up its sandbox, which is gone.
-            InfrastructureError: ``session_lost``, the sandbox is gone.
+            AgentError: the agent exceeded a limit of its sandbox, and the sandbox has ended.
+            InfrastructureError: ``session_lost``: the sandbox has ended.
         """
         if self.over:
             return ALREADY_SUBMITTED
@@ -282,11 +280,11 @@ class Workspace:
         return observation
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
-        """How the calls so far went, by tool; see :class:`~.tally.ToolCallCounts`."""
+        """Return the call counts by tool; see :class:`~.tools.ToolCallCounts`."""
         return self._call_stats.as_json()
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
-        """What tools know beyond files, and what of that is lost; see :class:`.task.ResumableTools`."""
+        """Return the tools' state and its lost parts; see :class:`.task.ResumableTools`."""
         saved: dict[str, Any] = {"tally": self.tool_use(), "over": self.over}
         lost: list[str] = []
         if self._bash is not None:
@@ -297,7 +295,7 @@ class Workspace:
         return saved, lost
 
     async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
-        """Go on from there."""
+        """Restore a saved state."""
         self._call_stats.resume(saved["tally"])
         self.over = saved["over"]
         if self._bash is not None:
@@ -317,7 +315,7 @@ class Workspace:
                 return error_text("the editor was killed before it answered.", limit=limit)
             if isinstance(text := answer.get("text"), str):
                 return str(Output(text).within(limit))
-            return error_text(answer.get("problem") or "something else answered for the editor.", limit=limit)
+            return error_text(answer.get("problem") or "another process answered in place of the editor.", limit=limit)
         if isinstance(parsed, BashArguments):
             timeout_s = self._timeout(parsed.timeout_s)
             if self._bash is None:
@@ -333,15 +331,15 @@ class Workspace:
         return self._submitted
 
     async def extract_file(self, path: str, *, limit: int) -> ExtractedFile:
-        """Take an ordinary file out.
+        """Extract a regular file.
 
         Args:
-            path: in the working folder, or absolute.
-            limit: its longest, in bytes.
+            path: relative to the working folder, or absolute.
+            limit: maximum bytes.
 
         Raises:
-            AgentError: the agent used up its sandbox.
-            InfrastructureError: ``session_lost``, the sandbox is gone.
+            AgentError: the agent exceeded a limit of its sandbox.
+            InfrastructureError: ``session_lost``: the sandbox has ended.
         """
         try:
             content = await self._read(path, limit)
@@ -358,9 +356,9 @@ class Workspace:
             if error.errno == errno.EFBIG:
                 raise _FileUnavailable(f"is longer than {limit} bytes") from error
             if error.errno == errno.EBUSY:
-                raise _FileUnavailable("can't be read, since a program holds it") from error
+                raise _FileUnavailable("can't be read: a program has it open") from error
             raise_if_machine_error(error)
-            raise _FileUnavailable("is not there") from error
+            raise _FileUnavailable("does not exist") from error
 
     async def _edit(self, arguments: EditorArguments) -> dict[str, Any] | None:
         try:
@@ -370,13 +368,15 @@ class Workspace:
             raise
 
     async def _bounded[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Have the sandbox do something with its files, which depends on nothing that runs in it."""
+        """Run a file operation, which must not depend on any process in the sandbox."""
         try:
             async with asyncio.timeout(ANSWER_MARGIN_S):
                 return await work
         except TimeoutError as error:
-            await self._require_sandbox("its files are out of reach")
-            raise InfrastructureError("the sandbox does not give its files", kind=FailureKind.SESSION_LOST) from error
+            await self._require_sandbox(f"no access to its files within {ANSWER_MARGIN_S:g} s")
+            raise InfrastructureError(
+                "the sandbox's files cannot be accessed", kind=FailureKind.SESSION_LOST
+            ) from error
         except RolloutError as error:
             await self._require_sandbox(error.reason)
             raise
@@ -385,7 +385,7 @@ class Workspace:
         return min(asked or self._limits.timeout_s, self._limits.max_timeout_s)
 
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        """One request to the toolbox; ``None`` if the sandbox lives but the toolbox was killed inside it."""
+        """Send a request to the toolbox; ``None`` if the toolbox was killed in a live sandbox."""
         mark = secrets.token_hex(8)
         text = json.dumps({"mark": mark, "cwd": self.folder} | dict(request))
         encoded = base64.b64encode(text.encode()).decode()
@@ -403,31 +403,31 @@ class Workspace:
         await self._require_sandbox(failure)
         return None
 
-    async def _require_sandbox(self, trouble: object) -> None:
+    async def _require_sandbox(self, reason: object) -> None:
         if not await is_alive(self.sandbox):
-            reason = f"the sandbox is gone: {trouble}" if trouble else "the sandbox is gone"
-            raise InfrastructureError(reason[:600], kind=FailureKind.SESSION_LOST)
+            message = f"the sandbox has ended: {reason}" if reason else "the sandbox has ended"
+            raise InfrastructureError(message[:600], kind=FailureKind.SESSION_LOST)
 
 
 def raise_if_machine_error(error: OSError) -> None:
-    """Judge an error of a sandbox's file.
+    """Raise if a file error is the machine's and not the agent's.
 
     Raises:
-        InfrastructureError: it is the machine's: a disk that fails or is full, no file that could be opened any more.
+        InfrastructureError: the machine's disk failed or is full, or no more files can be opened.
     """
     if error.errno in OF_THE_MACHINE:
-        reason = f"the machine does not give the sandbox's files: {error}"
+        reason = f"the machine failed to access the sandbox's files: {error}"
         raise InfrastructureError(reason, kind=FailureKind.SESSION_LOST) from error
 
 
 async def is_alive(sandbox: Sandbox) -> bool:
-    """Whether the sandbox still runs.
+    """Return whether the sandbox still runs.
 
-    One that can't even ``echo`` may still live: its agent may have removed what ``echo`` takes, or used up its
-    processes. Then its provider's word counts.
+    A sandbox that cannot run ``echo`` may live: its agent may have removed the program or exhausted the process limit.
+    The provider's status then decides.
 
     Raises:
-        AgentError: it does not, by the agent's doing.
+        AgentError: sandboxed code ended the sandbox.
     """
     for _ in range(PROBES):
         try:
@@ -446,7 +446,7 @@ async def is_alive(sandbox: Sandbox) -> bool:
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    """An answer, of which only texts and reasonable numbers are taken."""
+    """Parse a toolbox reply; only texts and numbers within bounds are kept."""
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):

@@ -56,7 +56,7 @@ FLOAT = {"kind": "float", "absolute": 1e-6, "relative": 1e-6}
 )
 def test_outputs(output: str, expected: str, right_by: set[str]) -> None:
     kinds = ("exact", "lines", "tokens", "float")
-    assert {kind for kind in kinds if checkers.right(output, expected, FLOAT | {"kind": kind})} == right_by
+    assert {kind for kind in kinds if checkers.outputs_match(output, expected, FLOAT | {"kind": kind})} == right_by
 
 
 @given(st.text(), st.text(), st.sampled_from(["exact", "lines", "tokens", "float"]))
@@ -65,7 +65,7 @@ def test_outputs(output: str, expected: str, right_by: set[str]) -> None:
 @example("1e99999999999999999999", "1", "lines")
 @example("\ud800", "\udcff", "tokens")
 def test_no_output_is_too_odd_to_be_compared(output: str, expected: str, kind: str) -> None:
-    said = checkers.right(output, expected, FLOAT | {"kind": kind})
+    said = checkers.outputs_match(output, expected, FLOAT | {"kind": kind})
     assert said in (True, False)
     if output == expected:
         assert said
@@ -75,7 +75,7 @@ def test_no_output_is_too_odd_to_be_compared(output: str, expected: str, kind: s
 def test_a_number_is_itself_in_every_spelling(value: float) -> None:
     spellings = [repr(value), f"{value:.60f}", f"{value:+.40e}"]
     for spelling in spellings:
-        assert checkers.right(spelling, repr(value), FLOAT)
+        assert checkers.outputs_match(spelling, repr(value), FLOAT)
 
 
 JSON: Any = st.recursive(
@@ -102,8 +102,8 @@ def with_kinds(value: Any) -> Any:
 @example(math.inf, 10**400)
 def test_values_are_compared_by_what_they_say(value: Any, expected: Any) -> None:
     checker = {"kind": "lines", "absolute": 0.0, "relative": 0.0}
-    assert checkers.right_value(json.loads(json.dumps(value)), value, checker)
-    assert checkers.right_value(value, expected, checker) == (with_kinds(value) == with_kinds(expected))
+    assert checkers.values_match(json.loads(json.dumps(value)), value, checker)
+    assert checkers.values_match(value, expected, checker) == (with_kinds(value) == with_kinds(expected))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_values_are_compared_by_what_they_say(value: Any, expected: Any) -> None
     ],
 )
 def test_values(value: Any, expected: Any, checker: dict[str, Any], right: bool) -> None:
-    assert checkers.right_value(value, expected, checker) is right
+    assert checkers.values_match(value, expected, checker) is right
 
 
 def test_what_is_nested_too_deeply_is_for_the_caller_to_catch() -> None:
@@ -140,4 +140,4 @@ def test_what_is_nested_too_deeply_is_for_the_caller_to_catch() -> None:
     for _ in range(sys.getrecursionlimit()):
         deep = [deep]
     with pytest.raises(RecursionError):
-        checkers.right_value(deep, deep, FLOAT)
+        checkers.values_match(deep, deep, FLOAT)

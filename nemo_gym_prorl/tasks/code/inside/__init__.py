@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside the grading sandbox, bundled into one program (:mod:`..trials`). Python 3.8 and its library."""
+"""Grader program that runs inside the grading sandbox; Python 3.8, standard library only."""

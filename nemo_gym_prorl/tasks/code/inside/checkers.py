@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an answer is the expected one. Pure; only plain text and plain values come here, whoever printed them.
+"""Comparison of untrusted answers with expected ones. Pure.
 
-An answer is whatever a candidate chose to print: nothing in it may raise, or take more than time in proportion to its
-length.
+Answers are untrusted text or JSON values: no answer may cause an exception or superlinear time.
 """
 
 from __future__ import annotations
@@ -17,26 +16,28 @@ from typing import Any
 NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 PADDED = re.compile(r"[+-]?0[0-9]")
 MAX_NUMBER_DIGITS = 5000
-"""Digits; a longer token is compared as text."""
+"""Maximum characters of a number; longer tokens are compared as text to bound the time of decimal arithmetic."""
 
 DEFAULT_TOLERANCE = 1e-6
 
 LONG_INTEGER = "prorl_long_integer"
-"""Key of an object that stands for an integer with more digits than Python reads by default."""
+"""Key of an object that encodes an integer with more digits than Python reads by default."""
 
 _ANY_CASE = ("yes", "no")
-"""Lines whose case contests ignore."""
+"""Lines compared without case, as contests do."""
 
 
 def number(token: str) -> Decimal | None:
-    """The number that a token is, if it is one."""
+    """Return a token's number; ``None`` if the token is not a number."""
     if len(token) > MAX_NUMBER_DIGITS or not NUMBER.fullmatch(token):
         return None
     return Decimal(token)
 
 
 def same_token(token: str, expected: str) -> bool:
-    """Equal as text, or as exact numbers: ``1.50`` is ``1.5``. Where digits are padded with zeros, text."""
+    """Compare tokens as text or exact numbers: ``1.50`` equals ``1.5``. Numbers padded with zeros are compared as
+    text.
+    """
     if token == expected:
         return True
     if PADDED.match(expected) or PADDED.match(token):
@@ -46,20 +47,20 @@ def same_token(token: str, expected: str) -> bool:
 
 
 def same_tokens(tokens: list[str], expected: list[str]) -> bool:
-    """Each by :func:`same_token`."""
+    """Compare lists of tokens with :func:`same_token`."""
     return len(tokens) == len(expected) and all(map(same_token, tokens, expected))
 
 
 def exact(output: str, expected: str) -> bool:
-    """Each character."""
+    """Compare all characters."""
     return output == expected
 
 
 def lines(output: str, expected: str, *, strict: bool = False) -> bool:
-    """Line by line, without blanks around lines and around the whole.
+    """Compare stripped lines of the stripped texts.
 
-    Numbers may differ by :data:`DEFAULT_TOLERANCE` if one of the two has a fraction, and ``YES`` is ``yes``, as to
-    Gym's grader; not if ``strict``.
+    Unless ``strict``, ``YES`` equals ``yes``, and numbers may differ by :data:`DEFAULT_TOLERANCE` if one has a
+    fraction, as in Gym's grader.
     """
     if output == expected:
         return True
@@ -71,7 +72,7 @@ def lines(output: str, expected: str, *, strict: bool = False) -> bool:
 
 
 def same_line(line: str, expected: str, strict: bool) -> bool:
-    """One line without blanks around it, see :func:`lines`."""
+    """Compare stripped lines; see :func:`lines`."""
     if line == expected or same_tokens(line.split(), expected.split()):
         return True
     if strict:
@@ -86,7 +87,9 @@ def same_line(line: str, expected: str, strict: bool) -> bool:
 
 
 def near_integer(token: str, expected: str) -> bool:
-    """A fractional number near an expected integer, whatever its size: a rounded large one is another number."""
+    """Whether a fractional number is within the absolute tolerance of an expected integer; large integers need exact
+    equality.
+    """
     value, wanted = number(token), number(expected)
     if value is None or wanted is None or not set(token) & set(".eE"):
         return False
@@ -94,12 +97,12 @@ def near_integer(token: str, expected: str) -> bool:
 
 
 def tokens(output: str, expected: str) -> bool:
-    """Word by word, whatever is between them."""
+    """Compare tokens, ignoring white space."""
     return output == expected or same_tokens(output.split(), expected.split())
 
 
 def close(token: str, expected: str, absolute: float, relative: float) -> bool:
-    """Equal, or within the larger of both tolerances of a number that is expected with a fraction or an exponent."""
+    """Whether tokens are equal, or within tolerance of an expected number with a fraction or exponent."""
     if same_token(token, expected):
         return True
     value, wanted = number(token), number(expected)
@@ -109,7 +112,7 @@ def close(token: str, expected: str, absolute: float, relative: float) -> bool:
 
 
 def floats(output: str, expected: str, absolute: float, relative: float) -> bool:
-    """Word by word, numbers within a tolerance."""
+    """Compare tokens, numbers within a tolerance."""
     said, wanted = output.split(), expected.split()
     return len(said) == len(wanted) and all(
         close(one, other, absolute, relative)
@@ -118,11 +121,10 @@ def floats(output: str, expected: str, absolute: float, relative: float) -> bool
 
 
 def same_value(value: Any, expected: Any, absolute: float, relative: float, strict: bool = False) -> bool:
-    """What a function returned, as JSON has it; within a tolerance where a fractional number is expected.
+    """Compare JSON values; expected fractional numbers have a tolerance.
 
-    A fractional number may be as near to an expected integer as ``absolute``, whatever its size; not if ``strict``.
-
-    ``1.0`` is ``1``, as to the data sets' own graders, which compare by ``==``; ``true`` is ``1`` to them, not here.
+    A fractional number may differ from an expected integer by ``absolute``, unless ``strict``. ``1.0`` equals ``1``,
+    as in the data sets' own graders; ``true`` does not equal ``1``.
     """
     if isinstance(expected, list):
         return (
@@ -146,14 +148,14 @@ def same_value(value: Any, expected: Any, absolute: float, relative: float, stri
         if isinstance(expected, float):
             return math.isclose(value, expected, rel_tol=relative, abs_tol=absolute)
         if strict or not isinstance(value, float) or value.is_integer():
-            return False  # whole numbers are exact
+            return False  # integers must be equal
         return abs(value - expected) <= absolute
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         return False
 
 
-def right(output: str, expected: str, checker: dict[str, Any], *, strict: bool = False) -> bool:
-    """By the checker of that kind: ``lines``, ``tokens``, ``exact`` or ``float``; ``strict`` matters to ``lines``."""
+def outputs_match(output: str, expected: str, checker: dict[str, Any], *, strict: bool = False) -> bool:
+    """Apply a built-in checker: ``lines``, ``tokens``, ``exact`` or ``float``; ``strict`` applies to ``lines`` only."""
     kind = checker["kind"]
     if kind == "lines":
         return lines(output, expected, strict=strict)
@@ -162,8 +164,8 @@ def right(output: str, expected: str, checker: dict[str, Any], *, strict: bool =
     return {"tokens": tokens, "exact": exact}[kind](output, expected)
 
 
-def right_value(value: Any, expected: Any, checker: dict[str, Any], *, strict: bool = False) -> bool:
-    """What a function returned; ``wrapped``: the expected value may stand in a list of its own."""
+def values_match(value: Any, expected: Any, checker: dict[str, Any], *, strict: bool = False) -> bool:
+    """Compare a function's result; with ``wrapped``, a one-element expected list may stand for its element."""
     absolute = checker.get("absolute", DEFAULT_TOLERANCE)
     relative = checker.get("relative", DEFAULT_TOLERANCE)
     if strict:

@@ -1,15 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Judges a candidate by many tests, each in a process of its own, in a sandbox that the agent never touched.
+"""Run a candidate's tests, each in its own process, in a sandbox that the agent never touched.
 
-Three kinds of processes. The *grader*, this one, holds the job: every input, every expected output and the nonce. It
-runs nothing of the candidate's, nobody can look into it, and no signal of a candidate's reaches it. A *zygote* forks
-*children*, see :mod:`.zygote`; neither is ever shown an expected output, and a child has the input of its own test
-only. A second zygote has the row's checker, if there is one: there the checker runs as warily as a candidate does,
-since the candidate wrote what it reads.
+Three kinds of processes:
 
-What a child prints and returns comes over pipes as text and is compared here. Two lines on our own standard output
-start with the nonce: that the candidate's source is about to be run, and the report.
+- The *grader* (this process) holds the job: inputs, expected outputs and the nonce. The grader never runs candidate
+  code, and candidates cannot inspect or signal it.
+- A *zygote* (:mod:`.zygote`) forks *children* and never receives an expected output.
+- A *child* runs one test and receives the input of that test only.
+
+A second zygote runs the row's checker program, if there is one, with the same restrictions, since the checker reads
+the candidate's output.
+
+Output and results of children arrive as text over pipes and are compared here. The grader prints two lines that start
+with the nonce: one before the candidate's source runs, and the report.
 """
 
 from __future__ import annotations
@@ -38,29 +42,31 @@ from nemo_gym_prorl.tasks.code.inside.zygote import (
 )
 
 
-CHUNK = 1 << 16
+CHUNK = 1 << 16  # bytes per read: the capacity of a pipe
 ANSWER_BYTES = 8 << 20
-"""Longest JSON of what a function returns."""
+"""Maximum bytes of a function's JSON result."""
 
 MAX_INT_DIGITS = 1 << 16
-"""Longest integer that the grader reads from a candidate, in 25 ms."""
+"""Maximum digits of an integer read from a candidate: parsing takes quadratic time."""
 
 MAX_FAILURES_REPORTED = 20
-"""So many failed tests are told of one by one."""
+"""Failed tests listed in the report."""
 
 WALL_FACTOR = 3
 WALL_EXTRA_S = 2.0
-"""A test may take so much longer by the clock than in processor time: machines are shared, and programs sleep."""
+"""Wall-clock limit of a test: this multiple of the CPU limit plus a constant, since machines are shared and programs
+sleep.
+"""
 
 KILL_TIMEOUT_S = 60.0
-"""How long a child that was killed may take to be gone."""
+"""Seconds for the end of a killed child on a loaded machine."""
 
 CHILD_VERDICTS = frozenset({"crashed", "memory", "no_solution"})
-"""Verdicts that a child may name; none of them earns anything."""
+"""Verdicts accepted from an untrusted child; none earns a reward."""
 
 
 class ChildResult:
-    """What became of a child."""
+    """Result of a child process."""
 
     __slots__ = ("cpu_s", "killed", "mib", "output", "report", "spent_s", "status", "verdict", "why")
 
@@ -77,11 +83,11 @@ class ChildResult:
 
 
 class BrokenChecker(Exception):
-    """The row's checker judges nothing, whatever a candidate prints."""
+    """The row's checker program fails also on the expected output."""
 
 
 class ChildRunner:
-    """A zygote with a source, and the bounds of its children."""
+    """Runs tests of one source in children of a zygote."""
 
     def __init__(
         self,
@@ -98,14 +104,14 @@ class ChildRunner:
         self.time_s = limits["time_s"]
         self.place = place
         told = {"source": source, "function": function, "name": name, "folder": place.folder}
-        # The kernel counts ticks here, and a little too much; whether it was too long is told by what it took.
+        # RLIMIT_CPU counts ticks coarsely, so the limit has a margin; the measured CPU time decides.
         given = file_of(json.dumps({**told, **limits, "cpu_s": math.ceil(1.25 * self.time_s) + 1}).encode())
         send(self.channel, "load", (given,))
         os.close(given)
         self.null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def ready(self, patience_s: float) -> dict[str, Any]:
-        """What the zygote says when it has compiled the source."""
+        """Return the zygote's reply after compiling the source."""
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         if not poll.poll(patience_s * 1000):
@@ -113,11 +119,11 @@ class ChildRunner:
         try:
             answer, _ = receive(self.channel)
         except ChannelClosed:
-            return {"refused": "compiling it ended the compiler", "killed": True}
+            return {"refused": "the compiler crashed on the source", "killed": True}
         return dict(answer)
 
     def run(self, given: bytes) -> ChildResult:
-        """One child from beginning to end; returns when it is gone."""
+        """Run one child and return its result after its end."""
         ended = ChildResult()
         stdin = file_of(given)
         report, report_end = os.pipe()
@@ -170,7 +176,7 @@ class ChildRunner:
                     self._end(pid, ended, "output_limit", f"more than {limit} bytes of output")
             if ready:
                 continue
-            # Having waited for a processor is no fault of the candidate's.
+            # Time spent waiting for a processor does not count.
             if pid and not killed and time.monotonic() < (deadline := started + patience_s + waiting_s(pid)):
                 continue
             if not pid or killed:
@@ -203,12 +209,12 @@ class ChildRunner:
 
 
 def deadline_s(time_s: float) -> float:
-    """The most that a test may take by the clock."""
+    """Return the wall-clock limit of a test."""
     return WALL_FACTOR * time_s + WALL_EXTRA_S
 
 
 def said(report: bytes | bytearray) -> tuple[str, Any]:
-    """A child's report, if it is one."""
+    """Parse a child's untrusted report; empty if malformed."""
     try:
         kind, value = json.loads(report.decode("ascii"), parse_int=bounded_int)
     except (ValueError, TypeError, RecursionError):
@@ -217,14 +223,14 @@ def said(report: bytes | bytearray) -> tuple[str, Any]:
 
 
 def bounded_int(digits: str) -> int:
-    """Read an integer, but not one whose reading alone would take the grader's time."""
+    """Parse an integer of bounded length, since parsing takes quadratic time."""
     if len(digits) > MAX_INT_DIGITS:
         raise ValueError("too many digits")
     return int(digits)
 
 
 class ScratchFolder:
-    """The folder in which a child works and may write. What one leaves there, the next does not find."""
+    """Writable folder of a child, emptied after each test."""
 
     def __init__(self) -> None:
         token = os.urandom(8).hex()
@@ -235,7 +241,7 @@ class ScratchFolder:
         os.mkdir(self._spent, 0)
 
     def renew(self) -> None:
-        """Put what is left where no child can get: it can't change that folder's mode, and has no rights over it."""
+        """Move leftover files into a folder that children cannot access."""
         left = os.listdir(os.fsencode(self.folder))
         if not left:
             return
@@ -247,7 +253,7 @@ class ScratchFolder:
 
 
 class Checker:
-    """How a test's answer is judged."""
+    """Compares answers with expected ones, by a built-in checker or the row's program."""
 
     def __init__(self, job: dict[str, Any], zygote: Zygote) -> None:
         self._checker = job["checker"]
@@ -260,10 +266,10 @@ class Checker:
             )
             answer = self._program.ready(deadline_s(limits["time_s"]))
             if "refused" in answer:
-                raise BrokenChecker(f"it is no Python: {answer['refused']}")
+                raise BrokenChecker(f"the checker is not valid Python: {answer['refused']}")
 
     def judge(self, ended: ChildResult, test: dict[str, Any], *, called: bool) -> tuple[bool, str]:
-        """Whether it is right, and why not."""
+        """Return whether an answer is correct, and the reason if not."""
         if called:
             kind, value = said(ended.report)
             if kind != "returned":
@@ -271,22 +277,22 @@ class Checker:
             if self._program is not None:
                 return self._ask(test, value)
             try:
-                return checkers.right_value(value, test["expected"], self._checker), ""
+                return checkers.values_match(value, test["expected"], self._checker), ""
             except RecursionError:
                 return False, "nested too deeply"
         output = ended.output.decode("utf-8", "surrogateescape")
         if self._program is not None:
             return self._ask(test, output)
-        return checkers.right(output, test["expected"], self._checker), ""
+        return checkers.outputs_match(output, test["expected"], self._checker), ""
 
     def strictly(self, ended: ChildResult, test: dict[str, Any], *, called: bool) -> bool:
-        """Whether an answer that is right is so without the tolerance that ``lines`` has."""
+        """Whether a correct answer is correct without the tolerance of ``lines``."""
         if self._checker["kind"] != "lines":
             return True
         if called:
-            return checkers.right_value(said(ended.report)[1], test["expected"], self._checker, strict=True)
+            return checkers.values_match(said(ended.report)[1], test["expected"], self._checker, strict=True)
         output = ended.output.decode("utf-8", "surrogateescape")
-        return checkers.right(output, test["expected"], self._checker, strict=True)
+        return checkers.outputs_match(output, test["expected"], self._checker, strict=True)
 
     def _ask(self, test: dict[str, Any], answer: Any) -> tuple[bool, str]:
         judged, why = self._run(test, answer)
@@ -312,7 +318,7 @@ class Checker:
 
 
 class CandidateReport:
-    """What there is to say of all tests."""
+    """Results of all tests."""
 
     def __init__(self, total: int) -> None:
         self.fields: dict[str, Any] = {
@@ -324,7 +330,7 @@ class CandidateReport:
         self.killed = False
 
     def add(self, index: int, verdict: str, why: str, ended: ChildResult | None = None) -> None:
-        """A test's end; the first failure is the candidate's."""
+        """Add a test's result; the first failure is the candidate's verdict."""
         fields = self.fields
         if ended is not None:
             fields["run"] += 1
@@ -371,25 +377,25 @@ def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, place: Scr
 
 
 def tell(nonce: str, what: Any) -> None:
-    """One line for who asked for a verdict."""
+    """Print one line for the caller."""
     write_all(1, f"\n{nonce} {json.dumps(what)}\n".encode())
 
 
 def long_integer(value: dict[str, Any]) -> Any:
-    """The integer that an object with the one key :data:`.checkers.LONG_INTEGER` stands for."""
+    """Decode an object with the single key :data:`.checkers.LONG_INTEGER`."""
     digits = value.get(checkers.LONG_INTEGER)
     return int(digits) if len(value) == 1 and isinstance(digits, str) else value
 
 
 def main() -> None:
-    """Fork the zygotes, read the job, run it, print the report."""
+    """Fork the zygotes, read the job, run it and print the report."""
     process_hardening.hide()
     zygotes = Zygote(), Zygote()
     allow_long_integers(MAX_INT_DIGITS)
     job = json.loads(sys.stdin.buffer.read(), object_hook=long_integer)
-    sys.meta_path.clear()  # a changed standard library is never loaded
+    sys.meta_path.clear()  # never import from a modified standard library
     place = ScratchFolder()
-    # From here on it may be the candidate's doing if there is no verdict.
+    # From here on the candidate may be the cause of a missing verdict.
     tell(job["nonce"], "begun")
     try:
         report = examine(job, zygotes[0], Checker(job, zygotes[1]), place)

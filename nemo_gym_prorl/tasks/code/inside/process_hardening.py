@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a process that runs submitted source gives up, though it has its grader's user id.
+"""Privilege reduction for processes that run submitted source under the grader's user id.
 
-Without user ids to tell grader and candidate apart, the kernel would let the candidate kill the grader, lower its
-limits, or leave notes for the next test. So three walls go up, and none can be taken down again:
+Grader and candidate share a user id, so without restrictions the candidate could kill the grader, change its limits,
+or leave data for the next test. Three irreversible restrictions prevent this:
 
-- It has no capabilities.
-- A filter of system calls, which comes with the job (``tasks/code/grading.py``): no new processes, no signals.
-- Landlock: it writes in one folder only. On a kernel without it (before Linux 5.13) files elsewhere stay writable.
+- No capabilities.
+- A seccomp filter, passed with the job (``tasks/code/grading.py``): no new processes, no signals.
+- Landlock: writes are limited to one folder. Without Landlock (before Linux 5.13) other files stay writable.
 
-All of this but the last filter, by which a child has no children, is paid for once for all tests.
+The zygote applies all of them once for all tests, except for the filter that forbids children to fork.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PR_CAP_AMBIENT_CLEAR_ALL = 4
 CAPABILITY_VERSION_3 = 0x20080522
 SECCOMP_MODE_FILTER = 2
 MAX_FILES = 4096
-"""None of ours has a higher number."""
+"""Upper bound of this program's file descriptors."""
 
-# Of Landlock.
+# System calls and access rights of Landlock.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 WRITE_FILE, TRUNCATE, REFER = 1 << 1, 1 << 14, 1 << 13
 MAKE_AND_REMOVE = 0b1_1111_1111 << 4
@@ -43,7 +43,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def hide() -> None:
-    """Let no process of the same user, without capabilities, look into this one or its descendants.
+    """Make this process and its descendants uninspectable for unprivileged processes of the same user.
 
     Raises:
         OSError: the kernel refuses.
@@ -53,7 +53,7 @@ def hide() -> None:
 
 
 def drop_privileges() -> None:
-    """Give up all capabilities for good: a sandbox may run as root of its own user namespace.
+    """Drop all capabilities irreversibly: a sandbox may run as root of its own user namespace.
 
     Raises:
         OSError: the kernel refuses.
@@ -69,12 +69,12 @@ def drop_privileges() -> None:
 
 
 def end_with_parent() -> None:
-    """Be killed when the process that forked this one ends."""
+    """Request SIGKILL when the parent process ends."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def limit(what: int, value: int, *, for_good: bool = True) -> None:
-    """Bound a resource of this process and its descendants, for good or not, as far as it is not bounded already."""
+    """Lower a resource limit of this process and its descendants; with ``for_good`` the hard limit too."""
     hard = resource.getrlimit(what)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
@@ -82,7 +82,7 @@ def limit(what: int, value: int, *, for_good: bool = True) -> None:
 
 
 def limit_thread_stacks(size: int) -> None:
-    """Have threads take so many bytes of address space each, whatever the bound of the first thread's stack."""
+    """Set the stack size of threads, independent of the main thread's limit."""
     attributes = (ctypes.c_char * 256)()
     if hasattr(LIBC, "pthread_setattr_default_np") and LIBC.pthread_attr_init(attributes) == 0:
         LIBC.pthread_attr_setstacksize(attributes, ctypes.c_size_t(size))
@@ -90,13 +90,13 @@ def limit_thread_stacks(size: int) -> None:
 
 
 class FilterProgram(ctypes.Structure):
-    """As the kernel is given one."""
+    """The kernel's ``sock_fprog``."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
 def filter_calls(program: bytes) -> None:
-    """Be under a filter from now on.
+    """Install a seccomp filter.
 
     Raises:
         OSError: the kernel refuses.
@@ -107,12 +107,12 @@ def filter_calls(program: bytes) -> None:
 
 
 def landlock_version() -> int:
-    """Of the kernel's Landlock; 0 if it has none."""
+    """Return the kernel's Landlock ABI version; 0 without Landlock."""
     return max(0, int(LIBC.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
 
 
 def write_only_in(folder: str, version: int) -> None:
-    """Have no file written, made or removed outside ``folder`` from now on, but for devices that keep nothing.
+    """Restrict writing, creating and removing files to ``folder`` and a few devices.
 
     Raises:
         OSError: the kernel refuses.

@@ -1,14 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A warm interpreter that forks a process for each test, in which the submitted source runs; and that process.
+"""Zygote: a warm interpreter that forks one child per test.
 
-The *zygote* is forked from the grader before the grader has read its job. It is told the source and its limits, and
-never an input: these come as open files, which it hands to its child unread. It runs nothing of the candidate's; it
-imports what the source mentions of the standard library, compiles the source and waits. Each *child* runs the source
-from its first line, behind :mod:`.walls`, with its own input and output as the only files open, and its end is the
-test's: it can't have children of its own.
+The *zygote* is forked from the grader before the grader reads its job. It receives the source and the limits. Inputs
+arrive as open files, which the zygote passes to its child unread. The zygote never runs candidate code: it imports the
+standard library modules that the source mentions, compiles the source and waits.
 
-What a child says of itself, on descriptor 3, is the candidate's word: an answer to be compared, or why it failed.
+Each *child* runs the source from its first line under :mod:`.process_hardening`, with its own input and output as its
+only open files. A child cannot fork, so the test ends with the child.
+
+A child's report on descriptor 3 is untrusted: an answer to compare, or the reason of a failure.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from typing import Any, NoReturn
 from nemo_gym_prorl.tasks.code.inside import process_hardening
 
 
-MESSAGE_BYTES = 1 << 16
-STACK_BYTES = 256 << 20
-THREAD_STACK_BYTES = 8 << 20
+MESSAGE_BYTES = 1 << 16  # messages only carry exit statuses, names and short errors
+STACK_BYTES = 256 << 20  # of the main thread, for deep recursion
+THREAD_STACK_BYTES = 8 << 20  # the usual default; larger stacks would exhaust the address space
 RECURSION_LIMIT = 50_000
-"""Gym's grader has the same, so data made with it needs no ``setrecursionlimit``."""
+"""Recursion limit of Gym's grader: its data sets rely on this value."""
 
 MAX_INT_DIGITS = 1 << 20
-"""Longest integer that a program may print or read; the same."""
+"""Maximum digits of integers that a program may print or read, as in Gym's grader."""
 
 MAX_OPEN_FILES = 256
-"""Of a child; nothing that it inherits has a higher number."""
+"""Limit on a child's open files; all inherited descriptors are lower."""
 
 REPORT = 3
-"""Descriptor on which a child reports."""
+"""Descriptor of a child's report."""
 
 WHY_CHARS = 300
 
 ADD_SEALS = 1033
-"""Python 3.8 has no name for it. All four: no seal, no shrinking, no growing, no writing any more."""
+"""``F_ADD_SEALS``, missing in Python 3.8. All four seals make a file immutable."""
 
 WARM = {
     "abc", "array", "ast", "bisect", "calendar", "cmath", "collections", "contextlib", "copy", "dataclasses",
@@ -57,38 +58,39 @@ WARM = {
     "struct", "sys", "textwrap", "threading", "time", "timeit", "traceback", "types", "typing", "unicodedata",
     "zlib",
 }  # fmt: skip
-"""Modules that are imported once for all tests, if the source mentions them."""
+"""Modules that the zygote imports once for all tests, if the source mentions them."""
 
 PRELUDE_MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "builtins", "typing",
 )  # fmt: skip
-"""Modules whose names, and which themselves, a source may use without an import, as on the sites that the data sets
-come from; of one name the last module's counts."""
+"""Modules available to a source without an import, with all their names, as on the sites of the data sets. Later
+modules override names of earlier ones.
+"""
 
 
 class ChannelClosed(Exception):
-    """The other side of a channel has gone."""
+    """The peer of a channel has closed it."""
 
 
 def send(channel: socket.socket, message: Any, descriptors: tuple[int, ...] = ()) -> None:
-    """One message, with open files."""
+    """Send a message with file descriptors."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     channel.sendmsg([json.dumps(message).encode()], rights)
 
 
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
-    """The next message and its open files.
+    """Receive a message with file descriptors.
 
     Raises:
-        ChannelClosed: there is none.
+        ChannelClosed: the peer has closed the channel.
     """
     try:
         data, rights, _, _ = channel.recvmsg(MESSAGE_BYTES, 1024)
     except ConnectionError as error:
         raise ChannelClosed(str(error)) from None
     if not data:
-        raise ChannelClosed("the other side has gone")
+        raise ChannelClosed("the peer has closed the channel")
     descriptors = array.array("i")
     for _, _, received in rights:
         descriptors.frombytes(received)
@@ -96,14 +98,14 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]]:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """All of it, however much at once is taken."""
+    """Write all data."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def file_of(data: bytes) -> int:
-    """A file in memory that only says what it holds, whoever has it."""
+    """Return a sealed, read-only file in memory."""
     writable = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     write_all(writable, data)
     fcntl.fcntl(writable, ADD_SEALS, 0b1111)
@@ -116,7 +118,7 @@ def file_of(data: bytes) -> int:
 
 
 def mentioned(tree: ast.AST) -> list[str]:
-    """The modules that a source imports, as far as they are safe to import ahead."""
+    """Return the imported modules that are safe to import in the zygote."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -127,7 +129,7 @@ def mentioned(tree: ast.AST) -> list[str]:
 
 
 def uses_unknown_names(tree: ast.AST) -> bool:
-    """Whether a source reads a name that it binds nowhere and that is no builtin."""
+    """Whether a source uses a name that it never binds and that is no builtin."""
     known = set(dir(builtins)) | {"__file__"}
     read: set[str] = set()
     for node in ast.walk(tree):
@@ -145,34 +147,34 @@ def uses_unknown_names(tree: ast.AST) -> bool:
 
 
 def prelude() -> dict[str, Any]:
-    """The names that a source may take for granted."""
-    granted: dict[str, Any] = {}
+    """Return the names available without an import."""
+    prelude_names: dict[str, Any] = {}
     for name in PRELUDE_MODULES:
-        exec(f"from {name} import *", granted)
+        exec(f"from {name} import *", prelude_names)
     for name in PRELUDE_MODULES:
-        granted[name] = __import__(name)
-    return granted
+        prelude_names[name] = __import__(name)
+    return prelude_names
 
 
-def get_ready(job: dict[str, Any]) -> tuple[types.CodeType, dict[str, Any]]:
-    """Compile the source; returns it with the names that it may take for granted.
+def compile_source(job: dict[str, Any]) -> tuple[types.CodeType, dict[str, Any]]:
+    """Compile the source and return the code with its prelude names.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python.
+        SyntaxError, ValueError, RecursionError, MemoryError: the source is not valid Python.
     """
     tree = ast.parse(job["source"], job["name"])
-    granted = prelude() if uses_unknown_names(tree) else {}
+    prelude_names = prelude() if uses_unknown_names(tree) else {}
     for name in mentioned(tree):
         try:
             __import__(name)
         except ImportError:
-            continue  # the source will say so itself
+            continue  # the source raises the error itself
     code = compile(tree, job["name"], "exec", dont_inherit=True)
-    return code, granted
+    return code, prelude_names
 
 
 def zygote_main(channel: socket.socket) -> None:
-    """Be told a source, then fork a child for each message until the grader has gone."""
+    """Compile a source, then fork a child for each message until the grader ends."""
     _, [given] = receive(channel)
     with os.fdopen(given, "rb") as file:
         job = json.loads(file.read())
@@ -185,7 +187,7 @@ def zygote_main(channel: socket.socket) -> None:
     process_hardening.filter_calls(strict)
     os.chdir(job["folder"])
     os.environ["TMPDIR"] = job["folder"]
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's: one for each processor takes all the address space there is
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one thread per processor would exhaust the address space
     for what, value in (
         (resource.RLIMIT_AS, job["memory_mib"] << 20),
         (resource.RLIMIT_FSIZE, job["file_mib"] << 20),
@@ -194,17 +196,17 @@ def zygote_main(channel: socket.socket) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         process_hardening.limit(what, value)
-    # Many a program begins by raising this one; its memory is bounded as it is.
+    # The soft limit only, since many programs raise it; memory is limited separately.
     process_hardening.limit(resource.RLIMIT_STACK, STACK_BYTES, for_good=False)
     process_hardening.limit_thread_stacks(THREAD_STACK_BYTES)
     try:
-        code, granted = get_ready(job)
+        code, prelude_names = compile_source(job)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         send(channel, {"refused": f"{type(error).__name__}: {error}"[:WHY_CHARS]})
         return
     open_standard_files()
-    if granted:
-        granted.update(stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr)
+    if prelude_names:
+        prelude_names.update(stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr)
     gc.collect()
     gc.freeze()
     send(channel, {"ready": landlock})
@@ -215,7 +217,7 @@ def zygote_main(channel: socket.socket) -> None:
             return
         pid = os.fork()
         if pid == 0:
-            be_a_child(channel, job, code, granted, alone, descriptors)
+            run_child(channel, job, code, prelude_names, alone, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         send(channel, pid)
@@ -226,7 +228,7 @@ def zygote_main(channel: socket.socket) -> None:
 
 
 def waiting_s(pid: int) -> float:
-    """How long a process was ready to run but had no processor, in seconds; 0 where the kernel does not count it."""
+    """Return the seconds that a process waited for a processor; 0 if the kernel does not count them."""
     try:
         with open(f"/proc/{pid}/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
@@ -235,14 +237,14 @@ def waiting_s(pid: int) -> float:
 
 
 class Zygote:
-    """The grader's end of one."""
+    """The grader's handle of a zygote."""
 
     def __init__(self) -> None:
         self.channel, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             try:
                 os.setsid()
-                # Above what children have of their own.
+                # Above all descriptors of children.
                 channel = socket.socket(fileno=os.dup2(channel.detach(), MAX_OPEN_FILES - 1))
                 null = os.open(os.devnull, os.O_RDWR)
                 for standard in range(3):
@@ -258,15 +260,15 @@ class Zygote:
 # --- a child ---
 
 
-def be_a_child(
+def run_child(
     channel: socket.socket,
     job: dict[str, Any],
     code: types.CodeType,
-    granted: dict[str, Any],
+    prelude_names: dict[str, Any],
     alone: bytes,
     descriptors: list[int],
 ) -> NoReturn:
-    """Run one test; there is no way back into the zygote's program."""
+    """Run one test and exit; never returns into the zygote's code."""
     status = 1
     try:
         os.setsid()
@@ -277,34 +279,35 @@ def be_a_child(
         os.closerange(REPORT + 1, MAX_OPEN_FILES)
         process_hardening.limit(resource.RLIMIT_CPU, job["cpu_s"])
         process_hardening.filter_calls(alone)
-        status = (call_function if job["function"] else run_program)(job, code, granted)
+        status = (call_function if job["function"] else run_program)(job, code, prelude_names)
     finally:
         os._exit(status)
 
 
 def report(kind: str, value: Any) -> None:
-    """Say what became of it."""
+    """Report the result of the test."""
     write_all(REPORT, json.dumps([kind, value], default=of_numpy).encode())
 
 
 def of_numpy(value: Any) -> Any:
-    """A number of numpy's, which is equal to Python's but none of JSON's."""
+    """Convert a numpy scalar for JSON."""
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return value.item()
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def report_error(error: BaseException) -> None:
-    """Say which exception ended it."""
+    """Report an exception."""
     kind = "memory" if isinstance(error, MemoryError) else "crashed"
     report(kind, f"{type(error).__name__}: {str(error)[:WHY_CHARS]}")
 
 
-def main_module(name: str, file: str, granted: dict[str, Any]) -> types.ModuleType:
-    """The module in which the source runs. What it may take for granted stands behind it, as builtins do: in the
-    module is only what the source put there."""
+def main_module(name: str, file: str, prelude_names: dict[str, Any]) -> types.ModuleType:
+    """Create the module in which the source runs. Prelude names are provided like builtins, so the module's own names
+    stay separate.
+    """
     module = types.ModuleType(name)
-    behind = {**vars(builtins), **granted} if granted else builtins
+    behind = {**vars(builtins), **prelude_names} if prelude_names else builtins
     module.__dict__.update(__name__=name, __file__=file, __builtins__=behind)
     sys.modules[name] = module
     sys.argv = [file]
@@ -314,14 +317,13 @@ def main_module(name: str, file: str, granted: dict[str, Any]) -> types.ModuleTy
 
 
 def allow_long_integers(digits: int) -> None:
-    """Lift Python's bound on the digits of an integer that is read or printed, where it has one (3.11, and later
-    releases of versions before)."""
+    """Raise Python's limit on the digits of integers, in versions that have one."""
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(digits)
 
 
 def open_standard_files() -> None:
-    """As a fresh interpreter has them, over files of the kinds that tests will put there."""
+    """Reopen standard streams over the file types that tests use."""
     descriptors = (file_of(b""), os.pipe()[1])
     for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)
@@ -331,9 +333,9 @@ def open_standard_files() -> None:
         setattr(sys, f"__{name}__", file)
 
 
-def run_program(job: dict[str, Any], code: types.CodeType, granted: dict[str, Any]) -> int:
-    """Run the source as a program; returns its exit status."""
-    main_module("__main__", job["name"], granted)
+def run_program(job: dict[str, Any], code: types.CodeType, prelude_names: dict[str, Any]) -> int:
+    """Run the source as a program and return its exit status."""
+    main_module("__main__", job["name"], prelude_names)
     status = 0
     try:
         exec(code, sys.modules["__main__"].__dict__)
@@ -353,22 +355,24 @@ def run_program(job: dict[str, Any], code: types.CodeType, granted: dict[str, An
 
 
 def finish() -> None:
-    """What an interpreter does at its end, as far as output depends on it. What only the program's module holds goes
-    with it, so that a ``__del__`` still finds the names that it uses."""
+    """Run the parts of interpreter shutdown that affect output.
+
+    Objects of the program's module are destroyed with the module, so that a ``__del__`` still finds its names.
+    """
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()  # waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stdout = sys.__stdout__
     sys.modules.pop("__main__", None)
-    gc.collect()  # files that nobody closed write what they hold
+    gc.collect()  # flushes files that were not closed
     if sys.__stdout__ is not None:
         sys.__stdout__.flush()
 
 
-def call_function(job: dict[str, Any], code: types.CodeType, granted: dict[str, Any]) -> int:
-    """Call the function with the input's values; returns the exit status."""
-    module = main_module("solution", job["name"], granted)
+def call_function(job: dict[str, Any], code: types.CodeType, prelude_names: dict[str, Any]) -> int:
+    """Call the function with the input's values and return the exit status."""
+    module = main_module("solution", job["name"], prelude_names)
     with open(0, encoding="utf-8", closefd=False) as file:
         arguments = json.loads(file.read())
     null = os.open(os.devnull, os.O_RDONLY)
@@ -391,7 +395,7 @@ def call_function(job: dict[str, Any], code: types.CodeType, granted: dict[str, 
 
 
 def find_function(module: types.ModuleType, name: str) -> Any:
-    """The function of that name: of the module, or of an object of its class ``Solution``."""
+    """Return the module's function, or the method of its class ``Solution``."""
     found = module.__dict__.get(name)
     if found is None and isinstance(solution := module.__dict__.get("Solution"), type):
         found = getattr(solution(), name, None)

@@ -1,0 +1,139 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Start and stop sandboxes so that no cancelled caller leaves a sandbox behind.
+
+Invariants:
+
+- Starts and stops run to completion although their caller is cancelled.
+- A sandbox that does not stop is stopped again until it does.
+- One semaphore limits concurrent starts. Fetching an image happens before a start and does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.task import SandboxNeeds
+
+
+logger = logging.getLogger(__name__)
+
+STOP_RETRY_S = 5.0  # pause before a failed stop is retried: time for the provider to recover
+
+
+class ShieldedTasks:
+    """Tasks that run to completion; callers await them through :func:`asyncio.shield`."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task and hold a reference to it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def drain(self) -> None:
+        """Wait for all tasks, also those that are started meanwhile."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A caller that still awaits gets the error too; the log is for work whose caller is gone.
+            logger.info("work on a session failed: %s", error)
+
+
+class SandboxLifecycle:
+    """Starts and stops the sandboxes of one environment.
+
+    Args:
+        start_sandbox: starts a sandbox, fresh or from a snapshot. A :class:`CallerError` blames the row; other
+            exceptions become ``provider_unavailable``.
+        fetch_image: downloads or builds the image of a sandbox, which may be slow; fails like ``start_sandbox``.
+        max_starts: limit on concurrent starts.
+        stop_timeout_s: seconds that a stop may take.
+        tasks: runs starts and stops.
+    """
+
+    def __init__(
+        self,
+        start_sandbox: Callable[[SandboxNeeds, str | None], Awaitable[Sandbox]],
+        fetch_image: Callable[[SandboxNeeds], Awaitable[None]] | None,
+        *,
+        max_starts: int,
+        stop_timeout_s: float,
+        tasks: ShieldedTasks,
+    ) -> None:
+        self._start_sandbox = start_sandbox
+        self._fetch_image = fetch_image
+        self._starts = asyncio.Semaphore(max_starts)
+        self._stop_timeout_s = stop_timeout_s
+        self._tasks = tasks
+
+    async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
+        """Start a sandbox. A cancelled caller waits until that sandbox is gone.
+
+        Raises:
+            CallerError: the row asks for a sandbox that the provider cannot start; names its field.
+            InfrastructureError: the sandbox could not be started.
+        """
+        starting = self._tasks.spawn(self._start(needs, snapshot))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._tasks.spawn(self._stop_started(starting)))
+            raise
+
+    async def stop(self, sandbox: Sandbox) -> None:
+        """Stop a sandbox, also if the caller is cancelled.
+
+        Raises:
+            InfrastructureError: ``session_release_failed``: the sandbox did not stop in time; further stops follow.
+        """
+        await asyncio.shield(self._tasks.spawn(self._stop(sandbox)))
+
+    async def _start(self, needs: SandboxNeeds, snapshot: str | None) -> Sandbox:
+        try:
+            if self._fetch_image is not None:
+                await self._fetch_image(needs)
+            async with self._starts:
+                return await self._start_sandbox(needs, snapshot)
+        except CallerError:
+            raise
+        except Exception as error:
+            raise InfrastructureError(
+                f"no sandbox could be started: {type(error).__name__}: {error}",
+                kind=FailureKind.PROVIDER_UNAVAILABLE,
+                field=getattr(error, "field", None),
+            ) from error
+
+    async def _stop_started(self, starting: asyncio.Task[Sandbox]) -> None:
+        await asyncio.wait({starting})
+        if not starting.cancelled() and starting.exception() is None:
+            await self._stop(starting.result())
+
+    async def _stop(self, sandbox: Sandbox) -> None:
+        stopping = self._tasks.spawn(sandbox.stop())
+        try:
+            async with asyncio.timeout(self._stop_timeout_s):
+                await asyncio.shield(stopping)
+        except Exception as error:
+            self._tasks.spawn(self._stop_again(sandbox, stopping))
+            raise InfrastructureError(
+                f"a sandbox could not be stopped: {type(error).__name__}: {error}",
+                kind=FailureKind.SESSION_RELEASE_FAILED,
+            ) from error
+
+    async def _stop_again(self, sandbox: Sandbox, stopping: asyncio.Task[None]) -> None:
+        await asyncio.wait({stopping})
+        if stopping.cancelled() or stopping.exception() is not None:
+            await asyncio.sleep(STOP_RETRY_S)
+            await self._stop(sandbox)
