@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Take the wheel through Gym's command line on several versions of Gym and Python, and print how long each step took.
+"""Test the wheel with Gym's command line on several versions of Gym and Python, and print the time of each step.
 
 python scripts/gym_matrix.py                                  # 0.4.0 on Python 3.12, 0.7.0 on Python 3.13
 python scripts/gym_matrix.py 0.7.0=/path/to/python3.14 …      # others
@@ -31,7 +31,7 @@ DEFAULT = ("0.4.0=python3.12", "0.7.0=python3.13")
 
 
 def main() -> None:
-    """Run all pairs; exit with 1 if one fails."""
+    """Test all pairs; exit with 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="*", default=DEFAULT, metavar="GYM=PYTHON")
     pairs = [pair.split("=", 1) for pair in parser.parse_args().pairs]

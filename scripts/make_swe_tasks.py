@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes software-engineering tasks of well-known packages, without a registry; see docs/swe.md.
+"""Make software engineering tasks from well-known packages, without a registry; see docs/swe.md.
 
-Writes ``rows.jsonl`` (rows of ``prorl_swe``), ``partial.jsonl`` (patches that mend a part of a bug, which must earn
-nothing) and an image for each task.
+Writes ``rows.jsonl`` (rows of ``prorl_swe``), ``partial.jsonl`` (patches that fix only a part of a bug and must earn
+no reward) and an image per task.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = [package.name for package in PACKAGES]
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=f"default: {' '.join(names)}")
-    parser.add_argument("--singles", type=int, default=3, help="tasks of each with one mistake; one with two on top")
+    parser.add_argument("--singles", type=int, default=3, help="tasks per package with one mistake")
     parser.add_argument("--folder", type=Path, default=default_folder())
     options = parser.parse_args()
     wanted = options.packages or names
     if unknown := set(wanted) - set(names):
-        parser.error(f"there is no {min(unknown)}")
+        parser.error(f"unknown package {min(unknown)}; choose from {', '.join(names)}")
     chosen = [package for package in PACKAGES if package.name in wanted]
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)

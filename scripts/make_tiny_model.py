@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Write a tiny model that a real engine loads: the whole protocol, none of the sense.
+"""Create a tiny random model that real inference engines load, for tests of the protocol.
 
-A Qwen3-shaped decoder of under a million parameters, and a byte-level BPE trained on Python's own standard library, so
-that token boundaries fall as unevenly as in any code model's vocabulary. The special tokens of several chat-template
-families are in it, so one engine serves the tests of all of them. Weights are random; given lessons, they are trained
-for a minute, after which the model writes tool calls of the right shape, and wrong ones now and then.
+The model is a Qwen3-shaped decoder with under a million parameters. Its byte-level BPE is trained on Python's standard
+library, so that token boundaries are as irregular as in a code model's vocabulary. The vocabulary contains the special
+tokens of several chat template families. Weights are random, or trained on lessons to write mostly well-formed tool
+calls.
 
-Runs in the environment that ``setup_vllm.sh`` builds (torch, transformers, tokenizers):
+Runs in the environment of ``setup_vllm.sh`` (torch, transformers, tokenizers):
 
     python make_tiny_model.py OUTPUT_FOLDER [--seed N] [--width N --layers N] [--experts N] [--lessons FILE --steps N]
 
-A lesson is one JSON line: ``[prompt, what the model is to write]``.
+A lesson is one JSON line: ``[prompt, expected output]``.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ CHAT_TEMPLATE = """{%- if tools %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-"""ChatML, with tools in the system message and calls as Hermes writes them."""
+"""ChatML with tools in the system message and calls in Hermes' format."""
 BATCH = 16
 WINDOW = 160
-"""Prompt tokens of a lesson that are shown; the rest is cut off in front."""
+"""Prompt tokens of a lesson that are used, from its end; bounds the training time."""
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
     *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]"),
@@ -56,11 +56,11 @@ SPECIAL = [
     *("<|assistant|>", "<|tool|>", "<start_of_turn>", "<end_of_turn>"),
 ]
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-"""In the vocabulary as one token each, but ordinary text to a decoder that skips special tokens."""
+"""Added tokens that a decoder does not skip as special."""
 
 
 def train_tokenizer() -> Tokenizer:
-    """A byte-level BPE over the standard library's sources."""
+    """Train a byte-level BPE on the standard library's sources."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -77,7 +77,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def teach(model: Qwen3ForCausalLM | Qwen3MoeForCausalLM, tokenizer: Tokenizer, lessons: Path, steps: int) -> float:
-    """Train on the second parts of the lessons; returns the last losses' mean."""
+    """Train on the expected outputs of lessons and return the mean of the last losses."""
     examples = []
     for line in lessons.read_text().splitlines():
         prompt, reply = (tokenizer.encode(part, add_special_tokens=False).ids for part in json.loads(line))
@@ -92,7 +92,7 @@ def teach(model: Qwen3ForCausalLM | Qwen3MoeForCausalLM, tokenizer: Tokenizer, l
         width = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in batch])
         taught = torch.tensor([[start <= at < len(ids) for at in range(1, width)] for ids, start in batch])
-        # The vocabulary is most of the work, so only the places where something is to be written are scored.
+        # The output layer dominates the cost, so logits are computed for trained positions only.
         logits = model.lm_head(model.model(input_ids=ids).last_hidden_state[:, :-1][taught])
         loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:][taught])
         loss.backward()
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--width", type=int, default=128, help="hidden size; a multiple of 64")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--experts", type=int, default=0, help="of a mixture, two for each token; 0: it is none")
+    parser.add_argument("--experts", type=int, default=0, help="experts, two per token; 0: a dense model")
     arguments = parser.parse_args()
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def main() -> None:
         model = Qwen3ForCausalLM(Qwen3Config(**shape))
     model = model.to(torch.float32)
     if arguments.lessons:
-        torch.set_num_threads(1)  # more of them wait for each other longer than they work, and others want the cores
+        torch.set_num_threads(1)  # more threads are slower for such small matrices
         teach(model, tokenizer, arguments.lessons, arguments.steps)
     model.save_pretrained(output, safe_serialization=True)
     model.generation_config.eos_token_id = stops

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Base of our Gym servers' configurations, which refuses unknown keys; Gym's own classes ignore them."""
+"""Base class of the servers' configurations, which refuses unknown keys; Gym's own classes ignore them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class ServerConfig(BaseModel):
-    """Mixed into a server's configuration, behind Gym's class."""
+    """Mixin for a server's configuration, to be listed after Gym's class."""
 
     model_config = ConfigDict(extra="forbid")
 
-    # Read by Gym and its registry, of the version that is installed, and by no server.
+    # Keys for the installed version of Gym and its registry, which no server reads.
     ignored_keys: ClassVar[Iterable[str]] = frozenset(
         {*BaseRunServerTypeConfig.model_fields, "description", "license", "value", "verified", "verified_url"}
     )

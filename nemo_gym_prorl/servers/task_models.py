@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A Gym model server that a task asks on its own account: a judge.
+"""Client of a Gym model server for a task's own requests, such as a judge's.
 
-What the policy says never passes here; nothing of it is a rollout. So a call that fails is ``verifier_error``,
-whatever it failed of: it tells nothing about the policy.
+These requests belong to no rollout. Any failure is ``verifier_error``, since it says nothing about the policy.
 """
 
 from __future__ import annotations
@@ -11,6 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from nemo_gym.config_types import ModelServerRef
+from omegaconf import OmegaConf
+from pydantic import BaseModel, Field
 
 from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, HttpClient, addresses, json_of
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
@@ -20,17 +23,17 @@ RESPONSES_PATH = "/v1/responses"
 
 
 class TaskModel:
-    """A model server of the deployment.
+    """Client of a model server of the deployment.
 
     Args:
-        config: Gym's merged configuration, which says where the servers are.
-        server: its instance name.
-        params: of each request besides its ``input``, as the Responses API has them.
-        timeout_s: seconds for one answer, waiting for a place included.
-        concurrency: how many are asked for at a time.
+        config: Gym's merged configuration, which contains the servers' addresses.
+        server: instance name of the model server.
+        params: parameters of each request besides ``input``, in the format of the Responses API.
+        timeout_s: seconds for one answer, waiting for a free slot included.
+        concurrency: maximum number of concurrent requests.
 
     Raises:
-        InfrastructureError: there is no such server; names ``judge_model_server``.
+        InfrastructureError: the server does not exist; names ``judge_model_server``.
     """
 
     def __init__(
@@ -38,35 +41,35 @@ class TaskModel:
     ) -> None:
         address = addresses(config).get(server)
         if address is None:
-            raise InfrastructureError(f"there is no server {server!r}", field="judge_model_server")
-        self._name = server
+            raise InfrastructureError(f"the configuration has no server {server!r}", field="judge_model_server")
+        self.name = server
         self._params = dict(params)
         self._timeout_s = timeout_s
-        self._places = asyncio.Semaphore(concurrency)
+        self._slots = asyncio.Semaphore(concurrency)
         self._http = HttpClient()
         self._server = GymServer(server, address, self._http)
 
     async def __call__(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of the answer to these messages.
+        """Return the text of the model's answer.
 
         Raises:
-            InfrastructureError: ``verifier_error``, there is none.
+            InfrastructureError: ``verifier_error``: there is no complete answer.
         """
         request = self._params | {"input": list(messages)}
-        what = f"{self._name} {RESPONSES_PATH}"
+        what = f"{self.name} {RESPONSES_PATH}"
         try:
-            async with asyncio.timeout(self._timeout_s), self._places:
+            async with asyncio.timeout(self._timeout_s), self._slots:
                 answer = await self._server.post(RESPONSES_PATH, request, CookieJar())
         except TimeoutError as error:
-            raise _no_answer(f"{what}: no answer within {self._timeout_s:g} s") from error
+            raise _verifier_error(f"{what}: no answer within {self._timeout_s:g} s") from error
         except InfrastructureError as error:
-            raise _no_answer(error.reason) from error
+            raise _verifier_error(error.reason) from error
         if not answer.ok:
-            raise _no_answer(f"{what}: HTTP {answer.status}: {answer.text(500)}")
+            raise _verifier_error(f"{what}: HTTP {answer.status}: {answer.text(500)}")
         response = json_of(answer, what, FailureKind.VERIFIER_ERROR)
         text = _text(response)
         if text is None:
-            raise _no_answer(f"{what} answered no whole message: {answer.text(500)}")
+            raise _verifier_error(f"{what}: the answer has no complete message: {answer.text(500)}")
         return text
 
     async def aclose(self) -> None:
@@ -74,12 +77,40 @@ class TaskModel:
         await self._http.close()
 
 
-def _no_answer(reason: str) -> InfrastructureError:
+class JudgeModelConfig(BaseModel):
+    """Settings of an environment's optional judge model; a mixin for its configuration."""
+
+    judge_model_server: ModelServerRef | None = None
+    judge_responses_create_params: dict[str, Any] = Field(default_factory=dict)
+    judge_timeout_s: float = Field(default=120.0, gt=0)
+    judge_concurrency: int = Field(default=32, ge=1)
+
+    def judge_model(self, global_config: Any) -> TaskModel | None:
+        """Return the client of the judge model; ``None`` if none is configured.
+
+        Args:
+            global_config: Gym's merged configuration.
+
+        Raises:
+            InfrastructureError: the server does not exist; names ``judge_model_server``.
+        """
+        if self.judge_model_server is None:
+            return None
+        return TaskModel(
+            OmegaConf.to_container(global_config, resolve=True),
+            self.judge_model_server.name,
+            self.judge_responses_create_params,
+            timeout_s=self.judge_timeout_s,
+            concurrency=self.judge_concurrency,
+        )
+
+
+def _verifier_error(reason: str) -> InfrastructureError:
     return InfrastructureError(reason, kind=FailureKind.VERIFIER_ERROR)
 
 
 def _text(response: Any) -> str | None:
-    """The last message's text; ``None`` if there is none, or if the answer was cut off."""
+    """Return the last message's text; ``None`` if missing or cut off."""
     if not isinstance(response, dict) or response.get("status") == "incomplete" or response.get("incomplete_details"):
         return None
     output = response.get("output")

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sandboxes for tasks: what a row asks for, in the words of Gym's sandbox API, of one provider.
+"""Sandboxes of tasks through Gym's sandbox API.
 
-A row that asks for what can't be had is refused in the row's own words. What is wrong with the server's configuration
-is never put down to a row.
+An unsupported requirement of a row is refused with the row's field name. Errors of the server's configuration are
+never attributed to a row.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from nemo_gym_prorl.tasks.task import SandboxNeeds
 
 
 PROGRESS = "prorl: "
-"""How a line in a server's output begins that says what it is about."""
+"""Prefix of progress lines in a server's output, which ``prorl serve`` parses."""
 
 OWN_PROVIDER = "singularity"
-"""Our own provider."""
+"""Name of this project's provider."""
 
 LOCAL_PROVIDERS = frozenset({"apptainer", OWN_PROVIDER})
-"""Providers that run Apptainer on this machine, and so can use the image that set-up builds."""
+"""Providers that run Apptainer locally and can use the images that set-up builds."""
 
 _OPTIONS = ("network", "processes")
-"""Needs for which Gym's specification has no field; our own provider takes them as options."""
+"""Requirements without a field in Gym's specification, which the own provider accepts as options."""
 
 _NEEDS = {"cpus": "cpu", "disk_mib": "disk_gib"}
-"""Needs by the field of a sandbox that they became, where that has another name."""
+"""Names of requirements by the provider's field, where they differ."""
 
 
 class TaskSandboxes:
-    """See the module.
+    """Starts sandboxes of one provider for tasks.
 
     Args:
-        provider: as in Gym's configuration: one name with its options.
-        image: for rows that name none; ``None`` for the image that set-up builds.
-        rows_name_images: no row does without one of its own, so none is looked for at the start.
-        own_image: which of those that set-up builds.
+        provider: one provider name with its options, as in Gym's configuration.
+        image: image of rows that name none; ``None`` for the image that set-up builds.
+        rows_name_images: whether all rows name their own image, so that no default image is built.
+        own_image: name of the default image that set-up builds.
 
     Raises:
-        CallerError: an option of the provider is unknown or wrong; names it.
+        CallerError: an option of the provider is unknown or invalid; names the option.
         ValueError: no image is named, and the provider has no default.
     """
 
@@ -59,26 +59,26 @@ class TaskSandboxes:
     ) -> None:
         [self._name] = provider
         if self._name == OWN_PROVIDER:
-            specs.provider_options(provider[OWN_PROVIDER] or {})  # refuses what every sandbox would be refused for
+            specs.provider_options(provider[OWN_PROVIDER] or {})  # validates the options once, at the start
         if image is None and not rows_name_images and self._name not in LOCAL_PROVIDERS:
-            raise ValueError(f"image: name one, the sandbox provider {self._name!r} has no default")
+            raise ValueError(f"image: missing; the sandbox provider {self._name!r} has no default image")
         self._provider = provider
         self._image = image
         self._rows_name_images = rows_name_images
-        # Kernels are for the provider that has them.
+        # Only the own provider supports kernels.
         self._own_image = DEFAULT if own_image == KERNEL and self._name != OWN_PROVIDER else own_image
         self._starter: started.Starter | None = None
 
     @property
     def supports_snapshots(self) -> bool:
-        """Whether what was written in one can be kept for others."""
+        """Whether the provider supports snapshots."""
         return self._name == OWN_PROVIDER
 
     async def get_ready(self) -> None:
-        """Find the runtime, and build the default image if it will be wanted and is not there.
+        """Find the container runtime, and build the default image if it is required and missing.
 
         Raises:
-            InfrastructureError: either can't be had; says how to mend it.
+            InfrastructureError: the runtime or the image is unavailable; the message contains the fix.
         """
         if self._starter is not None:
             return
@@ -90,26 +90,26 @@ class TaskSandboxes:
             self._starter = started.Starter(self._provider)
 
     def _say(self, message: str) -> None:
-        """Of what may take minutes before the server answers: into its output, where ``prorl serve`` finds it."""
+        """Print progress of a slow start, for ``prorl serve``."""
         print(f"{PROGRESS}sandbox image {self._own_image}: {message}", flush=True)
 
     async def fetch_image(self, needs: SandboxNeeds) -> None:
-        """Have the image here that a sandbox starts from.
+        """Fetch the image of a sandbox.
 
         Raises:
-            CallerError: there is none of the name that the row says; names its field.
-            InfrastructureError: no image is named, neither by the row nor in the configuration.
-            Exception: whatever the provider raises.
+            CallerError: the row's image does not exist; names the field.
+            InfrastructureError: neither row nor configuration names an image.
+            Exception: any error of the provider.
         """
         await self._of_row(needs, lambda starter, spec: starter.fetch_image(spec))
 
     async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> started.StartedSandbox:
-        """Start a sandbox, fresh or with what was kept of another.
+        """Start a sandbox, fresh or from a snapshot.
 
         Raises:
-            CallerError: the row asks for what can't be had; names its field.
-            InfrastructureError: no image is named, neither by the row nor in the configuration.
-            Exception: whatever the provider raises.
+            CallerError: a requirement of the row is not supported; names the field.
+            InfrastructureError: neither row nor configuration names an image.
+            Exception: any error of the provider.
         """
         try:
             return await self._of_row(needs, lambda starter, spec: starter.start(_from(spec, snapshot)))
@@ -119,27 +119,27 @@ class TaskSandboxes:
             raise
 
     async def delete_snapshot(self, name: str) -> None:
-        """Delete what was kept of a sandbox."""
+        """Delete a snapshot."""
         assert self._starter is not None
         await self._starter.delete_snapshot(name)
 
     async def renew_snapshot(self, name: str) -> None:
-        """Have what was kept of a sandbox count as new."""
+        """Renew a snapshot's age."""
         assert self._starter is not None
         await self._starter.renew_snapshot(name)
 
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
-        """Delete what was kept of sandboxes under a name, or renewed, more than so many seconds ago."""
+        """Delete snapshots with a name prefix that were neither created nor renewed within ``age_s`` seconds."""
         if self._starter is not None:
             await self._starter.delete_old_snapshots(name, age_s)
 
     async def aclose(self) -> None:
-        """Let go of what the provider holds; best when its sandboxes have ended."""
+        """Release the provider's resources; call after its sandboxes have ended."""
         if self._starter is not None:
             await self._starter.aclose()
 
     async def _of_row[T](self, needs: SandboxNeeds, ask: Callable[[started.Starter, SandboxSpec], Awaitable[T]]) -> T:
-        """What the provider answers, where it refuses the row in the row's words."""
+        """Call the provider, and translate its refusals to the row's fields."""
         await self.get_ready()
         assert self._starter is not None
         try:
@@ -152,19 +152,21 @@ class TaskSandboxes:
     def _spec(self, needs: SandboxNeeds) -> SandboxSpec:
         image = self._image if needs.image is None else needs.image
         if image is None:
-            raise InfrastructureError("neither the row nor the server's configuration names one", field="image")
+            raise InfrastructureError(
+                "missing: neither the row nor the server's configuration names an image", field="image"
+            )
         options = {name: value for name in _OPTIONS if (value := getattr(needs, name)) is not None}
         if options and self._name != OWN_PROVIDER:
             raise CallerError(
-                f"the sandbox provider {self._name!r} can't be asked for it", field=needs.row_field(min(options))
+                f"the sandbox provider {self._name!r} does not support it", field=needs.row_field(min(options))
             )
         resources = SandboxResources(cpu=needs.cpu, memory_mib=needs.memory_mib, disk_gib=needs.disk_gib)
-        # Shell and kernel start in the working folder: one that no agent can remove.
+        # Shell and kernel start in "/", which no agent can remove.
         return SandboxSpec(image=image, workdir="/", resources=resources, provider_options=options)
 
 
 def _from(spec: SandboxSpec, snapshot: str | None) -> SandboxSpec:
-    """It belongs to the image that it was taken over, which so is not named."""
+    """Return a specification that starts from a snapshot, which determines the image."""
     if snapshot is None:
         return spec
     options = {**spec.provider_options, specs.SNAPSHOT: snapshot}
@@ -172,7 +174,7 @@ def _from(spec: SandboxSpec, snapshot: str | None) -> SandboxSpec:
 
 
 def _refusal(error: Exception, needs: SandboxNeeds) -> CallerError | None:
-    """The row's mistake behind an error of the provider's, if it is one."""
+    """Return the refusal of a row's requirement behind a provider's error, if any."""
     cause = error.__cause__
     if not isinstance(cause, CallerError) or cause.field is None:
         return None

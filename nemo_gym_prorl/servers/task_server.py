@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Any :class:`~nemo_gym_prorl.tasks.task.Task` as a Gym resources server.
+"""Serve any :class:`~nemo_gym_prorl.tasks.task.Task` as a Gym resources server.
 
-This is wiring: HTTP in, :class:`~nemo_gym_prorl.tasks.sessions.Sessions` does the work. An environment's server adds
-its own settings and says what its task is:
+This module connects HTTP routes to :class:`~nemo_gym_prorl.tasks.sessions.Sessions`. An environment's server defines
+its settings and its task:
 
     class MyConfig(TaskServerConfig):
         my_setting: int = 3
@@ -14,8 +14,8 @@ its own settings and says what its task is:
         def make_task(self) -> MyTask:
             return MyTask(self.config.my_setting)
 
-A failure of ours is HTTP 500 with a problem document and the failure kind in a header, so that an agent server never
-takes it for an observation or a reward; a row that is wrong is 422 with its field, and one on which nobody could be
+An infrastructure failure is HTTP 500 with a problem document and the failure kind in a header, so an agent server
+never treats it as an observation or reward. An invalid row is 422 with its field. A row on which no policy can be
 graded is 422 with the kind in that header.
 """
 
@@ -62,14 +62,14 @@ RELEASE_PATH = "/release_session"
 CHECKPOINT_PATH = "/checkpoint_session"
 CLOSE_PATH = "/close_session"
 LEASE_PATH = "/renew_leases"
-SHUTDOWN_TIMEOUT_S = 30.0
-SNAPSHOT_SWEEP_S = 60.0
+SHUTDOWN_TIMEOUT_S = 30.0  # for ending all sessions; a supervisor kills the server later
+SNAPSHOT_SWEEP_S = 60.0  # a small fraction of ORPHAN_S
 
 
 class TaskServerConfig(BaseResourcesServerConfig, ServerConfig):
-    """Settings of every environment; ``resources_servers/prorl_code/configs/prorl_code.yaml`` has a comment on each.
+    """Settings of every environment; ``resources_servers/prorl_code/configs/prorl_code.yaml`` explains each.
 
-    ``sandbox_provider: null`` is for environments none of whose rows needs a sandbox.
+    ``sandbox_provider: null`` is for environments whose rows need no sandbox.
     """
 
     sandbox_provider: str | dict[str, Any] | None = "sandbox"
@@ -85,7 +85,7 @@ class TaskServerConfig(BaseResourcesServerConfig, ServerConfig):
 
     @property
     def tool_limits(self) -> ToolLimits:
-        """Bounds of one call of a workbench's tool."""
+        """Limits of a workbench tool call."""
         return ToolLimits(self.tool_timeout_s, self.max_tool_timeout_s, self.tool_silence_s, self.max_output_bytes)
 
     @model_validator(mode="after")
@@ -96,7 +96,7 @@ class TaskServerConfig(BaseResourcesServerConfig, ServerConfig):
 
 
 class SessionCheckpoint(BaseModel):
-    """What ``/checkpoint_session`` answered."""
+    """Reply of ``/checkpoint_session``."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -120,13 +120,13 @@ class SnapshotsRequest(BaseModel):
 
 
 class TaskVerifyRequest(BaseVerifyRequest):
-    """A row with what the policy answered."""
+    """A row with the policy's response."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class TaskVerifyResponse(BaseVerifyResponse):
-    """That row, and what it earned and why; a task may add fields of its own."""
+    """The row with its reward and verdict; a task may add fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -136,13 +136,13 @@ class TaskVerifyResponse(BaseVerifyResponse):
 
 
 class TaskServer(SimpleResourcesServer):
-    """See the module's description."""
+    """Resources server of a task; see the module."""
 
     config: TaskServerConfig
     rows_name_images: ClassVar[bool] = False
-    """Every row names an image of its own, so the server needs no default image."""
+    """Whether all rows name an image, so that no default image is needed."""
     own_image: ClassVar[str] = KERNEL
-    """Which of :data:`.default.SHIPPED` rows have that name none; built when the server starts."""
+    """Default image, from :data:`.builder.SHIPPED`; built when the server starts."""
 
     _task: Task[Any, Any] = PrivateAttr()
     _sandboxes: TaskSandboxes | None = PrivateAttr(default=None)
@@ -151,10 +151,10 @@ class TaskServer(SimpleResourcesServer):
 
     @abstractmethod
     def make_task(self) -> Task[Any, Any]:
-        """The environment's task, by the settings in ``self.config``. Called once."""
+        """Create the environment's task from ``self.config``. Called once."""
 
     def model_post_init(self, context: Any) -> None:
-        """Refuse what no session could be had with, before any rollout."""
+        """Validate the configuration before any rollout."""
         config = self.config
         if config.sandbox_provider is not None:
             everything = self.server_client.global_config_dict
@@ -171,12 +171,12 @@ class TaskServer(SimpleResourcesServer):
 
     @classmethod
     def run_webserver(cls) -> Any:
-        """Gym's start of the server, which ends with that Gym from now on, also while it waits for Gym's Ray."""
+        """Run the server until the Gym process that started it ends, also while waiting for Ray."""
         end_with_starter()
         return super().run_webserver()
 
     def setup_webserver(self) -> FastAPI:
-        """Gym's routes, ours, and one for each tool."""
+        """Create Gym's routes, the session routes and one route per tool."""
         raise_open_file_limit()
         check_exposure(self.config.host, self.config.control_token)
         app: FastAPI = super().setup_webserver()
@@ -199,7 +199,7 @@ class TaskServer(SimpleResourcesServer):
         return app
 
     async def seed_session(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, str]:
-        """Begin a session for the row. An Environment Server's envelope around the row is understood too."""
+        """Start a session for the row; also accepts the envelope of Gym's environment servers."""
         named = body.get("resources_session_id")
         row = body.get("task_data") if named else body
         if named:
@@ -211,40 +211,42 @@ class TaskServer(SimpleResourcesServer):
         return {"resources_session_id": named} if named else self._paths(lease)
 
     async def checkpoint_session(self, request: Request) -> dict[str, Any]:
-        """Keep the session as it is, between two calls: what ``/resume`` is told."""
-        return await self._sessions.checkpoint(_key(request), self._kept_as)
+        """Save the session between two tool calls; the reply is the checkpoint for ``/resume``."""
+        return await self._sessions.checkpoint(_key(request), self._snapshot_prefix)
 
     async def resume_session(self, request: Request, body: ResumeRequest) -> dict[str, str]:
-        """Begin a session for a row that goes on from the checkpoint of another one."""
+        """Start a session from a checkpoint."""
         self._check_tools(body.row)
-        lease, kept = request.headers.get(LEASE_HEADER), body.checkpoint.model_dump()
-        await _while_connected(request, self._sessions.seed(_key(request), body.row, checkpoint=kept, lease=lease))
+        lease, checkpoint = request.headers.get(LEASE_HEADER), body.checkpoint.model_dump()
+        await _while_connected(
+            request, self._sessions.seed(_key(request), body.row, checkpoint=checkpoint, lease=lease)
+        )
         return self._paths(lease)
 
     async def renew_leases(self, leases: set[str] = Body(embed=True)) -> dict[str, str]:
-        """Keep the sessions with these leases: rollouts work in them still."""
+        """Renew leases of sessions in use."""
         self._sessions.renew(leases)
         return {}
 
     async def forget_checkpoints(self, body: SnapshotsRequest) -> dict[str, int]:
-        """Erase what was kept for these."""
+        """Delete snapshots of checkpoints."""
         for name in body.snapshots:
-            if self._sandboxes is not None and is_named(name, self._kept_as):
+            if self._sandboxes is not None and is_named(name, self._snapshot_prefix):
                 await self._sandboxes.delete_snapshot(name)
         return {"forgotten": len(body.snapshots)}
 
     async def renew_checkpoints(self, body: SnapshotsRequest) -> dict[str, int]:
-        """Go on keeping what was kept for these: rollouts have it still."""
+        """Renew snapshots of checkpoints in use."""
         for name in body.snapshots:
-            if self._sandboxes is not None and is_named(name, self._kept_as):
+            if self._sandboxes is not None and is_named(name, self._snapshot_prefix):
                 await self._sandboxes.renew_snapshot(name)
         return {"renewed": len(body.snapshots)}
 
     def _check_tools(self, row: Mapping[str, Any]) -> None:
-        """Refuse a row that offers the policy a tool which this environment does not have.
+        """Check that a row offers only tools of this environment.
 
         Raises:
-            CallerError: names the tool, and those that there are.
+            CallerError: names the unknown tool and suggests a known one.
         """
         params = row.get("responses_create_params")
         offered = params.get("tools") if isinstance(params, dict) else None
@@ -255,7 +257,7 @@ class TaskServer(SimpleResourcesServer):
                 raise CallerError(f"this environment has no tool {name}{suggest(name, known)}", field=field)
 
     def _paths(self, lease: str | None) -> dict[str, str]:
-        """What a session's caller may ask for beyond Gym's routes."""
+        """Return the paths of routes beyond Gym's."""
         paths = {"release_path": RELEASE_PATH} | ({"checkpoint_path": CHECKPOINT_PATH} if self._resumes else {})
         return paths | ({"lease_path": LEASE_PATH} if lease else {})
 
@@ -265,25 +267,25 @@ class TaskServer(SimpleResourcesServer):
         return ours and self._sessions.resumes
 
     @property
-    def _kept_as(self) -> str:
-        """The beginning of the names of what is kept: none but this server's own are erased."""
+    def _snapshot_prefix(self) -> str:
+        """Name prefix of this server's snapshots; only those are deleted."""
         return re.sub(r"[^A-Za-z0-9_.-]", "-", f"checkpoint-{self.config.name}")[:80]
 
     async def release_session(self, request: Request) -> dict[str, bool]:
-        """Take out what is to be graded and destroy the agent's sandbox; answers when it is gone."""
+        """Extract the artefacts and destroy the agent's sandbox; the reply follows its end."""
         await self._sessions.release(_key(request))
         return {"released": True}
 
     async def close_resources_session(
         self, request: Request, body: dict[str, Any] = Body(default={})
     ) -> dict[str, str]:
-        """Drop everything of the session."""
+        """Delete the session."""
         named = body.get("resources_session_id")
         await self._sessions.close(named or _key(request), once=bool(named))
         return {"resources_session_id": named} if named else {}
 
     async def verify(self, request: Request, body: TaskVerifyRequest) -> TaskVerifyResponse:
-        """Grade the session, in fresh sandboxes if that takes any."""
+        """Grade the session, in fresh sandboxes if needed."""
         row = body.model_dump()
         grade = await self._sessions.verify(_key(request), row["response"])
         why = {"passed": grade.passed, "verdict": grade.verdict, "verdict_detail": grade.detail}
@@ -306,7 +308,7 @@ class TaskServer(SimpleResourcesServer):
 
     async def _start_sandbox(self, needs: SandboxNeeds, snapshot: str | None = None) -> StartedSandbox:
         if self._sandboxes is None:
-            raise InfrastructureError("there is none, and the row needs a sandbox", field="sandbox_provider")
+            raise InfrastructureError("missing: the row needs a sandbox", field="sandbox_provider")
         return await self._sandboxes.start(needs, snapshot)
 
     def _lifespan(self, inner: Any) -> Any:
@@ -335,12 +337,15 @@ class TaskServer(SimpleResourcesServer):
 
     async def _sweep_snapshots(self) -> float:
         assert self._sandboxes is not None
-        await self._sandboxes.delete_old_snapshots(self._kept_as, ORPHAN_S)
+        await self._sandboxes.delete_old_snapshots(self._snapshot_prefix, ORPHAN_S)
         return SNAPSHOT_SWEEP_S
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, None]) -> None:
-    """Do some work, unless the caller hangs up. Behind Gym's middleware ``is_disconnected`` never knows that."""
+    """Run ``work`` until it completes or the caller disconnects.
+
+    ``Request.is_disconnected`` does not work behind Gym's middleware.
+    """
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":

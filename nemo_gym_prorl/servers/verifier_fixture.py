@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym's check of a verifier by cases whose reward is known: ``gym env test`` and ``gym env publish`` of Gym 0.7.
+"""Verifier fixture for ``gym env test`` and ``gym env publish`` of Gym 0.7: cases with known rewards.
 
-Gym calls ``verify`` of a fresh server with a row and a policy's answer. Our servers grade what the policy left in its
-sandbox, too, so a case is played as a rollout is: a session is seeded with the row, the tool calls of the answer are
-carried out in a real sandbox, and the reward is that of the server's own routes. Nothing stands in for anything.
+Gym calls ``verify`` of a fresh server with a row and a response. These servers also grade files in a sandbox, so a
+case is executed like a rollout. A session is seeded, the response's tool calls run in a real sandbox, and the server's
+own routes return the reward. There are no mocks.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ except ModuleNotFoundError:  # before Gym 0.7
     VerifierFixture = None
 
 CASES = "tests/verifier_cases.jsonl"
-"""In a server's folder: its cases."""
+"""Path of the cases in a server's folder."""
 
 IMAGE = "tests/verifier_image.def.j2"
-"""Beside them, where cases name an image ``prorl_NAME-verifier``: its recipe, on the image ``kernel``."""
+"""Path of the recipe of the image ``prorl_NAME-verifier``, based on the image ``kernel``, if cases need one."""
 
 
 def verifier_fixture(app: str, server: type[TaskServer]) -> Any:
-    """What Gym looks for in a server's module as ``VERIFIER_FIXTURE``; ``None`` where Gym knows no such thing.
+    """Return the ``VERIFIER_FIXTURE`` of a server's module; ``None`` before Gym 0.7.
 
     Args:
-        app: the module's ``__file__``. Beside it are :data:`CASES` and the configuration that ships with the server.
-        server: the server's class.
+        app: ``__file__`` of the module, beside which :data:`CASES` and the shipped configuration are.
+        server: class of the server.
     """
     if VerifierFixture is None:
         return None
@@ -52,13 +52,13 @@ def verifier_fixture(app: str, server: type[TaskServer]) -> Any:
         server_factory=lambda: as_shipped(folder, server),
         request_model=TaskVerifyRequest,
         cases_path=folder / CASES,
-        invoke=lambda made, request: play(made, request, folder / IMAGE),
+        invoke=lambda created, request: play(created, request, folder / IMAGE),
         reseed=_nothing_to_seed,
     )
 
 
 def as_shipped(folder: Path, server: type[TaskServer]) -> TaskServer:
-    """A fresh server with the settings that its users have, as they stand in its folder."""
+    """Create a server with its shipped settings."""
     name = folder.name
     shipped = OmegaConf.load(folder / "configs" / f"{name}.yaml")
     config = server.model_fields["config"].annotation
@@ -72,15 +72,15 @@ def as_shipped(folder: Path, server: type[TaskServer]) -> TaskServer:
 
 
 async def play(server: TaskServer, request: TaskVerifyRequest, recipe: Path) -> dict[str, Any]:
-    """Play a case on a server that nobody serves yet, and end the server.
+    """Execute a case on a new server, and close the server.
 
     Args:
         server: the server.
-        request: the row, with a response whose tool calls are carried out in their order.
-        recipe: of the image that rows name ``prorl_NAME-verifier``, if there is one.
+        request: a row with a response, whose tool calls are executed in order.
+        recipe: recipe of the image ``prorl_NAME-verifier``, if it exists.
 
     Raises:
-        ValueError: a route refused, with its path and what it said.
+        ValueError: a route failed; with its path and error.
         InfrastructureError: the image could not be built.
     """
     await asyncio.to_thread(_build_image, server.config.name, recipe)
@@ -102,7 +102,7 @@ async def play(server: TaskServer, request: TaskVerifyRequest, recipe: Path) -> 
 
 
 def _nothing_to_seed(server: TaskServer, request: TaskVerifyRequest) -> None:
-    """Gym asks for it before it compares two rewards of one case. No verifier of ours throws dice for a reward."""
+    """Do nothing: Gym reseeds before it compares two rewards, and these verifiers are deterministic."""
 
 
 def _build_image(server: str, recipe: Path) -> None:

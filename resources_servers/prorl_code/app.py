@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Coding problems in sandboxes, as a Gym resources server: its settings and its task, served by ``nemo_gym_prorl``."""
+"""Gym resources server of programming problems: settings and task."""
 
 from pathlib import Path
 
@@ -24,12 +24,12 @@ class ProRLCodeConfig(TaskServerConfig):
 
 
 class ProRLCodeServer(TaskServer):
-    """See the module's description."""
+    """Resources server of programming problems."""
 
     config: ProRLCodeConfig
 
     def make_task(self) -> ProgrammingProblems:
-        """The task, within the configured bounds."""
+        """Create the task with the configured limits."""
         config = self.config
         limits = CodeLimits(
             time_s=config.test_time_limit_s,

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Mathematical problems with Python in sandboxes, as a Gym resources server: its settings and its task, served by
-``nemo_gym_prorl``."""
+"""Gym resources server of mathematics problems with Python: settings and task."""
 
 from nemo_gym_prorl.tasks.extras import exit_unless_installed
 
@@ -29,13 +28,13 @@ class ProRLMathConfig(TaskServerConfig):
 
 
 class ProRLMathServer(TaskServer):
-    """See the module's description."""
+    """Resources server of mathematics problems."""
 
     config: ProRLMathConfig
     own_image: ClassVar[str] = MATH
 
     def make_task(self) -> Math:
-        """The task within the configured bounds."""
+        """Create the task with the configured limits."""
         config = self.config
         limits = CheckLimits(config.checking_cpu_s, config.checking_memory_mib, config.checking_workers)
         return Math(config.sandbox_root, config.tool_limits, MathChecker(limits))

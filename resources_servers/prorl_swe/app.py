@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Software engineering in sandboxes, as a Gym resources server: its settings and its task."""
+"""Gym resources server of software engineering tasks: settings and task."""
 
 from nemo_gym_prorl.tasks.extras import exit_unless_installed
 
@@ -36,13 +36,13 @@ class ProRLSweConfig(TaskServerConfig):
 
 
 class ProRLSweServer(TaskServer):
-    """See the module's description."""
+    """Resources server of software engineering tasks."""
 
     config: ProRLSweConfig
     rows_name_images: ClassVar[bool] = True
 
     def make_task(self) -> SoftwareEngineering:
-        """Software engineering within the configured bounds."""
+        """Create the task with the configured limits."""
         config = self.config
         patches = PatchLimits(
             config.repository_timeout_s, config.patch_file_kib, config.patch_total_kib, config.patch_files

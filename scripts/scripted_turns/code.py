@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scripted turns for problems with tests (:mod:`nemo_gym_prorl.cli.scripted.turns`)."""
+"""Scripted turns for programming problems (:mod:`nemo_gym_prorl.cli.scripted.turns`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE
 
 
 def oracle(source: str) -> Script:
-    """Writes a solution that is known, looks whether it compiles, and hands it in."""
+    """Return a script that writes a known solution, compiles and submits it."""
     write = call("str_replace_editor", command="create", path=SOLUTION_FILE, file_text=source)
     compiles = call("bash", command=f"python3 -m py_compile {SOLUTION_FILE} && echo yes")
     return {
@@ -23,5 +23,5 @@ def oracle(source: str) -> Script:
 
 
 def null() -> Script:
-    """Hands in what it found."""
+    """Return a script that submits without a change."""
     return {"turns": [turn("I submit it as it is.", call("submit")), turn("Submitted.")]}

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to earn HumanEval's reward without solving the problem, beside the scripts of the demonstration."""
+"""Scripted cheats for HumanEval, in addition to the scripts of the demonstration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from nemo_gym_prorl.tasks.code.code_rows import HumanEvalProblem
 
 
 def script_for(problem: HumanEvalProblem, variant: str) -> Script:
-    """The script of one of :data:`VARIANTS`.
+    """Return the script of a variant.
 
     Raises:
-        CallerError: there is no such variant.
+        CallerError: the variant is unknown.
     """
     return script_of(VARIANTS, problem, variant)
 
@@ -32,7 +32,7 @@ def _cheat(source: Callable[[HumanEvalProblem], str]) -> Callable[[HumanEvalProb
 
 
 def _source(body: str) -> Callable[[HumanEvalProblem], str]:
-    """A cheat's file; ``NAME`` stands for the function that the tests call."""
+    """Return a cheat's source; ``NAME`` stands for the function under test."""
     return lambda problem: body.replace("NAME", problem.entry_point)
 
 
@@ -128,10 +128,10 @@ CHEATS: Mapping[str, Callable[[HumanEvalProblem], str]] = {
         "import os, signal\ndef NAME(*a, **k):\n    os.kill(os.getppid(), signal.SIGKILL)\n    return None\n"
     ),
 }
-"""Ways to earn a reward without solving the problem, as the source of ``solution.py``. None may work."""
+"""Cheats as the source of ``solution.py``; none may earn a reward."""
 
 VARIANTS: Mapping[str, Callable[[HumanEvalProblem], list[Turn]]] = {
     **demo_scripts.VARIANTS,
     **{name: _cheat(source) for name, source in CHEATS.items()},
 }
-"""Turns by name of the script: ``reference`` and ``repair`` solve the problem, all others must not be rewarded."""
+"""Turns by variant: ``reference`` and ``repair`` solve the problem; no other may earn a reward."""

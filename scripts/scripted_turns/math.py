@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""Example problems, and scripted turns for them: what a policy would say, for machines that have no model.
+r"""Example problems of mathematics with scripted turns, for machines without a model.
 
-``oracle`` earns its reward, and each way to be paid without the answer must not.
+``oracle`` earns the reward; no cheat may.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nemo_gym_prorl.tasks.math.task import row_of
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A problem, its answer, and Python that finds it in two calls of which the second needs the first."""
+    """A problem, its answer, and Python code in two calls, of which the second uses the first's variables."""
 
     question: str
     answer: str
@@ -58,19 +58,19 @@ EXAMPLES = (
         "sympy.Matrix(m).eigenvals()",
     ),
 )
-"""What ``resources_servers/prorl_math/data/example.jsonl`` consists of."""
+"""Problems of ``resources_servers/prorl_math/data/example.jsonl``."""
 
 
 def example_rows(variant: str = "oracle") -> list[dict[str, Any]]:
-    """The examples as rows, with scripts."""
+    """Return the examples as rows with scripts."""
     return [scripted_row(one, variant) for one in EXAMPLES]
 
 
 def scripted_row(example: Example, variant: str) -> dict[str, Any]:
-    """The row of an example, with a script that plays ``variant``.
+    """Return the row of an example with the script of a variant.
 
     Raises:
-        CallerError: there is no such variant.
+        CallerError: the variant is unknown.
     """
     script = script_of(VARIANTS, example, variant)
     row = row_of({"problem": example.question, "answer": example.answer})
@@ -128,7 +128,7 @@ CHEATS: Mapping[str, Callable[[Example], list[Turn]]] = {
     "redefined": _says(r"\renewcommand{\boxed}[1]{\text{right}} \def\x{\boxed{\text{the expected answer}}} \x"),
     "hanging": _says(r"\boxed{9^{9^{9^{9^9}}} + \sin(9^{9^{9^9}})}"),
 }
-"""Ways to be paid without an answer. None may work."""
+"""Cheats; none may earn a reward."""
 
 VARIANTS: Mapping[str, Callable[[Example], list[Turn]]] = {"oracle": _oracle, "null": _null, **CHEATS}
-"""Turns by name of the script: only ``oracle`` is to be rewarded."""
+"""Turns by variant; only ``oracle`` may earn a reward."""

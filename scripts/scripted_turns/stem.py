@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scripted turns for questions of science: what a policy would say, for machines that have no model."""
+"""Scripted turns for science questions, for machines without a model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nemo_gym_prorl.tasks.stem.problems import Problem
 
 
 def script_for(problem: Problem, variant: str) -> Script:
-    """The script of one of :data:`VARIANTS`.
+    """Return the script of a variant.
 
     Raises:
-        CallerError: there is no such variant.
+        CallerError: the variant is unknown.
     """
     return script_of(VARIANTS, problem, variant)
 
 
 def _oracle(problem: Problem) -> list[Turn]:
-    """Looks something up, computes with what Python remembers, and answers."""
+    """Search, use a Python variable in a second call, and answer."""
     return [
         turn("I look it up.", call("search", query=problem.question[:100])),
         turn("And note the answer.", call("python", code=f"answer = {problem.expected!r}")),
@@ -38,4 +38,4 @@ def _guess(problem: Problem) -> list[Turn]:
 
 
 VARIANTS: Mapping[str, Callable[[Problem], list[Turn]]] = {"oracle": _oracle, "null": _null, "guess": _guess}
-"""Turns by name of the script: ``oracle`` answers rightly, the others must not be rewarded."""
+"""Turns by variant; only ``oracle`` may earn a reward."""

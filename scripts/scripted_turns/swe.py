@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scripted turns for issues of repositories: what a policy would say, for machines that have no model.
+"""Scripted turns for software engineering tasks, for machines without a model.
 
 The format is that of :mod:`nemo_gym_prorl.cli.scripted.turns`.
 """
@@ -19,22 +19,22 @@ PATCH_FILE = "/tmp/fix.patch"
 
 
 def scripted_row(row: Mapping[str, Any], variant: str) -> dict[str, Any]:
-    """A row of ``prorl_swe`` with a script that plays ``variant``, one of :data:`VARIANTS`.
+    """Return a row of ``prorl_swe`` with the script of a variant.
 
     Raises:
-        CallerError: the row is wrong; or there is no such variant.
+        CallerError: the row is invalid, or the variant is unknown.
     """
     return with_turns(row, script_of(VARIANTS, parse_row(row).swe.patch, variant)["turns"])
 
 
 def with_turns(row: Mapping[str, Any], turns: list[Turn]) -> dict[str, Any]:
-    """A row with turns for a model server that plays back scripts."""
+    """Return a row with turns for the scripted model server."""
     params = {**row["responses_create_params"], "metadata": {"script": json.dumps({"turns": turns}, sort_keys=True)}}
     return {**row, "responses_create_params": params}
 
 
 def patching(patch: str) -> list[Turn]:
-    """Looks around, brings in a patch with the tools, looks at what it did, and hands in."""
+    """Return turns that inspect the repository, apply a patch with the tools and submit."""
     write = call("str_replace_editor", command="create", path=PATCH_FILE, file_text=patch)
     return [
         turn("I look around.", call("bash", command="git status --short && git log --oneline -3 && ls")),
@@ -50,4 +50,4 @@ def _null(_patch: str) -> list[Turn]:
 
 
 VARIANTS: Mapping[str, Callable[[str], list[Turn]]] = {"oracle": patching, "null": _null}
-"""Turns by name of the script, of the real fix: ``oracle`` resolves the issue, ``null`` changes nothing."""
+"""Turns by variant, made from the reference fix: ``oracle`` resolves the issue, ``null`` changes nothing."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Taking tests out of a test file, as if nobody had written them yet. Pure."""
+"""Remove test functions from a test file. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 
 def by_file(tests: Iterable[str]) -> dict[str, set[str]]:
-    """Test functions by file: ``tests/test_a.py::TestA::test_b[1]`` is ``TestA::test_b`` of ``tests/test_a.py``."""
+    """Group test functions by file: ``tests/test_a.py::TestA::test_b[1]`` is ``TestA::test_b`` of ``tests/test_a.py``."""
     found: dict[str, set[str]] = {}
     for test in tests:
         file, _, name = test.partition("::")
@@ -19,21 +19,21 @@ def by_file(tests: Iterable[str]) -> dict[str, set[str]]:
 
 
 def without(source: str, functions: Iterable[str]) -> str:
-    """A test file without some of its functions.
+    """Return a test file without some of its functions.
 
     Args:
-        source: the file.
+        source: the file's source.
         functions: names such as ``test_a`` and ``TestA::test_b``.
 
     Raises:
-        KeyError: there is no such function, or it is inherited; has its name.
-        SyntaxError: the file is no Python.
+        KeyError: a function does not exist or is inherited; contains its name.
+        SyntaxError: the file is not valid Python.
     """
     places = _places(ast.parse(source).body, "")
     wanted = set(functions)
     if missing := wanted - places.keys():
         raise KeyError(min(missing))
-    lines = list(io.StringIO(source, newline=""))  # as the compiler counts them
+    lines = list(io.StringIO(source, newline=""))  # lines as the compiler counts them
     gone: set[int] = set()
     for first, last in (_lines(places[name]) for name in wanted):
         gone.update(range(first, last + 1))
@@ -42,7 +42,7 @@ def without(source: str, functions: Iterable[str]) -> str:
 
 
 def _filled(text: str, places: Mapping[str, ast.stmt], wanted: set[str], source: str) -> str:
-    """What is left, if it is Python: a class that has nothing else in it can't stay."""
+    """Return the remaining source; classes without a body are removed too."""
     try:
         ast.parse(text)
     except SyntaxError:

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""An image for each task, as one file (SIF), of which all but the repository is made once.
+"""Build one SIF image per task on a shared base that is packed once.
 
-The image that tasks share is built as any other and packed once. A squashfs can be added to: a task's image is a copy
-of the packed one with its repository added, and costs what copying costs.
+The shared base is built and packed once as a squashfs. A task's image is a copy of the packed base with its repository
+appended.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 WHEELS = ("pytest==9.0.2",)
 
-TIMEOUT_S = 1800.0
+TIMEOUT_S = 1800.0  # for packing the base on a loaded machine
 
 TEMPLATE = Path(__file__).with_name("base.def.j2")
 
-# Numbers of the format: a partition, of squashfs, with the root file system, for a processor.
+# Codes of the SIF format: a squashfs partition with the root file system for one architecture.
 _SIF_ADD = ("--datatype", "4", "--parttype", "2", "--partfs", "1", "--groupid", "1")
 _PROCESSORS = {"i686": "1", "x86_64": "2", "armv7l": "3", "aarch64": "4", "ppc64le": "6", "s390x": "11"}
 
 
 def ensure_base(runtime: Runtime, progress: Progress) -> Path:
-    """The root folder of the image that all tasks share: the default image with pytest.
+    """Build the shared base image (the default image with pytest) and return its root folder.
 
     Raises:
-        InfrastructureError: it can't be built.
+        InfrastructureError: the image could not be built.
     """
     base = ensure_image(DEFAULT, progress)
     order = Order(str(TEMPLATE), str(base), "swe-tasks", wheels=WHEELS, format="folder")
@@ -44,12 +44,12 @@ def ensure_base(runtime: Runtime, progress: Progress) -> Path:
 
 
 class LayeredImages:
-    """Makes images of the one that tasks share and a repository each.
+    """Builds task images from the shared base and a repository.
 
     Args:
-        base: the root folder of the former.
-        folder: where the packed one is kept.
-        runtime: its programs are used.
+        base: root folder of the base.
+        folder: folder of the packed base.
+        runtime: container runtime with its programs.
     """
 
     def __init__(self, base: Path, folder: Path, runtime: Runtime) -> None:
@@ -59,16 +59,15 @@ class LayeredImages:
         self._runtime = runtime
 
     def add(self, tree: Path, target: Path, work: Path) -> None:
-        """Make the image ``target``, which has the contents of the folder ``tree`` besides the shared ones; none of
-        its entries may be there already.
+        """Build the image ``target`` from the base and the folder ``tree``, whose entries must be new.
 
         Args:
-            tree: what is added.
-            target: the image.
-            work: an empty folder on its disk.
+            tree: contents to add.
+            target: path of the image.
+            work: empty folder on the same disk.
 
         Raises:
-            InfrastructureError: a program failed; with its words.
+            InfrastructureError: a program failed; contains its output.
         """
         self.pack()
         packed, made = work / "packed", work / "made.sif"
@@ -81,22 +80,22 @@ class LayeredImages:
         made.rename(target)
 
     def pack(self) -> None:
-        """Pack what is shared, unless that was done."""
+        """Pack the base unless it is packed."""
         if self._packed.exists():
             return
         self._packing.sweep()
         with self._packing.making(self._packed.name) as work:
-            assert work is not None, "nothing is published there"
+            assert work is not None, "making() returns None only for published entries"
             if not self._packed.exists():
                 part = work / self._packed.name
-                # It is packed once and copied often, but read more often still.
+                # A low compression level: the image is read more often than packed.
                 self._squash(self._base, part, "-noappend", "-comp", "gzip", "-Xcompression-level", "4")
                 part.rename(self._packed)
 
     def _squash(self, tree: Path, target: Path, *options: str) -> None:
         program = shutil.which("mksquashfs", path=os.pathsep.join(self._folders()))
         if program is None:
-            raise InfrastructureError("there is no mksquashfs (package squashfs-tools)")
+            raise InfrastructureError("mksquashfs is missing; install the package squashfs-tools")
         self._run([program, str(tree), str(target), "-all-root", "-no-progress", "-no-xattrs", "-quiet", *options])
 
     def _folders(self) -> list[str]:
@@ -117,6 +116,6 @@ class LayeredImages:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise InfrastructureError(f"{command[0]} was not done after {TIMEOUT_S:g} s") from error
+            raise InfrastructureError(f"{command[0]} exceeded {TIMEOUT_S:g} s") from error
         if done.returncode:
             raise InfrastructureError(f"{Path(command[0]).name} failed: {(done.stderr or done.stdout).strip()[-600:]}")

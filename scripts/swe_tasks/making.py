@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""All of it: from packages to rows, with an image each, in a folder.
+"""Make the tasks of all packages: rows and one image per task in a folder.
 
-A package's tasks are a file of their own when they are complete; what was interrupted goes on there. What a killed run
-left half-made is removed by the next one.
+The finished tasks of a package are one file, so an interrupted run continues with the next package. Leftovers of
+killed runs are removed by the next run.
 """
 
 from __future__ import annotations
@@ -30,21 +30,26 @@ from scripts.swe_tasks import repositories
 from scripts.swe_tasks.hiding import by_file
 from scripts.swe_tasks.images import LayeredImages, ensure_base
 from scripts.swe_tasks.packages import Package
-from scripts.swe_tasks.statements import statement
 from scripts.swe_tasks.trials import Bug, pytest_command, sandbox_with_package
 
 
 ROWS, PARTIAL, IMAGES, MAKING = "rows.jsonl", "partial.jsonl", "images", "making"
 
+SHOWN = 8
+"""Number of failures that a statement lists."""
+
+WIDTH = 300
+"""Longest line of a failure, in characters."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """The tasks of a package.
+    """Tasks of a package.
 
     Attributes:
         rows: rows of ``prorl_swe``.
-        partial: name of a task to patches that undo a part of its bug.
-        tried: how many mistakes were tried for them.
+        partial: task name to patches that fix only a part of its bug.
+        tried: number of mistakes that were tried.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -53,25 +58,25 @@ class Tasks:
 
 
 def default_folder() -> Path:
-    """Where tasks are made if no other place is named."""
+    """Return the default output folder."""
     return cache_dir() / "swe-tasks"
 
 
 async def make(
     packages: Sequence[Package], singles: int, folder: Path, runtime: Runtime, progress: Progress, *, at_once: int = 2
 ) -> list[Tasks]:
-    """Make tasks of packages, those that ``folder`` has not got, and write its rows anew.
+    """Make the missing tasks of packages and rewrite the rows.
 
     Args:
-        packages: of which.
-        singles: tasks of each that have one mistake; one with two of them comes on top.
-        folder: for sources, images and rows.
-        runtime: builds images.
-        progress: is told of each step.
-        at_once: packages that are worked on at a time.
+        packages: the packages.
+        singles: tasks per package with one mistake; one more has two mistakes.
+        folder: output folder for sources, images and rows.
+        runtime: container runtime that builds images.
+        progress: receives messages about each step.
+        at_once: number of packages processed concurrently.
 
     Raises:
-        InfrastructureError: what it takes can't be had; says what.
+        InfrastructureError: a source, image or program is unavailable.
     """
     await asyncio.to_thread(packages_module.fetch, tuple(packages), folder / "sources")
     base = await asyncio.to_thread(ensure_base, runtime, progress)
@@ -86,7 +91,7 @@ async def make(
         async with places:
             with ExitStack() as held:
                 work = await asyncio.to_thread(held.enter_context, being_made.making(package.name, progress))
-                assert work is not None, "nothing is published there"
+                assert work is not None, "making() returns None only for published entries"
                 if not kept.exists():
                     done = await _tasks(package, singles, folder, work, stack, base, progress)
                     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -94,12 +99,12 @@ async def make(
                     part.write_bytes(orjson.dumps(done))
                     part.rename(kept)
         tasks = Tasks(**orjson.loads(kept.read_bytes()))
-        # Where the images are now: what is kept may have been moved since it was made.
+        # The folder may have been moved since the tasks were made.
         return replace(
             tasks, rows=[{**row, "image": written(image_path(row["instance_id"], folder))} for row in tasks.rows]
         )
 
-    # Each has a file of its own, so what others have done is kept if one fails.
+    # Finished packages are kept if another one fails.
     done = await asyncio.gather(*map(one, packages), return_exceptions=True)
     if failed := [result for result in done if isinstance(result, BaseException)]:
         raise failed[0]
@@ -117,7 +122,7 @@ async def make(
 
 
 def image_path(instance_id: str, folder: Path) -> Path:
-    """Where the image of a made task is in the folder that it was made in."""
+    """Return the path of a task's image."""
     return folder / IMAGES / f"{instance_id}.sif"
 
 
@@ -141,7 +146,7 @@ async def _tasks(
             partial[name] = patches
         progress(f"{name}: {', '.join(bug.kinds)}; breaks {len(bug.effect.broken)} tests of {len(stable)}")
     if not rows:
-        raise InfrastructureError(f"none of {tried} mistakes in {package.name} makes a task")
+        raise InfrastructureError(f"none of {tried} mistakes in {package.name} makes a usable task")
     return Tasks(rows, partial, tried)
 
 
@@ -178,6 +183,25 @@ def _task(
     return make_row(name, written(image), instance), made.partial
 
 
+def statement(package: str, version: str, broken: Mapping[str, str]) -> str:
+    """Return the problem statement.
+
+    Args:
+        package: name of the package.
+        version: version of the package.
+        broken: broken test to its failure message.
+    """
+    lines = [f"{package} {version} does not do what it should. These checks of its behaviour fail:", ""]
+    for test in sorted(broken)[:SHOWN]:
+        lines.append(f"- {test.partition('::')[2].replace('::', ', ')}"[:WIDTH])
+        if message := broken[test].strip():
+            lines.append(f"      {message[:WIDTH]}")
+    if len(broken) > SHOWN:
+        lines.append(f"- and {len(broken) - SHOWN} more")
+    lines += ["", "All others pass. Find what is wrong in the package and mend it there."]
+    return "\n".join(lines)
+
+
 def _key(package: Package, singles: int, base: Path) -> str:
-    """What tells a package's tasks from others of it."""
+    """Return a key of all inputs of a package's tasks."""
     return hashlib.sha256(repr((package, singles, base.parent.name)).encode()).hexdigest()[:12]

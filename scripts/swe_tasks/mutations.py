@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Small mistakes that a source file could have. Pure.
+"""Single mutations of a source file. Pure.
 
-Each is a replacement of a few characters inside a function, so that all else, comments and layout, stays as it was:
-what undoes it is a patch as people write them. Whether it matters is for the package's tests to say.
+A mutation replaces a few characters inside a function and preserves comments and layout, so the reverse patch looks
+hand-written. The package's tests decide whether a mutation changes behaviour.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _OPERATORS: dict[type[ast.operator], str] = {
     ast.Div: "*",
 }
 _WEAK = (ast.Lambda, ast.GeneratorExp, ast.IfExp, ast.BoolOp, ast.NamedExpr, ast.Compare, ast.Starred)
-"""What has to be in parentheses to be an operand."""
+"""Expressions that need parentheses as operands."""
 
 _UNTOUCHED = ("__repr__", "__str__", "main")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mutation:
-    """One mistake.
+    """One mutation.
 
     Attributes:
-        start: where it begins, in characters from the beginning of the file.
-        end: where what it replaces ends.
-        text: what stands there instead.
-        kind: what sort of mistake it is.
-        function: the dotted name of the function that has it.
+        start: start position in characters.
+        end: end position of the replaced text.
+        text: replacement.
+        kind: kind of the mutation.
+        function: dotted name of the mutated function.
     """
 
     start: int
@@ -62,16 +62,16 @@ class Mutation:
 
 
 def mutations(source: str) -> list[Mutation]:
-    """All mistakes that a file could have, in the order of the file.
+    """Return all mutations in the order of the file.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: the file is not valid Python.
     """
     return sorted(_Finder(source).find())
 
 
 def drawn(source: str, seed: str) -> list[Mutation]:
-    """The same in an order that depends on ``seed`` only: the kinds take turns, each in random order."""
+    """Return all mutations in a seeded random order that alternates between kinds."""
     chance = random.Random(seed)
     kinds: dict[str, list[Mutation]] = {}
     for one in mutations(source):
@@ -88,10 +88,10 @@ def drawn(source: str, seed: str) -> list[Mutation]:
 
 
 def apply(source: str, chosen: Sequence[Mutation]) -> str:
-    """The file with mistakes.
+    """Apply mutations.
 
     Raises:
-        ValueError: two of them overlap.
+        ValueError: two mutations overlap.
     """
     before = len(source) + 1
     for one in sorted(chosen, reverse=True):
@@ -106,7 +106,7 @@ class _Finder:
     def __init__(self, source: str) -> None:
         self._source = source
         self._tree = ast.parse(source)
-        # Lines as the compiler counts them, columns in bytes.
+        # ast counts lines like the compiler and columns in bytes.
         lines = list(io.StringIO(source, newline=""))
         self._lines = [line.encode() for line in lines]
         self._starts = [0, *itertools.accumulate(map(len, lines))]
@@ -165,7 +165,7 @@ class _Finder:
         yield "swapped arguments", node, swapped
 
     def _is_text(self, node: ast.BinOp) -> bool:
-        """It puts texts together; an operator that they don't have would fail in a dull way."""
+        """Whether a node concatenates strings, for which another operator would fail trivially."""
         return any(isinstance(one, ast.Constant | ast.JoinedStr) and self._is_string(one) for one in ast.walk(node))
 
     @staticmethod

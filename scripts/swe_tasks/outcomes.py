@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What pytest's report (``-rA``) says of each test, and what a bug is worth by that. Pure."""
+"""Parse pytest's report (``-rA``) and judge a bug by it. Pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 
 MAX_BROKEN_SHARE = 0.3
-"""A bug that breaks more of the tests than this part of them is one that nobody would look for."""
+"""Largest share of broken tests; bugs that break more are too obvious."""
 
 _LINE = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (\S+::\S+)(?: - (.*))?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """A run of a test suite.
+    """Outcomes of a test suite.
 
     Attributes:
-        status: test to ``PASSED``, ``FAILED`` and so on; only tests whose names all parsers of logs read in full.
-        messages: what the failed ones said, in a line.
-        complete: the suite has run to its end.
+        status: test to ``PASSED``, ``FAILED`` and so on; only names that all log parsers read completely.
+        messages: one-line messages of failed tests.
+        complete: whether the suite ran to its end.
     """
 
     status: Mapping[str, str]
@@ -30,12 +30,12 @@ class Outcomes:
     complete: bool
 
     def having(self, *statuses: str) -> frozenset[str]:
-        """The tests of these statuses."""
+        """Return the tests with one of the statuses."""
         return frozenset(test for test, status in self.status.items() if status in statuses)
 
 
 def read(log: str, exit_code: int) -> Outcomes:
-    """Read a log. Exit codes above 1 are no run: files that can't be loaded, time-outs."""
+    """Parse a log. Exit codes above 1 (import errors, timeouts) are incomplete runs."""
     found = _LINE.findall(log)
     return Outcomes(
         {test: status for status, test, _message in found},
@@ -46,7 +46,7 @@ def read(log: str, exit_code: int) -> Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a bug does: the tests that it breaks, what these say, and those of the same files that it leaves alone."""
+    """Effect of a bug: broken tests, their messages, and unaffected tests of the same files."""
 
     broken: frozenset[str]
     messages: Mapping[str, str]
@@ -54,11 +54,11 @@ class Effect:
 
 
 def effect(stable: frozenset[str], after: Outcomes) -> Effect | None:
-    """What a bug does; ``None`` if that makes no task: it breaks nothing, too much, or files can't be loaded.
+    """Return a bug's effect; ``None`` if the bug is unusable: no or too many broken tests, or import errors.
 
     Args:
-        stable: tests that pass without it, each time.
-        after: with it.
+        stable: tests that always pass without the bug.
+        after: outcomes with the bug.
     """
     broken = stable & after.having("FAILED")
     if not after.complete or after.having("ERROR") or not broken:
@@ -66,7 +66,7 @@ def effect(stable: frozenset[str], after: Outcomes) -> Effect | None:
     files = {test.partition("::")[0] for test in broken}
     near = {test for test in stable if test.partition("::")[0] in files}
     kept = near & after.having("PASSED")
-    # A test that is not there any more, or passes one time in two, is neither.
+    # Missing and flaky tests are neither broken nor kept.
     if len(broken) > MAX_BROKEN_SHARE * len(near) or near - broken - kept or not kept:
         return None
     return Effect(broken, {test: after.messages.get(test, "") for test in broken}, frozenset(kept))

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The packages that tasks are made of, and how their sources are had.
+"""Packages for task generation, and the download of their sources.
 
-Pure Python, with a quick test suite of their own and nothing else needed to run it. None is what pytest itself needs:
-the image would have the right code beside the wrong one.
+The packages are pure Python with fast, self-contained tests. Dependencies of pytest are excluded, since the image
+would contain a correct copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import uv
 from nemo_gym_prorl.failures import InfrastructureError
 
 
-TIMEOUT_S = 900.0
+TIMEOUT_S = 900.0  # for downloads over a slow connection
 
 _BACKENDS = (
     "pip>=25",
@@ -34,10 +34,10 @@ _BACKENDS = (
     "flit-core",
     "poetry-core",
 )
-"""pip, and what it wants to have before it hands out a source distribution."""
+"""pip and the build backends that it needs to download source distributions."""
 
 _NOT_OURS = re.compile(r"PKG-INFO|.*\.egg-info|\.git.*")
-"""At the top of a source distribution: what packing put there."""
+"""Files that packaging adds to a source distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class Package:
     """A package with tests.
 
     Attributes:
-        name: on the index.
-        version: of which.
-        sha256: its source distribution's.
-        repo: where it is developed.
-        code: its source files, as patterns.
-        tests: what pytest is given.
+        name: name on the package index.
+        version: version.
+        sha256: hash of the source distribution.
+        repo: upstream repository.
+        code: glob patterns of source files to mutate.
+        tests: arguments of pytest.
     """
 
     name: str
@@ -138,12 +138,12 @@ PACKAGES = (
 
 
 def fetch(packages: tuple[Package, ...], folder: Path) -> None:
-    """Download source distributions into ``folder``, those that are not there, by pip with its own settings.
+    """Download missing source distributions into ``folder`` with pip and the user's pip settings.
 
-    pip runs their set-up code, as it does on whoever installs them.
+    pip runs set-up code of the packages.
 
     Raises:
-        InfrastructureError: they can't be had, or are not those of the pinned sums; with pip's words.
+        InfrastructureError: a download failed, or a hash differs; contains pip's output.
     """
     missing = [package for package in packages if find(package, folder) is None]
     if not missing:
@@ -166,14 +166,14 @@ def fetch(packages: tuple[Package, ...], folder: Path) -> None:
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired as error:
-            raise InfrastructureError(f"the packages were not there after {TIMEOUT_S:g} s") from error
+            raise InfrastructureError(f"the download of the packages exceeded {TIMEOUT_S:g} s") from error
         if done.returncode:
-            raise InfrastructureError(f"the packages can't be had: {done.stderr.strip()[-600:]}")
+            raise InfrastructureError(f"the packages could not be downloaded: {done.stderr.strip()[-600:]}")
     shutil.rmtree(environment)
 
 
 def find(package: Package, folder: Path) -> Path | None:
-    """A package's source distribution in ``folder``, if it is there and what was pinned."""
+    """Return a package's source distribution in ``folder``; ``None`` if missing or with another hash."""
     archive = folder / f"{package.name.replace('-', '_')}-{package.version}.tar.gz"
     if not archive.is_file():
         return None
@@ -182,10 +182,10 @@ def find(package: Package, folder: Path) -> Path | None:
 
 
 def unpack(package: Package, folder: Path, target: Path) -> Path:
-    """Unpack what was downloaded into ``folder`` to the new folder ``target``, without what packing added.
+    """Unpack a package's source distribution to the new folder ``target``, without files added by packaging.
 
     Raises:
-        InfrastructureError: it is not there.
+        InfrastructureError: the source distribution is missing.
     """
     archive = find(package, folder)
     if archive is None:
@@ -203,5 +203,5 @@ def unpack(package: Package, folder: Path, target: Path) -> Path:
 
 
 def sources(package: Package, tree: Path) -> list[Path]:
-    """The files of a package that bugs are put into."""
+    """Return the source files to mutate."""
     return sorted({file for pattern in package.code for file in tree.glob(pattern)})

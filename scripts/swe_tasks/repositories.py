@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A bug as a repository of one commit, and the patches that go with it, as SWE-bench has them.
+"""Create the repository of a bug with one commit, and its patches in SWE-bench's format.
 
-The repository has the bug and lacks the tests that tell of it. ``test_patch`` brings these; ``patch`` undoes the bug.
+The repository has the bug and lacks the tests that detect it. ``test_patch`` adds these tests; ``patch`` fixes the
+bug.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ _WHO = {
     for whose in ("AUTHOR", "COMMITTER")
     for what, value in (("NAME", "prorl"), ("EMAIL", "prorl@localhost"), ("DATE", "2025-01-01T00:00:00Z"))
 }
-"""The same files make the same commit, whoever makes it and when."""
+"""Fixed identity and date, so that commits are reproducible."""
 
 _EXCLUDED = "__pycache__/\n*.pyc\n.pytest_cache/\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What became of a bug.
+    """Repository of a bug.
 
     Attributes:
         base_commit: the only commit.
-        patch: undoes it.
-        test_patch: brings its tests.
-        partial: patches that undo a part of it each.
+        patch: fixes the bug.
+        test_patch: adds the hidden tests.
+        partial: patches that fix only a part of the bug.
     """
 
     base_commit: str
@@ -47,16 +48,16 @@ class Made:
 
 
 def make(tree: Path, bug: Bug, parts: tuple[Bug, ...], target: Path) -> Made:
-    """Make the repository of a bug.
+    """Create the repository of a bug.
 
     Args:
-        tree: the package without it.
+        tree: the package without the bug.
         bug: the bug.
-        parts: what it is made of, if it is made of several.
-        target: the repository; a new folder.
+        parts: parts of a bug that consists of several.
+        target: new folder of the repository.
 
     Raises:
-        InfrastructureError: git failed, with its words.
+        InfrastructureError: git failed; contains its output.
     """
     shutil.copytree(tree, target, symlinks=True)
     right = {file: (tree / file).read_bytes() for file in bug.edits}
@@ -67,19 +68,19 @@ def make(tree: Path, bug: Bug, parts: tuple[Bug, ...], target: Path) -> Made:
     _git(target, "init", "--quiet", "--initial-branch=main")
     (target / ".git/info/exclude").write_text(_EXCLUDED)
     shutil.rmtree(target / ".git/hooks")
-    # What a package's own list of ignored files leaves out is part of it nevertheless.
+    # --force: files matched by the package's .gitignore belong to the base.
     _git(target, "add", "--all", "--force")
     _git(target, "commit", "--quiet", "--message=The package as it is")
     base = _git(target, "rev-parse", "HEAD").strip()
     patch = _patch(target, right)
     test_patch = _patch(target, tests)
-    # Mending one part leaves the mistakes of the others.
+    # Fixing one part keeps the mistakes of the others.
     left = [{file: text.encode() for file, text in mistaken(tree, part.edits).items()} for part in parts]
     return Made(base, patch, test_patch, tuple(_patch(target, {**right, **wrong}) for wrong in left))
 
 
 def _patch(repository: Path, files: Mapping[str, bytes]) -> str:
-    """What it takes to have ``files``; afterwards the repository is as it was."""
+    """Return the patch to the contents ``files``, and restore the repository."""
     _write(repository, files)
     patch = _git(repository, "diff", "--no-color", "--no-ext-diff")
     _git(repository, "checkout", "--quiet", "--", ".")

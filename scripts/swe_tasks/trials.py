@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Trying bugs: the package's own tests, in a sandbox, before and after.
+"""Try mutations: run the package's tests in a sandbox before and after.
 
-A bug is a task if the tests say so, and only then. Tests that do not pass each time without it say nothing.
+The tests alone decide whether a bug becomes a task. Tests that do not always pass without the bug are ignored.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from scripts.swe_tasks.packages import Package, sources
 REPOSITORY = "/testbed"
 
 SUITE_TIMEOUT_S = 300.0
-"""For a run of a whole test suite without a mistake, on a loaded machine."""
+"""Seconds for a test suite without a mistake on a loaded machine."""
 
 SLOWER = 4.0
-"""A suite that takes so many times as long with a mistake, and :data:`GRACE_S` on top, has run into a loop."""
+"""Time limit with a mistake, as a multiple of the time without, plus :data:`GRACE_S`; longer runs are endless loops.
+"""
 
 GRACE_S = 10.0
 
 TRIED = 40
-"""So many mistakes of a package are tried at most."""
+"""Maximum number of mistakes tried per package."""
 
 _LOG = "/tmp/log"
 _LOG_LIMIT = 64 << 20
@@ -47,11 +48,11 @@ _LOG_LIMIT = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A mistake, or several, and what it does.
+    """One or more mutations with their effect.
 
     Attributes:
-        edits: file to the mistakes in it.
-        effect: what it does to the tests.
+        edits: file to its mutations.
+        effect: effect on the tests.
     """
 
     edits: Mapping[str, tuple[Mutation, ...]]
@@ -59,23 +60,23 @@ class Bug:
 
     @property
     def kinds(self) -> list[str]:
-        """What sorts of mistakes it is made of."""
+        """Kinds of the mutations."""
         return [one.kind for chosen in self.edits.values() for one in chosen]
 
 
 def pytest_command(tests: str) -> str:
-    """The command that runs tests; also what tasks are graded by."""
+    """Return the test command, also used for grading."""
     return f"python3 -m pytest -rA --tb=short -p no:cacheprovider -o addopts= {tests}"
 
 
 def mistaken(tree: Path, edits: Mapping[str, tuple[Mutation, ...]]) -> dict[str, str]:
-    """The files that have mistakes, with them."""
+    """Return the mutated files."""
     return {file: apply((tree / file).read_bytes().decode(), chosen) for file, chosen in edits.items()}
 
 
 @asynccontextmanager
 async def sandbox_with_package(package: Package, tree: Path, image: Path) -> AsyncIterator[PackageTester]:
-    """A sandbox with a package in it."""
+    """Start a sandbox with a package."""
     starter = Starter({"singularity": {}})
     try:
         sandbox = await starter.start(SandboxSpec(image=str(image), workdir="/"))
@@ -93,7 +94,7 @@ async def sandbox_with_package(package: Package, tree: Path, image: Path) -> Asy
 
 
 class PackageTester:
-    """A package in a sandbox, to try mistakes on."""
+    """Runs a package's tests with mutations in a sandbox."""
 
     def __init__(self, package: Package, tree: Path, sandbox: Sandbox) -> None:
         self._package = package
@@ -103,10 +104,10 @@ class PackageTester:
         self.tried = 0
 
     async def stable(self) -> frozenset[str]:
-        """The tests that pass twice without any mistake.
+        """Return the tests that pass twice without a mutation.
 
         Raises:
-            InfrastructureError: the suite does not run.
+            InfrastructureError: the test suite does not run.
         """
         passed = []
         took = 0.0
@@ -121,7 +122,9 @@ class PackageTester:
         return passed[0] & passed[1]
 
     async def bugs(self, stable: frozenset[str], count: int, seed: str) -> list[Bug]:
-        """So many bugs of one mistake each, in as many functions; fewer if :data:`TRIED` are not enough."""
+        """Return up to ``count`` bugs of one mutation each, in different functions; at most :data:`TRIED` mutations
+        are tried.
+        """
         found: list[Bug] = []
         places = set[tuple[str, str]]()
         for file, one in self._candidates(seed):
@@ -136,7 +139,7 @@ class PackageTester:
         return found
 
     async def double(self, stable: frozenset[str], singles: Sequence[Bug]) -> tuple[Bug, Bug, Bug] | None:
-        """A bug made of two, with its parts: each breaks a test that the other does not, and nothing hides that."""
+        """Return a bug of two mutations with its parts; each part breaks a test that the other does not."""
         for number, one in enumerate(singles):
             for other in singles[number + 1 :]:
                 first, second = one.effect.broken, other.effect.broken
@@ -152,7 +155,7 @@ class PackageTester:
         return None
 
     async def bug(self, edits: Mapping[str, tuple[Mutation, ...]], stable: frozenset[str]) -> Bug | None:
-        """What mistakes do, if they make a task."""
+        """Return the bug of mutations; ``None`` if it is not usable as a task."""
         self.tried += 1
         after = await self._run(
             {file: apply((self._tree / file).read_text(), chosen) for file, chosen in edits.items()}
@@ -161,7 +164,7 @@ class PackageTester:
         return Bug(edits, done) if done is not None and self._can_hide(done.broken) else None
 
     def _candidates(self, seed: str) -> Iterator[tuple[str, Mutation]]:
-        """Files take turns."""
+        """Yield mutations, alternating between files."""
         queues = []
         for path in sources(self._package, self._tree):
             file = str(path.relative_to(self._tree))
@@ -182,8 +185,8 @@ class PackageTester:
         assert isinstance(self._sandbox, HasFiles)
         for file, text in files.items():
             await self._sandbox.write_file(f"{REPOSITORY}/{file}", text.encode())
-        # A file that was changed twice within a second, to the same length, is the same one to compiled files.
-        # Lines are not cut to the width of a terminal where there is a CI.
+        # PYTHONDONTWRITEBYTECODE: a stale .pyc matches a file of equal length that changes within a second.
+        # CI: pytest does not truncate lines to the terminal's width.
         command = f"export PYTHONDONTWRITEBYTECODE=1 CI=1; {pytest_command(self._package.tests)} > {_LOG} 2>&1"
         done = await self._sandbox.exec(
             f"timeout -k 5 {self._timeout_s:g} bash -c {shlex.quote(command)}",

@@ -345,7 +345,7 @@ async def test_an_environment_servers_envelope() -> None:
 def test_bad_configuration_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="num_workers must be 1"):
         build(num_workers=2)
-    with pytest.raises(ValueError, match="image: name one, the sandbox provider 'opensandbox' has no default"):
+    with pytest.raises(ValueError, match="image: missing; the sandbox provider 'opensandbox' has no default"):
         build(sandbox_provider={"opensandbox": {}}, image=None)
     with pytest.raises(ValueError, match="'nowhere' is not defined"):
         build(sandbox_provider="nowhere")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import nemo_gym_prorl
 from scripts.swe_tasks import hiding, outcomes
+from scripts.swe_tasks.making import statement
 from scripts.swe_tasks.mutations import apply, drawn, mutations
 from scripts.swe_tasks.outcomes import Outcomes, effect, read
-from scripts.swe_tasks.statements import statement
 
 
 SOURCES = sorted(Path(nemo_gym_prorl.__file__).parent.rglob("*.py"))

@@ -83,6 +83,6 @@ async def test_what_is_wrong_with_the_configuration_is_nothing_of_the_rows() -> 
 async def test_another_provider_can_not_be_asked_for_everything() -> None:
     sandboxes = TaskSandboxes({"apptainer": {}}, containers.image(), rows_name_images=False)
     await sandboxes.fetch_image(SandboxNeeds())  # which does nothing ahead
-    with pytest.raises(CallerError, match="'apptainer' can't be asked for it") as caught:
+    with pytest.raises(CallerError, match="'apptainer' does not support it") as caught:
         await sandboxes.start(SandboxNeeds(network=False))
     assert caught.value.field == "network"

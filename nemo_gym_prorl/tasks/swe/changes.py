@@ -1,19 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy changed in a repository, which changes count, and the patch of a rollout's row. Pure.
+"""Changes of a policy to a repository: comparison, filtering and the patch in the rollout's row. Pure.
 
-Changes are files, not a text that something has to apply. Listings are those of ``git ls-files --stage``. They and the
-contents come out of the policy's own sandbox, so they are untrusted: what they can say is at most another change.
-Contents are checked against their names all the same, and all of it is bounded. A path is kept as git writes it, in
-quotes if it holds anything odd, and is read by :func:`shown` for rules and people only.
+Changes are files instead of a text patch. Listings have the format of ``git ls-files --stage``. Listings and contents
+come from the policy's sandbox and are untrusted; they can only describe another change. Contents are verified against
+their hashes, and all sizes are bounded. Paths keep git's quoting; :func:`shown` decodes them for rules and messages.
 
-Tests, what configures their runner, and what would stand in the way of the runner's own modules are the dataset's to
-say: a policy's changes there are shown in its patch and never applied. The rule goes by names, as the datasets' own
-split of a fix into ``patch`` and ``test_patch`` does; a file that the real fix changes is never kept from anybody.
+Changes of tests, test runner configuration and modules that would shadow the runner's are part of the reported patch
+and never applied. The rule uses file names, like the data sets' own split into ``patch`` and ``test_patch``. Files
+that the reference fix changes are always allowed.
 
-A patch is text of which ``git apply`` makes the same bytes. git writes lines of a text file as they are, in whatever
-encoding. A row is JSON, which has no such bytes; so the parts of files that are no UTF-8 become what git writes of
-binary ones.
+``git apply`` reproduces the bytes of a reported patch. Rows are JSON, so files that are not UTF-8 are written as git's
+binary patches.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ JUNK = (
     "nohup.out",
     ".DS_Store",
 )
-"""Patterns, as in ``.gitignore``, of new files that are nobody's work."""
+"""Patterns of generated files, in the syntax of ``.gitignore``."""
 
 _TEST_FOLDERS = frozenset({"tests", "r2e_tests"})
 _TEST_ROOTS = frozenset({"test", "testing", "e2e"})
@@ -94,40 +92,40 @@ RUNNERS = frozenset(
         "pkg_resources",
     }
 )
-"""What pytest's versions import, some of it only if it is there."""
+"""Modules that some version of pytest imports, also optionally."""
 
 _METADATA = (".egg-info", ".dist-info", ".pth")
 _HELPERS = re.compile(
     r"test|_?testing(\.py)?|runtests\.py|_?test(s|ing)?_?(utils?|helpers?|lib|support|tools?|common|cases?)(\.py)?"
 )
-"""Folders and files; ``test.py`` may be a command."""
+"""Names of test helper folders and files; ``test.py`` may be a command."""
 
 _ODD_LINES = re.compile(r"\r(?!\n)|[\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]")
 _MODULE_FILES = (".py", ".so")
 
 SETTINGS_FILES = frozenset({"setup.cfg", "pyproject.toml"})
-"""Files that configure a test runner among other things: only a change of that part does not count."""
+"""Files with a test runner section; only changes of that section are ignored."""
 
 
 def files_of_patch(patch: str) -> frozenset[str]:
-    """Paths that a patch in git's format touches, before and after."""
+    """Return the paths in a git patch, before and after."""
     found = re.findall(r"^(?:---|\+\+\+) (?:\"?)[ab]/(.+?)\"?\s*$", patch, re.MULTILINE)
     found += [path for pair in re.findall(r"^diff --git a/(.+) b/(.+)$", patch, re.MULTILINE) for path in pair]
     return frozenset(found)
 
 
 def files_of_tests(names: Iterable[str]) -> frozenset[str]:
-    """Files in which tests lie that have pytest's names."""
+    """Return the files of pytest node ids."""
     return frozenset(name.partition("::")[0] for name in names if "::" in name)
 
 
 @dataclass(frozen=True, slots=True)
 class ImportableModules:
-    """What the image's Python can import.
+    """Modules that the image's Python can import.
 
     Attributes:
-        folders: of the repository, in which modules are found.
-        own: modules that the base has there.
+        folders: import folders inside the repository.
+        own: modules of the base in these folders.
         installed: modules outside of the repository.
     """
 
@@ -136,19 +134,20 @@ class ImportableModules:
     installed: frozenset[str] = frozenset()
 
     def shadowed_by(self, path: str) -> bool:
-        """A new file would be imported instead of a module that was there before it, outside of the repository."""
+        """Whether a new file would shadow a module from outside the repository."""
         names = {_module(path, folder) for folder in self.folders} - {None, *self.own}
         return bool(names & (self.installed | RUNNERS | sys.stdlib_module_names))
 
 
-def importable_modules(paths: Iterable[str], told: str) -> ImportableModules:
-    """Of a base.
+def importable_modules(paths: Iterable[str], report: str) -> ImportableModules:
+    """Return the importable modules of a base.
 
     Args:
-        paths: its files.
-        told: what the image's Python said: ``folder NAME`` of the repository, ``module NAME`` outside of it, in lines.
+        paths: files of the base.
+    report: output of the image's Python: lines ``folder NAME`` (inside the repository) and ``module NAME``
+            (outside).
     """
-    said = [line.split(" ", 1) for line in told.splitlines() if " " in line]
+    said = [line.split(" ", 1) for line in report.splitlines() if " " in line]
     folders = frozenset({"", "src"} | {name for kind, name in said if kind == "folder"})
     modules = [path for path in paths if path.endswith(_MODULE_FILES)]
     own = frozenset(name for path in modules for folder in folders if (name := _module(path, folder)))
@@ -156,14 +155,14 @@ def importable_modules(paths: Iterable[str], told: str) -> ImportableModules:
 
 
 class Protection:
-    """Whose changes count.
+    """Rules for changes that are not applied.
 
     Args:
         instance: the task.
 
     Attributes:
-        fix: files that the real fix changes.
-        tests: files that hold the row's tests, or that its patch of tests changes.
+        fix: files that the reference fix changes.
+        tests: files with the row's tests, or changed by its test patch.
     """
 
     def __init__(self, instance: SweInstance) -> None:
@@ -179,16 +178,16 @@ class Protection:
         self._commanded = {word.removeprefix("./") for word in re.findall(r"[\w./+-]+", instance.test_command)}
 
     def why(self, path: str, base: ImportableModules | None = None) -> str | None:
-        """Why a change of this path does not count; ``None`` if it does, or if only the content can tell.
+        """Return why a change of a path is ignored; ``None`` if it is applied or its content decides.
 
         Args:
-            path: in the repository.
-            base: if the path is new, what can be imported without it.
+            path: path in the repository.
+            base: importable modules of the base, if the path is new.
         """
         if path in self.tests:
             return "a test"
         if any(name.startswith(path + "/") for name in self.tests):
-            return "in the place of a folder with tests"
+            return "replaces a folder with tests"
         if any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in self._folders):
             return "protected by the task"
         if path in self.fix:
@@ -199,26 +198,26 @@ class Protection:
         if _TEST_FILE.fullmatch(pure.name):
             return "a test"
         if (helps := _helpers(pure)) and not any(f"{name}/".startswith(f"{helps}/") for name in self.fix):
-            return "helps tests"
+            return "a test helper"
         if pure.name in RUNNER_FILES:
             return "configures a test runner"
         if path in self._commanded:
             return "named by the test command"
         if pure.name.partition(".")[0] in _STARTUP:
-            return "read when Python starts"
+            return "executed when Python starts"
         if any(part.endswith(_METADATA) for part in pure.parts):
-            return "what was installed, to Python"
+            return "metadata of an installed package"
         if base is not None and base.shadowed_by(path):
-            return "in the place of an installed module"
+            return "shadows an installed module"
         return None
 
     def by_content(self, path: str) -> bool:
-        """Whether its content decides: see :func:`same_settings`. pytest looks for settings in any folder."""
+        """Whether the content decides; see :func:`same_settings`. pytest reads settings from any folder."""
         return PurePosixPath(path).name in SETTINGS_FILES and path not in self.fix
 
 
 def same_settings(path: str, before: bytes | None, after: bytes | None) -> bool:
-    """Whether two versions of such a file tell pytest the same; what can't be read differs."""
+    """Whether two versions have the same pytest settings; unreadable content differs."""
     try:
         return bool(pytest_settings(path, before) == pytest_settings(path, after))
     except (ValueError, RecursionError):
@@ -226,23 +225,23 @@ def same_settings(path: str, before: bytes | None, after: bytes | None) -> bool:
 
 
 def pytest_settings(path: str, content: bytes | None) -> Any:
-    """What such a file tells pytest.
+    """Return the pytest settings of a file.
 
     Raises:
-        ValueError, RecursionError: it can't be read.
+        ValueError, RecursionError: the file cannot be parsed.
     """
     text = (content or b"").decode()
     if path.endswith(".toml"):
         return tomllib.loads(text).get("tool", {}).get("pytest")
-    # Parsers differ, of pytest's versions and Python's; none finds a section but in such lines.
+    # Versions of the parser split lines differently; refuse line ends on which they disagree.
     if _ODD_LINES.search(text):
-        raise ValueError("lines end in ways on which parsers differ")
+        raise ValueError("ambiguous line ends")
     sections = re.split(r"^(?=\[)", text, flags=re.MULTILINE)
     return [section.rstrip() for section in sections if "pytest" in section.partition("\n")[0].lower()]
 
 
 def _helpers(path: PurePosixPath) -> str | None:
-    """The folder of helpers that it lies in, or itself if it is a file of such; a fix of one may be in any of them."""
+    """Return the test helper folder or file that contains a path, if any."""
     for number, part in enumerate(path.parts, start=1):
         if _HELPERS.fullmatch(part):
             return "/".join(path.parts[:number])
@@ -250,7 +249,7 @@ def _helpers(path: PurePosixPath) -> str | None:
 
 
 def _module(path: str, folder: str) -> str | None:
-    """The module that a file makes, alone or as a link, if one looks in that folder."""
+    """Return the module that a file provides in an import folder; ``None`` if it provides none."""
     if folder and not path.startswith(folder + "/"):
         return None
     name, slash, rest = path[len(folder) + 1 if folder else 0 :].partition("/")
@@ -269,12 +268,12 @@ _ESCAPES = {b"a": b"\a", b"b": b"\b", b"t": b"\t", b"n": b"\n", b"v": b"\v", b"f
 
 
 class BadListing(Exception):
-    """It is no listing; says why."""
+    """Malformed listing; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of a listing: git's mode and its content's hash."""
+    """Listed file: git's mode and the content's hash."""
 
     mode: str
     blob: str
@@ -282,7 +281,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One file after the policy; ``entry`` is ``None`` if it is gone."""
+    """A changed file; ``entry`` is ``None`` if it was deleted."""
 
     path: str
     entry: Entry | None
@@ -291,13 +290,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """All that a policy changed.
+    """All changes of a policy.
 
     Attributes:
-        changes: file by file.
-        contents: by hash, of every file that is there after it, and of some before.
-        left_out: path to why: what is in no patch.
-        ignored: path to why: what is in the patch and does not count.
+        changes: changed files.
+        contents: content by hash, for every changed file and some base files.
+        left_out: path to reason, for changes that are not in the reported patch.
+        ignored: path to reason, for changes that are reported and not applied.
     """
 
     changes: tuple[Change, ...] = ()
@@ -307,31 +306,31 @@ class Solution:
 
 
 def read_listing(text: str) -> dict[str, Entry]:
-    """Path to entry.
+    """Parse a listing into entries by path.
 
     Raises:
-        BadListing: a line is none of git's, a path leads out of the tree, or it lies in a file.
+        BadListing: a line is malformed, a path leaves the tree, or a path lies inside a file.
     """
     entries: dict[str, Entry] = {}
     for line in text.splitlines():
         match = _ENTRY.fullmatch(line)
         if match is None:
-            raise BadListing(f"{line!r:.200} is no file of a repository")
+            raise BadListing(f"malformed entry {line!r:.200}")
         mode, blob, path = match.groups()
         if _OUTSIDE & {part.lower() for part in shown(path).split("/")}:
-            raise BadListing(f"{path!r:.200} is no path in a repository")
+            raise BadListing(f"forbidden path {path!r:.200}")
         entries[path] = Entry(mode, blob)
     folders: set[str] = set()
     for path in map(shown, entries):
         while (path := path.rpartition("/")[0]) and path not in folders:
             folders.add(path)
     if clash := folders & {shown(path) for path in entries}:
-        raise BadListing(f"{min(clash)!r:.200} is a file and a folder")
+        raise BadListing(f"{min(clash)!r:.200} is both a file and a folder")
     return entries
 
 
 def changed(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[Change]:
-    """What differs, in the order of paths. A repository in the repository is no change."""
+    """Return the changed files sorted by path. Nested repositories are ignored."""
     gone = [Change(path, None, False) for path in before if path not in after]
     there = [
         Change(path, entry, path not in before)
@@ -342,7 +341,7 @@ def changed(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[Cha
 
 
 def shown(path: str) -> str:
-    """A path of a listing as people write it."""
+    """Decode git's quoting of a path."""
     if not path.startswith('"'):
         return path
     raw = _QUOTED.sub(lambda found: _unescaped(found[1]), path[1:-1].encode())
@@ -350,7 +349,7 @@ def shown(path: str) -> str:
 
 
 def read_contents(stream: bytes) -> dict[str, bytes]:
-    """Hash to content, of what ``git cat-file --batch`` printed, as far as it is complete and true."""
+    """Parse the output of ``git cat-file --batch`` into contents by hash; incomplete or wrong contents are skipped."""
     contents: dict[str, bytes] = {}
     at = 0
     while (end := stream.find(b"\n", at)) != -1:
@@ -366,7 +365,7 @@ def read_contents(stream: bytes) -> dict[str, bytes]:
 
 
 def hash_of(content: bytes) -> str:
-    """git's name of a file's content."""
+    """Return git's hash of a file's content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
@@ -377,7 +376,7 @@ def ignored(
     protection: Protection,
     base: ImportableModules,
 ) -> dict[str, str]:
-    """Path to why, of changes that do not count."""
+    """Return path to reason, for changes that are not applied."""
     found = {}
     for change in changes:
         path = shown(change.path)
@@ -394,7 +393,9 @@ def ignored(
 
 
 def import_stream(solution: Solution, base: str) -> bytes:
-    """For ``git fast-import``: ``refs/prorl/solution`` has all changes, ``refs/prorl/applied`` those that count."""
+    """Return a stream for ``git fast-import``: ``refs/prorl/solution`` has all changes, ``refs/prorl/applied`` the
+    applied ones.
+    """
     counting = [change for change in solution.changes if change.path not in solution.ignored]
     return b"".join(
         [
@@ -407,7 +408,7 @@ def import_stream(solution: Solution, base: str) -> bytes:
 def _commit(ref: bytes, base: str, changes: Iterable[Change], contents: Mapping[str, bytes]) -> Iterable[bytes]:
     yield b"commit %s\ncommitter prorl <prorl@localhost> 0 +0000\ndata 0\nfrom %s\n" % (ref, base.encode())
     changes = list(changes)
-    # A file may have taken a folder's place: what goes, goes first.
+    # Deletions come first, since a file may replace a folder.
     for change in changes:
         if change.entry is None:
             yield b"D %s\n" % change.path.encode()
@@ -425,20 +426,19 @@ def _unescaped(code: bytes) -> bytes:
 
 _NO_FILE = "0" * 40
 _LINE = 52
-"""Bytes in a line of a binary patch; its first letter says how many."""
+"""Bytes per line of a git binary patch."""
 
 _LENGTHS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A patch: what each file's part is, by git's path."""
+    """Patch as one part per file, by git's path."""
 
     parts: Mapping[str, str]
 
     def within(self, limit: int) -> tuple[str, list[str]]:
-        """As much of it as whole files make that are no longer than ``limit`` characters together, and which are not
-        in it."""
+        """Return whole files of at most ``limit`` characters together, and the paths of the omitted files."""
         text, left_out = "", []
         for path, part in self.parts.items():
             if len(text) + len(part) <= limit:
@@ -449,7 +449,7 @@ class Patch:
 
 
 def read_patch(patch: bytes, solution: Solution, base: Mapping[str, Entry]) -> Patch:
-    """Of what ``git diff --binary --no-renames`` printed of a solution."""
+    """Parse the output of ``git diff --binary --no-renames`` of a solution."""
     paths = {_head(change.path): change for change in solution.changes}
     parts: dict[str, str] = {}
     for raw in re.split(rb"^(?=diff --git )", patch, flags=re.MULTILINE):

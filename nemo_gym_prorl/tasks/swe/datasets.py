@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of published datasets, with their own fields, as rows of ``prorl_swe``. Pure.
+"""Convert records of SWE-bench, SWE-Gym, SWE-rebench and R2E-Gym to rows of ``prorl_swe``. Pure.
 
-Each dataset has a model of its records; what is missing in one, or of another type, is refused by its name there.
+Each dataset has a pydantic model of its records; missing or malformed fields are refused by name.
 
-Records of SWE-bench have a script of their own, which swebench runs: what stands before the mark of the tests' output
-(exports, installations, builds) is run before the tests, as it is written and with the options of the shell that
-swebench sets. Left out are git's commands by which the script lays the hidden tests and shows what was changed: the
-environment lays them itself, and its repository has another history.
+SWE-bench records contain a script that swebench runs. The lines before the test output's mark (exports, installations,
+builds) run before the tests, unchanged and under swebench's shell options. git commands that apply hidden tests or
+show changes are removed: the environment applies the tests itself, and its repository has a new history.
 
-Records of SWE-Gym have none, and its harness is in no package: its commands are here, by repository and version. Tests
-to run are the files that the row's ``test_patch`` changes.
+SWE-Gym records have no script; :mod:`.swe_gym` has their commands. Their tests are the files that ``test_patch``
+changes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -38,28 +36,9 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.records import UnusableRecord, parsed
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus, refusal
 from nemo_gym_prorl.tasks.swe.report import R2E_PARSER, r2e_names
+from nemo_gym_prorl.tasks.swe.swe_gym import OPTIONS, TestSpec, of_swe_gym, test_files
 from nemo_gym_prorl.tasks.swe.task import make_row
 
-
-@dataclass(frozen=True, slots=True)
-class TestSpec:
-    """How a record's tests are run.
-
-    Attributes:
-        command: runs the tests; in the table of SWE-Gym without the files to run.
-        before: lines of a shell that come before it.
-        parser: swebench's name of the parser of what it prints.
-        network: the tests ask servers, or what comes before them has to download before it can test the change.
-    """
-
-    command: str
-    before: str = "python -m pip install -e ."
-    parser: str = "parse_log_pytest"
-    network: bool = False
-
-
-OPTIONS = "set -uxo pipefail"
-"""Under which swebench runs every such script."""
 
 START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
 
@@ -72,22 +51,22 @@ _DOWNLOADS = re.compile(
 
 
 def of_script(script: str, parser: str) -> TestSpec:
-    """What a record's own script runs.
+    """Return the test spec of a record's script.
 
     Raises:
-        CallerError: it has no marks, or nothing between them.
+        CallerError: the script has no output marks, or no command between them.
     """
     lines = [line for line in script.strip().split("\n") if line not in ("#!/bin/bash", OPTIONS)]
     start = next((number for number, line in enumerate(lines) if START in line), len(lines))
     end = next((number for number, line in enumerate(lines) if END in line and number > start), start)
     if not (command := "\n".join(lines[start + 1 : end]).strip()):
-        raise CallerError("runs nothing between the marks of the tests' output", field="eval_script")
+        raise CallerError("has no command between the marks of the tests' output", field="eval_script")
     before = "\n".join([OPTIONS, *_without_gits_part(lines[:start])])
     return TestSpec(command, before, parser, network=may_download(f"{before}\n{command}"))
 
 
 def may_download(before: str) -> bool:
-    """Whether lines of a shell call what fetches packages."""
+    """Whether shell lines call a program that downloads packages."""
     return bool(_DOWNLOADS.search(before))
 
 
@@ -97,170 +76,24 @@ def _without_gits_part(lines: Sequence[str]) -> Iterator[str]:
         end = _end_of_command(rest)
         command, rest = rest[:end], rest[end:]
         if _GIT.fullmatch(re.sub(r"\\\n", " ", "\n".join(command)).partition("\n")[0]):
-            yield ":"  # it may be all that a branch or a function has
+            yield ":"  # a branch or function must not become empty
         else:
             yield from command
 
 
 def _end_of_command(lines: Sequence[str]) -> int:
-    """How many lines the first command has, with its continuations and its here-document."""
+    """Return the number of lines of the first command, with continuations and here-document."""
     head = next((number for number, line in enumerate(lines) if not line.endswith("\\")), len(lines) - 1) + 1
     if opened := _OPENED.search("\n".join(lines[:head])):
         word = opened["bare"] or opened["quoted"]
         for number, line in enumerate(lines[head:], head + 1):
             if (line.lstrip("\t") if opened["tabs"] else line) == word:
                 return number
-    return head  # what has no end is a shift of bits
-
-
-Versions = Sequence[tuple[str, TestSpec]]
-"""The first version of each kind, in their order."""
-
-_PYTEST = "pytest -rA"
-_SERIAL = "pytest -n0 -rA"
-_VERBOSE = "pytest -rA --tb=long"
-_EDITABLE = "python -m pip install -e ."
-
-_CONAN_PATH = "export PYTHONPATH=${PYTHONPATH:-}:$(pwd)\n"
-_CONAN_OLD = "echo 'cython<3' > /tmp/constraint.txt; export PIP_CONSTRAINT=/tmp/constraint.txt\n"
-_CONAN_NEEDS = "\n".join(
-    f"python -m pip install -r conans/{name}.txt"
-    for name in ("requirements", "requirements_server", "requirements_dev")
-)
-_CONAN = TestSpec(_SERIAL, _CONAN_PATH + _CONAN_NEEDS)
-_DVC = "\n".join(
-    [
-        "python -m pip install --upgrade pip wheel GitPython",
-        'python -m pip install "cython<3.0.0" && python -m pip install --no-build-isolation pyyaml==5.4.1',
-        "python -m pip install git+https://github.com/iterative/mock-ssh-server.git || true",
-        "python -m pip install -r tests/requirements.txt || true",
-        "python -m pip install -r test-requirements.txt || true",
-        'python -m pip install -e ".[tests,dev,all_remotes,all,testing]"',
-    ]
-)
-_PANDAS = "python -m pip install -ve . --no-build-isolation -Ceditable-verbose=true\npip uninstall pytest-qt -y"
-_HYDRA = "pip install -r requirements/dev.txt\npip install -e ."
-_HYDRA_OLD = "\n".join(
-    [
-        "sed -i 's|isort@git+git://github.com/timothycrosley/isort|isort@git+https://github.com/timothycrosley/isort|g'"
-        " requirements/dev.txt",
-        '{ tail -n1 requirements/requirements.txt | grep -q "." && echo ""; } >> requirements/requirements.txt',
-        'echo "pip==24.0" >> requirements/requirements.txt',
-        'pip install "pip==24.0"',
-    ]
-)
-_MONAI = "\n".join(
-    [
-        r"sed -i '/^git+https:\/\/github.com\/Project-MONAI\//d' requirements-dev.txt",
-        "python -m pip install types-pkg-resources==0.1.3 pytest",
-        "pip install -r requirements-dev.txt",
-        "python setup.py develop",
-    ]
-)
-_MYPY = f"python -m pip install -r test-requirements.txt\n{_EDITABLE}"
-
-_SWE_GYM: Mapping[str, Versions] = {
-    "bokeh/bokeh": [
-        (
-            "0",
-            TestSpec(
-                "pytest -rA -n0",
-                'pip install "setuptools<66" "jinja2<3.1"\nprintf "1\\n" | python setup.py develop\nbokeh sampledata',
-            ),
-        ),
-        ("3.0", TestSpec("pytest -rA -n0", f"{_EDITABLE}\npython -m pip install bokeh_sampledata")),
-    ],
-    "conan-io/conan": [
-        ("0", replace(_CONAN, before=_CONAN_PATH + _CONAN_OLD + _CONAN_NEEDS)),
-        ("1.60", _CONAN),
-        ("2.0", replace(_CONAN, before=_CONAN_PATH + _CONAN_OLD + _CONAN_NEEDS)),
-        ("2.1", _CONAN),
-    ],
-    "dask/dask": [("0", TestSpec("pytest -n0 -rA --color=no", "python -m pip install --no-deps -e ."))],
-    "facebookresearch/hydra": [
-        ("0", TestSpec(_VERBOSE, f"{_HYDRA_OLD}\n{_HYDRA}")),
-        ("1.3", TestSpec(_VERBOSE, _HYDRA)),
-    ],
-    "getmoto/moto": [("0", TestSpec(_SERIAL, "make init"))],
-    "iterative/dvc": [
-        (
-            "0",
-            TestSpec(
-                _PYTEST,
-                f'{_DVC}\npython -m pip install "numpy<=1.20"\npython -m pip install "pytest<8"',
-            ),
-        ),
-        ("3.4", TestSpec(_PYTEST, _DVC)),
-    ],
-    "modin-project/modin": [
-        ("0", TestSpec(_SERIAL, f"{_EDITABLE}\npython -m pip install numpy==1.23.1 protobuf==3.20.1")),
-        ("0.20", TestSpec(_SERIAL)),
-    ],
-    "pandas-dev/pandas": [
-        ("0", TestSpec(_VERBOSE, f"python -m pip install 'numpy<2'\n{_PANDAS}")),
-        ("2.2", TestSpec(_VERBOSE, _PANDAS)),
-    ],
-    "project-monai/monai": [("0", TestSpec(_PYTEST, _MONAI))],
-    "pydantic/pydantic": [
-        (
-            "0",
-            TestSpec(
-                "pytest -rA --tb=short -vv -o console_output_style=classic --no-header",
-                'export PATH="$HOME/.local/bin:$PATH"\npdm add pre-commit\nmake install',
-                "parse_log_pytest_v2",
-            ),
-        )
-    ],
-    "python/mypy": [
-        ("0", TestSpec(_SERIAL, f"{_MYPY}\npip install pytest pytest-xdist\nhash -r")),
-        ("1.0", TestSpec(_SERIAL, f"{_MYPY}\nhash -r")),
-        ("1.7", TestSpec(_PYTEST, f"{_MYPY}\nhash -r")),
-    ],
-}
-
-_CHANGED = re.compile(r"^diff --git a/.* b/(.*)$", re.MULTILINE)
-_MYPY_CASE = re.compile(r"\[case ([^\]]+)\]")
-_DATA = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
-"""Files that belong to tests and are none."""
-
-
-def of_swe_gym(repo: str, version: str, test_patch: str) -> TestSpec:
-    """How a row of SWE-Gym is tested.
-
-    Raises:
-        CallerError: nothing is known of its repository; or its patch changes no test.
-    """
-    if repo.lower() not in _SWE_GYM:
-        raise CallerError(f"nothing is known of how to test {repo!r:.200}", field="repo")
-    [first, *later] = _SWE_GYM[repo.lower()]
-    [*_, (_, spec)] = [first, *(kind for kind in later if _number(kind[0]) <= _number(version))]
-    spec = replace(spec, before=f"{OPTIONS}\n{spec.before}")
-    if repo == "python/mypy":
-        # Its tests are cases in data files, which pytest knows by their names.
-        if not (cases := _MYPY_CASE.findall(test_patch)):
-            raise CallerError("names no case of mypy's", field="test_patch")
-        return replace(spec, command=f"{spec.command} -k {shlex.quote(' or '.join(cases))}")
-    return replace(spec, command=f"{spec.command} {shlex.join(test_files(test_patch))}")
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)))
-
-
-def test_files(test_patch: str) -> list[str]:
-    """The files to run: those that a test patch changes, without data.
-
-    Raises:
-        CallerError: it changes none.
-    """
-    files = [file for file in _CHANGED.findall(test_patch) if not file.endswith(_DATA)]
-    if not files:
-        raise CallerError("changes no test file", field="test_patch")
-    return files
+    return head  # no end: "<<" was a bit shift
 
 
 R2E_TIMEOUT_S = 300.0
-"""How long R2E-Gym lets the tests of a row run, in seconds."""
+"""R2E-Gym's time limit for the tests of a row, in seconds."""
 
 _R2E_TEST_FOLDERS = frozenset({"test", "tests", "Test", "Tests"})
 _MARKS = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
@@ -270,7 +103,7 @@ Converter = Callable[[Record, str | None], dict[str, Any]]
 
 
 def _names(value: object) -> object:
-    """Some exports have lists, others JSON of them."""
+    """Decode lists that some exports store as JSON."""
     if isinstance(value, str):
         try:
             return json.loads(value)
@@ -291,9 +124,9 @@ class _Record(BaseModel):
 
 
 class SweBenchRecord(_Record):
-    """A record of SWE-bench in all its editions, and of SWE-Gym.
+    """Record of SWE-bench (all editions) and SWE-Gym.
 
-    ``image``, ``eval_script``, ``log_parser`` and ``eval_type`` are in the editions of swebench 5 only.
+    ``image``, ``eval_script``, ``log_parser`` and ``eval_type`` exist only in the editions of swebench 5.
     """
 
     instance_id: InstanceId
@@ -312,7 +145,7 @@ class SweBenchRecord(_Record):
 
 
 class InstallConfig(_Record):
-    """How SWE-rebench installs and tests a repository."""
+    """Installation and test commands of a SWE-rebench record."""
 
     test_cmd: Text
     log_parser: Annotated[str, StringConstraints(strict=True, pattern=r"^parse_log_\w+$")]
@@ -321,37 +154,37 @@ class InstallConfig(_Record):
 
 
 class SweRebenchRecord(SweBenchRecord):
-    """A record of SWE-rebench: SWE-bench's, with an image and a way to test of its own."""
+    """Record of SWE-rebench: SWE-bench's with its own image and test commands."""
 
     docker_image: Image
     install_config: Annotated[InstallConfig, BeforeValidator(parsed)]
 
 
 def _r2e_fix(commit: Mapping[str, Any]) -> str:
-    """A commit's patch without tests; empty if there is nothing else in it.
+    """Return a commit's patch without tests; empty if it only changes tests.
 
     Raises:
-        ValueError: it is no commit.
+        ValueError: the commit is malformed.
     """
     try:
         lines = [line for part in commit["file_diffs"] if _is_of_the_fix(part) for line in _diff_lines(part)]
         return "".join(line + "\n" for line in lines)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no commit that was taken apart: {error!r}") from error
+        raise ValueError(f"malformed commit: {error!r}") from error
 
 
 def _is_of_the_fix(part: Mapping[str, Any]) -> bool:
-    """As the dataset counts: Python, and no test."""
+    """Whether a file belongs to the fix by the dataset's rule: Python and not a test."""
     path = PurePosixPath(part["header"]["file"]["path"])
     is_test = path.name.startswith("test_") or path.name.endswith("_test.py") or _R2E_TEST_FOLDERS & {*path.parts}
     return path.suffix == ".py" and not is_test and not part.get("is_binary_file")
 
 
 def _diff_lines(part: Mapping[str, Any]) -> Iterator[str]:
-    """A file's part of the patch."""
+    """Yield a file's part of the patch."""
     path = part["header"]["file"]["path"]
     yield f"diff --git a/{path} b/{path}"
-    if misc := part["header"].get("misc_line"):  # that it is new, or gone
+    if misc := part["header"].get("misc_line"):  # the line of a new or deleted file
         yield misc
     if index := part.get("index_line"):
         yield f"index {index['old_commit_hash']}..{index['new_commit_hash']} {index.get('mode', '')}".rstrip()
@@ -366,12 +199,12 @@ def _diff_lines(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _range(lines: Mapping[str, int | None]) -> str:
-    length = lines.get("length")  # left out where it is 1
+    length = lines.get("length")  # omitted if 1
     return f"{lines['start']}" if length is None else f"{lines['start']},{length}"
 
 
 class R2eGymRecord(_Record):
-    """A record of R2E-Gym."""
+    """Record of R2E-Gym."""
 
     repo_name: Text
     docker_image: Image
@@ -382,21 +215,21 @@ class R2eGymRecord(_Record):
 
 
 def swe_bench(record: Record, prefix: str | None) -> dict[str, Any]:
-    """The row of a record of SWE-bench.
+    """Convert a SWE-bench record to a row.
 
     Args:
-        record: its fields.
+        record: fields of the record.
         prefix: registry and folder of the images; ``None`` for the dataset's own.
 
     Raises:
-        CallerError: it makes none; names the field.
+        CallerError: the record is malformed; names the field.
     """
     read = _read(SweBenchRecord, record)
     name = f"sweb.eval.x86_64.{read.instance_id.replace('__', '_1776_')}:latest".lower()
     image = read.image if read.image and prefix is None else f"{prefix or 'docker.io/swebench'}/{name}"
     if read.eval_script is None or read.log_parser is None:
         raise CallerError(
-            "missing: this edition does not say how its tests are run. Use that of huggingface.co/SWE-bench",
+            "missing: this edition has no test script; use the edition of huggingface.co/SWE-bench",
             field="eval_script",
         )
     spec = of_script(read.eval_script, read.log_parser)
@@ -404,7 +237,7 @@ def swe_bench(record: Record, prefix: str | None) -> dict[str, Any]:
 
 
 def swe_gym(record: Record, prefix: str | None) -> dict[str, Any]:
-    """As :func:`swe_bench`, of SWE-Gym."""
+    """Convert a SWE-Gym record; see :func:`swe_bench`."""
     read = _read(SweBenchRecord, record)
     name = f"sweb.eval.x86_64.{read.instance_id.replace('__', '_s_')}:latest".lower()
     spec = of_swe_gym(read.repo, read.version, read.test_patch)
@@ -412,10 +245,10 @@ def swe_gym(record: Record, prefix: str | None) -> dict[str, Any]:
 
 
 def swe_rebench(record: Record, prefix: str | None) -> dict[str, Any]:
-    """As :func:`swe_bench`, of SWE-rebench.
+    """Convert a SWE-rebench record; see :func:`swe_bench`.
 
     Raises:
-        UnusableRecord: the record has no image, as in the part of the set that was not filtered.
+        UnusableRecord: the record has no image, as in the unfiltered part of the set.
     """
     if record.get("docker_image", "") is None:
         raise UnusableRecord("the set has no image for this record", field="docker_image")
@@ -433,7 +266,7 @@ def swe_rebench(record: Record, prefix: str | None) -> dict[str, Any]:
 
 
 def r2e_gym(record: Record, prefix: str | None) -> dict[str, Any]:
-    """As :func:`swe_bench`, of R2E-Gym."""
+    """Convert an R2E-Gym record; see :func:`swe_bench`."""
     read = _read(R2eGymRecord, record)
     issue = re.search(r"\[ISSUE\](.*)\[/ISSUE\]", read.problem_statement, re.DOTALL)
     instance = _instance(
@@ -442,7 +275,7 @@ def r2e_gym(record: Record, prefix: str | None) -> dict[str, Any]:
         version=read.commit_hash,
         problem_statement=(issue[1] if issue else read.problem_statement).strip(),
         patch=read.fix,
-        # The image has the tests beside the repository, and a script in it that looks for them there.
+        # The image keeps the tests outside of the repository; its script expects them inside.
         before_tests="[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests",
         test_command="bash run_tests.sh",
         log_parser=R2E_PARSER,
@@ -458,11 +291,11 @@ CONVERTERS: Mapping[str, Converter] = {
     "swe-rebench": swe_rebench,
     "r2e-gym": r2e_gym,
 }
-"""By the dataset's name."""
+"""Converters by the dataset's name."""
 
 
 def _moved(image: str, prefix: str | None) -> str:
-    """An image of a record with its registry, or under another registry and folder."""
+    """Return the image of a record with its registry, or under ``prefix``."""
     if prefix is not None:
         return f"{prefix}/{image.rpartition('/')[2]}"
     return image if image.count("/") >= 2 else f"docker.io/{image}"

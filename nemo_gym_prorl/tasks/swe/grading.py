@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""From what a policy changed to a verdict, in a sandbox of the task's image that it never touched.
+"""Grade a policy's changes in a fresh sandbox of the task's image.
 
-What counts of its changes is applied over the base together with the hidden tests, whatever the policy did to those; the
-tests run; two witnesses tell of them (:mod:`.report`). If all is as it should be, it is tried once more, with tests
-that ask for something else (:mod:`.check`). What is no statement about the policy is raised:
+The allowed changes and the hidden tests are applied to the base, and the tests run. Two sources report outcomes
+(:mod:`.report`). If all tests have the expected outcome, changed tests run too (:mod:`.mutation_check`). Failures that
+are not the policy's are raised:
 
-- The sandbox, the machine or the log parser fails: an :class:`InfrastructureError`.
-- No test of the row ran at all, or none could be read in its log, and with the row's own fix none does either: a
-  :class:`TaskError`, since no patch could be graded on the row. The fix is tried once per row, and only then.
+- :class:`InfrastructureError`: the sandbox, the machine or the log parser failed.
+- :class:`TaskError`: no test of the row has an outcome, neither with the policy's changes nor with the reference fix,
+  so no patch could be graded. The fix is tried once per row, and only in this case.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 
 
 class SweVerdict(StrEnum):
-    """Why a solution earned what it did."""
+    """Verdicts on software engineering tasks."""
 
     RESOLVED = "resolved"
     FAILED = "failed"
-    """A test that the fix should make pass does not pass."""
+    """A test of FAIL_TO_PASS does not pass."""
     BROKE = "broke"
-    """A test that passed before does not any more."""
+    """A test of PASS_TO_PASS does not pass."""
     NO_PATCH = "no_patch"
-    """Nothing was changed, or nothing that counts."""
+    """There are no changes, or all are ignored."""
     NOT_TAKEN = "not_taken"
-    """What was changed can't be taken out: too much, or a repository that git can't read."""
+    """The changes could not be extracted: too large, or the repository is unreadable."""
     TAMPERED = "tampered"
     """The solution changed the test runner or the tests while they ran."""
     ANY_ANSWER = "any_answer"
-    """It passes tests whatever they ask for."""
+    """The solution passes tests regardless of the expected values."""
     CRASHED = "crashed"
-    """The test runner, or what the row has before it, did not come to its end, or not to the one that it tells of."""
+    """The test runner or the commands before it ended early, or the exit code contradicts the log."""
     TIMED_OUT = "timed_out"
     LOG_UNREADABLE = "log_unreadable"
-    """What the tests printed is too long, or never comes to an end for its parser."""
+    """The log is too long, or the parser did not finish."""
     EXHAUSTED = EXHAUSTED
 
 
 @dataclass(frozen=True, slots=True)
 class GradingLimits:
-    """Bounds of grading.
+    """Limits of grading.
 
     Attributes:
-        tests: of the tests.
+        tests: limits of the tests.
         parse_timeout_s: seconds for the log parser.
-        patch_field_kib: longest patch in the rollout's row; it has only whole files.
-        log_field_kib: how much of the log's end is in the rollout's row.
+        patch_field_kib: largest patch in the rollout's row; it contains whole files only.
+        log_field_kib: size of the log's end in the rollout's row.
     """
 
     tests: TestLimits = field(default_factory=TestLimits)
@@ -72,21 +72,23 @@ class GradingLimits:
 
 
 _POSSIBLY_ROW_FAULTS = (SweVerdict.FAILED, SweVerdict.CRASHED, SweVerdict.BROKE, SweVerdict.LOG_UNREADABLE)
-"""Verdicts that charge the policy only if the row's own fix does better, where no test of the row has a status."""
+"""Verdicts that may be the row's fault: where no test has an outcome, the policy is charged only if the fix does
+better.
+"""
 
-MAX_REMEMBERED_ROWS = 10_000
+MAX_REMEMBERED_ROWS = 10_000  # rows whose fix was tried; bounds memory
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A solution's tests.
+    """Test results of a solution.
 
     Attributes:
         patch: the whole solution.
-        run: of the tests.
-        maps: what each witness says of them; ``None`` if there is nothing to read.
-        by_dataset: the dataset's own harness would say that all is as it should be.
-        changed: those that asked for something else.
+        run: the test run.
+        maps: test to status, one map per source; ``None`` if there is nothing to parse.
+        by_dataset: whether the dataset's own harness accepts the solution.
+        changed: tests with changed expectations.
     """
 
     patch: Patch
@@ -97,11 +99,11 @@ class Trial:
 
 
 class Grader:
-    """See the module.
+    """Grades solutions; see the module.
 
     Args:
-        repositories: makes sandboxes ready.
-        limits: bounds.
+        repositories: prepares sandboxes.
+        limits: limits of grading.
     """
 
     def __init__(self, repositories: Repositories, limits: GradingLimits) -> None:
@@ -112,23 +114,23 @@ class Grader:
         self._effective_mutations: OrderedDict[str, frozenset[str]] = OrderedDict()
 
     async def grade(self, row: SweRow, solution: Solution | PatchExtractionError, open_sandbox: OpenSandbox) -> Grade:
-        """Judge.
+        """Grade a solution.
 
         Raises:
-            TaskError: nobody could be graded on this row.
-            InfrastructureError: it could not be graded.
+            TaskError: no policy could be graded on this row.
+            InfrastructureError: grading failed.
         """
         if isinstance(solution, PatchExtractionError):
             return Grade(0.0, SweVerdict.NOT_TAKEN, str(solution))
         fields = _solution_fields(solution)
         if not solution.changes:
-            return Grade(0.0, SweVerdict.NO_PATCH, "nothing was changed", fields)
+            return Grade(0.0, SweVerdict.NO_PATCH, "there are no changes", fields)
         try:
             trial = await self._run_trial(row, solution, open_sandbox)
         except AgentError as error:
             return Grade(0.0, SweVerdict.EXHAUSTED, error.reason, fields)
         except CallerError as error:
-            # The image was as it should be when the policy began.
+            # The same image was valid when the session was seeded.
             raise TaskError(error.reason) from error
         run, report = trial.run, compare(row.swe, trial.maps) if trial.maps else None
         text, too_long = trial.patch.within(self._limits.patch_field_kib << 10)
@@ -144,7 +146,7 @@ class Grader:
             failed, passed = await self._check_mutations(row, solution, open_sandbox)
             if passed:
                 verdict = SweVerdict.ANY_ANSWER
-                why = f"passes whatever a test asks for: {', '.join(sorted(passed)[:5])}"[:1000]
+                why = f"passes regardless of the expected value: {', '.join(sorted(passed)[:5])}"[:1000]
             fields["canaries_failed"] = failed
         fields["resolved_by_dataset"] = trial.by_dataset
         return Grade(float(verdict is SweVerdict.RESOLVED), verdict, why, fields)
@@ -181,7 +183,7 @@ class Grader:
     async def _run(
         self, instance: SweInstance, applied: AppliedSolution, check: MutationCheck | None
     ) -> tuple[Run, frozenset[str]]:
-        """The tests, and which of them ask for something else; if none can, none is run."""
+        """Run the tests, and return the changed ones; if ``check`` can change none, no test runs."""
         changed = frozenset[str]()
         if instance.before_tests:
             if ended := await run_before(applied.work, instance, self._limits.tests):
@@ -199,12 +201,12 @@ class Grader:
     async def _check_mutations(
         self, row: SweRow, solution: Solution, open_sandbox: OpenSandbox
     ) -> tuple[int, frozenset[str]]:
-        """How many deciding tests it failed, and which it passed that must fail."""
+        """Return the number of changed deciding tests that failed, and the changed tests that passed wrongly."""
         check = mutation_check_for(row.swe.deciding, seed_of(row), row.swe.PASS_TO_PASS)
         try:
             trial = await self._run_trial(row, solution, open_sandbox, check)
         except AgentError:
-            return 0, frozenset()  # it says nothing
+            return 0, frozenset()  # no evidence
         failed, passed = check.outcomes(trial.changed, trial.maps or ())
         if passed and not row.swe.patch:
             passed &= await self._passing_despite_failure(row, solution, check, open_sandbox)
@@ -221,7 +223,7 @@ class Grader:
     async def _passing_despite_failure(
         self, row: SweRow, solution: Solution, check: MutationCheck, open_sandbox: OpenSandbox
     ) -> frozenset[str]:
-        """Without a fix to compare with: tests that pass although they end with a failure."""
+        """Return tests that pass although they end with a failing line, for rows without a reference fix."""
         try:
             trial = await self._run_trial(row, solution, open_sandbox, replace(check, fail_at_end=True))
         except AgentError:
@@ -231,7 +233,7 @@ class Grader:
     async def _mutations_failing_with_fix(
         self, row: SweRow, check: MutationCheck, open_sandbox: OpenSandbox
     ) -> frozenset[str]:
-        """Tests that fail with the row's own fix if they ask for something else, as far as that can be known."""
+        """Return the changed tests that fail with the reference fix, as far as known."""
         try:
             trial = await self._run_trial(row, await self._fix(row, open_sandbox), open_sandbox, check)
         except (AgentError, TaskError):
@@ -239,7 +241,7 @@ class Grader:
         return check.outcomes(trial.changed, trial.maps or ())[0]
 
     async def _require_gradable(self, row: SweRow, open_sandbox: OpenSandbox) -> None:
-        """Raise if of the row's own fix no test can be judged either."""
+        """Raise if no test has an outcome with the reference fix either."""
         if not row.swe.patch:
             return
         known = self._gradable.get(row.instance_id)
@@ -247,14 +249,14 @@ class Grader:
             known = await self._is_gradable(row, open_sandbox)
             _remember(self._gradable, row.instance_id, known)
         if not known:
-            raise TaskError(f"{row.instance_id}: none of its tests can be judged, with its own fix neither")
+            raise TaskError(f"{row.instance_id}: no test has an outcome, not even with the reference fix")
 
     async def _is_gradable(self, row: SweRow, open_sandbox: OpenSandbox) -> bool:
         trial = await self._run_trial(row, await self._fix(row, open_sandbox), open_sandbox)
         return trial.by_dataset or (trial.maps is not None and compare(row.swe, trial.maps).seen > 0)
 
     async def _fix(self, row: SweRow, open_sandbox: OpenSandbox) -> Solution:
-        """The row's own."""
+        """Return the row's reference fix as a solution."""
         async with open_sandbox() as sandbox:
             base, work = await self._repositories.prepare(sandbox, row.swe, hide=False)
             await work.write({"fix.patch": row.swe.patch})
@@ -266,8 +268,10 @@ class Grader:
 
 
 def seed_of(row: SweRow) -> str:
-    """What decides how tests are changed: the same patch gets the same verdict on every server. The hidden tests and
-    the fix are part of the seed, which no policy sees."""
+    """Return the seed of test changes, so that the same patch gets the same verdict on every server.
+
+    The seed includes the hidden tests and the fix, which the policy does not know.
+    """
     return hashlib.sha256(f"{row.instance_id}\n{row.swe.model_dump_json()}".encode()).hexdigest()
 
 
@@ -278,22 +282,22 @@ def _remember[Known](rows: OrderedDict[str, Known], name: str, known: Known) -> 
 
 
 def verdict_of(run: Run, report: Report | None, by_dataset: bool) -> tuple[SweVerdict, str]:
-    """What the dataset's own harness says, unless the witness in the runner says otherwise."""
+    """Return the verdict of the dataset's own harness, unless the runner's records contradict it."""
     if run.ended_early:
         return SweVerdict.CRASHED, run.ended_early
     if run.timed_out:
-        return SweVerdict.TIMED_OUT, run.problem or "the tests used up their time"
+        return SweVerdict.TIMED_OUT, run.problem or "the tests exceeded their time limit"
     if run.problem:
         return SweVerdict.LOG_UNREADABLE, run.problem
     assert report is not None
     if tampering := _tampering(run):
         return SweVerdict.TAMPERED, tampering
     if run.records is not None and not (run.records.begun and run.records.ended):
-        return SweVerdict.CRASHED, f"the test runner ended with {run.exit_code} before it was done"
+        return SweVerdict.CRASHED, f"the test runner exited with {run.exit_code} before its end"
     if report.resolved and not by_dataset:
-        return SweVerdict.CRASHED, f"the log tells of no failure, but the runner ended with {run.exit_code}"
+        return SweVerdict.CRASHED, f"the log reports no failure, but the runner exited with {run.exit_code}"
     if report.resolved:
-        return SweVerdict.RESOLVED, "all tests are as they should be"
+        return SweVerdict.RESOLVED, "all tests have the expected outcome"
     regressed = [name for name in report.wrong if name == "PASS_TO_PASS"] if not _first_wrong(report) else []
     verdict = SweVerdict.BROKE if regressed else SweVerdict.FAILED
     tests = [f"{test}: {was}" for wrong in report.wrong.values() for test, was in wrong.items()]
@@ -306,7 +310,7 @@ def _first_wrong(report: Report) -> bool:
 
 def _tampering(run: Run) -> str | None:
     if run.rewritten:
-        return f"files of tests were changed while they ran: {', '.join(run.rewritten[:5])}"
+        return f"test files were modified during the tests: {', '.join(run.rewritten[:5])}"
     if run.records is None:
         return None
     return run.records.forged or "; ".join(run.records.tampering[:5])

@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a dataset row says of a software-engineering task. Pure; one shape for all datasets.
+"""Rows of ``prorl_swe``: one schema for all datasets. Pure.
 
-A row of ``prorl_swe``::
+A row::
 
-    {"responses_create_params": {"input": [...], "tools": [...]},   # what the policy is asked, made by whoever writes
-     "data_source": "swe-bench",                                    # the dataset's name, for routing and metrics
+    {"responses_create_params": {"input": [...], "tools": [...]},   # prompt, written by the converter
+     "data_source": "swe-bench",                                    # dataset, for routing and metrics
      "instance_id": "django__django-11099",
-     "image": "/images/....sif",                                    # whatever the sandbox provider takes for one
+     "image": "/images/....sif",                                    # in the sandbox provider's format
      "network": false, "cpu": 2, "memory_mib": 8192, ...            # optional: see SweRow
      "swe": {...}}                                                  # see SweInstance
 
-``swe`` holds what the environment needs and the policy never sees: hidden tests and, for oracles, the real fix.
+``swe`` contains data that the policy never sees: hidden tests and the reference fix.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ Folder = Annotated[str, StringConstraints(pattern=r"^/[\w./+-]+$", max_length=50
 TestId = Annotated[str, StringConstraints(min_length=1, max_length=10_000)]
 
 R2E_HIDDEN = ("/r2e_tests", "/testbed/r2e_tests", "/root/r2e_tests", "/testbed/run_tests.sh", "/root/run_tests.sh")
-"""Where R2E-Gym's images keep what the policy must not see."""
+"""Paths of hidden tests in R2E-Gym's images."""
 
 MAX_TEXT = 20_000_000
-"""Longest patch of a row, in characters."""
+"""Maximum characters of a patch in a row; bounds memory."""
 
 
 class Runner(StrEnum):
-    """What runs the tests, and so how their outcomes are had besides the log."""
+    """Test runner, which determines how outcomes are reported besides the log."""
 
     PYTEST = "pytest"
     UNITTEST = "unittest"
     LOG = "log"
-    """Only what it prints is known: a policy's code that prints the same is believed."""
+    """No plugin exists, so only the log is available and code of the policy can forge outcomes."""
 
 
 class TestStatus(StrEnum):
-    """What became of a test; SWE-bench's words."""
+    """Outcome of a test, in SWE-bench's terms."""
 
     PASSED = "PASSED"
     FAILED = "FAILED"
@@ -57,32 +57,31 @@ class TestStatus(StrEnum):
 
 
 class SweInstance(BaseModel):
-    """One task.
+    """A software engineering task.
 
     Attributes:
-        dataset: whose rules its images and its grading follow.
-        repo: e.g. ``"django/django"``; log parsers and messages go by it.
-        version: the repository's, for people.
-        base_commit: must be in the image's repository, at or before its ``HEAD``; empty: not looked at (R2E-Gym, whose
-            rows name the fix). What the policy starts from is the working tree that the image has.
-        problem_statement: the issue; whoever writes the row has put it into ``responses_create_params``.
-        patch: the real fix; for oracle policies only, grading never reads what it does, only which files it touches.
-        test_patch: makes the hidden tests of the base. May be empty where the image has them.
-        FAIL_TO_PASS: tests that must pass after the fix, as the log parser names them.
+        dataset: dataset whose rules apply to images and grading.
+        repo: for example ``"django/django"``; log parsers depend on it.
+        version: version of the repository, for messages.
+        base_commit: commit that must be an ancestor of, or equal to, ``HEAD`` of the image's repository; empty
+            disables the check (R2E-Gym names the fix). The policy starts from the image's working tree.
+        problem_statement: the issue, also contained in ``responses_create_params``.
+        patch: reference fix. Grading uses the paths of its files, and the fix itself for control runs.
+        test_patch: patch that adds the hidden tests to the base; empty if the image contains them.
+        FAIL_TO_PASS: tests that must pass after the fix, named as by the log parser.
         PASS_TO_PASS: tests that must still pass.
-        repo_folder: where the image has the repository.
-        test_command: run by bash in ``repo_folder``; whole, files to test included.
-        before_tests: shell lines run once before the tests, such as ``pip install -e .``; they run the policy's code.
-            What they export, their folder, functions and options of the shell are the test command's, too.
-        log_parser: a name in ``swebench``'s registry, e.g. ``"parse_log_pytest"``, or ``"r2e_gym"``,
-            which is R2E-Gym's and none of SWE-bench's.
-        eval_type: as in SWE-bench's rows: ``"fail_only"`` where the runner prints only what fails, so that a test that
-            it does not name has passed.
-        tests_network: the tests, and what comes before them, reach the network. The policy does only if ``network`` of
-            the row says so.
-        test_timeout_s: seconds for the tests, if the dataset has less than the server.
-        runner: what runs the tests. ``None``: read from ``test_command``.
-        expected_output: R2E-Gym's map of test to status, in place of the two lists.
+        repo_folder: path of the repository in the image.
+        test_command: complete bash command, run in ``repo_folder``.
+        before_tests: shell lines to run once before the tests, such as ``pip install -e .``. They run the policy's
+            code. Exports, functions, options and the folder carry over to the test command.
+        log_parser: name in swebench's registry, for example ``"parse_log_pytest"``, or ``"r2e_gym"``.
+        eval_type: as in SWE-bench: ``"fail_only"`` if the runner prints failures only, so that unnamed tests have
+            passed.
+        tests_network: whether tests and ``before_tests`` reach the network. The policy's network depends on
+            ``network`` of the row.
+        test_timeout_s: seconds for the tests, if lower than the server's limit.
+        runner: test runner; ``None``: inferred from ``test_command``.
+        expected_output: R2E-Gym's map of test to status, instead of the two lists.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -110,48 +109,48 @@ class SweInstance(BaseModel):
     def _has_a_measure(self) -> Self:
         if self.dataset == "r2e-gym":
             if not self.expected_output:
-                raise ValueError("expected_output: an r2e-gym row needs the statuses that its tests should have")
+                raise ValueError("expected_output: missing; an r2e-gym row needs the expected status of each test")
         elif not self.FAIL_TO_PASS:
-            raise ValueError("FAIL_TO_PASS: names no test, so nothing could tell a fix from none")
+            raise ValueError("FAIL_TO_PASS: must name at least one test")
         elif clash := set(self.FAIL_TO_PASS) & set(self.PASS_TO_PASS):
             raise ValueError(f"PASS_TO_PASS: {min(clash)!r:.200} is in FAIL_TO_PASS too")
         return self
 
     @property
     def hidden(self) -> tuple[str, ...]:
-        """What the policy must not see."""
+        """Paths hidden from the policy."""
         return R2E_HIDDEN if self.dataset == "r2e-gym" else ()
 
     @property
     def deciding(self) -> tuple[str, ...]:
-        """The tests that tell a fix from none; of a map of statuses all that should pass."""
+        """Tests that distinguish a fix from no fix; for a map of statuses, all that should pass."""
         expected = self.expected_output or {}
         return self.FAIL_TO_PASS or tuple(test for test, was in expected.items() if was == TestStatus.PASSED)
 
     @property
     def kind_of_runner(self) -> Runner:
-        """What runs the tests: as the row says, else as its command looks."""
+        """Test runner named by the row, else inferred from the test command."""
         if self.runner is not None:
             return self.runner
         if re.search(r"\btox\b", self.test_command):
-            return Runner.LOG  # it gives its programs an environment of their own
+            return Runner.LOG  # tox isolates its environments, so the plugin is not found
         if self.dataset == "r2e-gym" or re.search(r"\b(pytest|py\.test)\b", self.test_command):
             return Runner.PYTEST
         return Runner.UNITTEST if re.search(r"\bruntests\.py\b|-m unittest\b", self.test_command) else Runner.LOG
 
 
 class SweRow(BaseModel):
-    """The fields of a row that the environment reads; all others are the caller's own.
+    """Fields of a row that the environment reads; other fields are ignored.
 
     Attributes:
-        instance_id: the task's name.
-        image: the task's image, as the sandbox provider names images.
+        instance_id: name of the task.
+        image: image of the task, in the sandbox provider's format.
         swe: the task.
-        network: its sandboxes reach the network; ``None``, as with the limits that follow: as the server has it.
-        cpu: cores.
-        memory_mib: memory, in MiB.
-        disk_gib: what a sandbox may write, in GiB.
-        processes: how many processes and threads it may have.
+        network: whether the policy's sandbox reaches the network. ``None`` here and below means the server's value.
+        cpu: number of cores.
+        memory_mib: memory limit in MiB.
+        disk_gib: disk limit in GiB.
+        processes: limit on processes and threads.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -167,10 +166,10 @@ class SweRow(BaseModel):
 
 
 def parse_row(row: Mapping[str, Any]) -> SweRow:
-    """Read a row.
+    """Validate a row.
 
     Raises:
-        CallerError: it is wrong; names the field, e.g. ``swe.FAIL_TO_PASS``.
+        CallerError: the row is invalid; names the field, for example ``swe.FAIL_TO_PASS``.
     """
     try:
         return SweRow.model_validate(row)
@@ -179,7 +178,7 @@ def parse_row(row: Mapping[str, Any]) -> SweRow:
 
 
 def refusal(error: ValidationError) -> CallerError:
-    """The first thing that is wrong with a row or a record, by its field, be that one that a validator names."""
+    """Return the first validation error of a row or record, with its field."""
     fault = error.errors(include_url=False, include_context=False)[0]
     path, message = [str(part) for part in fault["loc"]], fault["msg"]
     if named := re.fullmatch(r"Value error, (\w+): (.*)", message, re.DOTALL):

@@ -1,16 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The deciding tests once more, asking for something else: a solution must fail them, a cheat can't tell. Pure.
+"""Detect solutions that pass tests regardless of the expected values. Pure.
 
-Whoever makes tests pass instead of the code under test right (reads the expected value where the test has it, equals
-everything, replaces what compares, forges records, prints a runner's lines) passes a test that asks for another value,
-too. So one value in each deciding test is changed where the test says what it expects: an operand of ``==``, ``is`` or
-``in`` of an assertion, what an asserting call compares with, a table's column, an exception. A place that a test does
-not reach changes nothing: so a test that passes all the same says something only if it fails with the row's own fix.
-Some of the tests that have to go on passing are among them: who breaks what they test may replace them in memory.
-A test that does not say what it expects, but leaves that to a helper of its own, gets a failure for its last line.
-And another right solution may take another way through a test than that fix: so nothing is changed that hangs on the
-way, such as one side of ``or``, a branch, a callback, or a bound.
+Each deciding test is run again with one expected value changed. A correct solution must fail the changed test. A
+solution that hardcodes values, overrides comparison, forges records or prints a runner's lines passes both.
+
+One value per test is changed where the test states an expectation: an operand of ``==``, ``is`` or ``in`` in an
+assertion, an argument of an asserting call, a cell of a table, or an exception. A place that a test never reaches
+changes nothing. So a changed test that passes counts only if it fails with the row's reference fix.
+
+Some tests that must keep passing are changed too, since a solution may replace the code that they test. A test whose
+expectation is hidden in a helper gets a failing last line instead.
+
+A correct solution may take another path through a test than the reference fix. So expectations that depend on the path
+are never changed: one side of ``or``, a branch, a callback, or a bound.
 """
 
 from __future__ import annotations
@@ -28,46 +31,48 @@ from nemo_gym_prorl.tasks.swe.report import PASSING
 _COMPARES = re.compile(
     r"^(?!.*(?:Not[A-Z]|not_|(?i:less|greater)))(?:.*(?i:equal|close|approx|regex|called)|assertIs$|assertIn$)"
 )
-"""Calls that compare their first two arguments. Who names something ``check`` may ask for a truth about an input."""
+"""Calls that compare their first two arguments. Names with ``check`` are excluded, since they may assert properties of
+an input.
+"""
 
 _ABOUT = re.compile(r"close|approx|almost", re.IGNORECASE)
-"""Of them, those that allow for a difference."""
+"""Comparisons with a tolerance."""
 
 _ONE_ARGUMENT = re.compile(r"approx|called")
 _RAISES = re.compile(r"raises|warns", re.IGNORECASE)
 _EXPECTED_TO_FAIL = re.compile(r"xfail|expected_?failure", re.IGNORECASE)
 _ASKED = re.compile(r"expect|exp(_|$)|want|desired|correct|answer", re.IGNORECASE)
 _MAKES = re.compile(r"[A-Z].*|array|asarray|approx|set|frozenset|dict|list|tuple|date|datetime|timedelta|dedent")
-"""Calls that make a value of what they are given, and are not what is tested."""
+"""Constructors of expected values, as opposed to code under test."""
 
 _OTHER_EXCEPTION = "BufferError"
 _MAYBE = ast.If | ast.IfExp | ast.Match | ast.While | ast.ExceptHandler | ast.ClassDef | ast.Lambda
 _JOINS = ast.Or | ast.Not | ast.comprehension
-"""What has or joins parts that a right solution may never reach, or that need not be true."""
+"""Nodes with operands that a correct solution may never evaluate or satisfy."""
 
 MAX_OTHER_TESTS = 20
-"""Of a row's tests that pass before and after, those that are asked for something else, too."""
+"""Limit on changed tests among those that pass before and after the fix, to bound the time."""
 
 _HELPERS = ("check", "case", "make", "run", "helper", "given", "do")
 _LETTERS = "bcdfghjkmnpqrstvwxz"
-MAX_SOURCE_BYTES = 1 << 20
+MAX_SOURCE_BYTES = 1 << 20  # larger test files are not changed, to bound memory
 _MAX_INT_BITS = 10_000
-"""In bits; Python writes no much larger one."""
+"""Integers with more bits are not changed: Python limits the digits that it prints."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Edit = tuple[int, int, bytes]
-"""Where it begins and ends, in bytes, and what comes there."""
+"""Start and end in bytes, and the replacement."""
 
 
 @dataclass(frozen=True, slots=True)
 class MutationCheck:
-    """A row's tests.
+    """Test changes of one row.
 
     Attributes:
         tests: deciding tests by their names in the row, without parameters.
-        others: some that decide nothing but have to pass.
-        seed: for what is drawn.
-        fail_at_end: no value is changed; each ends with a failure, so that none that came to it can pass.
+        others: sample of the tests that must keep passing.
+        seed: seed of all random choices.
+        fail_at_end: append a failing line to each test instead of changing a value.
     """
 
     tests: tuple[str, ...]
@@ -76,10 +81,12 @@ class MutationCheck:
     fail_at_end: bool = False
 
     def changed(self, path: str, source: bytes) -> tuple[bytes, frozenset[str]]:
-        """A file of tests that asks for something else, and which of its tests do; all the others there are not
-        run. As it was if nothing can be changed, or it can't be read."""
+        """Return a changed test file and the names of its changed tests.
+
+        Tests without changes are disabled. A file that cannot be parsed or changed is returned as it is.
+        """
         try:
-            tree = ast.parse(source.decode())  # places are counted in UTF-8
+            tree = ast.parse(source.decode())  # ast counts columns in UTF-8 bytes
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return source, frozenset()
         text, tables = _Text(source), _set_once(tree)
@@ -103,7 +110,7 @@ class MutationCheck:
     def outcomes(
         self, changed: Collection[str], maps: Sequence[Mapping[str, str]]
     ) -> tuple[frozenset[str], frozenset[str]]:
-        """Which of the changed tests failed, and which passed all the same: in a case of theirs, by each witness."""
+        """Return the changed tests that failed, and those that passed in some case according to all sources."""
         names = [name for seen in maps for name in seen]
         passed = {name for name in names if all(seen.get(name) in PASSING for seen in maps)}
         ran, good = ({name.partition("[")[0] for name in some} & frozenset(changed) for some in (names, passed))
@@ -111,14 +118,14 @@ class MutationCheck:
 
 
 def mutation_check_for(tests: Iterable[str], seed: str, others: Iterable[str] = ()) -> MutationCheck:
-    """MutationCheck of tests by their names in the row, and of :data:`MAX_OTHER_TESTS` of the others that have to pass."""
+    """Return the check for deciding tests and a sample of at most :data:`MAX_OTHER_TESTS` other tests."""
     deciding, passing = (dict.fromkeys(test.partition("[")[0] for test in names) for names in (tests, others))
     left = [test for test in passing if test not in deciding]
     return MutationCheck(tuple(deciding), tuple(Random(seed).sample(left, min(len(left), MAX_OTHER_TESTS))), seed)
 
 
 class _Text:
-    """A file's bytes, by the places of syntax."""
+    """Source bytes with positions of syntax nodes."""
 
     def __init__(self, source: bytes) -> None:
         self._source = source
@@ -139,16 +146,18 @@ class _Text:
         return start, end, b"(not (%s))" % self._source[start:end]
 
     def hiding(self, function: Function, dice: Random) -> list[Edit]:
-        """No runner takes it for a test, and it looks like a helper; only if nothing else speaks of it."""
+        """Rename an unchanged test to look like a helper, so that no runner collects it. A name that occurs elsewhere
+        is kept.
+        """
         said = dice.choice(_HELPERS)
         taken = self._words[said + function.name.removeprefix("test")]
         if self._words[function.name] > 1 or taken or "fixture" in map(_name, function.decorator_list):
             return []
         start = self._source.find(function.name.encode(), self.at(function)[0])
-        return [(start, start + 4, said.encode())] if start >= 0 else []  # names may be written in other letters
+        return [(start, start + 4, said.encode())] if start >= 0 else []  # NFKC-normalized identifiers differ
 
     def failing_at_its_end(self, function: Function) -> list[list[Edit]]:
-        """What a test has for a last line, if every way through it leads there and no failure is expected of it."""
+        """Append a failing line to a test, unless the test may end earlier or is expected to fail."""
         nodes = list(ast.walk(function))
         ends = any(isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) for node in nodes)
         if ends or any(_EXPECTED_TO_FAIL.search(_name(node)) for node in nodes):
@@ -160,7 +169,7 @@ class _Text:
 
     def edited(self, edits: Iterable[Edit]) -> bytes:
         parts, at = list[bytes](), 0
-        # Tests share tables.
+        # Several tests may change the same table.
         for (start, end), text in sorted({(start, end): text for start, end, text in edits}.items()):
             parts += [self._source[at:start], text]
             at = end
@@ -176,7 +185,7 @@ def _tests(tree: ast.Module | ast.ClassDef) -> Iterator[Function]:
 
 
 def _places(function: Function, tables: Mapping[str, ast.expr], text: _Text, dice: Random) -> list[list[Edit]]:
-    """Ways to have it ask for something else, each a list of edits."""
+    """Return alternative changes of a test's expectation, each a list of edits."""
     reached = list(_reached(function))
     roots = [node.test for node in reached if isinstance(node, ast.Assert)]
     calls = [node for node in reached if isinstance(node, ast.Call) and "assert" in _name(node)]
@@ -193,7 +202,7 @@ def _places(function: Function, tables: Mapping[str, ast.expr], text: _Text, dic
 
 
 def _reached(root: ast.AST) -> Iterator[ast.AST]:
-    """What a test that passes has come to, whatever the code under test gave it, and what it can't do without."""
+    """Yield nodes that every passing run of the test evaluates, for any correct solution."""
     called = {
         node.func.id for node in ast.walk(root) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
@@ -207,7 +216,9 @@ def _reached(root: ast.AST) -> Iterator[ast.AST]:
 
 
 def _asked(roots: Iterable[ast.expr], names: Mapping[str, list[ast.expr]]) -> Iterator[tuple[list[ast.expr], bool]]:
-    """What assertions compare with, more than one value where they are a table's, and whether it is about that."""
+    """Yield the expected values of assertions (several for a table column), and whether the comparison has a
+    tolerance.
+    """
     for root in roots:
         for node in _reached(root):
             operands: Sequence[ast.expr] = ()
@@ -225,7 +236,7 @@ def _asked(roots: Iterable[ast.expr], names: Mapping[str, list[ast.expr]]) -> It
 
 
 def _one_of(left: ast.expr, right: ast.expr, names: Mapping[str, list[ast.expr]]) -> list[ast.expr]:
-    """Of two operands the one that is asked for; never what is given to the code under test."""
+    """Return the operand with the expected value, never an input of the code under test."""
     for node in (right, left):
         if _is_literal(node):
             return [node]
@@ -236,7 +247,7 @@ def _one_of(left: ast.expr, right: ast.expr, names: Mapping[str, list[ast.expr]]
 
 
 def _values(function: Function, tables: Mapping[str, ast.expr]) -> dict[str, list[ast.expr]]:
-    """What is asked for by a name: a column of a table, or what it is set to if it is called so."""
+    """Return expected values by variable name: table columns, and variables named like an expectation."""
     found = {name: [value] for name, value in _set_once(function).items() if _ASKED.search(name) and _is_made(value)}
     for node in [*function.decorator_list, *ast.walk(function)]:
         if isinstance(node, ast.Call) and _name(node) == "parametrize" and len(node.args) > 1:
@@ -311,7 +322,7 @@ def _other_value(value: object, dice: Random, about: bool = False) -> object:
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, float | complex) or (isinstance(value, int) and about):
-        return value + (abs(value) + 1) * dice.randint(103, 997)  # out of what a comparison may allow
+        return value + (abs(value) + 1) * dice.randint(103, 997)  # outside of any tolerance
     if isinstance(value, int):
         return value + dice.randint(3, 97)
     if isinstance(value, bytes):
@@ -319,7 +330,7 @@ def _other_value(value: object, dice: Random, about: bool = False) -> object:
     said = str(value)
     digits = [found.start() for found in re.finditer("[0-9]", said)]
     at = dice.choice(digits) if digits else dice.randint(0, len(said))
-    if digits:  # a number stays one; what is short may well stand in a long text
+    if digits:  # short texts get more digits, since they may occur within a long text
         others = sorted(set("123456789") - {said[at]})
         return said[:at] + "".join(dice.choices(others, k=1 if len(said) > 3 else 3)) + said[at + 1 :]
     return said[:at] + "".join(dice.choices(_LETTERS, k=3)) + said[at:]

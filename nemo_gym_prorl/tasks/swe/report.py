@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What became of a task's tests, and whether it can be believed.
+"""Outcomes of a task's tests from two sources, and their comparison with the expected outcomes.
 
-Two witnesses: the log, which the code under test may write as it likes, and the records of a plugin in the runner's
-process (``inside/``). A test counts as passed if both say so. The records also tell that the runner itself was
-tampered with, and that it came to its end.
+The sources are the log, which the code under test can forge, and records of a plugin in the runner's process
+(``inside/``). A test counts as passed if both agree. The records also report a modified runner and whether the runner
+completed.
 
-Logs are read by the parsers of the ``swebench`` package, and SWE-bench's grading is swebench's own. A hostile log can
-make their regular expressions run for ever, so parsers run in a worker (:mod:`nemo_gym_prorl.tasks.workers`).
-R2E-Gym's rule is here. All but :class:`LogParser` is pure.
+Logs are parsed and graded by the ``swebench`` package. A hostile log can cause exponential time in its regular
+expressions, so parsers run in a worker (:mod:`nemo_gym_prorl.tasks.workers`). R2E-Gym's rule is implemented here. All
+but :class:`LogParser` is pure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nemo_gym_prorl.tasks.workers import JobLost, WorkerPool
 
 
 R2E_PARSER = "r2e_gym"
-"""The log parser of R2E-Gym's rows, which is none of SWE-bench's."""
+"""Log parser of R2E-Gym's rows, implemented here."""
 
 _MEMORY_MIB, _LOG_FILE_MIB = 4096, 256
 
@@ -36,16 +36,16 @@ _ROW_FIELDS = ("repo", "version", "FAIL_TO_PASS", "PASS_TO_PASS", "log_parser", 
 
 
 class ParserTimeout(Exception):
-    """The log is such that its parser does not come to an end."""
+    """The log parser did not finish in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What logs say.
+    """Parsed logs.
 
     Attributes:
-        maps: test to status, of each.
-        resolved: the dataset's own harness would say of the first that all is as it should be.
+        maps: test to status, one map per log.
+        resolved: whether the dataset's own harness accepts the first log.
     """
 
     maps: Sequence[Mapping[str, str]]
@@ -53,7 +53,7 @@ class Parsed:
 
 
 class LogParser:
-    """Reads logs in a worker, which has swebench imported."""
+    """Parses logs in a worker process with swebench."""
 
     def __init__(self) -> None:
         self._workers = WorkerPool(__name__)
@@ -67,18 +67,18 @@ class LogParser:
         exit_code: int = 0,
         instance_id: str = "a__b-1",
     ) -> Parsed:
-        """Read what runners printed.
+        """Parse the logs of one run.
 
         Args:
             instance: the task.
-            logs: of one run: what it printed, and what else tells of it, in the same words.
-            timeout_s: CPU seconds for all of them.
-            exit_code: of the test command.
-            instance_id: the task's name, by which some parsers go.
+            logs: output of the run, and further sources in the same format.
+            timeout_s: CPU seconds for all logs.
+            exit_code: exit code of the test command.
+            instance_id: name of the task, on which some parsers depend.
 
         Raises:
-            ParserTimeout: they took longer.
-            CallerError: there is no such parser; names the row's field.
+            ParserTimeout: parsing exceeded its CPU time.
+            CallerError: the parser is unknown; names the row's field.
             InfrastructureError: the worker failed.
         """
         bounds = {"cpu_s": max(1, round(timeout_s)), "memory_mib": _MEMORY_MIB, "file_mib": _LOG_FILE_MIB}
@@ -99,20 +99,22 @@ class LogParser:
 
 
 def job_of(instance: SweInstance, logs: Sequence[str], exit_code: int, instance_id: str) -> dict[str, Any]:
-    """What the worker is asked."""
+    """Return the worker's job."""
     fields = {*_ROW_FIELDS, "expected_output"}
     task = {"instance_id": instance_id} | instance.model_dump(mode="json", include=fields)
     return {"task": task, "exit_code": exit_code, "logs": list(logs)}
 
 
 def warm_up() -> None:
-    """Import swebench's grading, and Docker and data sets with it."""
+    """Import swebench's grading and its slow dependencies."""
     import swebench.harness.grading  # noqa: F401
 
 
 def answer(job: Mapping[str, Any]) -> dict[str, Any] | None:
-    """In the worker: a map from test to status for each log, and what the dataset's own harness says of the first.
-    ``None`` if there is no such parser."""
+    """Parse logs in the worker: one map per log, and the dataset's own result for the first.
+
+    Returns ``None`` if the parser is unknown.
+    """
     task, logs = job["task"], job["logs"]
     if task["log_parser"] == R2E_PARSER:
         maps = [parse_r2e(log) for log in logs]
@@ -125,17 +127,17 @@ def answer(job: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     fields = {name: task[name] for name in ("instance_id", *_ROW_FIELDS)}
     spec = TestSpec(image="", eval_script_list=[], **fields)
-    logs = [log.replace("\r\n", "\n").replace("\r", "\n") for log in logs]  # as swebench reads a file
+    logs = [log.replace("\r\n", "\n").replace("\r", "\n") for log in logs]  # like swebench's text mode
     resolved = _resolved_by_swebench(spec, job["exit_code"], logs[0])
     return {"maps": [dict(parser(log, spec)) for log in logs], "resolved": resolved}
 
 
 def _resolved_by_swebench(spec: Any, exit_code: int, log: str) -> bool:
-    """What swebench reports of a log, as its own scripts write one."""
+    """Return swebench's result for a log in the format of its scripts."""
     from swebench.harness import constants, grading
 
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
-        # It takes the first exit code that it finds; so ours comes before whatever the tests print.
+        # swebench uses the first exit code in the file, so it precedes the tests' output.
         file.write(f"{constants.TEST_EXIT_CODE}: {exit_code}\n{constants.START_TEST_OUTPUT}\n{log}\n")
         file.write(f"{constants.END_TEST_OUTPUT}\n")
         file.flush()
@@ -145,8 +147,11 @@ def _resolved_by_swebench(spec: Any, exit_code: int, log: str) -> bool:
 
 
 def parse_r2e(log: str) -> dict[str, str]:
-    """R2E-Gym's rule: each line of pytest's summary that has a status anywhere in it, be it that of a skipped test; a
-    test is its name without the file, its parts joined by dots, and empty where the line names none."""
+    """Parse a log by R2E-Gym's rule.
+
+    Each line of pytest's summary with a status word counts, also of a skipped test. A test's name is the node id
+    without its file, joined by dots; it may be empty.
+    """
     parts = re.sub(r"\x1b\[[0-9;]*m|\r", "", log).split("short test summary info")
     statuses: dict[str, str] = {}
     for line in parts[1].strip().split("\n") if len(parts) > 1 else ():
@@ -158,7 +163,7 @@ def parse_r2e(log: str) -> dict[str, str]:
 
 
 def r2e_names(statuses: Mapping[str, str]) -> dict[str, str]:
-    """Names as R2E-Gym compares them: without colours, and what follows a dash; the last in order of names counts."""
+    """Normalize names like R2E-Gym: without colours and the text after a dash. Of equal names the last one counts."""
     plain = {re.sub(r"\x1b\[\d+m", "", name): status for name, status in statuses.items()}
     return {name.split(" - ")[0]: plain[name] for name in sorted(plain)}
 
@@ -166,7 +171,7 @@ def r2e_names(statuses: Mapping[str, str]) -> dict[str, str]:
 PASSING = frozenset({TestStatus.PASSED, TestStatus.XFAIL})
 
 SUMMARY = "short test summary info"
-"""Above the lines of pytest's summary."""
+"""Heading of pytest's summary."""
 
 _UNITTEST: Mapping[str, str] = {
     TestStatus.PASSED: "ok",
@@ -178,21 +183,21 @@ _XPASS = "XPASS"
 _SUMMED_UP = (
     TestStatus.PASSED, TestStatus.SKIPPED, TestStatus.XFAIL, _XPASS, TestStatus.ERROR, TestStatus.FAILED
 )  # fmt: skip
-"""The order of ``pytest -rA``."""
+"""Order of statuses in the output of ``pytest -rA``."""
 _SHOWN = 50
 _MAX_NAME_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerRecords:
-    """What the plugin told.
+    """Records of the plugin in the runner.
 
     Attributes:
-        statuses: by test, as the runner names it.
-        begun: tests were collected.
-        ended: the runner came to its end.
-        forged: why the records can't be the plugin's, or ``None``.
-        tampering: what of the runner was changed.
+        statuses: status by the runner's test name.
+        begun: whether tests were collected.
+        ended: whether the runner completed.
+        forged: why the records are not authentic; ``None`` if they are.
+        tampering: modified parts of the runner.
     """
 
     statuses: Mapping[str, str] = field(default_factory=dict)
@@ -202,8 +207,10 @@ class RunnerRecords:
     tampering: tuple[str, ...] = ()
 
     def as_log(self) -> str:
-        """The statuses as pytest and unittest print them, for the same parser as the log, and in the order of pytest's
-        summary: where a parser knows tests by less than their name, the last of several counts."""
+        """Format the statuses like pytest and unittest, for the same parser as the log.
+
+        The order is that of pytest's summary: where a parser shortens names, the last of equal names counts.
+        """
         said = [f"{name} ... {_UNITTEST[status]}" for name, status in self.statuses.items() if status in _UNITTEST]
         summed_up = sorted(self.statuses.items(), key=lambda one: _SUMMED_UP.index(one[1]))
         lines = [f"{status} {name}" for name, status in summed_up]
@@ -211,26 +218,26 @@ class RunnerRecords:
 
 
 def read_records(raw: bytes, secret: str) -> RunnerRecords:
-    """Read what came through the channel."""
+    """Parse and authenticate the records."""
     phases: dict[str, dict[str, str]] = {}
     tampering: list[str] = []
     begun = ended = False
     for number, line in enumerate(raw.splitlines(), start=1):
         code, _, body = line.partition(b" ")
         if not hmac.compare_digest(hmac.new(secret.encode(), body, hashlib.sha256).hexdigest().encode(), code):
-            return RunnerRecords(forged="something else wrote to the channel of the test runner")
+            return RunnerRecords(forged="another process wrote to the test runner's channel")
         count, kind, *values = json.loads(body)
         if count != number:
             return RunnerRecords(forged="records of the test runner are missing")
         if ended:
-            return RunnerRecords(forged="the test runner went on after its end")
+            return RunnerRecords(forged="records follow the end of the test runner")
         match kind, values:
             case "begin", _:
                 begun = True
             case "end", _:
                 ended = True
             case "report", [name, "setup", outcome]:
-                phases[name] = {"setup": outcome}  # of a new try, where a test is tried again
+                phases[name] = {"setup": outcome}  # a plugin reruns the test
             case "report", [name, when, outcome]:
                 said = phases.setdefault(name, {})
                 said[when] = "failed" if "failed" in (said.get(when), outcome) else outcome
@@ -245,7 +252,7 @@ def _status(phases: Mapping[str, str]) -> str:
         return TestStatus.ERROR
     outcome = phases.get("call") or phases.get("setup", "")
     if outcome == "passed" and "call" not in phases:
-        return TestStatus.ERROR  # it was set up, and then the runner ended
+        return TestStatus.ERROR  # the runner ended after the test's setup
     known = {
         "passed": TestStatus.PASSED,
         "skipped": TestStatus.SKIPPED,
@@ -257,12 +264,12 @@ def _status(phases: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How the tests compare with what they should be.
+    """Comparison of outcomes with expected outcomes.
 
     Attributes:
-        wrong: test to what it was, of those that are not as they should be; by list of the row.
-        right: how many are, by list.
-        seen: how many of the row's tests have a status at all.
+        wrong: unexpected outcomes by test, per list of the row.
+        right: number of expected outcomes per list.
+        seen: number of the row's tests with an outcome.
     """
 
     wrong: Mapping[str, Mapping[str, str]]
@@ -271,11 +278,11 @@ class Report:
 
     @property
     def resolved(self) -> bool:
-        """All is as it should be."""
+        """Whether all outcomes are as expected."""
         return not any(self.wrong.values())
 
     def as_fields(self) -> dict[str, Any]:
-        """For the rollout's row; bounded."""
+        """Return the fields of the rollout's row, bounded in size."""
         return {
             name: {
                 "passed": self.right[name],
@@ -287,18 +294,18 @@ class Report:
 
 
 def compare(instance: SweInstance, sources: Iterable[Mapping[str, str]]) -> Report:
-    """Compare; a test is as it should be if each witness says so.
+    """Compare outcomes with the row; a test has the expected outcome if all sources agree.
 
     Args:
         instance: the task.
-        witnesses: maps of test to status, by the task's log parser.
+        sources: test to status, one map per source, named as by the log parser.
     """
     maps = list(sources)
     if instance.expected_output is not None:
         return _compare_maps(instance.expected_output, maps)
     lists = {
         "FAIL_TO_PASS": (instance.FAIL_TO_PASS, PASSING),
-        # A test that is skipped now is no regression, as in SWE-bench's own grading.
+        # SWE-bench does not count a skipped test as a regression.
         "PASS_TO_PASS": (instance.PASS_TO_PASS, PASSING | {TestStatus.SKIPPED}),
     }
     by_failures = instance.eval_type == "fail_only"
@@ -318,14 +325,18 @@ def compare(instance: SweInstance, sources: Iterable[Mapping[str, str]]) -> Repo
 
 
 def _is_a_test(name: str, instance: SweInstance) -> bool:
-    """Lists of SWE-bench have names that its parsers found in a log of pytest's and that no test has, as ``[100%]``:
-    only a log can have them."""
+    """Whether a listed name is a real test. SWE-bench's lists contain artefacts of its log parsers, such as
+    ``[100%]``.
+    """
     return instance.kind_of_runner is not Runner.PYTEST or "::" in name
 
 
 def status_of(test: str, statuses: Mapping[str, str]) -> str | None:
-    """The status of a test. Some names in SWE-bench data end within their parameters: those go by their beginning, if
-    all that begin so passed, or none did."""
+    """Return the status of a test.
+
+    Some names in SWE-bench are truncated within their parameters. They match by prefix, if all matches passed or none
+    did.
+    """
     if test in statuses or test.count("[") <= test.count("]"):
         return statuses.get(test)
     found = [status for name, status in statuses.items() if name.startswith(test)]
@@ -333,7 +344,7 @@ def status_of(test: str, statuses: Mapping[str, str]) -> str | None:
 
 
 def _compare_maps(expected: Mapping[str, TestStatus], maps: list[Mapping[str, str]]) -> Report:
-    """R2E-Gym's rule: the same tests with the same statuses. What else is in its log, only the log has to have."""
+    """Compare by R2E-Gym's rule: the same tests with the same statuses. Extra tests matter in the log only."""
     wanted = r2e_names(expected)
     wrong: dict[str, str] = {}
     for number, statuses in enumerate(map(r2e_names, maps)):

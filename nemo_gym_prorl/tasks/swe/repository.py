@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A repository in a sandbox: made ready, and what became of it taken out.
+"""Prepare a repository in a sandbox, extract the policy's changes, and apply them elsewhere.
 
-- **Made ready** the same way for the policy and for grading: the image's working tree becomes the one commit of a new
-  repository. So there is nothing in it of the fix that the image's history may hold, in commits, tags, reflogs
-  or unreachable objects, and both start from the same base to the byte.
-- **Extracted** are contents, not a text: a repository of ours beside the policy's lists what is there now, with a
-  configuration, index, hooks and attributes of its own, and the service compares. Commits, ``assume-unchanged``,
-  filters and a removed ``.git`` make no difference. The policy may have replaced git itself; all that it could win by
-  that is another solution of its own, since everything is applied over a base that it never touched.
+- **Prepare**, in the same way for policy and grading: the image's working tree becomes the only commit of a new
+  repository. So the image's history (commits, tags, reflogs, unreachable objects) cannot reveal the fix, and both
+  sandboxes start from identical files.
+- **Extract**: a separate repository, with its own configuration, index, hooks and attributes, lists the current files,
+  and the service compares them with the base. Commits, ``assume-unchanged``, filters or a deleted ``.git`` have no
+  influence. A policy that replaces git itself can only produce another solution, since grading applies it to an
+  untouched base.
 
-All is done by programs of ``sh`` and files in a folder of ours beside the repository (:class:`WorkFolder`). The
-arguments of each program that begins with :data:`SCRIPT_HEADER` are that folder, the repository, and then its own.
+All steps are shell scripts (:mod:`.repository_scripts`) and files in a work folder beside the repository
+(:class:`WorkFolder`).
 """
 
 from __future__ import annotations
@@ -38,194 +38,34 @@ from nemo_gym_prorl.tasks.swe.changes import (
     importable_modules,
 )
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
+from nemo_gym_prorl.tasks.swe.repository_scripts import (
+    ACTIVATE_ENVIRONMENT,
+    APPLY_SOLUTION,
+    APPLY_TESTS,
+    LIST_FILES,
+    PREPARE,
+    RAW_ATTRIBUTES,
+    READ_CONTENTS,
+    READ_ENVIRONMENT,
+)
 from nemo_gym_prorl.tasks.workbench.workspace import ExtractedFile, ToolLimits, Workspace
 
 
-SCRIPT_HEADER = """\
-set -eu
-work=$1 repo=$2; shift 2
-export HOME="$work" LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL="$work/.gitconfig" GIT_ATTR_NOSYSTEM=1
-export GIT_TERMINAL_PROMPT=0 GIT_OPTIONAL_LOCKS=0
-unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_OBJECT_DIRECTORY GIT_EXTERNAL_DIFF GIT_CONFIG_COUNT || :
-mkdir -p "$work"
-printf '[safe]\\ndirectory = *\\n[core]\\nhooksPath = /dev/null\\nautocrlf = false\\n' > "$work/.gitconfig"
-refuse() { printf '%s\\n' "$2"; exit "$1"; }
-"""
-"""Beginning of each script: git is not told anything by anybody else."""
-
-RAW_ATTRIBUTES = "* -text -filter -ident -working-tree-encoding !diff\n"
-"""Attributes by which git takes files as they are; they come before those of the repository."""
-
-PREPARE = (
-    SCRIPT_HEADER
-    + """\
-base=$1; shift
-command -v git > /dev/null || refuse 41 "the image has no git"
-[ -d "$repo" ] || refuse 41 "the image has no folder $repo"
-cd "$repo"
-[ "$(git rev-parse --show-toplevel 2> /dev/null)" = "$(pwd -P)" ] || refuse 41 "$repo is no git repository"
-git cat-file -e 'HEAD^{tree}' 2> /dev/null || refuse 41 "the repository in $repo has no commit"
-if [ -n "$base" ]; then
-    git cat-file -e "$base^{commit}" 2> /dev/null || refuse 42 "the repository in $repo has no commit $base"
-    git merge-base --is-ancestor "$base" HEAD || refuse 42 "$base is not at or before HEAD of $repo"
-fi
-count=0
-for path; do
-    count=$((count + 1))
-    [ -e "$path" ] || [ -L "$path" ] || continue
-    mkdir -p "$work/hidden/$count"
-    mv "$path" "$work/hidden/$count/it"
-done
-tag=$(git describe --tags --abbrev=0 HEAD 2> /dev/null || :)
-tree=$(git rev-parse 'HEAD^{tree}')
-git init -q --template= "$work/new"
-{ echo "$tree"; git ls-tree -r -t "$tree" | awk '$2 != "commit" { print $3 }'; } |
-    git pack-objects -q "$work/new/.git/objects/pack/pack" > /dev/null
-find . -name .git -prune -exec rm -rf {} +
-mv "$work/new/.git" .git
-mkdir -p .git/info
-cat "$work/attributes" > .git/info/attributes
-cat "$work/junk" > .git/info/exclude
-git config gc.auto 0
-git config user.name agent
-git config user.email agent@localhost
-git read-tree "$tree"
-git add -A .
-tree=$(git write-tree)
-commit=$(echo base | GIT_AUTHOR_NAME=base GIT_AUTHOR_EMAIL=base GIT_AUTHOR_DATE='@0 +0000' GIT_COMMITTER_NAME=base \
-GIT_COMMITTER_EMAIL=base GIT_COMMITTER_DATE='@0 +0000' git commit-tree "$tree")
-git update-ref HEAD "$commit"
-[ -z "$tag" ] || git update-ref "refs/tags/$tag" "$commit"
-rm -rf .git/logs
-[ "$(stat -c %u .)" = "$(id -u)" ] || chown -R --reference=. .git || :
-[ ! -s "$work/test.patch" ] || git apply --cached --check --whitespace=nowarn "$work/test.patch" 2>&1 || exit 43
-git ls-files -s > "$work/listing"
-echo "commit $commit"
-"""
-)
-
-LIST_FILES = (
-    SCRIPT_HEADER
-    + """\
-cd "$repo"
-export GIT_DIR="$work/git" GIT_WORK_TREE="$repo"
-git init -q --template=
-mkdir -p "$GIT_DIR/info" "$GIT_DIR/objects/info"
-cat "$work/attributes" > "$GIT_DIR/info/attributes"
-cat "$work/junk" > "$GIT_DIR/info/exclude"
-[ -L .git ] || [ ! -d .git/objects ] || echo "$repo/.git/objects" > "$GIT_DIR/objects/info/alternates"
-find . -mindepth 2 -name .git -prune -exec rm -rf {} +
-git update-index --index-info < "$work/listing"
-: > "$work/large"
-find . -path ./.git -prune -o -type f -size +"$1"k -exec sh -c 'for path; do
-    git ls-files --error-unmatch -- ":(literal)$path" > /dev/null 2>&1 && continue
-    printf "%s\\n" "$path" >> "$0"; rm -f "$path"
-done' "$work/large" {} +
-git -c core.compression=0 -c core.looseCompression=0 -c core.symlinks=true -c core.fileMode=true add -A .
-git ls-files -s > "$work/after"
-"""
-)
-
-READ_CONTENTS = (
-    SCRIPT_HEADER
-    + """\
-cd "$repo"
-export GIT_DIR="$work/git"
-git cat-file --batch < "$work/wanted" | head -c "$1" > "$work/contents"
-"""
-)
-
-_SHOW_HIDDEN = """\
-count=0
-for path; do
-    count=$((count + 1))
-    [ -e "$work/hidden/$count" ] || continue
-    rm -rf "$path"
-    mv "$work/hidden/$count/it" "$path"
-done
-"""
-
-APPLY_SOLUTION = (
-    SCRIPT_HEADER
-    + """\
-cd "$repo"
-commit=$1 kept=$2
-shift 2
-base64 -d "$work/stream" | git fast-import --quiet
-git diff --binary --no-ext-diff --no-textconv --no-renames --no-color "$commit" refs/prorl/solution > "$work/patch"
-git read-tree --reset -u refs/prorl/applied
-mkdir "$work/objects"
-[ ! -s "$work/test.patch" ] || GIT_OBJECT_DIRECTORY="$work/objects" GIT_ALTERNATE_OBJECT_DIRECTORIES=.git/objects \
-    git apply --index --whitespace=nowarn "$work/test.patch"
-git ls-files -s > "$work/applied"
-if [ "$kept" ]; then
-    mkdir -p "$work/kept/tests" "$work/hidden"
-    xargs -0 -r sh -c 'for path; do
-        [ ! -e "$path" ] && [ ! -L "$path" ] || cp -a --parents "$path" "$0"
-    done' "$work/kept/tests" < "$work/tests"
-    mv "$work/hidden" "$work/kept/hidden"
-    tar -C "$work/kept" -cf - . | base64 > "$work/kept.tar"
-    rm -rf "$work/kept"
-    git read-tree --reset -u refs/prorl/applied
-fi
-git read-tree "$commit"
-git update-ref -d refs/prorl/solution
-git update-ref -d refs/prorl/applied
-rm -rf "$work/objects" "$work/test.patch"  # what tests ask is nowhere but in them
-"""
-    + _SHOW_HIDDEN
-)
-"""Its own are the base's commit, whether tests and hidden files are put into ``kept.tar``, and the hidden paths."""
-
-APPLY_TESTS = (
-    SCRIPT_HEADER
-    + """\
-cd "$repo"
-mkdir "$work/kept"
-base64 -d "$work/kept.tar" | tar -C "$work/kept" -xf -
-mv "$work/kept/hidden" "$work/hidden"
-xargs -0 -r rm -rf < "$work/tests"
-cp -a "$work/kept/tests/." .
-rm -rf "$work/kept" "$work/kept.tar"
-"""
-    + _SHOW_HIDDEN
-)
-
-READ_ENVIRONMENT = """\
-cd "$2" && env > "$1/before"
-{ . "$1/setup"; } > /dev/null 2>&1
-env > "$1/setup-done"
-{ command -v python || command -v python3; } > /dev/null || exit 0
-"$(command -v python || command -v python3)" - "$2" > "$1/modules" 2> /dev/null <<'END'
-import os, sys
-real = os.path.realpath
-repo, prefix = real(sys.argv[1]), real(sys.prefix)
-for entry in filter(None, sys.path):
-    inside = os.path.relpath(real(entry), repo)
-    if not inside.startswith("..") and not real(entry).startswith(prefix + "/"):
-        print("folder " + ("" if inside == "." else inside))
-    elif os.path.isdir(entry):
-        for name in os.listdir(entry):
-            print("module " + name.partition(".")[0])
-END
-"""
-
-
 MAX_LISTING_BYTES = 64 << 20
-"""Most bytes of a repository's listing: some 500,000 files."""
+"""Maximum bytes of a repository's listing: some 500,000 files."""
 
 BASH = "bash --noprofile --norc"
 
 
 class PatchExtractionError(Exception):
-    """What the policy left can't be taken out, by its own doing; says why."""
+    """The policy's changes cannot be extracted, through the policy's own fault."""
 
 
 class WorkFolder:
-    """The folder.
+    """Work folder beside the repository.
 
     Args:
-        sandbox: where it is.
+        sandbox: sandbox of the folder.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
@@ -235,14 +75,14 @@ class WorkFolder:
         self.write = self._files.write
 
     async def read(self, name: str, *, limit: int) -> ExtractedFile:
-        """A file in it, or of any absolute path."""
+        """Read a file of the folder, or of an absolute path."""
         return await self._files.extract_file(name, limit=limit)
 
     async def text(self, name: str) -> str:
-        """A file in it that has to be there.
+        """Read a required text file of the folder.
 
         Raises:
-            PatchExtractionError: it is not.
+            PatchExtractionError: the file cannot be read.
         """
         taken = await self.read(name, limit=MAX_LISTING_BYTES)
         if taken.content is None:
@@ -250,71 +90,60 @@ class WorkFolder:
         return taken.content.decode("utf-8", "backslashreplace")
 
     async def run(self, script: str, *arguments: str, timeout_s: float, shell: str = "sh") -> ExecResult:
-        """A script, whose first argument is the folder."""
+        """Run a script with the folder as its first argument."""
         words = " ".join(map(shlex.quote, (script, "_", self.path, *arguments)))
         return await self.sandbox.exec(f"exec {shell} -c {words}", cwd="/", timeout_s=timeout_s)
 
     async def step(self, script: str, *arguments: str, timeout_s: float) -> None:
-        """A script where the policy has been: that it fails is the policy's doing if the sandbox lives.
+        """Run a script after the policy; a failure in a live sandbox is the policy's.
 
         Raises:
-            PatchExtractionError: it failed.
-            AgentError: the policy used up its sandbox.
-            InfrastructureError: the sandbox is gone.
+            PatchExtractionError: the script failed.
+            AgentError: the policy exceeded a limit of its sandbox.
+            InfrastructureError: the sandbox has ended.
         """
         done = await self.run(script, *arguments, timeout_s=timeout_s)
         if done.return_code == 0 and done.error_type is None:
             return
         await self.require_sandbox()
-        raise PatchExtractionError(f"the repository can't be read: {end_of(done)}")
+        raise PatchExtractionError(f"the repository cannot be read: {end_of(done)}")
 
     async def require_sandbox(self) -> None:
-        """See that the sandbox lives, if it can tell.
+        """Check that the sandbox lives, where supported.
 
         Raises:
-            AgentError: what ran in it has ended it.
-            InfrastructureError: it ended otherwise.
+            AgentError: sandboxed code ended the sandbox.
+            InfrastructureError: the machine ended the sandbox.
         """
         if isinstance(self.sandbox, HasHealthCheck):
             await self.sandbox.check()
 
 
 def end_of(done: ExecResult) -> str:
-    """What there is to say of a script that failed."""
+    """Return a failed script's error output, or its exit code."""
     return (done.stderr or "").strip()[-500:] or f"exit code {done.return_code}"
 
 
 _ROW_FIELDS = {41: "image", 42: "swe.base_commit", 43: "swe.test_patch"}
-"""Exit codes by which a script blames the row."""
-
-_SETUP = """\
-prorl_setup() {
-if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate && conda activate testbed
-elif [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
-}
-prorl_setup
-unset -f prorl_setup
-"""
-"""Activates what the datasets' images have, and does nothing elsewhere; in a function, since conda's script passes on
-the arguments of whoever reads it in."""
+"""Exit codes for errors of the row, with the row's field."""
 
 _KEPT_VARIABLES = frozenset({"PWD", "OLDPWD", "SHLVL", "_", "HOME", "TERM"})
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Listing(dict[str, Entry]):
-    """A base's files; sessions of one image share it."""
+    """Files of a base, shared by sessions of the same image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a policy starts from.
+    """State from which a policy starts.
 
     Attributes:
-        commit: of the new repository.
+        commit: commit of the new repository.
         listing: its files.
-        variables: that are set in an activated shell.
-        places: what its Python can import.
+        variables: environment variables of an activated shell.
+        modules: importable modules.
     """
 
     commit: str
@@ -325,14 +154,14 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class AppliedSolution:
-    """A solution in a sandbox, with the tests.
+    """A solution applied in a sandbox, with the hidden tests.
 
     Attributes:
-        work: the folder beside it.
+        work: work folder.
         patch: the whole solution.
-        files: path to hash, every file as it should be.
-        tests: files that hold the row's tests.
-        kept: what is kept of hidden files outside of the sandbox, in base64.
+        files: path to hash of every file after application.
+        tests: files with the row's tests.
+        kept: archive of hidden files kept outside of the sandbox, in base64.
     """
 
     work: WorkFolder
@@ -344,13 +173,13 @@ class AppliedSolution:
 
 @dataclass(frozen=True, slots=True)
 class PatchLimits:
-    """Bounds of what is taken out.
+    """Limits of extraction.
 
     Attributes:
-        timeout_s: seconds for each step of making a repository ready, and of taking out.
-        file_kib: largest new file; a larger one is left out.
-        total_kib: all contents together.
-        files: how many files may differ.
+        timeout_s: seconds for each step of preparation and extraction.
+        file_kib: largest new file; larger files are omitted.
+        total_kib: maximum size of all contents.
+        files: maximum number of changed files.
     """
 
     timeout_s: float = 180.0
@@ -360,10 +189,10 @@ class PatchLimits:
 
 
 class Repositories:
-    """See the module.
+    """Prepares, extracts and applies; see the module.
 
     Args:
-        limits: bounds.
+        limits: limits of extraction.
     """
 
     def __init__(self, limits: PatchLimits) -> None:
@@ -371,20 +200,20 @@ class Repositories:
         self._listings: WeakValueDictionary[str, Listing] = WeakValueDictionary()
 
     async def prepare(self, sandbox: Sandbox, instance: SweInstance, *, hide: bool) -> tuple[Base, WorkFolder]:
-        """Make the repository ready.
+        """Prepare the repository.
 
         Args:
-            sandbox: a fresh one of the task's image.
+            sandbox: a fresh sandbox of the task's image.
             instance: the task.
-            hide: for the policy, so hidden files and all traces are removed; else they are kept for :meth:`lay`.
+            hide: for the policy: remove hidden files and all traces. Otherwise they are kept for :meth:`apply`.
 
         Returns:
-            The base, and the folder in the sandbox that has the rest.
+            The base and the work folder.
 
         Raises:
-            CallerError: the image lacks the repository or the commit, or the tests' patch does not apply to it; names
-                the row's field.
-            InfrastructureError: the sandbox did not do it.
+            CallerError: the image lacks the repository or the commit, or the test patch does not apply; names the
+                row's field.
+            InfrastructureError: the sandbox failed.
         """
         work, timeout_s = WorkFolder(sandbox), self._limits.timeout_s
         await work.write(
@@ -392,7 +221,7 @@ class Repositories:
                 "attributes": RAW_ATTRIBUTES,
                 "junk": "\n".join(JUNK) + "\n",
                 "test.patch": instance.test_patch,
-                "setup": _SETUP,
+                "setup": ACTIVATE_ENVIRONMENT,
             }
         )
         arguments = (instance.repo_folder, instance.base_commit, *instance.hidden)
@@ -402,23 +231,23 @@ class Repositories:
             raise CallerError(said, field=field)
         match = re.fullmatch(r"commit ([0-9a-f]{40})", said.rpartition("\n")[2])
         if done.return_code or match is None:
-            raise InfrastructureError(f"the repository was not made ready: {said} {end_of(done)}")
+            raise InfrastructureError(f"the repository could not be prepared: {said} {end_of(done)}")
         listing = await self._listing(work, match[1])
         await work.run(READ_ENVIRONMENT, instance.repo_folder, timeout_s=timeout_s, shell=BASH)
         modules = await work.read("modules", limit=1 << 20)
-        told = (modules.content or b"").decode("utf-8", "replace")
-        base = Base(match[1], listing, await _variables(work), importable_modules(map(changes.shown, listing), told))
+        report = (modules.content or b"").decode("utf-8", "replace")
+        base = Base(match[1], listing, await _variables(work), importable_modules(map(changes.shown, listing), report))
         if hide:
             await work.run('rm -rf "$1"', timeout_s=timeout_s)
         return base, work
 
     async def extract(self, sandbox: Sandbox, instance: SweInstance, base: Base, protection: Protection) -> Solution:
-        """What the policy changed.
+        """Extract the policy's changes.
 
         Raises:
-            PatchExtractionError: it can't be had, by the policy's doing.
-            AgentError: the policy used up its sandbox.
-            InfrastructureError: the sandbox is gone.
+            PatchExtractionError: extraction failed through the policy's fault.
+            AgentError: the policy exceeded a limit of its sandbox.
+            InfrastructureError: the sandbox has ended.
         """
         work, limits = WorkFolder(sandbox), self._limits
         listing = "".join(f"{entry.mode} {entry.blob} 0\t{path}\n" for path, entry in base.listing.items())
@@ -434,23 +263,24 @@ class Repositories:
             raise PatchExtractionError(str(error)) from error
         found = changes.changed(base.listing, after)
         if len(found) > limits.files:
-            raise PatchExtractionError(f"{len(found)} files were changed, more than {limits.files}")
+            raise PatchExtractionError(f"{len(found)} files were changed, the limit is {limits.files}")
         wanted = {change.entry.blob for change in found if change.entry is not None}
         settings = [change.path for change in found if protection.by_content(changes.shown(change.path))]
         wanted |= {base.listing[path].blob for path in settings if path in base.listing}
         contents = await self._contents(work, instance, wanted) if wanted else {}
-        left_out |= {change.path: "its content can't be had" for change in found if _is_missing(change, contents)}
+        left_out |= {change.path: "its content is missing" for change in found if _is_missing(change, contents)}
         kept = tuple(change for change in found if change.path not in left_out)
         return Solution(
             kept, contents, left_out, changes.ignored(kept, base.listing, contents, protection, base.modules)
         )
 
     async def apply(self, work: WorkFolder, instance: SweInstance, base: Base, solution: Solution) -> AppliedSolution:
-        """Lay what counts of a solution over the base in a sandbox that was made ready, and the hidden tests, unless
-        something comes before them: that finds the tests that the base has, and they come by :meth:`apply_tests`.
+        """Apply a solution's allowed changes and the hidden tests to a prepared repository.
+
+        If the row has ``before_tests``, the tests are applied afterwards by :meth:`apply_tests`.
 
         Raises:
-            InfrastructureError: the sandbox did not do it.
+            InfrastructureError: the sandbox failed.
         """
         kept, tests = "kept" if instance.before_tests else "", Protection(instance).tests
         stream = changes.import_stream(solution, base.commit)
@@ -458,7 +288,7 @@ class Repositories:
         arguments = (instance.repo_folder, base.commit, kept, *instance.hidden)
         done = await work.run(APPLY_SOLUTION, *arguments, timeout_s=self._limits.timeout_s)
         if done.return_code:
-            raise InfrastructureError(f"the solution could not be applied over the base: {end_of(done)}")
+            raise InfrastructureError(f"the solution could not be applied to the base: {end_of(done)}")
         patch = await work.read("patch", limit=4 * self._limits.total_kib << 10)
         listing = changes.read_listing(await work.text("applied"))
         hidden = await work.text("kept.tar") if kept else ""
@@ -470,14 +300,16 @@ class Repositories:
         )
 
     async def apply_tests(self, applied: AppliedSolution, instance: SweInstance) -> None:
-        """Lay hidden tests, and what activates the environment, after code of the policy has run.
+        """Apply the hidden tests and restore the activation script after code of the policy has run.
 
         Raises:
-            PatchExtractionError: it can't be done, by the policy's doing.
-            AgentError: the policy used up its sandbox.
-            InfrastructureError: the sandbox is gone.
+            PatchExtractionError: application failed through the policy's fault.
+            AgentError: the policy exceeded a limit of its sandbox.
+            InfrastructureError: the sandbox has ended.
         """
-        await applied.work.write({"kept.tar": applied.kept, "tests": _names(applied.tests), "setup": _SETUP})
+        await applied.work.write(
+            {"kept.tar": applied.kept, "tests": _names(applied.tests), "setup": ACTIVATE_ENVIRONMENT}
+        )
         arguments = (instance.repo_folder, *instance.hidden)
         await applied.work.step(APPLY_TESTS, *arguments, timeout_s=self._limits.timeout_s)
 
@@ -495,17 +327,17 @@ class Repositories:
         await work.step(READ_CONTENTS, instance.repo_folder, str(limit + 1), timeout_s=timeout_s)
         taken = await work.read("contents", limit=limit)
         if taken.content is None:
-            raise PatchExtractionError(
-                f"the changed files are more than {self._limits.total_kib} KiB: {taken.problem}"
-            )
+            raise PatchExtractionError(f"the changed files exceed {self._limits.total_kib} KiB: {taken.problem}")
         return await asyncio.to_thread(changes.read_contents, taken.content)
 
 
 async def _variables(work: WorkFolder) -> Mapping[str, str]:
-    """What activation set. An image in which it fails is left as it is, as its maker's own shell would be."""
+    """Return the variables that activation sets. Failures of activation are ignored, as in the image author's own
+    shell.
+    """
     before, after = [await _environment(work, name) for name in ("before", "setup-done")]
     changed = {name: value for name, value in after.items() if before.get(name) != value}
-    # The repository may belong to another of the image's users, from whom git would take nothing.
+    # git refuses repositories of other users, and the image's repository may have another owner.
     trust = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
     return trust | changed
 
@@ -518,7 +350,7 @@ async def _environment(work: WorkFolder, name: str) -> dict[str, str]:
 
 
 def _names(paths: Iterable[str]) -> str:
-    """For ``xargs -0``, in the repository."""
+    """Format paths in the repository for ``xargs -0``."""
     return "".join(f"./{path}\0" for path in sorted(paths))
 
 

@@ -21,10 +21,10 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 
 TOOLS = ("bash", "str_replace_editor", "submit")
-"""What the policy may call."""
+"""Tools of the policy."""
 
 SUBMIT_DESCRIPTION = "Hand in the repository as it is now and end the task."
-"""What it is told of ``submit``."""
+"""Description of the tool ``submit``."""
 
 SYSTEM_PROMPT = """\
 You are a software engineer. The repository is in {folder}. Look at it, find what the issue below is about, and \
@@ -33,17 +33,17 @@ one to ask. When you are done, call `submit`."""
 
 
 def tool_schemas() -> list[dict[str, Any]]:
-    """The tools as the Responses API describes functions."""
+    """Return the function schemas of the Responses API."""
     return workbench_schemas(TOOLS, SUBMIT_DESCRIPTION)
 
 
 def make_row(instance_id: str, image: str, instance: SweInstance) -> dict[str, Any]:
-    """A row.
+    """Return a row.
 
     Args:
-        instance_id: the task's name.
-        image: the task's image.
-        instance: the task; of its fields, those that are not as by default are written.
+        instance_id: name of the task.
+        image: image of the task.
+        instance: the task; fields with default values are omitted.
     """
     return {
         "responses_create_params": {
@@ -65,12 +65,12 @@ SUBMIT_REPLY = "Submitted. The repository is tested as it is now. The task is ov
 
 
 class SoftwareEngineering:
-    """The task.
+    """Software engineering tasks graded by hidden tests.
 
     Args:
-        tools: bounds of one tool call.
-        patches: bounds of what is taken out.
-        grading: bounds of grading.
+        tools: limits of tool calls.
+        patches: limits of extraction.
+        grading: limits of grading.
 
     Raises:
         InfrastructureError: the extra ``swe`` is not installed.
@@ -80,14 +80,14 @@ class SoftwareEngineering:
         require_extras("swe")
         self._repositories = Repositories(patches)
         self._grader = Grader(self._repositories, grading)
-        self._bases: WeakKeyDictionary[Workspace, Base] = WeakKeyDictionary()  # what its session's policy starts from
+        self._bases: WeakKeyDictionary[Workspace, Base] = WeakKeyDictionary()  # base of each session
         self.tools = Workbench(TOOLS, "/", tools, submit_description=SUBMIT_DESCRIPTION, submit_reply=SUBMIT_REPLY)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """What the row says.
+        """Return the row's sandbox requirements.
 
         Raises:
-            CallerError: the row is wrong; names the field.
+            CallerError: the row is invalid; names the field.
         """
         asked = parse_row(row)
         return SandboxNeeds(
@@ -100,14 +100,14 @@ class SoftwareEngineering:
         )
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
-        """Make the repository ready, without its future, and activate what the image has."""
+        """Prepare the repository without its later history, and activate the image's environment."""
         instance = parse_row(row).swe
         base, _ = await self._repositories.prepare(tools.sandbox, instance, hide=True)
         tools.work_in(instance.repo_folder, base.variables)
         self._bases[tools] = base
 
     async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Solution | PatchExtractionError:
-        """What the policy changed."""
+        """Extract the policy's changes."""
         instance = parse_row(row).swe
         try:
             return await self._repositories.extract(tools.sandbox, instance, self._bases[tools], Protection(instance))
@@ -127,5 +127,5 @@ class SoftwareEngineering:
         return await self._grader.grade(asked, artefacts, partial(open_sandbox, needs))
 
     async def aclose(self) -> None:
-        """End what grading has started."""
+        """End the grader's worker."""
         await self._grader.aclose()

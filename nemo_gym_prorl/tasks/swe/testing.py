@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""One run of a task's tests in a sandbox: what is said by whom, and how it ended.
+"""Run a task's tests in a sandbox and collect log, records and exit code.
 
-The secret of the channel is put into the sandbox right before the tests start, and goes through a pipe, so it is in no
-command line, environment or file when code of the policy runs.
+The channel's secret is written right before the tests start and passes through a pipe. So no command line, environment
+or file contains the secret when code of the policy runs.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from nemo_gym_prorl.tasks.swe.repository import BASH, AppliedSolution, WorkFolde
 
 
 ANSWER_MARGIN_S = 30.0
-"""How much longer than its own time limit a run may take to answer, in seconds."""
+"""Seconds that a run may take beyond its time limit to report, including the 10 s grace of ``timeout -k``."""
 
 TIMEOUT_EXIT_CODES = frozenset({124, 137})
 """Exit codes of ``timeout``."""
 
-MAX_RECORDS_BYTES = 64 << 20
-MAX_STATE_BYTES = 4 << 20
-MAX_TEST_FILE_BYTES = 8 << 20
-MAX_TEST_FILES = 300
+MAX_RECORDS_BYTES = 64 << 20  # some 500,000 tests
+MAX_STATE_BYTES = 4 << 20  # functions and options of a shell
+MAX_TEST_FILE_BYTES = 8 << 20  # a larger test file counts as modified
+MAX_TEST_FILES = 300  # bounds the time of reading test files back
 
 _PLUGIN = ("__init__.py", "pytest_plugin.py", "unittest_plugin.py", "runner_monitor.py")
 
 _SETUP = """\
 work=$1 repo=$2
 cd "$repo" || exit 90
-LANG=$(unset LANG  # the sandbox's: tests have the image's, or none
+LANG=$(unset LANG  # use the image's LANG, if any, instead of the sandbox's
     for file in /.singularity.d/env/10-docker2singularity.sh /.singularity.d/env/90-environment.sh; do
         [ ! -r "$file" ] || . "$file" > /dev/null 2>&1
     done
@@ -53,9 +53,9 @@ LANG=$(unset LANG  # the sandbox's: tests have the image's, or none
 _BEFORE = (
     _SETUP
     + """\
-export PIP_RETRIES=1  # most sandboxes have no network, and all that is needed
+export PIP_RETRIES=1  # fail fast: most sandboxes have no network
 exec 7< "$work/before"
-rm -f "$work/before"  # nothing that it runs writes the rest of it
+rm -f "$work/before"  # so that code which it runs cannot modify the rest
 exec bash --noprofile --norc /dev/fd/7 > "$work/before.log" 2>&1 < /dev/null
 """
 )
@@ -67,7 +67,7 @@ prorl_options=$(shopt -p; set +o); set +x
 {{ declare -f; printf '%s\\n' "$prorl_options"; }} > {work}/options
 }} 2> /dev/null
 """
-"""What a script leaves to the next, as if both were one, once nothing is left that could write it in its place."""
+"""Saves the shell's state for the test command, after all other processes have been killed."""
 
 _RUN = (
     _SETUP
@@ -89,17 +89,17 @@ exec timeout -k 10 "$3" bash --noprofile --norc "$work/command" > "$work/log" 2>
 
 
 _END_OF_LOG = 'tail -c "$2" "$1/log" | tail -n +2 > "$1/log.end"'
-"""Whole lines."""
+"""Extracts the end of the log in whole lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class TestLimits:
-    """Bounds of one candidate's tests.
+    """Limits of one candidate's tests.
 
     Attributes:
         timeout_s: seconds for the test command.
-        before_timeout_s: seconds for what the row has run before.
-        log_kib: longest log; of a longer one of pytest's the end is read, with the summary.
+        before_timeout_s: seconds for ``before_tests``.
+        log_kib: maximum log size; of a longer pytest log only the end with the summary is read.
     """
 
     timeout_s: float = 1800.0
@@ -109,16 +109,16 @@ class TestLimits:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What there is of a run.
+    """Results of a test run.
 
     Attributes:
-        timed_out: it used up its time.
-        exit_code: of the test command.
-        log: what it printed.
-        told: what the plugin told; ``None`` if the runner has none.
-        rewritten: files of tests that are not as they were applied.
+        timed_out: whether the run exceeded its time limit.
+        exit_code: exit code of the test command.
+        log: output of the test command.
+        records: records of the plugin; ``None`` if the runner has no plugin.
+        rewritten: test files that were modified during the run.
         problem: why there is no log.
-        ended_early: why there are no tests.
+        ended_early: why no tests ran.
     """
 
     timed_out: bool = False
@@ -131,34 +131,34 @@ class Run:
 
     @property
     def logs(self) -> list[str]:
-        """For the log parser: what was printed, and what the plugin told in the same words."""
+        """Log, and records in the same format, for the log parser."""
         return [self.log] if self.records is None else [self.log, self.records.as_log()]
 
 
 async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits) -> Run | None:
-    """Run what the row has before its tests, such as the installation of what was changed.
+    """Run ``before_tests``, such as the installation of the changed package.
 
     Returns:
-        ``None`` if the tests may follow; that lines of it fail is nothing, as in the datasets' own harnesses.
+        ``None`` if the tests may follow. Failing lines are ignored, as in the datasets' own harnesses.
 
     Raises:
-        AgentError: the candidate used up the sandbox.
-        InfrastructureError: the sandbox is gone or did not do it.
+        AgentError: the candidate exceeded a limit of the sandbox.
+        InfrastructureError: the sandbox has ended or failed.
     """
     if not instance.before_tests:
         return None
-    # In one step, so nothing forks away from it. Ours have process numbers of their own; others' may have the host's.
+    # kill -1 is atomic, so no process can escape by forking. It is safe only in a PID namespace of the sandbox.
     end_others = "kill -9 -1; " if isinstance(work.sandbox, HasHealthCheck) else ""
     state = _STATE.format(work=shlex.quote(work.path), end_others=end_others)
     await work.write({"before": f"{instance.before_tests}\n{state}"})
     timeout_s = limits.before_timeout_s
     done = await work.run(_BEFORE, instance.repo_folder, timeout_s=timeout_s + ANSWER_MARGIN_S, shell=BASH)
     if _timed_out(done):
-        return Run(timed_out=True, problem=f"what comes before the tests took {timeout_s:g} s")
+        return Run(timed_out=True, problem=f"before_tests exceeded {timeout_s:g} s")
     if (await work.read("options", limit=MAX_STATE_BYTES)).content is None:
         await work.require_sandbox()
         log = await work.read("before.log", limit=limits.log_kib << 10)
-        ended = f"what comes before the tests did not come to its end, but ended with {done.return_code}"
+        ended = f"before_tests ended early with exit code {done.return_code}"
         return Run(exit_code=done.return_code, log=_text(log.content), ended_early=ended)
     return None
 
@@ -166,13 +166,13 @@ async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits
 async def apply_mutations(
     instance: SweInstance, applied: AppliedSolution, check: MutationCheck
 ) -> tuple[AppliedSolution, frozenset[str]]:
-    """Have the hidden tests ask for something else.
+    """Change the expectations of the hidden tests.
 
     Returns:
-        What is applied now, and the tests that were changed.
+        The applied solution with the changed hashes, and the names of the changed tests.
 
     Raises:
-        InfrastructureError: the sandbox did not do it.
+        InfrastructureError: the sandbox failed.
     """
     work, hashes, changed = applied.work, dict(applied.files), frozenset[str]()
     paths = sorted(applied.tests & applied.files.keys())
@@ -192,11 +192,11 @@ async def apply_mutations(
 
 
 async def run_tests(instance: SweInstance, applied: AppliedSolution, limits: TestLimits) -> Run:
-    """Run what the row says.
+    """Run the row's test command.
 
     Raises:
-        AgentError: the candidate used up the sandbox.
-        InfrastructureError: the sandbox is gone or did not do it.
+        AgentError: the candidate exceeded a limit of the sandbox.
+        InfrastructureError: the sandbox has ended or failed.
     """
     work = applied.work
     package, secret = f"prorl_{secrets.token_hex(6)}", secrets.token_hex(32)
@@ -219,18 +219,18 @@ async def run_tests(instance: SweInstance, applied: AppliedSolution, limits: Tes
     longest = limits.log_kib << 10
     log = await work.read("log", limit=longest)
     if log.content is None and runner is Runner.PYTEST:
-        # Its summary comes last, so tests may print as much as they like before.
+        # pytest's summary comes last, so the end of a long log suffices.
         await work.run(_END_OF_LOG, str(longest), timeout_s=ANSWER_MARGIN_S)
         log = await work.read("log.end", limit=longest)
-    told = None
+    runner_records = None
     if runner is not Runner.LOG:
         records = await work.read("records", limit=MAX_RECORDS_BYTES)
         if records.content is None:
-            told = RunnerRecords(forged=f"the test runner's records can't be had: {records.problem}")
+            runner_records = RunnerRecords(forged=f"the test runner's records cannot be read: {records.problem}")
         else:
-            told = read_records(records.content, secret)
+            runner_records = read_records(records.content, secret)
     rewritten = await _rewritten(instance, applied)
-    return Run(_timed_out(done), done.return_code, _text(log.content), told, rewritten, problem=log.problem)
+    return Run(_timed_out(done), done.return_code, _text(log.content), runner_records, rewritten, problem=log.problem)
 
 
 def _text(content: bytes | None) -> str:

@@ -328,8 +328,8 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         begin = f"cd -- {shlex.quote(saved.get('folder', self._folder))}"
         await session.run(begin, timeout_s=ANSWER_MARGIN_S, silence_s=None)
         if saved:
-            # Options of ``shopt`` come first, since functions may need them. Options of ``set`` come last, since some of
-            # them (errexit) would end the shell while it reads the rest.
+            # Options of ``shopt`` come first, since functions may need them. Options of ``set`` come last, since some
+            # of them (errexit) would end the shell while it reads the rest.
             options = "\n".join(_OPTION.findall(saved["state"]))
             for known in (options, f"{{ {saved['state']}\n}} 2>/dev/null"):
                 begun = await session.run(known, timeout_s=ANSWER_MARGIN_S, silence_s=None)

@@ -151,7 +151,7 @@ ATTACKS = {
             f'import os\nopen("/proc/%d/fd/1" % os.getppid(), "a").write("{PASSED_LINES}")\nos._exit(0)',
         ),
         "crashed",
-        "before it was done",
+        "before its end",
     ),
     "prints over the summary at the end": Attack(
         append("tally/__init__.py", f'import atexit\natexit.register(print, "\\n{PASSED_LINES}")'), "failed", "FAILED"
@@ -176,7 +176,7 @@ ATTACKS = {
     "skips all but tests that can only fail": Attack(
         append("tally/__init__.py", FORGED_NAME), "any_answer", "whatever"
     ),
-    "makes reports of its own": Attack(append("tally/__init__.py", REPORTS), "tampered", "went on after its end"),
+    "makes reports of its own": Attack(append("tally/__init__.py", REPORTS), "tampered", "records follow the end"),
     "configures the runner from a folder": Attack(
         append("tally/helper.py", SPARES_CANARIES)
         + append("tally/setup.cfg", "[tool:pytest]\naddopts = -p tally.helper"),
@@ -194,7 +194,7 @@ ATTACKS = {
         f"{{ {FAKE_TESTS}; }} > .git/fake && printf '#!/bin/sh\\ncp .git/fake {tally.TESTS}\\n' > "
         ".git/hooks/post-checkout && chmod +x .git/hooks/post-checkout",
         "no_patch",
-        "nothing was changed",
+        "there are no changes",
     ),
 }
 

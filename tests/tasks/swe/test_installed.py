@@ -181,4 +181,4 @@ async def test_an_installation_that_rewrites_the_tests_wins_nothing() -> None:
 async def test_set_up_that_does_not_come_to_its_end_is_a_crash() -> None:
     grade = await play("own script", "echo 'import os; os.kill(os.getppid(), 15)' >> setup.py")
     assert (grade.verdict, grade.reward) == ("crashed", 0.0), grade
-    assert "what comes before the tests" in grade.detail
+    assert "before_tests" in grade.detail

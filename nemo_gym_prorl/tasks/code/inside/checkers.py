@@ -155,7 +155,7 @@ def same_value(value: Any, expected: Any, absolute: float, relative: float, stri
 
 
 def outputs_match(output: str, expected: str, checker: dict[str, Any], *, strict: bool = False) -> bool:
-    """Apply a built-in checker: ``lines``, ``tokens``, ``exact`` or ``float``; ``strict`` applies to ``lines`` only."""
+    """Apply the checker ``lines``, ``tokens``, ``exact`` or ``float``; ``strict`` applies to ``lines`` only."""
     kind = checker["kind"]
     if kind == "lines":
         return lines(output, expected, strict=strict)

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin for any pytest from 3.0 on that tells outcomes through the channel, and what of the runner was replaced.
+"""Plugin for pytest 3.0 and later: reports outcomes and modifications of the runner.
 
-PYTEST_DONT_REWRITE. Outcomes are taken where pytest makes its reports, outside of every other plugin. Whether a test
-means anything that passes is not asked here: the same tests are run again, asking for something else.
+PYTEST_DONT_REWRITE. Outcomes are recorded where pytest creates its reports, outside of all other plugins. Whether a
+passing test is meaningful is checked elsewhere, by running changed tests.
 """
 
 import pytest
@@ -17,7 +17,7 @@ _seen = {"xdist": False}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests():
-    """Installed plugins are there, and nothing of the repository is."""
+    """Snapshot the runner after installed plugins and before any code of the repository."""
     INTEGRITY.add_deciding()
 
 
@@ -41,17 +41,17 @@ def pytest_runtest_makereport(item, call):
         status = "failed"
     CHANNEL.send("report", _name(item.nodeid), call.when, status)
     if call.when != "call":
-        INTEGRITY.tell(CHANNEL)
+        INTEGRITY.report(CHANNEL)
 
 
 def pytest_runtest_logreport(report):
-    if _seen["xdist"] and hasattr(report, "node"):  # of another process
+    if _seen["xdist"] and hasattr(report, "node"):  # from an xdist worker
         CHANNEL.send("report", _name(report.nodeid), report.when, _status(report))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
-    INTEGRITY.tell(CHANNEL)
+    INTEGRITY.report(CHANNEL)
 
 
 @pytest.hookimpl(trylast=True)
@@ -66,6 +66,6 @@ def _status(report):
 
 
 def _name(nodeid):
-    """As the summary prints it."""
+    """Return a test's name as in the summary."""
     relative = getattr(_seen.get("config"), "cwd_relative_nodeid", None)
     return relative(nodeid) if relative else nodeid

@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the process that runs the tests tells their outcomes past its own output, and what of the runner was replaced.
+"""Authenticated channel for test outcomes, and detection of a modified test runner.
 
-Part of a program in the sandbox, for whatever interpreter the datasets' images have: Python 3.5 and later.
+Runs in the sandbox with the interpreter of the image: Python 3.5 and later.
 
-The secret comes through a pipe, which can be read once, before anything of the repository is imported; each record
-bears a number and an authentication code, so that who merely writes to the channel, or prints what a runner prints,
-says nothing.
+The secret comes through a pipe, which is read once, before any code of the repository is imported. Each record has a
+number and an authentication code, so other writers of the channel and printed output cannot forge records.
 
-A package can replace functions of the test runner, or builtins, from its first import on. :class:`RunnerIntegrity` looks at what
-legitimate code leaves alone, or puts back when a test is over.
+A package can replace functions of the test runner or builtins when it is imported. :class:`RunnerIntegrity` checks
+objects that legitimate code never changes, or restores after each test.
 """
 
 import builtins
@@ -24,11 +23,10 @@ _write, _getpid, _dumps, _sha256, _new = os.write, os.getpid, json.dumps, hashli
 
 
 class Channel:
-    """One way, to whoever started the tests; silent in every process but the first.
+    """One-way channel to the process that started the tests; closed in forked processes.
 
     Args:
-        named: ``SECRET:INODE:RECORDS``, two descriptors and what the first should be. The pipe has the secret, and on
-            a line of its own the JSON of a list.
+        named: ``SECRET:INODE:RECORDS``: two descriptors, and the inode of the first. The pipe contains the secret.
     """
 
     def __init__(self, named):
@@ -46,7 +44,7 @@ class Channel:
             os.close(secret)
             if not self._secret:
                 return
-            self._records = os.dup(records)  # and closed when another program is started
+            self._records = os.dup(records)  # not inherited by other programs
             os.close(records)
         except (ValueError, OSError):
             return
@@ -55,11 +53,11 @@ class Channel:
 
     @property
     def open(self):
-        """Somebody listens."""
+        """Whether this process may send."""
         return self._pid == _getpid()
 
     def send(self, kind, *values):
-        """One record."""
+        """Send a record."""
         if not self.open:
             return
         self._count += 1
@@ -86,14 +84,14 @@ DECIDING = """
 pytest _pytest.python_api _pytest.raises _pytest.recwarn _pytest.assertion _pytest.assertion.util
 _pytest.assertion.rewrite
 """.split()
-"""What tests assert with; installed plugins may have changed it when they were loaded."""
+"""Modules with assertions; installed plugins may modify them while loading."""
 
 _SUBTESTS = "_pytest.unittest.TestCaseFunction.addSkip"
-"""The plugin pytest-subtests replaces it; a test that skips itself has not come back, so nothing is won by that."""
+"""Replaced by the plugin pytest-subtests. A skipped test does not count as passed, so replacing it gains nothing."""
 
 
 def _parts(module):
-    """Functions of a module, and what its own classes are made of."""
+    """Yield the functions of a module and the methods of its own classes."""
     for name, value in list(vars(module).items()):
         if isinstance(value, type) and value.__module__ == module.__name__:
             for inner, part in list(vars(value).items()):
@@ -110,30 +108,30 @@ def _state(part):
 
 
 class RunnerIntegrity:
-    """Remembers the state at its making. What it remembers it also holds, so no address is given out twice."""
+    """Snapshot of the runner's functions. References are held, so that addresses stay unique."""
 
     def __init__(self):
         self._held = []
         self._states = {}
         self._modules = []
-        self._told = set()
+        self._reported = set()
         self._add(MODULES)
         self._builtins = {name: getattr(builtins, name) for name in BUILTINS}
 
     def add_deciding(self):
-        """Remember :data:`DECIDING` too."""
+        """Add :data:`DECIDING` to the snapshot."""
         self._add(DECIDING)
 
-    def tell(self, channel):
-        """Tell what is not as it was, each once."""
+    def report(self, channel):
+        """Report each modification once."""
         if channel.open:
             for name in self._changed():
-                if name not in self._told:
-                    self._told.add(name)
+                if name not in self._reported:
+                    self._reported.add(name)
                     channel.send("changed", name)
 
     def _changed(self):
-        """Names of what is not as it was; what was added is none of them."""
+        """Return the names of modified or removed objects; additions are allowed."""
         found = [
             "builtins." + name for name, was in self._builtins.items() if getattr(builtins, name, None) is not was
         ]

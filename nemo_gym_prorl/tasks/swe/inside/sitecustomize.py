@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the plugin of runners that load none, in the first Python process; then what this file stands before."""
+"""Start the plugin of runners without plugins in the first Python process, then the ``sitecustomize`` that this file
+shadows.
+"""
 
 import importlib
 import os

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tells outcomes of unittest through the channel: of whatever runner gives them to a ``unittest.TestResult``."""
+"""Report outcomes of any runner that uses ``unittest.TestResult``."""
 
 import atexit
 from unittest import TestResult
@@ -13,12 +13,12 @@ _seen = {"begun": False}
 
 
 def _name(result, test):
-    """As the runner prints it: its last line, which is the docstring's first where there is one."""
+    """Return a test's name as in the log: the last line of its description."""
     describe = getattr(result, "getDescription", str)
     return describe(test).splitlines()[-1]
 
 
-def _told(method, status):
+def _report_outcome(method, status):
     original = getattr(TestResult, method)
 
     def wrapper(self, test, *args, **kwargs):
@@ -36,12 +36,12 @@ def _subtest(self, test, subtest, err, _original=TestResult.addSubTest):
 
 
 def _start(self, test, _original=TestResult.startTest):
-    INTEGRITY.tell(CHANNEL)
+    INTEGRITY.report(CHANNEL)
     return _original(self, test)
 
 
 def _stop(self, test, _original=TestResult.stopTest):
-    INTEGRITY.tell(CHANNEL)
+    INTEGRITY.report(CHANNEL)
     return _original(self, test)
 
 
@@ -61,7 +61,7 @@ if CHANNEL.open:
         ("addExpectedFailure", "xfailed"),
         ("addUnexpectedSuccess", "failed"),
     ):
-        _told(_method, _status)
+        _report_outcome(_method, _status)
     TestResult.addSubTest = _subtest
     TestResult.startTest = _start
     TestResult.stopTest = _stop
