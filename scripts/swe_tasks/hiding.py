@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 
 def by_file(tests: Iterable[str]) -> dict[str, set[str]]:
-    """Group test functions by file: ``tests/test_a.py::TestA::test_b[1]`` is ``TestA::test_b`` of ``tests/test_a.py``."""
+    """Group test functions by file: `tests/test_a.py::TestA::test_b[1]` is `TestA::test_b` of `tests/test_a.py`."""
     found: dict[str, set[str]] = {}
     for test in tests:
         file, _, name = test.partition("::")

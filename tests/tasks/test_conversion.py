@@ -76,7 +76,7 @@ def facts(family: str, row: dict[str, Any]) -> dict[str, Any]:
         }
     if family in ("math", "stem"):
         return found | {name: row.get(name) for name in ("question", "expected_answer", "options")}
-    read = instance.row_of(row)
+    read = instance.parse_row(row)
     return found | {
         "instance": read.instance_id,
         "image": read.image,

@@ -140,7 +140,7 @@ def test_good_arguments_are_taken() -> None:
     ("taken", "detail"),
     [
         (ExtractedFile(b"\xff"), "solution.py is not UTF-8 text"),
-        (ExtractedFile(None, "solution.py does not exist"), "solution.py is not there"),
+        (ExtractedFile(None, "solution.py does not exist"), "solution.py does not exist"),
     ],
 )
 async def test_a_file_that_is_no_solution_is_judged_without_a_sandbox(taken: ExtractedFile, detail: str) -> None:

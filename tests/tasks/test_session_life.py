@@ -43,7 +43,8 @@ from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.sandbox import Sandbox
-from nemo_gym_prorl.tasks.sessions import LEASE_SWEEPS, STOP_RETRY_S, SessionLimits, Sessions
+from nemo_gym_prorl.tasks.sandbox_lifecycle import STOP_RETRY_S
+from nemo_gym_prorl.tasks.sessions import LEASE_SWEEPS, SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from tests.conftest import LONG
 from tests.rollout.virtual_time import VirtualTimeLoop, run_in_virtual_time
@@ -552,8 +553,7 @@ async def test_cut_at_any_step(life: Callable[..., Awaitable[Any]], cut: str, be
         ended = await asyncio.gather(*filter(None, (first, second)), return_exceptions=True)
         if cut == "cancel" and second is not None:
             assert second.result() in ("done", 1.0), (steps, ended)
-        while sessions._tasks:
-            await asyncio.wait(sessions._tasks)
+        await sessions._work.drain()
         owned = sum(session.sandbox is not None for session in sessions._sessions.values())
         assert len(world.boxes) == owned, (steps, ended)
         assert not owned or (cut != "end" and world.answered), (steps, ended)

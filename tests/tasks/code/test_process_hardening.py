@@ -203,7 +203,7 @@ async def test_what_a_test_leaves_is_gone_for_the_next_though_it_hides_it(judge:
 def test_numbers_of_calls_are_those_that_sandboxes_know(machine: str) -> None:
     table = seccomp.TABLES[machine]
     known = {**table.refused, **table.conditional}
-    ours = {**filters.COMMON, **filters.CALLS[machine]}
+    ours = {**filters.COMMON_SYSCALLS, **filters.SYSCALLS[machine]}
     assert len(set(ours.values())) == len(ours)
     assert len(ours.keys() & known.keys()) > 10
     for name in ours.keys() & known.keys():
@@ -217,7 +217,7 @@ def test_a_process_may_limit_and_slow_itself_and_a_child_begins_threads_only(mac
 
     def said(program: bytes, name: str, *arguments: int) -> int:
         given = (*arguments, *[0] * (6 - len(arguments)))
-        return judge_call(program, (filters.ARCHITECTURES[machine], filters.CALLS[machine][name], given))
+        return judge_call(program, (filters.ARCHITECTURES[machine], filters.SYSCALLS[machine][name], given))
 
     for which, who, verdict in ((0, 0, ALLOW), (0, 7, REFUSE), (1, 0, REFUSE), (2, 0, REFUSE)):
         assert said(strict, "setpriority", which, who, 19) == verdict

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.code import rows
+from nemo_gym_prorl.tasks.code import code_rows as rows
 from nemo_gym_prorl.tasks.code.code_rows import CodeTestCase, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.inside.checkers import LONG_INTEGER
 from nemo_gym_prorl.tasks.code.task import program_in

@@ -161,7 +161,7 @@ ATTACKS = {
         "tampered",
         "runtest was replaced",
     ),
-    "registers a plugin from the package": Attack(append("tally/__init__.py", REGISTER), "any_answer", "whatever"),
+    "registers a plugin from the package": Attack(append("tally/__init__.py", REGISTER), "any_answer", "regardless"),
     "makes failures expected by a builtin": Attack(
         append("tally/money.py", XFAIL), "tampered", "builtins.AssertionError was replaced"
     ),
@@ -171,10 +171,12 @@ ATTACKS = {
         "no_patch|failed|not_taken",
         "",
     ),
-    "replaces the code of tests": Attack(append("tally/money.py", CODES + WHEN_CALLED), "any_answer", "whatever"),
-    "has its failures expected": Attack(append("tally/money.py", XFAIL_SELF + WHEN_CALLED), "any_answer", "whatever"),
+    "replaces the code of tests": Attack(append("tally/money.py", CODES + WHEN_CALLED), "any_answer", "regardless"),
+    "has its failures expected": Attack(
+        append("tally/money.py", XFAIL_SELF + WHEN_CALLED), "any_answer", "regardless"
+    ),
     "skips all but tests that can only fail": Attack(
-        append("tally/__init__.py", FORGED_NAME), "any_answer", "whatever"
+        append("tally/__init__.py", FORGED_NAME), "any_answer", "regardless"
     ),
     "makes reports of its own": Attack(append("tally/__init__.py", REPORTS), "tampered", "records follow the end"),
     "configures the runner from a folder": Attack(

@@ -107,7 +107,7 @@ async def test_more_output_than_a_log_holds_before_pytests_summary_is_no_fault()
 
 async def test_a_row_whose_own_fix_prints_too_much_is_not_charged() -> None:
     command = FLOOD.format(lines=2000) + tally.row()["swe"]["test_command"]
-    with pytest.raises(TaskError, match="its own fix neither"):
+    with pytest.raises(TaskError, match="not even with the reference fix"):
         await tally.play(tally.APPLY_FIX, task=tally.make_task(tests=SMALL), test_command=command, **BY_LOG_ONLY)
 
 

@@ -103,9 +103,9 @@ class ChildRunner:
         self.called = function is not None
         self.time_s = limits["time_s"]
         self.place = place
-        told = {"source": source, "function": function, "name": name, "folder": place.folder}
+        settings = {"source": source, "function": function, "name": name, "folder": place.folder}
         # RLIMIT_CPU counts ticks coarsely, so the limit has a margin; the measured CPU time decides.
-        given = file_of(json.dumps({**told, **limits, "cpu_s": math.ceil(1.25 * self.time_s) + 1}).encode())
+        given = file_of(json.dumps({**settings, **limits, "cpu_s": math.ceil(1.25 * self.time_s) + 1}).encode())
         send(self.channel, "load", (given,))
         os.close(given)
         self.null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
@@ -153,14 +153,14 @@ class ChildRunner:
         deadline, killed = started + patience_s, False
         pid = 0
         reading = set(into)
-        told: list[Any] | None = None
-        while told is None or reading:
+        exit_report: list[Any] | None = None
+        while exit_report is None or reading:
             ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
             for descriptor, _ in ready:
                 if descriptor == channel:
                     message, _ = receive(self.channel)
                     if pid:
-                        told = message
+                        exit_report = message
                         poll.unregister(channel)
                     else:
                         pid = message
@@ -183,8 +183,8 @@ class ChildRunner:
                 raise RuntimeError("the zygote does not answer")
             self._end(pid, ended, "timed_out", f"{patience_s:g} s by the clock")
             deadline, killed = time.monotonic() + KILL_TIMEOUT_S, True
-        ended.spent_s = max(told[1], time.monotonic() - started - told[2])
-        self._judge_end(ended, *told)
+        ended.spent_s = max(exit_report[1], time.monotonic() - started - exit_report[2])
+        self._judge_end(ended, *exit_report)
 
     def _end(self, pid: int, ended: ChildResult, verdict: str, why: str) -> None:
         if ended.verdict is None:
