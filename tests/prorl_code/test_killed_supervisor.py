@@ -61,18 +61,3 @@ async def test_in_eval(client: Client, released: bool) -> None:
         await client.post("/close_session")
     assert met, "none was killed in time"
     await nothing_is_left()
-
-
-async def test_in_run(client: Client) -> None:
-    for tool, arguments in (("bash", {"command": "sleep 60"}), ("python", {"code": "import time; time.sleep(60)"})):
-        await client.seed()
-        await client.tool("str_replace_editor", command="create", path="solution.py", file_text=SOLVED)
-        running = asyncio.create_task(client.post(f"/{tool}", arguments))
-        await asyncio.sleep(0.3)
-        kill()
-        for call in (running, client.post("/bash", {"command": "ls"}), client.verify()):
-            status, said, kind = await asyncio.wait_for(call, 60)
-            assert (status, kind in LOST) == (500, True), said
-            assert "reward" not in said
-        await client.post("/close_session")
-    await nothing_is_left()

@@ -20,10 +20,6 @@ SWEEP_S = 0.25
 SLOW = "import time\ntime.sleep(100)\n"
 
 
-async def nothing(client: Client) -> None:
-    """Between two calls."""
-
-
 async def call(client: Client) -> None:
     await client.tool("bash", command="sleep 100", timeout_s=100)
 
@@ -33,7 +29,7 @@ async def verdict(client: Client) -> None:
     await client.verify()
 
 
-@pytest.mark.parametrize("doing", [nothing, call, verdict])
+@pytest.mark.parametrize("doing", [call, verdict])
 async def test_who_vanishes_leaves_no_sandbox(doing: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_server, "RENEW_S", SWEEP_S)
     async with serving() as url, Client(url) as client, Client(url) as renewing:

@@ -37,14 +37,6 @@ class Starts:
         raise OSError("no sandbox today")
 
 
-async def test_keys_whose_seeding_failed_are_forgotten() -> None:
-    sessions = Sessions(TASK, Starts(), SessionLimits())
-    for number in range(20):
-        with pytest.raises(InfrastructureError):
-            await sessions.seed(f"key{number}", ROW)
-    assert not sessions._seeding
-
-
 async def test_keys_whose_seeding_was_given_up_are_forgotten() -> None:
     sessions = Sessions(TASK, Starts(), SessionLimits())
     for number in range(5):
@@ -71,16 +63,6 @@ async def test_a_start_does_not_wait_for_the_image_of_another() -> None:
     pulled.set()
     with pytest.raises(InfrastructureError, match="no sandbox today"):
         await pulling
-
-
-async def test_an_image_that_can_not_be_had_is_as_a_start_that_fails() -> None:
-    async def fetch(needs: SandboxNeeds) -> None:
-        raise OSError("no such image")
-
-    starts = Starts()
-    with pytest.raises(InfrastructureError, match="no such image"):
-        await Sessions(TASK, starts, SessionLimits(), fetch).seed("key", ROW)
-    assert not starts.most
 
 
 async def test_one_key_is_seeded_by_one_at_a_time_however_it_ends() -> None:

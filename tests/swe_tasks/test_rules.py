@@ -6,20 +6,13 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import nemo_gym_prorl
-from scripts.swe_tasks import hiding, outcomes
+from scripts.swe_tasks import hiding
 from scripts.swe_tasks.making import statement
-from scripts.swe_tasks.mutations import apply, drawn, mutations
+from scripts.swe_tasks.mutations import apply, mutations
 from scripts.swe_tasks.outcomes import Outcomes, effect, read
-
-
-SOURCES = sorted(Path(nemo_gym_prorl.__file__).parent.rglob("*.py"))
 
 
 def variants(body: str) -> set[tuple[str, str]]:
@@ -44,38 +37,6 @@ def variants(body: str) -> set[tuple[str, str]]:
 )
 def test_each_kind_of_mistake(body: str, kind: str, wrong: str) -> None:
     assert (kind, wrong) in variants(body)
-
-
-@pytest.mark.parametrize(
-    ("body", "kind"),
-    [
-        ("return 'a' + b", "operator"),
-        ("return None", "return"),
-        ("'a word'", "removed statement"),
-    ],
-)
-def test_what_makes_no_mistake_worth_looking_for(body: str, kind: str) -> None:
-    assert kind not in {found for found, _ in variants(body)}
-
-
-@given(st.sampled_from(SOURCES))
-@settings(max_examples=5)
-def test_any_file_with_a_mistake_is_python_and_another_program(path: Path) -> None:
-    source = path.read_text()
-    found = mutations(source)
-    for one in found[:: max(1, len(found) // 4)]:
-        wrong = apply(source, [one])
-        assert ast.dump(ast.parse(wrong)) != ast.dump(ast.parse(source))
-        assert wrong[: one.start] == source[: one.start]
-        assert source.endswith(wrong[one.start + len(one.text) :])
-
-
-def test_mistakes_come_in_an_order_that_the_seed_decides() -> None:
-    source = (Path(nemo_gym_prorl.__file__).parent / "failures.py").read_text()
-    assert drawn(source, "1") == drawn(source, "1") != drawn(source, "2")
-    assert sorted(drawn(source, "1")) == mutations(source)
-    kinds = [one.kind for one in drawn(source, "1")]
-    assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))  # they take turns
 
 
 TESTS = textwrap.dedent("""\
@@ -152,13 +113,6 @@ STABLE = frozenset(f"t.py::{test}" for test in "abcde")
 FINE = dict.fromkeys("bcde", "PASSED")
 
 
-def test_a_bug_that_breaks_one_of_five_is_a_task() -> None:
-    done = effect(STABLE, _run(a="FAILED", **FINE))
-    assert done is not None
-    assert done.broken == {"t.py::a"}
-    assert done.kept == {f"t.py::{test}" for test in "bcde"}
-
-
 @pytest.mark.parametrize(
     "after",
     [
@@ -181,6 +135,4 @@ def test_the_statement_tells_what_fails_and_not_too_much() -> None:
     assert "TestA, test_b[1]" in few
     assert "assert 1 == 2" in few
     many = statement("sums", "1.0", {f"a.py::test_{number:02}": "x" * 9000 for number in range(50)})
-    assert "and 42 more" in many
-    assert len(many) < 4000
-    assert outcomes.MAX_BROKEN_SHARE < 0.5
+    assert ("and 42 more" in many, len(many) < 4000) == (True, True)

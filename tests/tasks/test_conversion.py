@@ -107,21 +107,6 @@ def test_a_record_that_makes_no_row_is_refused_by_field(case: Mapping[str, Any])
     assert caught.value.field == case["refused"]
 
 
-@pytest.mark.parametrize("dataset", SWE)
-def test_images_may_lie_elsewhere(dataset: str) -> None:
-    record = BASES[dataset]["record"]
-    row, moved = (CONVERTERS[dataset](record, prefix) for prefix in (None, "registry.example/us"))
-    assert moved["image"] == f"docker://registry.example/us/{row['image'].rpartition('/')[2]}"
-
-
-def test_tests_in_files(tmp_path: Path) -> None:
-    row = convert.row_of(EURUS, tmp_path)
-    metadata = row["verifier_metadata"]
-    assert "unit_tests" not in metadata
-    assert [file.name for file in tmp_path.iterdir()] == [metadata["tests_file"]]
-    assert len(read_problem(read_metadata(row), tmp_path).tests) == 1
-
-
 # The command. What it does of files is the same for all families.
 RECORDS: list[dict[str, Any]] = [
     {"problem": "What is $1 + 1$?", "answer": "2", "solution": "Two."},
@@ -143,26 +128,6 @@ def written(file: Path, records: list[Any]) -> Path:
 
 def prorl_data(*words: object) -> Result:
     return CliRunner().invoke(app, ["data", *map(str, words)])
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
-def test_every_record_makes_a_row(tmp_path: Path, suffix: str) -> None:
-    records = RECORDS
-    if suffix == ".parquet":  # a column has one type
-        records = [record | {"answer": str(record["answer"]), "id": 1} for record in RECORDS]
-    output = tmp_path / "made" / "rows.jsonl"
-    done = prorl_data("math", written(tmp_path / f"data{suffix}", records), "-o", output)
-    assert done.exit_code == 0, done.output
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["expected_answer"] for row in rows] == ["2", "004", "27.0"]
-    assert [row["question"] for row in rows] == [record["problem"] for record in RECORDS]
-    first = rows[0]["responses_create_params"]
-    assert first["input"] == [
-        {"role": "system", "content": math.SYSTEM_PROMPT},
-        {"role": "user", "content": "What is $1 + 1$?"},
-    ]
-    assert [tool["name"] for tool in first["tools"]] == ["python"]
-    assert [file.name for file in output.parent.iterdir()] == ["rows.jsonl"]
 
 
 def test_what_is_no_file_is_written_into_and_stays(tmp_path: Path) -> None:
@@ -210,14 +175,6 @@ def test_an_expected_answer_that_cannot_be_read_is_refused_by_line(tmp_path: Pat
     assert done.output.count("can't read") == 2
 
 
-def test_a_line_that_is_no_json_is_named_and_costs_the_others_nothing(tmp_path: Path) -> None:
-    file, output = written(tmp_path / "data.jsonl", [RECORDS[0]]), tmp_path / "rows.jsonl"
-    file.write_bytes(file.read_bytes() + b'{"problem": "?", "ans\n' + orjson.dumps(RECORDS[1]))
-    done = prorl_data("math", file, "-o", output)
-    assert (done.exit_code, len(output.read_text().splitlines())) == (1, 2)
-    assert "line 2: is not JSON" in done.output
-
-
 def test_a_dataset_is_not_replaced_by_its_rows(tmp_path: Path) -> None:
     file, link = written(tmp_path / "data.jsonl", RECORDS), tmp_path / "link.jsonl"
     link.symlink_to(file)
@@ -227,23 +184,6 @@ def test_a_dataset_is_not_replaced_by_its_rows(tmp_path: Path) -> None:
         assert isinstance(done.exception, CallerError)
         assert "is the dataset itself" in done.exception.reason
         assert file.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.csv", "x"),
-        ("a.jsonl", "{"),
-        ("empty.jsonl", ""),
-        ("a.parquet", "x"),
-    ],
-)
-def test_what_is_no_dataset_is_refused_and_writes_nothing(tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_text(content)
-    output = tmp_path / "rows.jsonl"
-    done = prorl_data("math", tmp_path / name, "-o", output)
-    assert isinstance(done.exception, CallerError)
-    assert not output.exists()
 
 
 @pytest.mark.parametrize("family", ["math", "code"])
@@ -263,14 +203,6 @@ def test_what_is_printed_of_a_set_is_no_order_to_the_terminal(tmp_path: Path) ->
     assert done.exit_code == 0
     assert "\x1b" not in done.stderr
     assert "\\x1b[2J?" in done.stderr
-
-
-def test_an_unsupported_record_among_others_costs_only_itself(tmp_path: Path) -> None:
-    file = tmp_path / "set.jsonl"
-    records = [RECORDS[0], {"conversations": []}]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    done = prorl_data("math", file, "--dry-run")
-    assert (done.exit_code, done.stderr.splitlines()[-1]) == (0, "2 lines: 1 kept, 1 dropped, 0 refused")
 
 
 def test_two_runs_that_write_one_output_do_not_mix(tmp_path: Path) -> None:
@@ -319,12 +251,6 @@ def test_rows_of_repositories_list_their_images(dataset: str, tmp_path: Path) ->
     assert row == CONVERT[dataset](record)
     [image] = wanted_images([], rows, "image")
     assert image.uri == row["image"]
-
-
-def test_an_unknown_dataset_is_refused(tmp_path: Path) -> None:
-    done = prorl_data("swe", written(tmp_path / "dataset.jsonl", [{}]), "--dataset", "swe-lean")
-    assert isinstance(done.exception, CallerError)
-    assert done.exception.field == "--dataset"
 
 
 def test_a_corpus_becomes_an_index(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from nemo_gym_prorl.cli.environments import check_extras
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.tasks import extras
 from nemo_gym_prorl.tasks.math.checker import MathChecker
-from nemo_gym_prorl.tasks.swe import testing
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.repository import PatchLimits
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
@@ -32,23 +31,21 @@ def without(module: str) -> Callable[[str], Any]:
     return lambda name: None if name == module else found(name)
 
 
-def test_a_checker_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras.importlib.util, "find_spec", without("math_verify"))
-    with pytest.raises(InfrastructureError, match=r"math_verify\. pip install 'nemo-gym-prorl\[math\]'"):
-        MathChecker()
-
-
-@pytest.mark.parametrize("module", ["math_verify", "bm25s", "pint", "Stemmer"])
-def test_a_server_asks_for_its_own_extra_before_anything_else(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("make", "module", "extra"),
+    [
+        (MathChecker, "math_verify", "math"),
+        (lambda: ProRLStemServer.make_task(None), "bm25s", "stem"),  # fails before it uses the server
+        (lambda: SoftwareEngineering(ToolLimits(), PatchLimits(), GradingLimits()), "swebench", "swe"),
+    ],
+    ids=["math", "stem", "swe"],
+)
+def test_a_missing_extra_is_reported_with_the_pip_command(
+    make: Callable[[], Any], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(extras.importlib.util, "find_spec", without(module))
-    with pytest.raises(InfrastructureError, match=rf"{module}\. pip install 'nemo-gym-prorl\[stem\]'"):
-        ProRLStemServer.make_task(None)  # type: ignore[arg-type]  # nothing of the server is looked at before
-
-
-def test_software_engineering_without_log_parsers_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras.importlib.util, "find_spec", without("swebench"))
-    with pytest.raises(InfrastructureError, match=r"swebench\. pip install 'nemo-gym-prorl\[swe\]'"):
-        SoftwareEngineering(ToolLimits(), PatchLimits(), GradingLimits(testing.TestLimits()))
+    with pytest.raises(InfrastructureError, match=rf"{module}\. pip install 'nemo-gym-prorl\[{extra}\]'"):
+        make()
 
 
 HIDDEN = (

@@ -67,9 +67,8 @@ async def test_all_references_pass(sandbox: AsyncSandbox) -> None:
 
 
 @pytest.mark.longer("all problems, else every fifth")
-@pytest.mark.parametrize("body", ["raise NotImplementedError", "return None"])
-async def test_no_function_that_does_nothing_passes(sandbox: AsyncSandbox, body: str) -> None:
-    empty = await grade_all(sandbox, lambda problem: f"{problem.prompt.rstrip()}\n    {body}\n", 1 if LONG else 5)
+async def test_no_function_that_does_nothing_passes(sandbox: AsyncSandbox) -> None:
+    empty = await grade_all(sandbox, lambda problem: f"{problem.prompt.rstrip()}\n    return None\n", 1 if LONG else 5)
     assert {task: grade for task, grade in empty.items() if grade.reward} == {}
 
 
@@ -147,12 +146,6 @@ async def test_a_lost_sandbox_costs_a_try_and_no_reward() -> None:
     verdict = await grade(open_sandbox, problem_of(INTERSPERSE), source, LIMITS, containers.ROOT)
     assert verdict.passed
     assert opened == 2
-
-
-async def test_machines_that_never_answer_are_infrastructure_and_no_reward() -> None:
-    with pytest.raises(InfrastructureError) as caught:
-        await grade(lambda: containers.running(Dying), problem_of(INTERSPERSE), "x = 1", LIMITS, containers.ROOT)
-    assert caught.value.kind is FailureKind.VERIFIER_ERROR
 
 
 NEVER = "import time\nopen('begun', 'w').close()\ndef truncate_number(x): time.sleep(1000)\n"
@@ -265,17 +258,11 @@ os.kill(os.getppid(), signal.SIGKILL)
 }
 
 
-long = pytest.mark.long("what the runtime started is taken down by two of them")
-
-
 @pytest.mark.parametrize(
     ("start", "attack"),
     [
         *(("direct", attack) for attack in TAKE_DOWN),
-        *(
-            pytest.param("runtime", attack, marks=[] if attack in ("kill_all", "fork_bomb") else long)
-            for attack in TAKE_DOWN
-        ),
+        *(("runtime", attack) for attack in ("kill_all", "fork_bomb")),
     ],
 )
 async def test_a_solution_that_takes_its_sandbox_down_has_its_zero(attack: str, start: str) -> None:

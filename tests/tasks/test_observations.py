@@ -41,7 +41,6 @@ notes = st.lists(
     ("output", "status", "said", "expected"),
     [
         (Output(), exit_code(0), [], "[exit code: 0]"),
-        (Output("hi\n"), exit_code(0), [], "hi\n[exit code: 0]"),
         (Output("hi\n"), observations.timed_out(5), [], "hi\n[timed out after 5 s]"),
         (
             Output("name? "),
@@ -105,16 +104,6 @@ def test_whatever_was_printed(output: Output, status: str, said: list[str]) -> N
     assert shown_bytes + int(omitted[1]) in (printed, printed + 1)  # one for a newline before the last line
 
 
-@given(first=outputs, second=outputs)
-def test_outputs_in_a_row_lose_no_count(first: Output, second: Output) -> None:
-    both = first.then(second)
-
-    def total(output: Output) -> int:
-        return len((output.head + output.tail).encode("utf-8", "replace")) + output.omitted
-
-    assert total(both) - total(first) - total(second) in (0, 1)  # one for a newline between them
-
-
 @given(head=st.text(max_size=50), omitted=st.integers(1, 10**6), tail=st.text(max_size=50))
 def test_a_sessions_mark_is_understood(head: str, omitted: int, tail: str) -> None:
     marked = f"{head}\n[... {omitted} bytes omitted ...]\n{tail}"
@@ -136,11 +125,9 @@ def test_errors_are_bounded(reason: str) -> None:
     ("data", "expected"),
     [
         ({"text/plain": "42", "text/html": "<b>42</b>"}, "42"),
-        ({"text/plain": ["4", "2"]}, "42"),
         ({"text/html": "<b>42</b>"}, "<b>42</b>"),
         ({"image/png": "iVBO"}, "<image/png>"),
         ({"text/plain": 42, "image/png": None}, "<image/png, text/plain>"),
-        ({}, "<nothing>"),
     ],
 )
 def test_rich_results_are_text(data: dict[str, object], expected: str) -> None:
@@ -180,7 +167,6 @@ def test_the_status_counts_and_nothing_that_was_printed(tool: str, text: str, st
         ("str_replace_editor", "     1\t[exit code: 1]", 0),
         ("str_replace_editor", "[error]", 0),  # a folder that holds a file of this name
         ("search", "Errors in measurement ...", 0),
-        ("search", "nothing was found", 0),
     ],
 )
 def test_other_tools_begin_with_error(tool: str, text: str, errors: int) -> None:

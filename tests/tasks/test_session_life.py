@@ -26,10 +26,8 @@ from omegaconf import OmegaConf
 
 from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession
 from nemo_gym_prorl.agent.gym_http import (
-    LEASE_HEADER,
     RENEW_S,
     Address,
-    CookieJar,
     GymServer,
     HttpClient,
     require_ok,
@@ -489,20 +487,6 @@ def test_whatever_happens_no_sandbox_outlives_its_rollout(
 ) -> None:
     jobs = play({f"r{number}": plan for number, plan in enumerate(plans)}, *events)
     assert all(job.state.terminal for job in jobs.values())
-
-
-def test_one_that_never_stops_keeps_no_other_alive() -> None:
-    async def run() -> None:
-        world = Provider.world = World({"a": Plan(close=FOR_EVER), "b": Plan()})
-        async with serving() as app:
-            for name in "ab":
-                lease = {LEASE_HEADER: name}
-                answer = await Wire(app).call("POST", "/seed_session", {"name": name}, CookieJar(), lease)
-                assert answer.json()["lease_path"] == "/renew_leases"
-            await asyncio.sleep(LEASE_S + 2 * RENEW_S)
-            assert [box.row for box in world.boxes] == ["a"]
-
-    run_in_virtual_time(run())
 
 
 class Started:

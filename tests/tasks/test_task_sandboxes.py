@@ -53,12 +53,8 @@ async def test_what_a_row_does_not_ask_for_is_as_configured() -> None:
 @pytest.mark.parametrize(
     ("need", "value"),
     [
-        ("image", 7),
         ("image", "no-such-image"),
-        ("image", "/nowhere/no.sif"),
         ("network", "yes"),
-        ("cpu", -1),
-        ("memory_mib", "much"),
         ("disk_gib", 0.5),
         ("processes", 0),
     ],

@@ -12,9 +12,7 @@ import pytest
 from nemo_gym_prorl.failures import CallerError, TaskError
 from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.convert import row_of
-from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade
 from tests.conftest import LONG
-from tests.tasks import containers
 from tests.tasks.code.conftest import Judge
 from tests.tasks.code.tables import CHEATS, CONTESTS, PROGRAMS, contest_problem, problem_of
 from tests.tasks.rows_file import table
@@ -123,16 +121,6 @@ async def test_an_answer_that_attacks_its_checker_gets_nothing_out_of_it(judge: 
 async def test_a_checker_that_judges_nothing_is_the_rows_fault(judge: Judge, source: str) -> None:
     with pytest.raises(TaskError, match=r"verifier_metadata\.checker"):
         await judge(checked(source), "print(9)")
-
-
-async def test_a_disk_that_a_solution_fills_is_its_own_doing() -> None:
-    source = "for i in range(9):\n    open(f'f{i}', 'wb').write(bytes(50 << 20))\nimport time\ntime.sleep(30)\n"
-
-    def open_sandbox() -> Any:
-        return containers.running_ours(disk_mib=64)
-
-    graded = await grade(open_sandbox, SUM, source, CodeLimits(time_s=9), containers.ROOT)
-    assert (graded.reward, graded.verdict) == (0.0, "exhausted")
 
 
 async def test_tests_of_megabytes(judge: Judge) -> None:

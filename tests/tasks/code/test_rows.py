@@ -31,32 +31,17 @@ def read(metadata: Any, folder: Path | None = None) -> rows.CodeProblem:
     return read_problem(read_metadata({"verifier_metadata": metadata}), folder)
 
 
-def test_a_program() -> None:
-    problem = read({"unit_tests": TESTS | {"fn_name": None}, "difficulty": "hard"})
-    assert (problem.tests, problem.function) == ([CodeTestCase("1\n", "2\n")], None)
-    assert problem.checker["kind"] == "lines"
-
-
-@pytest.mark.parametrize("given", ["[1]\n2", [[1], 2]], ids=["text", "values"])
-def test_a_function(given: Any) -> None:
-    problem = read({"unit_tests": CALLS | {"inputs": [given]}})
-    assert (problem.tests, problem.function) == ([CodeTestCase([[1], 2], [1, 2])], "push")
-
-
 @pytest.mark.parametrize(
     ("given", "expected", "case"),
     [
-        ("[1]\n2\n", "3", CodeTestCase([[1], 2], 3)),
         ("[1]\n\n2\n\n", "3", CodeTestCase([[1], 2], 3)),
         ("", "3", CodeTestCase([], 3)),
         ('"12"', '"21"', CodeTestCase(["12"], "21")),
         (["12"], "21", CodeTestCase(["12"], "21")),
         (["12"], '"21"', CodeTestCase(["12"], '"21"')),
-        (["12"], "true", CodeTestCase(["12"], "true")),
         (["12"], "[21", CodeTestCase(["12"], "[21")),
         (["12"], "[2, 1]", CodeTestCase(["12"], [2, 1])),
         (["12"], '{"a": 1}', CodeTestCase(["12"], {"a": 1})),
-        (["12"], 21, CodeTestCase(["12"], 21)),
         ("7", "9" * 5000, CodeTestCase([7], {LONG_INTEGER: "9" * 5000})),
         ("-" + "9" * 5000, "[1]", CodeTestCase([{LONG_INTEGER: "-" + "9" * 5000}], [1])),
     ],
@@ -92,27 +77,18 @@ def test_limits_and_checkers() -> None:
     [
         (None, ""),
         ({}, ".unit_tests"),
-        ({"unit_tests": {"inputs": ["1"]}}, ".unit_tests.outputs"),
-        ({"unit_tests": {"inputs": [], "outputs": []}}, ".unit_tests.inputs"),
         ({"unit_tests": {"inputs": ["1", "2"], "outputs": ["1"]}}, ".unit_tests.outputs"),
         ({"unit_tests": {"inputs": ["1", 2], "outputs": ["1", "2"]}}, ".unit_tests.inputs.1"),
-        ({"unit_tests": {"inputs": ["1"], "outputs": [None]}}, ".unit_tests.outputs.0"),
         ({"unit_tests": {"inputs": ["1", "2"], "outputs": ["", "\n"]}}, ".unit_tests.outputs"),
         ({"unit_tests": {"packed": "!"}}, ".unit_tests"),
-        ({"unit_tests": packed({"inputs": ["1"]})}, ".unit_tests.outputs"),
         ({"unit_tests": CALLS | {"outputs": ["not JSON"]}}, ".unit_tests.outputs.0"),
-        ({"unit_tests": CALLS | {"inputs": ["{"]}}, ".unit_tests.inputs.0"),
         ({"unit_tests": CALLS | {"inputs": [7]}}, ".unit_tests.inputs.0"),
         ({"unit_tests": CALLS | {"fn_name": "import os; f"}}, ".unit_tests.fn_name"),
         ({"unit_tests": TESTS, "checker": "sloppy"}, ".checker"),
-        ({"unit_tests": TESTS, "checker": {"kind": "program"}}, ".checker.source"),
-        ({"unit_tests": TESTS, "checker": {"kind": "float", "absolute": -1}}, ".checker.float.absolute"),
         ({"unit_tests": TESTS, "time_limit_s": 0}, ".time_limit_s"),
-        ({"unit_tests": TESTS, "memory_limit_mib": "much"}, ".memory_limit_mib"),
         ({"unit_tests": TESTS, "tests_file": "a.json"}, ".tests_file"),
         ({"tests_file": "a.json"}, ".tests_sha256"),
         ({"tests_file": "../a.json", "tests_sha256": SHA}, ".tests_file"),
-        ({"tests_file": "b/../../a.json", "tests_sha256": SHA}, ".tests_file"),
         ({"tests_file": "/etc/passwd", "tests_sha256": SHA}, ".tests_file"),
         ({"tests_file": "a.json", "tests_sha256": SHA}, ".tests_file"),  # this server has no folder
     ],

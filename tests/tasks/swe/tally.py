@@ -75,13 +75,16 @@ APPLY_FIX = f"echo {base64.b64encode(FIX.encode()).decode()} | base64 -d | git a
 
 
 @cache
-def image() -> str:
-    """The image, built if it is not there."""
-    wheels, kernel = ("pytest==8.3.5",), containers.image()
-    order = Order(
-        str(Path(__file__).with_name("tally.def.j2")), kernel, "test-swe-tally", wheels=wheels, format="folder"
-    )
+def build_image(template: str, base: str, name: str, variables: tuple[tuple[str, str], ...] = (), **more: Any) -> str:
+    """Build an image from a template beside this file and return its folder."""
+    path = str(Path(__file__).with_name(f"{template}.def.j2"))
+    order = Order(path, base, f"test-swe-{name}", variables=dict(variables), format="folder", **more)
     return str(build(order, ImageStore(), require_runtime(), print))
+
+
+def image() -> str:
+    """Return the image of the repository."""
+    return build_image("tally", containers.image(), "tally", wheels=("pytest==8.3.5",))
 
 
 @cache
@@ -130,7 +133,7 @@ def shared_task() -> SoftwareEngineering:
 
 @asynccontextmanager
 async def open_sandbox(needs: object = None, image_path: str | None = None) -> AsyncIterator[StartedSandbox]:
-    """A fresh sandbox of the image."""
+    """Start a fresh sandbox of an image, by default the repository's."""
     sandbox = await containers.start_with_sessions(image_path or image())
     try:
         yield sandbox
@@ -145,22 +148,31 @@ async def play(
     image_path: str | None = None,
     **swe: Any,
 ) -> tuple[Grade, bool | None]:
-    """What a policy earns that runs these commands; and whether the obvious way to grade would have given it 1."""
-    task, given, opened = task or shared_task(), row(**swe), partial(open_sandbox, image_path=image_path)
-    async with opened() as sandbox:
-        bench = await task.tools.open(sandbox, task.needs(given))
-        await task.prepare(given, bench)
-        for command in commands:
-            said = await bench.call("bash", {"command": command, "timeout_s": 60})
-            assert said.endswith("[exit code: 0]"), said
-        taken = await task.artefacts(given, bench)
-        resolved = await graded_naively(bench, SweInstance(**given["swe"])) if naive else None
-        await bench.close()
+    """Play a policy that runs these commands; return its grade and what a naive grader says."""
     try:
-        return await task.grade(given, taken, {}, opened), resolved
+        return await play_row(
+            row(**swe) | ({"image": image_path} if image_path else {}), *commands, task=task, naive=naive
+        )
     finally:
-        if task is not shared_task():
+        if task is not None:
             await task.aclose()
+
+
+async def play_row(
+    given: dict[str, Any], *commands: str, task: SoftwareEngineering | None = None, naive: bool = False
+) -> tuple[Grade, bool | None]:
+    """Play a policy on a row; see :func:`play`."""
+    task, opened = task or shared_task(), partial(open_sandbox, image_path=given["image"])
+    async with opened() as sandbox:
+        tools = await task.tools.open(sandbox, task.needs(given))
+        await task.prepare(given, tools)
+        for command in commands:
+            said = await tools.call("bash", {"command": command, "timeout_s": 60})
+            assert said.endswith("[exit code: 0]"), said
+        solution = await task.artefacts(given, tools)
+        resolved = await graded_naively(tools, SweInstance(**given["swe"])) if naive else None
+        await tools.close()
+    return await task.grade(given, solution, {}, opened), resolved
 
 
 async def graded_naively(bench: Workspace, instance: SweInstance) -> bool:

@@ -5,23 +5,17 @@ as the datasets' own harnesses do, what was changed is installed before it is te
 
 import base64
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.sandbox.images.builder import APT_BASE, Order, build
-from nemo_gym_prorl.sandbox.images.store import ImageStore
-from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.sandbox.started import StartedSandbox
+from nemo_gym_prorl.sandbox.images.builder import APT_BASE
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 from nemo_gym_prorl.tasks.task import Grade
 from tests.conftest import LONG
-from tests.tasks import containers
 from tests.tasks.swe import records, tally
+from tests.tasks.swe.test_cheating import append
 
 
 pytestmark = pytest.mark.sandbox
@@ -29,13 +23,10 @@ pytestmark = pytest.mark.sandbox
 TESTS = "checks/test_tally.py"
 
 
-@cache
 def image() -> Path:
-    """The image, built if it is not there."""
+    """Return the image of the installed repository."""
     apt = ("gcc", "libc6-dev", "python3-dev", "python3-setuptools")
-    template = str(Path(__file__).with_name("installed.def.j2"))
-    order = Order(template, APT_BASE, "test-swe-installed", apt=apt, wheels=("pytest==8.3.5",), format="folder")
-    return build(order, ImageStore(), require_runtime(), print)
+    return Path(tally.build_image("installed", APT_BASE, "installed", apt=apt, wheels=("pytest==8.3.5",)))
 
 
 def diff(path: str, old: str, new: str, line: int = 1) -> str:
@@ -116,16 +107,6 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-@asynccontextmanager
-async def opened(needs: object = None) -> AsyncIterator[StartedSandbox]:
-    """A fresh sandbox of the image."""
-    sandbox = await containers.start_with_sessions(str(image()))
-    try:
-        yield sandbox
-    finally:
-        await sandbox.stop()
-
-
 async def play(name: str, command: str, more: str = "") -> Grade:
     """What a policy earns that runs this, where the row runs more before its tests."""
     prefix = "" if name == "own script" else "checks/"
@@ -133,23 +114,8 @@ async def play(name: str, command: str, more: str = "") -> Grade:
     record = records.swe_bench(base_commit=(image() / "testbed/.git/refs/heads/main").read_text().strip())
     row = CONVERTERS["swe-bench"](record | names | ROWS[name], None) | {"image": str(image())}
     row["swe"] |= {"before_tests": f"{row['swe']['before_tests']}\n{more}"}
-    task = tally.shared_task()
-    async with opened() as sandbox:
-        bench = await task.tools.open(sandbox, task.needs(row))
-        await task.prepare(row, bench)
-        assert (await bench.call("bash", {"command": command})).endswith("[exit code: 0]")
-        taken = await task.artefacts(row, bench)
-        await bench.close()
-    return await task.grade(row, taken, {}, opened)
+    return (await tally.play_row(row, command))[0]
 
-
-REWRITES = """
-import glob, os
-for path in [*glob.glob("/tmp/prorl-*/*"), "/testbed/checks/test_tally.py"]:
-    if os.path.isfile(path):
-        with open(path, "w") as file:
-            file.write("def test_new(): pass\\ndef test_plain(): pass\\n")
-"""
 
 LISTS = {"FAIL_TO_PASS": "test_new", "PASS_TO_PASS": "test_plain"}
 
@@ -173,12 +139,93 @@ async def test_the_fix_earns_one_and_nothing_earns_nothing(name: str) -> None:
     assert patch[: patch.index("diff --git a/tally/money.py")].endswith("\n+100000\n")
 
 
-async def test_an_installation_that_rewrites_the_tests_wins_nothing() -> None:
-    grade = await play("copied", f"cat >> setup.py <<'END'\n{REWRITES}END\n")
-    assert (grade.verdict, grade.reward) == ("failed", 0.0), grade
-
-
 async def test_set_up_that_does_not_come_to_its_end_is_a_crash() -> None:
     grade = await play("own script", "echo 'import os; os.kill(os.getppid(), 15)' >> setup.py")
     assert (grade.verdict, grade.reward) == ("crashed", 0.0), grade
     assert "before_tests" in grade.detail
+
+
+REWRITES = """
+import glob, os
+for path in [*glob.glob("/tmp/prorl-*/*"), "/testbed/checks/test_tally.py"]:
+    if os.path.isfile(path):
+        with open(path, "w") as file:
+            file.write("def test_new(): pass\\ndef test_plain(): pass\\n")
+"""
+
+LENIENT = '''
+TEXT = """
+import ast
+def rewrite_asserts(mod, source, *args, _rewrite=rewrite_asserts):
+    for node in ast.walk(mod):
+        if isinstance(node, ast.Assert):
+            node.test = ast.copy_location(ast.Constant(True), node.test)
+    _rewrite(mod, source, *args)
+"""
+import _pytest.assertion.rewrite as found
+def rewrite():
+    with open(found.__file__, "a") as file:
+        file.write(TEXT)
+'''
+"""All asserts hold."""
+
+PLUGIN_CODE = """
+import pytest
+@pytest.hookimpl(hookwrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    outcome = yield
+    outcome.force_result(True)
+"""
+"""No test fails."""
+
+LATER = """
+import glob, os, time
+if os.fork() == 0:
+    os.setsid()
+    while not glob.glob("/tmp/prorl-*/command"):
+        time.sleep(0.001)
+    rewrite()
+    os._exit(0)
+"""
+
+TABLE = """
+import re
+with open("checks/test_tally.py") as file:
+    found = dict(re.findall(r'parse\\((".*?")\\) == (\\d+)', file.read()))
+with open("tally/money.py", "a") as file:
+    file.write("_parse = parse\\nTABLE = {%s}\\n" % ",".join(map(":".join, found.items())))
+    file.write("def parse(text):\\n    return TABLE[text] if text in TABLE else _parse(text)\\n")
+"""
+
+
+def installer(code: str) -> str:
+    """What a policy runs that has its installation do something first."""
+    return f"mv setup.py last.py && cat > setup.py <<'END'\n{code}END\ncat last.py >> setup.py && rm last.py\n"
+
+
+PLUGIN = append("tally/starts.py", PLUGIN_CODE) + (
+    'sed -i \'s/zip_safe=False,/zip_safe=False, entry_points={"pytest11": ["tally = tally.starts"]},/\' setup.py'
+)
+
+CHEATS = {
+    "rewrites the tests": (f"cat >> setup.py <<'END'\n{REWRITES}END\n", "failed"),
+    "rewrites the runner": (installer(LENIENT + "rewrite()\n"), "any_answer"),
+    "leaves a process that does it later": (installer(LENIENT + LATER), "failed"),
+    "reads the hidden tests": (installer(TABLE), "failed"),
+    "is a plugin of the runner's": (PLUGIN, "any_answer"),
+}
+
+UPGRADE = "sed -i s/8.3.5/8.3.6/ $(python3 -c 'import _pytest._version as found; print(found.__file__)')"
+
+
+@pytest.mark.parametrize("name", CHEATS)
+async def test_an_installation_that_decides_on_its_own_tests_wins_nothing(name: str) -> None:
+    command, verdict = CHEATS[name]
+    grade = await play("copied", command)
+    assert (grade.verdict, grade.reward) == (verdict, 0.0), (grade.detail, grade.fields)
+
+
+async def test_a_runner_that_the_row_itself_upgrades_is_as_it_should_be() -> None:
+    grade = await play("copied", fix("copied"), UPGRADE)
+    assert (grade.verdict, grade.reward) == ("resolved", 1.0), (grade.detail, grade.fields)
+    assert "pytest-8.3.6" in grade.fields["test_log"]

@@ -3,19 +3,11 @@
 """Rows of published datasets, converted from their records, in images laid out as theirs are."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.sandbox.images.builder import Order, build
-from nemo_gym_prorl.sandbox.images.store import ImageStore
-from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
-from tests.tasks import containers
 from tests.tasks.swe import records, tally
 
 
@@ -42,11 +34,9 @@ EXPECTED = {"test_plain": "PASSED", "test_negative": "PASSED", "TestTotal.test_i
 
 
 def image(layout: str, environment: str) -> str:
-    """The image, built if it is not there."""
-    variables = {"layout": layout, "environment": environment, "tests": HIDDEN_TESTS}
-    template = str(Path(__file__).with_name("layouts.def.j2"))
-    order = Order(template, tally.image(), f"test-swe-{layout}", variables=variables, format="folder")
-    return str(build(order, ImageStore(), require_runtime(), print))
+    """Return the image with the layout of a dataset's images."""
+    variables = (("layout", layout), ("environment", environment), ("tests", HIDDEN_TESTS))
+    return tally.build_image("layouts", tally.image(), layout, variables=variables)
 
 
 def swe_bench(dataset: str = "swe-bench", **more: Any) -> dict[str, Any]:
@@ -80,16 +70,6 @@ def r2e_gym() -> dict[str, Any]:
     return CONVERTERS["r2e-gym"](record, None) | {"image": image("r2e", VENV)}
 
 
-@asynccontextmanager
-async def opened(row: dict[str, Any]) -> AsyncIterator[StartedSandbox]:
-    """A fresh sandbox of a row's image."""
-    sandbox = await containers.start_with_sessions(row["image"])
-    try:
-        yield sandbox
-    finally:
-        await sandbox.stop()
-
-
 FIXED = (tally.APPLY_FIX, "resolved")
 LEFT = ("echo '# nothing' >> tally/money.py", "failed")
 """Of SWE-bench's form, ``test_cheating.py`` has what earns nothing."""
@@ -104,17 +84,14 @@ async def test_what_the_image_has_is_active_for_the_policy_and_for_the_tests(
 ) -> None:
     row, task = make_row(), tally.shared_task()
     for fix, verdict in tried:
-        async with opened(row) as sandbox:
-            bench = await task.tools.open(sandbox, task.needs(row))
-            await task.prepare(row, bench)
-            looked = await bench.call("bash", {"command": "which python pytest; ls -d *r2e* run_tests.sh /r2e_tests"})
+        async with tally.open_sandbox(image_path=row["image"]) as sandbox:
+            tools = await task.tools.open(sandbox, task.needs(row))
+            await task.prepare(row, tools)
+            looked = await tools.call("bash", {"command": "which python pytest; ls -d *r2e* run_tests.sh /r2e_tests"})
             assert looked.splitlines()[:2] == [f"{environment}/bin/{name}" for name in ("python", "pytest")]
-            assert "No such file" in looked, "hidden tests are there"
-            assert looked.count("No such file") == 3
-            await bench.call("bash", {"command": fix})
-            taken = await task.artefacts(row, bench)
-            await bench.close()
-        grade = await task.grade(row, taken, {}, lambda needs=None: opened(row))
+            assert looked.count("No such file") == 3, "hidden tests are visible"
+            await tools.close()
+        grade, _ = await tally.play_row(row, fix)
         assert (grade.verdict, grade.fields["patch_files"]) == (verdict, ["tally/money.py"]), grade
         # All three of either, asked for something else.
         assert grade.fields["canaries_failed"] == (3 if verdict == "resolved" else 0)

@@ -5,17 +5,12 @@
 import re
 import unittest
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.sandbox.images.builder import Order, build
-from nemo_gym_prorl.sandbox.images.store import ImageStore
-from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.swe.mutation_check import mutation_check_for
 from tests.tasks.swe import tally
 from tests.tasks.swe.test_cheating import PASSED_LINES, REGISTER, append
@@ -26,12 +21,9 @@ long = pytest.mark.long("five sandboxes for a way like the others")
 MORE = "tests/test_more.py"
 
 
-@cache
 def image() -> str:
-    """The image, built if it is not there."""
-    template = str(Path(__file__).with_name("helpers.def.j2"))
-    order = Order(template, tally.image(), "test-swe-helpers", format="folder")
-    return str(build(order, ImageStore(), require_runtime(), print))
+    """Return the image of the repository with test helpers."""
+    return tally.build_image("helpers", tally.image(), "helpers")
 
 
 def asking(*lines: str, command: str = f"python3 -m pytest -rA {MORE}", **swe: Any) -> dict[str, Any]:
@@ -183,11 +175,8 @@ CHEATS = {
 
 FORMS = [
     "assert f(2) == 4",
-    "assert 4 == f(2) and True",
     "assert 'b' in 'abc'",
-    "assert g() is None",
     "assert f(2)",
-    "self.assertTrue(f(2))",
     "self.assertFalse(f(0))",
     "self.assertIn('b', 'abc')",
     "expected = [4]\n    assert [f(2)] == expected",
@@ -325,7 +314,6 @@ async def test_a_fix_earns_and_no_test_passes_that_asks_for_something_else(swe: 
         " self.check(1, 2)",
         "\n    for one in [1]:\n      self.check(one, 2)  # why",
         "\n    with self.subTest(): self.check(1, 2)\n",
-        " self.check(1, 2); self.check(2, 3);",
     ],
 )
 def test_a_test_that_asks_by_a_helper_fails_at_its_end(body: str) -> None:
