@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 from starlette.testclient import TestClient
 
@@ -22,6 +20,7 @@ from nemo_gym_prorl.servers import verifier_fixture
 from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig, TaskVerifyRequest
 from nemo_gym_prorl.servers.verifier_fixture import CASES, IMAGE, as_shipped, play
 from nemo_gym_prorl.tasks.stem.problems import row_for
+from tests.prorl_code.conftest import task_server
 
 
 TOOLS = {
@@ -51,9 +50,8 @@ def make_client(server: str, **settings: Any) -> TestClient:
     config = of_module(server, TaskServerConfig)(
         **{"host": "127.0.0.1", "port": 1, "name": server, **shipped, **settings}
     )
-    client = ServerClient(head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=whole)
     # Not as a context manager: that would run the lifespan, which builds the sandbox image.
-    return TestClient(of_module(server, TaskServer)(config=config, server_client=client).setup_webserver())
+    return TestClient(task_server(of_module(server, TaskServer), config, whole).setup_webserver())
 
 
 def test_each_server_has_its_row() -> None:

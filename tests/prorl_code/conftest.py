@@ -14,13 +14,20 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.servers.task_server import TaskServer
+from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from tests.rollout.serving import serve
 from tests.tasks import containers
 
 
-SERVERS = {"prorl_code": "ProRLCode", "prorl_math": "ProRLMath", "prorl_stem": "ProRLStem"}
+SERVERS = {"prorl_code": "ProRLCode", "prorl_math": "ProRLMath", "prorl_stem": "ProRLStem", "prorl_swe": "ProRLSwe"}
+
+
+def task_server[S: TaskServer](kind: type[S], config: TaskServerConfig, global_config: Any = None) -> S:
+    """Create a server outside of a Gym deployment."""
+    head = BaseServerConfig(host="127.0.0.1", port=1)
+    client = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create(global_config or {}))
+    return kind(config=config, server_client=client)
 
 
 def build(server: str = "prorl_code", judge_url: str | None = None, **changes: Any) -> TaskServer:
@@ -29,20 +36,15 @@ def build(server: str = "prorl_code", judge_url: str | None = None, **changes: A
         OmegaConf.load(f"resources_servers/{server}/configs/{server}.yaml"), resolve=True
     )
     settings = shipped[server]["resources_servers"][server]
-    if server != "prorl_math":  # which has an image of its own
+    if server in ("prorl_code", "prorl_stem"):  # the others have images of their own
         settings |= {"image": containers.image()}
     if judge_url is not None:
         host, _, port = judge_url.removeprefix("http://").partition(":")
         shipped["judge_model"] = {"responses_api_models": {"prorl_model": {"host": host, "port": int(port)}}}
         settings["judge_model_server"] = {"type": "responses_api_models", "name": "judge_model"}
     app = importlib.import_module(f"resources_servers.{server}.app")
-    made: TaskServer = getattr(app, f"{SERVERS[server]}Server")(
-        config=getattr(app, f"{SERVERS[server]}Config")(port=1, name=server, **settings | changes),
-        server_client=ServerClient(
-            head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=OmegaConf.create(shipped)
-        ),
-    )
-    return made
+    config = getattr(app, f"{SERVERS[server]}Config")(port=1, name=server, **settings | changes)
+    return task_server(getattr(app, f"{SERVERS[server]}Server"), config, shipped)
 
 
 @asynccontextmanager

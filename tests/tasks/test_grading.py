@@ -6,7 +6,7 @@ sandbox is whose doing, which goes for all problems."""
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from textwrap import indent
 from typing import Any
@@ -90,6 +90,18 @@ async def test_no_cheat_passes() -> None:
         assert not outcome.passed, name
 
 
+@asynccontextmanager
+async def attacked(attack: Callable[[SandboxWithSessions], Coroutine[Any, Any, None]]) -> AsyncIterator[Sandbox]:
+    """A sandbox with a concurrent attack."""
+    async with containers.running_ours() as sandbox:
+        attacking = asyncio.create_task(attack(sandbox))
+        try:
+            yield sandbox
+        finally:
+            attacking.cancel()
+            await asyncio.wait([attacking])
+
+
 async def test_a_candidate_that_has_its_tester_killed_is_to_blame() -> None:
     """It can't do that itself, as far as is known; so here its sandbox does, at its word."""
     before = containers.instances()
@@ -102,23 +114,13 @@ async def test_a_candidate_that_has_its_tester_killed_is_to_blame() -> None:
                 return
             await asyncio.sleep(0.01)
 
-    @asynccontextmanager
-    async def open_sandbox() -> AsyncIterator[Sandbox]:
-        async with containers.running_ours() as sandbox:
-            killing = asyncio.create_task(kill_when_told(sandbox))
-            try:
-                yield sandbox
-            finally:
-                killing.cancel()
-                await asyncio.wait([killing])
-
     source = (
         "import re, os, time\n"
         "tester = re.search(r'PPid:\\s(\\d+)', open('/proc/%d/status' % os.getppid()).read())[1]\n"
         "print(tester, file=open('tester', 'w'), flush=True)\n"
         "time.sleep(100)\n"
     )
-    verdict = await grade(open_sandbox, problem_of(TRUNCATE), source, LIMITS, containers.ROOT)
+    verdict = await grade(lambda: attacked(kill_when_told), problem_of(TRUNCATE), source, LIMITS, containers.ROOT)
     assert verdict.verdict == CodeVerdict.CRASHED
     assert "terminated its grader 2 times" in verdict.detail
     assert containers.instances() == before
@@ -157,6 +159,8 @@ async def test_what_the_machine_ends_while_a_solution_runs_is_no_verdict_though_
     opened = 0
 
     async def kill_when_begun(sandbox: SandboxWithSessions) -> None:
+        nonlocal opened
+        opened += 1
         while True:
             if (await sandbox.exec("ls /tmp/work-*/begun")).return_code == 0:
                 break
@@ -167,20 +171,8 @@ async def test_what_the_machine_ends_while_a_solution_runs_is_no_verdict_though_
             assert own_supervisor._current
             os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
 
-    @asynccontextmanager
-    async def open_sandbox() -> AsyncIterator[Sandbox]:
-        nonlocal opened
-        opened += 1
-        async with containers.running_ours() as sandbox:
-            killing = asyncio.create_task(kill_when_begun(sandbox))
-            try:
-                yield sandbox
-            finally:
-                killing.cancel()
-                await asyncio.wait([killing])
-
     with pytest.raises(InfrastructureError) as caught:
-        await grade(open_sandbox, problem_of(TRUNCATE), NEVER, LIMITS, containers.ROOT)
+        await grade(lambda: attacked(kill_when_begun), problem_of(TRUNCATE), NEVER, LIMITS, containers.ROOT)
     assert caught.value.kind is FailureKind.VERIFIER_ERROR
     assert opened == 2
 

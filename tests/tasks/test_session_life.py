@@ -18,11 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
-from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.sandbox.providers import register_provider
 from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec
-from nemo_gym.server_utils import ServerClient
-from omegaconf import OmegaConf
 
 from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession
 from nemo_gym_prorl.agent.gym_http import (
@@ -45,6 +42,7 @@ from nemo_gym_prorl.tasks.sandbox_lifecycle import STOP_RETRY_S
 from nemo_gym_prorl.tasks.sessions import LEASE_SWEEPS, SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from tests.conftest import LONG
+from tests.prorl_code.conftest import task_server
 from tests.rollout.virtual_time import VirtualTimeLoop, run_in_virtual_time
 
 
@@ -190,13 +188,8 @@ class Server(TaskServer):
 async def serving() -> AsyncIterator[Any]:
     """The application."""
     config = {"host": "127.0.0.1", "port": 1, "name": "steps", "entrypoint": "app.py", "domain": "math"}
-    server = Server(
-        config=TaskServerConfig(**config, sandbox_provider={"moody": {}}, image="none", max_sandbox_starts=100),
-        server_client=ServerClient(
-            head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=OmegaConf.create({})
-        ),
-    )
-    app = server.setup_webserver()
+    settings = TaskServerConfig(**config, sandbox_provider={"moody": {}}, image="none", max_sandbox_starts=100)
+    app = task_server(Server, settings).setup_webserver()
     async with app.router.lifespan_context(app):
         yield app
 

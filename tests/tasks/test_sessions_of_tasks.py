@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.server_utils import ServerClient
-from omegaconf import OmegaConf
 from pydantic import Field
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError, TaskError
@@ -18,7 +15,7 @@ from nemo_gym_prorl.tasks.arguments import Arguments, BadArguments, parse_argume
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
-from tests.prorl_code.conftest import RESPONSE, Client
+from tests.prorl_code.conftest import RESPONSE, Client, task_server
 from tests.rollout.serving import serve
 
 
@@ -116,12 +113,7 @@ class SumServer(TaskServer):
 
 async def test_a_family_without_sandboxes_is_served_like_any_other() -> None:
     config = {"host": "127.0.0.1", "port": 1, "name": "sums", "entrypoint": "app.py", "domain": "math"}
-    server = SumServer(
-        config=TaskServerConfig(**config, sandbox_provider=None),
-        server_client=ServerClient(
-            head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=OmegaConf.create({})
-        ),
-    )
+    server = task_server(SumServer, TaskServerConfig(**config, sandbox_provider=None))
     row = {"responses_create_params": {"input": []}, "sum": 7}
     async with serve(server.setup_webserver()) as url, Client(url) as client:
         status, problem, _ = await client.post("/seed_session", {})

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.sandbox.images import programs
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.servers.task_server import TaskServerConfig
-from tests.prorl_code.conftest import RESPONSE, Client
+from tests.prorl_code.conftest import RESPONSE, Client, task_server
 from tests.rollout.serving import serve
 from tests.sandbox.tiny import make_tiny_root
 from tests.tasks import containers
@@ -36,13 +34,8 @@ def row(image: object) -> dict[str, Any]:
 async def base_url() -> AsyncIterator[str]:
     containers.image()
     before = containers.instances()
-    server = ToyServer(
-        config=TaskServerConfig(port=1, name="toy_family", **CONFIG.toy_family.resources_servers.prorl_code),
-        server_client=ServerClient(
-            head_server_config=BaseServerConfig(host="127.0.0.1", port=1),
-            global_config_dict=OmegaConf.create(containers.shipped_config()),
-        ),
-    )
+    config = TaskServerConfig(port=1, name="toy_family", **CONFIG.toy_family.resources_servers.prorl_code)
+    server = task_server(ToyServer, config, containers.shipped_config())
     async with serve(server.setup_webserver()) as url:
         yield url
     assert containers.instances() <= before

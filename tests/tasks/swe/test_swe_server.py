@@ -6,20 +6,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.server_utils import ServerClient
-from omegaconf import OmegaConf
 
-from resources_servers.prorl_swe.app import ProRLSweConfig, ProRLSweServer
-from tests.prorl_code.conftest import RESPONSE, Client
-from tests.rollout.serving import serve
-from tests.tasks import containers
+from tests.prorl_code.conftest import RESPONSE, Client, serving
 from tests.tasks.swe import tally
 
 
 pytestmark = pytest.mark.sandbox
-
-CONFIG = OmegaConf.load("resources_servers/prorl_swe/configs/prorl_swe.yaml")
 
 PARTIAL = 'sed -i \'s/text.strip()/text.strip().replace(",", "")/\' tally/money.py'
 
@@ -27,16 +19,8 @@ PARTIAL = 'sed -i \'s/text.strip()/text.strip().replace(",", "")/\' tally/money.
 @pytest.fixture
 async def base_url() -> AsyncIterator[str]:
     tally.image()
-    before = containers.instances()
-    server = ProRLSweServer(
-        config=ProRLSweConfig(port=1, name="prorl_swe", **CONFIG.prorl_swe.resources_servers.prorl_swe),
-        server_client=ServerClient(
-            head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=CONFIG
-        ),
-    )
-    async with serve(server.setup_webserver()) as url:
+    async with serving("prorl_swe") as url:
         yield url
-    assert containers.instances() <= before
 
 
 async def play(base_url: str, *commands: str, **swe: Any) -> tuple[int, Any, str | None]:
