@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What all of our resources servers have in common, a row each: routes, refusals, keys, and cases of their verifiers.
+"""Routes, refusals, keys and verifier cases of all shipped resources servers.
 
-Their own parts are in ``tests/prorl_code``, ``tests/prorl_stem`` and ``tests/tasks``.
+Tests of single servers are in ``tests/prorl_code``, ``tests/prorl_stem`` and ``tests/tasks``.
 """
 
 import importlib
@@ -33,7 +33,7 @@ ROUTES = {"/seed_session", "/verify", "/aggregate_metrics", "/release_session", 
 
 
 def of_module(server: str, kind: type) -> Any:
-    """The class of that kind which a server's module defines."""
+    """Return the subclass that a server's module defines."""
     module = importlib.import_module(f"resources_servers.{server}.app")
     [found] = [
         one
@@ -44,13 +44,13 @@ def of_module(server: str, kind: type) -> Any:
 
 
 def make_client(server: str, **settings: Any) -> TestClient:
-    """A client of the server, made of its shipped configuration and some changes."""
+    """Return a client of a server with its shipped configuration and changes."""
     whole = OmegaConf.load(f"resources_servers/{server}/configs/{server}.yaml")
     shipped = whole[server].resources_servers[server]
     config = of_module(server, TaskServerConfig)(
         **{"host": "127.0.0.1", "port": 1, "name": server, **shipped, **settings}
     )
-    # Not as a context manager: that would run the lifespan, which builds the sandbox image.
+    # Not a context manager, since the lifespan builds the sandbox image.
     return TestClient(task_server(of_module(server, TaskServer), config, whole).setup_webserver())
 
 
@@ -59,7 +59,7 @@ def test_each_server_has_its_row() -> None:
 
 
 @pytest.mark.parametrize("server", TOOLS)
-def test_routes_and_sessions_that_are_not_there(server: str) -> None:
+def test_routes_and_unknown_sessions(server: str) -> None:
     client = make_client(server)
     paths = set(client.get("/openapi.json").json()["paths"])
     assert paths >= ROUTES
@@ -116,14 +116,14 @@ def test_a_bad_row_is_refused_and_the_field_named(server: str, row: dict[str, An
         ("prorl_stem", {"judge_model_server": {"type": "responses_api_models", "name": "gone"}}, "no server 'gone'"),
     ],
 )
-def test_a_bad_setting_is_refused_before_any_rollout(server: str, settings: dict[str, Any], says: str) -> None:
+def test_invalid_setting_is_refused_at_start(server: str, settings: dict[str, Any], says: str) -> None:
     with pytest.raises((CallerError, InfrastructureError, ValueError), match=re.escape(says)):
         make_client(server, **settings)
     make_client(server, host="0.0.0.0", control_token="open-sesame")
 
 
 @pytest.mark.parametrize("server", TOOLS)
-def test_with_a_key_every_route_needs_it(server: str) -> None:
+def test_every_route_requires_the_key(server: str) -> None:
     client = make_client(server, control_token="open-sesame")
     for path in sorted({*ROUTES, *(f"/{tool}" for tool in TOOLS[server]), "/docs"}):
         assert client.post(path, json={}).status_code == 401
@@ -132,16 +132,16 @@ def test_with_a_key_every_route_needs_it(server: str) -> None:
 
 @pytest.mark.parametrize("body", [b"\xff", b"[" * 5000, b"7"])
 @pytest.mark.parametrize("path", ["/seed_session", "/bash"])
-def test_a_body_that_is_no_json_is_nobodys_trouble_but_the_senders(path: str, body: bytes) -> None:
+def test_malformed_body_is_the_callers_fault(path: str, body: bytes) -> None:
     answer = make_client("prorl_code").post(path, content=body, headers={"Content-Type": "application/json"})
-    if path == "/bash":  # what a tool is asked is an observation, and there is no session to make it in
+    if path == "/bash":  # invalid arguments are an observation, which needs a session
         assert answer.headers["X-ProRL-Failure-Kind"] == "session_lost"
     else:
         assert (answer.status_code, answer.headers["Content-Type"]) == (422, "application/problem+json")
 
 
 async def check(server: str, case: dict[str, Any]) -> None:
-    """As Gym's ``exercise_verifier_fixture`` does it, but once also where that compares two rewards."""
+    """Check a case like Gym's ``exercise_verifier_fixture``, with a single reward."""
     folder = Path("resources_servers", server)
 
     async def reward() -> float:
@@ -163,7 +163,7 @@ def cases(server: str) -> list[dict[str, Any]]:
 @pytest.mark.sandbox
 @pytest.mark.skipif(verifier_fixture.VerifierFixture is not None, reason="each server's own test uses Gym's check")
 @pytest.mark.parametrize("server", TOOLS)
-async def test_each_case_of_a_verifier_is_judged_as_it_says(server: str) -> None:
+async def test_verifier_cases(server: str) -> None:
     assert {case["kind"] for case in cases(server)} == {"full_reward", "zero_reward", "malformed", "determinism"}
     for case in cases(server):
         await check(server, case)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""One of Gym's own resources servers, whose verifier does what the row says: fails, answers something else, hangs."""
+"""Gym resources server with a faulty verifier; the row selects the fault."""
 
 import asyncio
 from typing import Any
@@ -20,7 +20,7 @@ ANSWERS = {
 
 
 class FaultyServer(SimpleResourcesServer):
-    """The server."""
+    """Server whose ``/verify`` fails, hangs or answers malformed data."""
 
     def setup_webserver(self) -> FastAPI:
         app = super().setup_webserver()

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Our resources servers on a real socket, with the configuration that ships with each."""
+"""Fixtures: shipped resources servers on a real socket, and their client."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ def task_server[S: TaskServer](kind: type[S], config: TaskServerConfig, global_c
 
 
 def build(server: str = "prorl_code", judge_url: str | None = None, **changes: Any) -> TaskServer:
-    """A server, made of its shipped configuration and some changes; its judge answers at the URL."""
+    """Create a server from its shipped configuration with changes; ``judge_url`` is the address of its judge."""
     shipped: Any = OmegaConf.to_container(
         OmegaConf.load(f"resources_servers/{server}/configs/{server}.yaml"), resolve=True
     )
@@ -49,7 +49,7 @@ def build(server: str = "prorl_code", judge_url: str | None = None, **changes: A
 
 @asynccontextmanager
 async def serving(server: str = "prorl_code", judge_url: str | None = None, **changes: Any) -> AsyncIterator[str]:
-    """The base URL of a running server; afterwards none of its containers may be left."""
+    """Serve a server and yield its base URL; no container may remain afterwards."""
     containers.image()
     before = containers.instances()
     async with serve(build(server, judge_url, **changes).setup_webserver()) as base_url:
@@ -58,7 +58,7 @@ async def serving(server: str = "prorl_code", judge_url: str | None = None, **ch
 
 
 PATHS = {"release_path": "/release_session", "checkpoint_path": "/checkpoint_session"}
-"""What a session is told of beyond Gym's routes."""
+"""Paths in the reply of ``/seed_session``."""
 
 RESPONSE = {
     "id": "resp_1",
@@ -73,14 +73,14 @@ RESPONSE = {
 
 
 def saying(text: str) -> dict[str, Any]:
-    """The policy's last Responses object, whose last message is this."""
+    """Return a Responses object with one message."""
     content = [{"type": "output_text", "text": text, "annotations": []}]
     item = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": content}
     return RESPONSE | {"output": [item]}
 
 
 class Client:
-    """One rollout's view of the server: its cookies go with every call."""
+    """HTTP client of one rollout; keeps its cookies."""
 
     def __init__(self, base_url: str) -> None:
         self._base_url = base_url
@@ -95,7 +95,7 @@ class Client:
         await self._http.close()
 
     async def post(self, path: str, body: Any = None) -> tuple[int, Any, str | None]:
-        """Status, body (decoded if it is JSON) and the failure kind of the header."""
+        """Return status, body (decoded if JSON) and the failure kind of the header."""
         async with self._http.post(path, json={} if body is None else body, headers=self.headers) as response:
             text = await response.text()
             is_json = "json" in response.headers.get("Content-Type", "")
@@ -115,7 +115,7 @@ class Client:
         return await self.post("/verify", row(task) | {"response": RESPONSE})
 
     async def play(self, row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A whole rollout of a row by scripted turns; gives the row as it comes back."""
+        """Play scripted turns on a row and return the verified row."""
         assert await self.post("/seed_session", row) == (200, PATHS, None)
         for call in (call for turn in turns for call in turn["tool_calls"]):
             observation = await self.tool(call["name"], **call["arguments"])

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions that are kept and go on elsewhere: what is carried over, what is lost and told, and what is refused."""
+"""Checkpoints of sessions: restored state, reported losses, refusals and clean-up."""
 
 import os
 import time
@@ -27,7 +27,7 @@ async def resume(client: Client, checkpoint: dict[str, Any]) -> tuple[int, Any, 
     return await client.post("/checkpoint_session/resume", {"row": row(TASK), "checkpoint": checkpoint})
 
 
-async def test_what_another_session_goes_on_with(client: Client, base_url: str) -> None:
+async def test_resumed_session_has_files_and_shell_state(client: Client, base_url: str) -> None:
     await client.seed(TASK)
     known = "set -u; alias l=ls; f() { echo f; }; readonly R=1; A=(1 2); export E=$'a\\nb'; umask 077; cd /"
     await client.tool("bash", command=f"{known}; shopt -s extglob; rm /etc/debian_version")
@@ -53,7 +53,7 @@ async def test_what_another_session_goes_on_with(client: Client, base_url: str) 
             assert verdict["tool_use"]["bash"]["calls"] == 4, "calls before count as well"
 
 
-async def test_what_is_lost_is_told_by_the_tool_that_lost_it(client: Client, base_url: str) -> None:
+async def test_lost_state_is_reported_by_its_tool(client: Client, base_url: str) -> None:
     await client.seed(TASK)
     await client.tool("bash", command="(setsid sleep 1000 >/dev/null 2>&1 &)")
     await client.tool("python", code="x = 1")
@@ -76,7 +76,7 @@ async def test_what_is_lost_is_told_by_the_tool_that_lost_it(client: Client, bas
         assert "the shell had ended and a new one was started" in await other.tool("bash", command="true")
 
 
-async def test_what_was_handed_in_stays_so(client: Client, base_url: str) -> None:
+async def test_submission_survives_a_checkpoint(client: Client, base_url: str) -> None:
     await client.seed(TASK)
     await client.tool("submit")
     checkpoint = await kept(client)
@@ -85,7 +85,7 @@ async def test_what_was_handed_in_stays_so(client: Client, base_url: str) -> Non
         assert "submitted already" in await other.tool("bash", command="true")
 
 
-async def test_what_is_gone_is_refused_by_name(client: Client) -> None:
+async def test_deleted_checkpoint_is_refused_by_field(client: Client) -> None:
     await client.seed(TASK)
     checkpoint = await kept(client)
     path = default_folder() / checkpoint["snapshot"]
@@ -102,8 +102,8 @@ async def test_what_is_gone_is_refused_by_name(client: Client) -> None:
     assert (await client.post("/checkpoint_session"))[2] == "session_lost"
 
 
-async def test_only_what_no_service_renews_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However old it is, and whatever servers of other names keep."""
+async def test_only_old_unrenewed_snapshots_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renewed snapshots and those of other servers are kept."""
     async with serving() as url, Client(url) as client:
         await client.seed(TASK)
         names = [(await kept(client))["snapshot"] for _ in range(3)]
@@ -131,7 +131,7 @@ async def test_only_what_no_service_renews_is_swept(monkeypatch: pytest.MonkeyPa
         path.unlink()
 
 
-async def test_a_provider_that_keeps_nothing_names_no_path() -> None:
+async def test_provider_without_snapshots_offers_no_checkpoint_route() -> None:
     async with serving(sandbox_provider={"apptainer": {}}) as url, Client(url) as client:
         assert await client.post("/seed_session", row(TASK)) == (200, {"release_path": "/release_session"}, None)
         assert (await client.post("/checkpoint_session"))[0] == 404

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym's own conformance check of a resources server's sessions, on the Gym versions that have one (0.7)."""
+"""Gym's conformance check of resources server sessions (Gym 0.7 and later)."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ conformance = pytest.importorskip("nemo_gym.testing.session_conformance")
 
 @contextmanager
 def on_one_loop(app: Any) -> Iterator[Any]:
-    """The app on one event loop, as a server runs it; Gym's check makes a loop for each request."""
+    """Run the app on one event loop, since Gym's check creates a loop per request."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -42,7 +42,7 @@ def on_one_loop(app: Any) -> Iterator[Any]:
 
 
 @pytest.mark.sandbox
-def test_sessions_keep_gyms_contract() -> None:
+def test_sessions_pass_gyms_conformance_check() -> None:
     from nemo_gym.base_resources_server import ResourcesSeedSessionRequest
 
     seed = ResourcesSeedSessionRequest(

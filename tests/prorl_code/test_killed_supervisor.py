@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor of a server's sandboxes is killed at any time of a session: a failure that says so, never a reward.
-
-Of the solution, which is right, nobody may hear that it is wrong.
-"""
+"""A supervisor killed during grading never makes a correct solution wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ async def nothing_is_left() -> None:
 
 
 @pytest.mark.parametrize("released", [True, False])
-async def test_in_eval(client: Client, released: bool) -> None:
+async def test_killed_supervisor_during_grading_gives_no_wrong_reward(client: Client, released: bool) -> None:
     rng = random.Random(released)
     met = 0
     for _ in range(3):
@@ -52,7 +49,7 @@ async def test_in_eval(client: Client, released: bool) -> None:
         met += not verifying.done()
         kill()
         status, said, kind = await asyncio.wait_for(verifying, 60)
-        # A try that was lost is made again, in a fresh sandbox.
+        # A lost grading run is repeated in a fresh sandbox.
         if status == 200:
             assert (said["reward"], said["verdict"]) == (1.0, "passed"), said
         else:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Real sandboxes of sessions whose caller vanishes: all are gone soon, whatever the session was at."""
+"""Sandboxes of sessions whose lease expires are stopped."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ async def verdict(client: Client) -> None:
 
 
 @pytest.mark.parametrize("doing", [call, verdict])
-async def test_who_vanishes_leaves_no_sandbox(doing: object, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_vanished_caller_leaves_no_sandbox(doing: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_server, "RENEW_S", SWEEP_S)
     async with serving() as url, Client(url) as client, Client(url) as renewing:
         before = containers.instances()

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows with tests through the server: programs, functions, answers in text, rows that are refused."""
+"""Programming problems over HTTP: programs, functions, answers in text."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ async def test_rewards(client: Client, row: dict[str, Any], script: Script, verd
     assert containers.instances() == before
 
 
-async def test_a_row_without_tools_is_answered_in_text(client: Client) -> None:
+async def test_row_without_tools_is_answered_in_text(client: Client) -> None:
     row = {"responses_create_params": {"input": "Add."}, "verifier_metadata": {"unit_tests": SUMS}}
     for text, verdict in ((f"So:\n```python\nwrong\n```\nNo:\n```python\n{ADDS}```\n", "passed"), ("", "no_solution")):
         assert (await client.post("/seed_session", row))[0] == 200
@@ -63,7 +63,7 @@ async def test_a_row_without_tools_is_answered_in_text(client: Client) -> None:
         await client.post("/close_session")
 
 
-async def test_tests_in_a_file_and_a_share_of_them(tmp_path: Path) -> None:
+async def test_tests_file_and_fractional_reward(tmp_path: Path) -> None:
     row = convert.row_of({"question": "Add.", "input_output": json.dumps(SUMS)}, tmp_path)
     half = oracle("a, b = map(int, input().split())\nprint(max(a + b, 1))\n")
     async with serving(tests_folder=str(tmp_path), reward="fraction") as url, Client(url) as client:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The server over HTTP, with real containers: what an agent server sees, whatever happens."""
+"""The ``prorl_code`` server over HTTP with real sandboxes."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.sandbox
 SOLVED = "def truncate_number(number):\n    return number % 1\n"
 
 
-async def test_a_whole_session(client: Client) -> None:
+async def test_complete_session(client: Client) -> None:
     before = containers.instances()
     await client.seed()
     assert len(containers.instances() - before) == 1
@@ -47,8 +47,8 @@ async def test_a_whole_session(client: Client) -> None:
     assert (await client.verify())[2] == "session_lost"
 
 
-async def test_a_session_that_is_closed_is_graded_no_further(client: Client) -> None:
-    """Who cancels a rollout that is being scored frees its sandbox, however long its code would run."""
+async def test_closing_a_session_cancels_its_grading(client: Client) -> None:
+    """Cancelling a rollout frees its grading sandbox at once."""
     before = containers.instances()
     await client.seed("HumanEval/0")
     slow = "import time\ndef has_close_elements(numbers, threshold):\n    time.sleep(60)\n"
@@ -62,7 +62,7 @@ async def test_a_session_that_is_closed_is_graded_no_further(client: Client) -> 
     assert (await verifying)[2] == "session_lost"
 
 
-async def test_a_deleted_solution_is_a_result(client: Client) -> None:
+async def test_deleted_solution_scores_zero(client: Client) -> None:
     await client.seed()
     await client.tool("bash", command="rm -rf /sandbox/workspace")
     await client.tool("str_replace_editor", command="view", path="gone.py")
@@ -84,7 +84,7 @@ async def test_bad_tool_calls_are_observations(client: Client, base_url: str) ->
     assert (status, kind) == (404, None)
 
 
-async def test_sessions_do_not_meet(base_url: str) -> None:
+async def test_sessions_are_isolated(base_url: str) -> None:
     async with Client(base_url) as one, Client(base_url) as other:
         await asyncio.gather(one.seed(), other.seed())
         await one.tool("bash", command="echo mine > mine")
@@ -93,7 +93,7 @@ async def test_sessions_do_not_meet(base_url: str) -> None:
         assert await other.tool("bash", command="echo on") == "on\n[exit code: 0]"
 
 
-async def test_a_release_in_the_middle_of_a_call_ends_it(client: Client) -> None:
+async def test_release_ends_running_calls(client: Client) -> None:
     before = containers.instances()
     await client.seed()
     calls = [
@@ -108,8 +108,8 @@ async def test_a_release_in_the_middle_of_a_call_ends_it(client: Client) -> None
     assert (await client.verify())[1]["verdict"] == "no_solution"
 
 
-async def test_what_an_agent_does_to_its_sandbox_is_scored(client: Client) -> None:
-    """No way to trade a reward of 0 for a failure, which would be masked or tried again."""
+async def test_broken_sandbox_scores_zero(client: Client) -> None:
+    """A broken sandbox is not a failure, which would be masked or retried."""
     await client.seed()
     await client.tool("bash", command="rm -rf /usr/bin/* /usr/lib/python3* /sandbox")
     await client.tool("python", code="import os; os._exit(0)")
@@ -122,11 +122,11 @@ FILL = "for i in 1 2 3 4; do head -c 50M /dev/zero > /tmp/f$i; done; sleep 60"
 
 
 def limited(**limits: int) -> dict[str, dict[str, int]]:
-    """The provider with such limits of each sandbox."""
+    """Return provider settings with sandbox limits."""
     return {"singularity": {"memory_mib": 1024, "processes": 256, "disk_mib": 2048} | limits}
 
 
-async def test_a_disk_that_the_agent_filled_is_scored() -> None:
+async def test_full_disk_scores_zero() -> None:
     async with serving(sandbox_provider=limited(disk_mib=64)) as url, Client(url) as client:
         await client.seed()
         for _ in range(2):
@@ -140,8 +140,8 @@ async def test_a_disk_that_the_agent_filled_is_scored() -> None:
         assert verdict["tool_use"]["bash"] == {"calls": 2, "errors": 2, "timeouts": 0, "cut": 0}
 
 
-async def test_a_disk_that_was_filled_unseen_is_scored() -> None:
-    """The agent was done before anybody noticed."""
+async def test_disk_filled_after_submission_scores_zero() -> None:
+    """The disk limit is exceeded after the agent's last call."""
     async with serving(sandbox_provider=limited(disk_mib=64)) as url, Client(url) as client:
         await client.seed()
         await client.tool("bash", command=f"({FILL}) > /dev/null 2>&1 &")
@@ -154,7 +154,7 @@ async def test_a_disk_that_was_filled_unseen_is_scored() -> None:
         assert (status, kind, verdict["reward"], verdict["verdict"]) == (200, None, 0.0, "exhausted")
 
 
-async def test_processes_that_the_agent_used_up_are_an_observation() -> None:
+async def test_exhausted_processes_are_an_observation() -> None:
     async with serving(sandbox_provider=limited(processes=40)) as url, Client(url) as client:
         await client.seed()
         await client.tool("bash", command="for i in $(seq 200); do sleep 1000 & done", timeout_s=2)
@@ -172,7 +172,7 @@ GREEDY = {
 
 
 @pytest.mark.parametrize("resource", GREEDY)
-async def test_a_solution_that_uses_up_its_sandbox_is_a_wrong_one(resource: str) -> None:
+async def test_solution_that_exhausts_its_sandbox_scores_zero(resource: str) -> None:
     provider = limited(memory_mib=256, disk_mib=64, processes=40)
     async with serving(sandbox_provider=provider, test_time_limit_s=1) as url, Client(url) as client:
         await client.seed()
@@ -188,7 +188,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def test_sessions_leave_nothing_open(base_url: str) -> None:
+async def test_sessions_leak_no_descriptors(base_url: str) -> None:
     async def life() -> None:
         async with Client(base_url) as client:
             await client.seed()
@@ -201,11 +201,11 @@ async def test_sessions_leave_nothing_open(base_url: str) -> None:
     for _ in range(3):
         await life()
     async with asyncio.timeout(60):
-        while open_files() > before:  # a connection that the caller has closed is still to be closed by the server
+        while open_files() > before:  # the server closes connections later than the client
             await asyncio.sleep(0.05)
 
 
-async def test_gyms_own_provider_gives_the_same_results_without_state() -> None:
+async def test_gyms_own_provider_works_without_sessions() -> None:
     provider = {"apptainer": {"create": {"extra_start_args": ["--containall", "--cleanenv", "--writable-tmpfs"]}}}
     async with serving(sandbox_provider=provider) as url, Client(url) as client:
         await client.seed()
@@ -219,7 +219,7 @@ async def test_gyms_own_provider_gives_the_same_results_without_state() -> None:
         assert (status, verdict["reward"]) == (200, 1.0)
 
 
-async def test_no_sandbox_to_be_had_is_infrastructure() -> None:
+async def test_missing_image_is_an_infrastructure_failure() -> None:
     async with serving(image="/nowhere/no.sif") as url, Client(url) as client:
         status, problem, kind = await client.post("/seed_session", row("HumanEval/2"))
         assert (status, kind) == (500, "provider_unavailable")
@@ -228,8 +228,8 @@ async def test_no_sandbox_to_be_had_is_infrastructure() -> None:
         assert wrong["field"] == "image"
 
 
-async def test_a_caller_that_hangs_up_while_seeding_leaves_nothing(base_url: str) -> None:
-    """At three moments, all of them before the fastest sandbox stands."""
+async def test_disconnect_while_seeding_leaves_no_sandbox(base_url: str) -> None:
+    """Disconnects at three moments before a sandbox can be ready."""
     before = containers.instances()
     for delay_s in (0.002, 0.004, 0.008):
         async with aiohttp.ClientSession() as http:
@@ -247,8 +247,8 @@ async def test_a_caller_that_hangs_up_while_seeding_leaves_nothing(base_url: str
     # serving() itself asserts that no container is left
 
 
-async def test_an_environment_servers_envelope() -> None:
-    """What NeMo Gym 0.7's environment servers send: the caller names the session, and a closed one stays closed."""
+async def test_envelope_of_gyms_environment_servers() -> None:
+    """Gym 0.7's environment servers choose the session id; a closed id stays closed."""
     envelope = {"resources_session_id": "s1", "episode_id": "e1", "task_id": "t1", "task_data": row("HumanEval/2")}
     closing = {"resources_session_id": "s1", "episode_id": "e1"}
     async with serving() as url, Client(url) as client:
@@ -264,7 +264,7 @@ async def test_an_environment_servers_envelope() -> None:
         assert (status, problem["errors"][0]["field"]) == (422, "resources_session_id")
 
 
-def test_bad_configuration_says_what_to_do() -> None:
+def test_invalid_configuration_is_explained() -> None:
     with pytest.raises(ValueError, match="num_workers must be 1"):
         build(num_workers=2)
     with pytest.raises(ValueError, match="image: missing; the sandbox provider 'opensandbox' has no default"):

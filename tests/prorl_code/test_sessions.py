@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What sessions keep in mind when no sandbox comes up: nothing."""
+"""Sessions whose sandbox starts fail: no state remains, starts are serialized."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ TASK = ProgrammingProblems("/sandbox", ToolLimits(), CodeLimits())
 
 
 class Starts:
-    """Starts of sandboxes that take a moment and fail."""
+    """Sandbox starts that fail after a moment."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -37,7 +37,7 @@ class Starts:
         raise OSError("no sandbox today")
 
 
-async def test_keys_whose_seeding_was_given_up_are_forgotten() -> None:
+async def test_cancelled_seeds_leave_no_state() -> None:
     sessions = Sessions(TASK, Starts(), SessionLimits())
     for number in range(5):
         with pytest.raises(TimeoutError):
@@ -46,7 +46,7 @@ async def test_keys_whose_seeding_was_given_up_are_forgotten() -> None:
     assert not sessions._seeding
 
 
-async def test_a_start_does_not_wait_for_the_image_of_another() -> None:
+async def test_start_does_not_wait_for_another_image() -> None:
     asked, pulled = asyncio.Event(), asyncio.Event()
 
     async def fetch(needs: SandboxNeeds) -> None:
@@ -65,7 +65,7 @@ async def test_a_start_does_not_wait_for_the_image_of_another() -> None:
         await pulling
 
 
-async def test_one_key_is_seeded_by_one_at_a_time_however_it_ends() -> None:
+async def test_seeds_of_one_key_are_serialized() -> None:
     starts = Starts()
     sessions = Sessions(TASK, starts, SessionLimits(max_sandbox_starts=8))
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""From a package to tasks that the real server grades: the fix earns 1, nothing and half a fix earn 0."""
+"""Generated tasks, graded by the real server."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_total():
 
 
 def distribution(folder: Path) -> Package:
-    """A source distribution, as an index has it."""
+    """Create a source distribution and return its package."""
     folder.mkdir(parents=True)
     archive = folder / "sums-1.0.tar.gz"
     with tarfile.open(archive, "w:gz") as file:
@@ -85,7 +85,7 @@ def distribution(folder: Path) -> Package:
 
 
 async def grade(row: dict[str, Any], patch: str) -> dict[str, Any]:
-    """What the shipped server answers after a policy has applied a patch by its tools; none for an empty one."""
+    """Return the shipped server's verdict on a patch; an empty patch makes no calls."""
     calls = [call for turn in patching(patch) for call in turn["tool_calls"]] if patch else []
     output = [
         {"type": "function_call", "call_id": f"c{n}", "name": call["name"], "arguments": json.dumps(call["arguments"])}
@@ -97,7 +97,7 @@ async def grade(row: dict[str, Any], patch: str) -> dict[str, Any]:
 
 @pytest.mark.long("a package's tests run once for each of many mistakes")
 @pytest.mark.sandbox
-async def test_a_package_becomes_tasks_that_are_graded_as_they_should(tmp_path: Path) -> None:
+async def test_generated_tasks_are_graded_correctly(tmp_path: Path) -> None:
     package = distribution(tmp_path / "sources")
     left = tmp_path / MAKING / ".sums-killed"
     left.mkdir(parents=True)
@@ -122,12 +122,12 @@ async def test_a_package_becomes_tasks_that_are_graded_as_they_should(tmp_path: 
     assert [(answer["reward"], answer.get("mask_sample", False)) for answer in graded] == [
         (reward, False) for _, _, reward in tried
     ], graded
-    # Made once: what was interrupted goes on where it was.
+    # A second run reuses the finished tasks.
     assert await make([package], 2, tmp_path, require_runtime(), silent) == [made]
 
 
 @pytest.mark.sandbox
-async def test_the_files_of_an_ordinary_user_are_unpacked_in_a_sandbox_too(tmp_path: Path, image: Path) -> None:
+async def test_files_of_another_owner_are_unpacked(tmp_path: Path, image: Path) -> None:
     package = distribution(tmp_path / "sources")
     tree = packages.unpack(package, tmp_path / "sources", tmp_path / "tree")
     for path in (tree, *tree.iterdir()):
@@ -136,7 +136,7 @@ async def test_the_files_of_an_ordinary_user_are_unpacked_in_a_sandbox_too(tmp_p
         pass
 
 
-def test_a_repository_has_the_bug_and_not_its_tests(tmp_path: Path) -> None:
+def test_repository_has_the_bug_without_its_tests(tmp_path: Path) -> None:
     tree = packages.unpack(distribution(tmp_path / "sources"), tmp_path / "sources", tmp_path / "tree")
     assert sorted(file.name for file in tree.iterdir()) == ["sums.py", "test_sums.py"]
     place = CODE.index("a < b")
@@ -161,7 +161,7 @@ def test_a_repository_has_the_bug_and_not_its_tests(tmp_path: Path) -> None:
     assert again == made  # the same commit, whenever it is made
 
 
-def test_a_distribution_that_is_not_the_pinned_one_is_not_used(tmp_path: Path) -> None:
+def test_source_distribution_with_another_hash_is_refused(tmp_path: Path) -> None:
     package = distribution(tmp_path / "sources")
     (tmp_path / "sources/sums-1.0.tar.gz").write_bytes(b"something else")
     with pytest.raises(InfrastructureError, match="was not downloaded"):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a bug, what makes a bug a task, and what is hidden and told of it."""
+"""Rules of task generation: mutations, hidden tests, outcomes, statements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.swe_tasks.outcomes import Outcomes, effect, read
 
 
 def variants(body: str) -> set[tuple[str, str]]:
-    """The kinds of mistakes that a function can have, with what becomes of its body."""
+    """Return the kinds of mutations of a function with the mutated body."""
     source = f"def f(a, b):  # é\n    {body}\n"
     return {(one.kind, apply(source, [one]).splitlines()[1].strip()) for one in mutations(source)}
 
@@ -35,7 +35,7 @@ def variants(body: str) -> set[tuple[str, str]]:
         ("return g(a, b)", "swapped arguments", "return g(b, a)"),
     ],
 )
-def test_each_kind_of_mistake(body: str, kind: str, wrong: str) -> None:
+def test_each_kind_of_mutation(body: str, kind: str, wrong: str) -> None:
     assert (kind, wrong) in variants(body)
 
 
@@ -72,7 +72,7 @@ TESTS = textwrap.dedent("""\
         ({"TestE::test_f", "TestE::test_g", "test_b"}, {"test_a", "TestC::test_d"}),
     ],
 )
-def test_tests_are_hidden_with_all_that_is_theirs(gone: set[str], left: set[str]) -> None:
+def test_hidden_tests_are_removed_completely(gone: set[str], left: set[str]) -> None:
     text = hiding.without(TESTS, gone)
     names = set()
     for node in ast.parse(text).body:
@@ -96,7 +96,7 @@ SKIPPED [1] a.py:7: no reason
 """
 
 
-def test_a_log_is_read() -> None:
+def test_log_is_parsed() -> None:
     run = read(LOG, 1)
     assert run.complete
     assert run.having("PASSED") == {"a.py::test_one[x]", "b.py::TestB::test_three"}  # a name in two words is no name
@@ -125,11 +125,11 @@ FINE = dict.fromkeys("bcde", "PASSED")
     ],
     ids=["nothing-broken", "too-much-broken", "error", "test-gone", "not-complete", "unstable-test"],
 )
-def test_other_bugs_are_none(after: Outcomes) -> None:
+def test_unusable_bugs_are_rejected(after: Outcomes) -> None:
     assert effect(STABLE, after) is None
 
 
-def test_the_statement_tells_what_fails_and_not_too_much() -> None:
+def test_statement_lists_failures_within_bounds() -> None:
     few = statement("sums", "1.0", {"a.py::TestA::test_b[1]": "assert 1 == 2"})
     assert "sums 1.0" in few
     assert "TestA, test_b[1]" in few

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Real containers for tests, through Gym's own sandbox API."""
+"""Real sandboxes for tests through Gym's sandbox API."""
 
 import os
 import signal
@@ -25,35 +25,35 @@ ROOT = "/sandbox"
 
 @cache
 def image() -> str:
-    """The image with a kernel, built if it is not there."""
+    """Return the image with a kernel, built if missing."""
     require_runtime().activate()
     return str(ensure_image(KERNEL, print))
 
 
 @cache
 def shipped_config() -> dict[str, Any]:
-    """The configuration that ships with the server."""
+    """Return the shipped configuration of ``prorl_code``."""
     config: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_FILE))
     assert isinstance(config, dict)
     return config
 
 
 async def start_with_sessions(image_path: str | None = None, **options: Any) -> started.StartedSandbox:
-    """Start a container as the server does, with other options of its provider."""
+    """Start a sandbox like the server, with changed provider options."""
     [(provider, shipped)] = shipped_config()["sandbox"].items()
     starter = started.Starter({provider: shipped | options})
     return await starter.start(SandboxSpec(image=image_path or image(), workdir="/"))
 
 
 async def start(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncSandbox:
-    """Start a container with the provider settings that ship with the server, but without sessions."""
+    """Start a sandbox with the shipped provider settings but without sessions."""
     spec = SandboxSpec(image=image())
     return await kind(shipped_config()["sandbox"]).start(spec)
 
 
 @asynccontextmanager
 async def running(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncIterator[AsyncSandbox]:
-    """A container for the length of a block."""
+    """Yield a sandbox without sessions."""
     sandbox = await start(kind)
     try:
         yield sandbox
@@ -63,7 +63,7 @@ async def running(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncIterator[Asyn
 
 @asynccontextmanager
 async def running_ours(**options: Any) -> AsyncIterator[started.SandboxWithSessions]:
-    """As :func:`running`, as the server does it."""
+    """Yield a sandbox with sessions."""
     sandbox = await start_with_sessions(**options)
     assert isinstance(sandbox, started.SandboxWithSessions)
     try:
@@ -73,12 +73,14 @@ async def running_ours(**options: Any) -> AsyncIterator[started.SandboxWithSessi
 
 
 def instances() -> set[str]:
-    """Names of the sandboxes that live in the test run's folder."""
+    """Return the names of this test run's live sandboxes."""
     return {note.parent.name for note in _spaces()}
 
 
 def first_processes() -> set[int]:
-    """Those of these sandboxes, as the host numbers them. One that is made once more keeps its name, not these."""
+    """Return the host's process ids of the first processes of these sandboxes. A recreated sandbox keeps its name
+    only.
+    """
     found = set()
     for note in _spaces():
         with suppress(FileNotFoundError):
@@ -87,7 +89,7 @@ def first_processes() -> set[int]:
 
 
 def kill_instance(name: str) -> None:
-    """Kill a sandbox as the machine's trouble would: at once and from outside."""
+    """Kill a sandbox from outside, like a machine failure."""
     [note] = [note for note in _spaces() if note.parent.name == name]
     os.kill(int(note.read_text().split()[0]), signal.SIGKILL)
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Files of rows: those that ship, and the tables of test cases beside the tests."""
+"""Read and write JSON lines: rows and tables of test cases."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows as JSON lines and return how many there were. Parent folders are made."""
+    """Write rows as JSON lines, creating parent folders, and return their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row, sort_keys=True) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")

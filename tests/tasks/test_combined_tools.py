@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Two tool sets as one."""
+"""Union of two tool sets."""
 
 from collections.abc import Mapping
 
@@ -44,7 +44,7 @@ class Tools:
         return self.opened[-1]
 
 
-async def test_a_call_goes_to_whoever_has_the_tool() -> None:
+async def test_call_is_routed_by_tool_name() -> None:
     both = await CombinedToolSet(Tools("one", "a", "b"), Tools("two", "c")).open(None, None)
     assert [await both.call(tool, {}) for tool in "abc"] == ["one did a", "one did b", "two did c"]
     assert both.tool_use() == {"one": {"calls": 2}, "two": {"calls": 1}}
@@ -54,7 +54,7 @@ async def test_a_call_goes_to_whoever_has_the_tool() -> None:
     assert await both.call("c", {}) == "one did c", "who is over answers for both"
 
 
-async def test_both_are_closed_whatever_happens() -> None:
+async def test_both_tool_sets_are_closed_on_errors() -> None:
     both = await CombinedToolSet(Tools("broken", "a"), Tools("two", "c")).open(None, None)
     with pytest.raises(OSError, match="broken"):
         await both.close()
@@ -65,7 +65,7 @@ async def test_both_are_closed_whatever_happens() -> None:
     assert [opened.closed for opened in first.opened] == [1]
 
 
-async def test_three_are_a_pair_and_one_and_names_are_unique() -> None:
+async def test_sets_nest_and_names_are_unique() -> None:
     three = CombinedToolSet(CombinedToolSet(Tools("one", "a"), Tools("two", "b")), Tools("three", "c"))
     assert [schema["name"] for schema in three.schemas] == ["a", "b", "c"]
     opened = await three.open(None, None)

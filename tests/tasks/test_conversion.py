@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Data set conversion of all families: records become rows, or are refused by field; and the command ``prorl data``.
+"""Conversion of records to rows for all families, and the command ``prorl data``.
 
-``tests/published`` has a row per published set. ``conversions.jsonl`` has details: records by name (``base``), then
-what a record, or a change of a named one, becomes (``wanted``), or the field by which it is refused.
+``tests/published`` has a case per published set. ``conversions.jsonl`` has named records (``base``). Other lines are
+changes of a named record with the expected row (``wanted``) or the refused field (``refused``).
 """
 
 import json
@@ -48,7 +48,7 @@ MIXTURE = yaml.safe_load(Path("environments/prorl_mixture/config.yaml").read_tex
     "responses_api_agents"
 ]["prorl_agent"]["environments"]
 ROUTED = {name: {name, *environment["data_sources"]} for name, environment in MIXTURE.items()}
-"""What rows of each of the mixture's environments have in ``data_source``."""
+"""Values of ``data_source`` by environment of the mixture."""
 
 
 def family_and_record(case: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -58,7 +58,7 @@ def family_and_record(case: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def facts(family: str, row: dict[str, Any]) -> dict[str, Any]:
-    """What the table says of rows."""
+    """Return the properties of a row that the table compares."""
     params = row["responses_create_params"]
     found = {
         "asked": params["input"][-1]["content"],
@@ -89,7 +89,7 @@ def facts(family: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", [case for case in TABLE if "wanted" in case], ids=lambda case: case.get("of", ""))
-def test_a_record_becomes_a_row(case: Mapping[str, Any]) -> None:
+def test_record_is_converted(case: Mapping[str, Any]) -> None:
     family, record = family_and_record(case)
     found, wanted = facts(family, CONVERT[family](record)), case["wanted"]
     assert {name: found[name] for name in wanted} == wanted
@@ -100,7 +100,7 @@ def test_a_record_becomes_a_row(case: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in TABLE if "refused" in case], ids=lambda case: str(case["refused"]))
-def test_a_record_that_makes_no_row_is_refused_by_field(case: Mapping[str, Any]) -> None:
+def test_invalid_record_is_refused_by_field(case: Mapping[str, Any]) -> None:
     family, record = family_and_record(case)
     with pytest.raises(CallerError) as caught:
         CONVERT[family](record)
@@ -130,7 +130,7 @@ def prorl_data(*words: object) -> Result:
     return CliRunner().invoke(app, ["data", *map(str, words)])
 
 
-def test_what_is_no_file_is_written_into_and_stays(tmp_path: Path) -> None:
+def test_pipes_and_symlinks_are_written_in_place(tmp_path: Path) -> None:
     pipe, link = tmp_path / "pipe", tmp_path / "link.jsonl"
     os.mkfifo(pipe)
     link.symlink_to(tmp_path / "behind.jsonl")
@@ -144,7 +144,7 @@ def test_what_is_no_file_is_written_into_and_stays(tmp_path: Path) -> None:
     os.close(reader)
 
 
-def test_records_that_make_no_row_are_named_and_the_others_written(tmp_path: Path) -> None:
+def test_invalid_records_are_reported_by_line(tmp_path: Path) -> None:
     bad = [{"problem": "?"}, {"answer": "2"}, {"problem": " ", "answer": "2"}, {"problem": "?", "answer": ""}, 7]
     bad.append({"Frage": "?", "Antwort": "2"})
     file = written(tmp_path / "data.jsonl", [*bad, RECORDS[0]])
@@ -163,7 +163,7 @@ def test_records_that_make_no_row_are_named_and_the_others_written(tmp_path: Pat
     assert "7 lines: 1 kept, 0 dropped, 6 refused" in done.output
 
 
-def test_an_expected_answer_that_cannot_be_read_is_refused_by_line(tmp_path: Path) -> None:
+def test_unreadable_answer_is_refused_by_line(tmp_path: Path) -> None:
     answers = [r"\frac\pi2", r"\frac{1}{", "Friday", r"2^{3^{", "7"]
     file = written(tmp_path / "a.jsonl", [{"problem": "?", "answer": answer} for answer in answers])
     output = tmp_path / "rows.jsonl"
@@ -175,7 +175,7 @@ def test_an_expected_answer_that_cannot_be_read_is_refused_by_line(tmp_path: Pat
     assert done.output.count("can't read") == 2
 
 
-def test_a_dataset_is_not_replaced_by_its_rows(tmp_path: Path) -> None:
+def test_output_must_not_be_the_dataset(tmp_path: Path) -> None:
     file, link = written(tmp_path / "data.jsonl", RECORDS), tmp_path / "link.jsonl"
     link.symlink_to(file)
     before = file.read_bytes()
@@ -187,7 +187,7 @@ def test_a_dataset_is_not_replaced_by_its_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["math", "code"])
-def test_a_dry_run_tells_all_and_writes_nothing(family: str, tmp_path: Path) -> None:
+def test_dry_run_reports_and_writes_nothing(family: str, tmp_path: Path) -> None:
     file = written(tmp_path / "set.jsonl", RECORDS if family == "math" else [EURUS])
     wet = prorl_data(family, file, "-o", tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").unlink()
@@ -196,7 +196,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(family: str, tmp_path: Path) -> 
     assert [entry.name for entry in tmp_path.iterdir()] == [file.name]
 
 
-def test_what_is_printed_of_a_set_is_no_order_to_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_are_escaped(tmp_path: Path) -> None:
     file = tmp_path / "set.jsonl"
     file.write_text(json.dumps({"problem": "\x1b]0;title\x07\x1b[2J?", "answer": "5"}) + "\n")
     done = prorl_data("math", file, "--dry-run")
@@ -205,8 +205,8 @@ def test_what_is_printed_of_a_set_is_no_order_to_the_terminal(tmp_path: Path) ->
     assert "\\x1b[2J?" in done.stderr
 
 
-def test_two_runs_that_write_one_output_do_not_mix(tmp_path: Path) -> None:
-    """The second run is refused while the first writes, and what a killed run left is no hindrance."""
+def test_concurrent_runs_of_one_output_are_refused(tmp_path: Path) -> None:
+    """A second run is refused while the first one writes; leftovers of a killed run are ignored."""
     file, output = tmp_path / "set.jsonl", tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"problem": f"{n}?", "answer": str(n)}) + "\n" for n in range(50)))
     (tmp_path / ".rows.jsonl.part").write_text("left by a run that was killed\n")
@@ -224,7 +224,7 @@ def test_two_runs_that_write_one_output_do_not_mix(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rows.jsonl", "set.jsonl"]
 
 
-def test_tests_of_code_go_into_a_folder(tmp_path: Path) -> None:
+def test_code_tests_are_written_to_a_folder(tmp_path: Path) -> None:
     source = written(tmp_path / "set.jsonl", [EURUS, APPS | {"question": ""}, CONTESTS])
     done = prorl_data("code", source, "--output", tmp_path / "rows.jsonl", "--tests-folder", tmp_path / "tests")
     assert done.exit_code == 1
@@ -233,7 +233,7 @@ def test_tests_of_code_go_into_a_folder(tmp_path: Path) -> None:
     assert [len(read_problem(read_metadata(row), tmp_path / "tests").tests) for row in made] == [1, 2]
 
 
-def test_rows_of_the_other_families_go_where_the_mixture_has_them(tmp_path: Path) -> None:
+def test_data_source_routes_rows_in_the_mixture(tmp_path: Path) -> None:
     source, rows = written(tmp_path / "records.jsonl", RECORDS[:1]), tmp_path / "rows.jsonl"
     for family in ("math", "stem"):
         assert prorl_data(family, source, "-o", rows).exit_code == 0
@@ -243,7 +243,7 @@ def test_rows_of_the_other_families_go_where_the_mixture_has_them(tmp_path: Path
 
 
 @pytest.mark.parametrize("dataset", SWE)
-def test_rows_of_repositories_list_their_images(dataset: str, tmp_path: Path) -> None:
+def test_swe_rows_list_their_images(dataset: str, tmp_path: Path) -> None:
     record, rows = BASES[dataset]["record"], tmp_path / "rows.jsonl"
     done = prorl_data("swe", written(tmp_path / "set.parquet", [record]), "--dataset", dataset, "-o", rows)
     assert done.exit_code == 0, done.output
@@ -253,7 +253,7 @@ def test_rows_of_repositories_list_their_images(dataset: str, tmp_path: Path) ->
     assert image.uri == row["image"]
 
 
-def test_a_corpus_becomes_an_index(tmp_path: Path) -> None:
+def test_index_is_built_from_a_corpus(tmp_path: Path) -> None:
     corpus, text = tmp_path / "corpus.jsonl", tmp_path / "notes.txt"
     written(corpus, [{"text": "Neon is noble.", "title": "Neon", "url": "u"}])
     text.write_text("Iron rusts.\n\nGold does not.")
@@ -266,7 +266,7 @@ def test_a_corpus_becomes_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("record", [{"title": "x"}, {"text": 7}, []], ids=str)
-def test_a_passage_without_text_is_named(record: object, tmp_path: Path) -> None:
+def test_passage_without_text_is_refused_by_line(record: object, tmp_path: Path) -> None:
     corpus = written(tmp_path / "corpus.jsonl", [{"text": "x"}, record])
     done = prorl_data("index", corpus, "-o", tmp_path / "index")
     assert isinstance(done.exception, CallerError)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``str_replace_editor`` on files as they are found: line ends, byte order marks, encodings."""
+"""``str_replace_editor`` with various line ends, byte order marks and encodings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nemo_gym_prorl.tasks.workbench.tools import EditorArguments
 
 @dataclass
 class OneFile:
-    """A folder with one file, whatever it is called."""
+    """File access to a single file under any name."""
 
     data: bytes
 
@@ -69,7 +69,7 @@ async def test_str_replace(data: bytes, old: str, new: str, wanted: bytes) -> No
         (b"a\nb\n", "", 0),
     ],
 )
-async def test_a_text_that_is_not_there_exactly_once_is_refused(data: bytes, old: str, times: int) -> None:
+async def test_ambiguous_old_str_is_refused(data: bytes, old: str, times: int) -> None:
     file = OneFile(data)
     said = await call(editor(file), "str_replace", old_str=old, new_str="x")
     assert said == f"Error: f: old_str occurs {times} times, it must occur exactly once"

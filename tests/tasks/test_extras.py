@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a server says whose extra is not installed, and that it says so before anything else."""
+"""Messages about missing extras, before any slow import."""
 
 import importlib.util
 import subprocess
@@ -26,7 +26,7 @@ APP = Path(__file__).parents[2] / "resources_servers/prorl_math/app.py"
 
 
 def without(module: str) -> Callable[[str], Any]:
-    """``find_spec`` where this module is not installed."""
+    """Return a ``find_spec`` that hides a module."""
     found = importlib.util.find_spec
     return lambda name: None if name == module else found(name)
 
@@ -66,7 +66,7 @@ HIDDEN = (
     ],
     ids=["prorl serve", "prorl data math", "the server itself"],
 )
-def test_what_is_started_without_it_says_so_in_a_line(started: str, says: str, tmp_path: Path) -> None:
+def test_missing_extra_is_one_line_on_stderr(started: str, says: str, tmp_path: Path) -> None:
     told = "sys.stdout.write(' '.join({'aiohttp', 'fastapi', 'nemo_gym'} & set(sys.modules)))"
     code = f"{HIDDEN}{started}\ntry: main()\nfinally: {told}"
     done = subprocess.run(
@@ -77,7 +77,7 @@ def test_what_is_started_without_it_says_so_in_a_line(started: str, says: str, t
     assert done.stderr == f"{says}: not installed: math_verify. pip install 'nemo-gym-prorl[math]'\n"
 
 
-def test_what_servers_of_a_mixture_lack_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixture_reports_all_missing_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     check_extras(["prorl_mixture", "prorl_code", "no_such_environment"])
     find = extras.importlib.util.find_spec
     there = ("nemo_gym", "nemo_gym_prorl")

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""HumanEval in real containers: right verdicts for right and wrong solutions, and none by cheating; and what of a lost
-sandbox is whose doing, which goes for all problems."""
+"""Grading of HumanEval in real sandboxes, and attribution of lost sandboxes."""
 
 import asyncio
 import os
@@ -50,7 +49,7 @@ async def judge(sandbox: Sandbox, task: str, source: str, limits: CodeLimits = L
 
 
 async def grade_all(sandbox: Sandbox, source: Callable[[HumanEvalProblem], str], every: int = 1) -> dict[str, Grade]:
-    """All problems in one container, four at a time; every so manieth of them."""
+    """Grade every ``every``-th problem in one sandbox, four at a time."""
     gate, chosen = asyncio.Semaphore(4), [*problems().values()][::every]
 
     async def one(problem: HumanEvalProblem) -> Grade:
@@ -67,12 +66,12 @@ async def test_all_references_pass(sandbox: AsyncSandbox) -> None:
 
 
 @pytest.mark.longer("all problems, else every fifth")
-async def test_no_function_that_does_nothing_passes(sandbox: AsyncSandbox) -> None:
+async def test_empty_functions_fail(sandbox: AsyncSandbox) -> None:
     empty = await grade_all(sandbox, lambda problem: f"{problem.prompt.rstrip()}\n    return None\n", 1 if LONG else 5)
     assert {task: grade for task, grade in empty.items() if grade.reward} == {}
 
 
-# One that returns floats, strings, lists, and one with a checker of its own.
+# Functions that return floats, strings and lists, and one with its own checker.
 TASKS = ["HumanEval/2", "HumanEval/15", "HumanEval/32", "HumanEval/33", "HumanEval/38"]
 
 
@@ -80,7 +79,7 @@ async def test_no_cheat_passes() -> None:
     gate = asyncio.Semaphore(4)
 
     async def attempt(task: str, source: str) -> Grade | NoVerdict:
-        async with gate, containers.running() as sandbox:  # one each: a cheat may damage its sandbox
+        async with gate, containers.running() as sandbox:  # one sandbox each, since a cheat may damage it
             return await grade_in(sandbox, problem_of(task), source, LIMITS, containers.ROOT)
 
     tried = [(task, CHEATS[name]) for task, name in zip(TASKS * len(CHEATS), CHEATS, strict=False)]
@@ -102,8 +101,8 @@ async def attacked(attack: Callable[[SandboxWithSessions], Coroutine[Any, Any, N
             await asyncio.wait([attacking])
 
 
-async def test_a_candidate_that_has_its_tester_killed_is_to_blame() -> None:
-    """It can't do that itself, as far as is known; so here its sandbox does, at its word."""
+async def test_candidate_that_kills_its_grader_scores_zero() -> None:
+    """The sandbox kills the grader at the candidate's request, since no direct way is known."""
     before = containers.instances()
 
     async def kill_when_told(sandbox: SandboxWithSessions) -> None:
@@ -127,14 +126,14 @@ async def test_a_candidate_that_has_its_tester_killed_is_to_blame() -> None:
 
 
 class Dying(AsyncSandbox):
-    """A real sandbox whose instance is killed when it is to grade."""
+    """Real sandbox that is killed when it executes a command."""
 
     async def exec(self, *arguments: Any, **options: Any) -> Any:
         containers.kill_instance(self._require_handle().sandbox_id)
         return await super().exec(*arguments, **options)
 
 
-async def test_a_lost_sandbox_costs_a_try_and_no_reward() -> None:
+async def test_lost_sandbox_is_retried() -> None:
     opened = 0
 
     @asynccontextmanager
@@ -154,8 +153,8 @@ NEVER = "import time\nopen('begun', 'w').close()\ndef truncate_number(x): time.s
 
 
 @pytest.mark.parametrize("killed", ["sandbox", "supervisor"])
-async def test_what_the_machine_ends_while_a_solution_runs_is_no_verdict_though_machines_are_fine(killed: str) -> None:
-    """The reference would pass in the next sandbox, and the solution is to be graded again, not to be given a zero."""
+async def test_machine_failure_during_a_solution_is_no_verdict(killed: str) -> None:
+    """The solution is graded again instead of scored 0, although a control program would pass."""
     opened = 0
 
     async def kill_when_begun(sandbox: SandboxWithSessions) -> None:
@@ -177,8 +176,8 @@ async def test_what_the_machine_ends_while_a_solution_runs_is_no_verdict_though_
     assert opened == 2
 
 
-async def test_what_ends_before_the_solution_is_run_is_not_its_doing() -> None:
-    """A machine that can't carry the tester, say: here one whose sandbox has no room for the solution's folder."""
+async def test_failure_before_the_solution_is_infrastructure() -> None:
+    """The sandbox has no place for the grader's folder."""
 
     @asynccontextmanager
     async def open_sandbox() -> AsyncIterator[Sandbox]:
@@ -257,8 +256,8 @@ os.kill(os.getppid(), signal.SIGKILL)
         *(("runtime", attack) for attack in ("kill_all", "fork_bomb")),
     ],
 )
-async def test_a_solution_that_takes_its_sandbox_down_has_its_zero(attack: str, start: str) -> None:
-    """It has no way to be taken for a victim of the machine, which would be tried again and left out in the end."""
+async def test_solution_that_destroys_its_sandbox_scores_zero(attack: str, start: str) -> None:
+    """The loss is the candidate's; a machine failure would be retried and finally masked."""
     source = f"import os, resource, signal, time\ndef truncate_number(x):\n{indent(TAKE_DOWN[attack], '    ')}"
     options = {"start": start, "memory_mib": 1024, "processes": 128}
     limits = CodeLimits(time_s=2, total_s=6, memory_mib=512)

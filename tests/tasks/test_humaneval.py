@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows, scripts and tools of coding tasks: everything that needs no sandbox."""
+"""HumanEval's rows and data, and tool arguments, without a sandbox."""
 
 import ast
 from contextlib import AbstractAsyncContextManager
@@ -25,7 +25,7 @@ from scripts.scripted_turns.humaneval import script_for
 from tests.tasks.rows_file import write_rows
 
 
-def test_all_problems_are_there_and_well_formed() -> None:
+def test_all_problems_are_well_formed() -> None:
     assert len(problems()) == 164
     for problem in problems().values():
         ast.parse(problem.stub)
@@ -34,7 +34,7 @@ def test_all_problems_are_there_and_well_formed() -> None:
         assert problem.entry_point in functions
 
 
-def test_rows_are_what_gym_accepts_and_tell_the_policy_no_reference() -> None:
+def test_rows_are_valid_and_hide_the_reference() -> None:
     for problem in problems().values():
         row = humaneval_row(problem)
         NeMoGymResponseCreateParamsNonStreaming.model_validate(row["responses_create_params"])
@@ -42,7 +42,7 @@ def test_rows_are_what_gym_accepts_and_tell_the_policy_no_reference() -> None:
         assert read_problem(read_metadata(row), None).function == problem.entry_point
 
 
-def test_shipped_data_is_what_the_code_writes(tmp_path: Path) -> None:
+def test_shipped_data_is_reproducible(tmp_path: Path) -> None:
     data = Path("resources_servers/prorl_code/data")
     chosen = list(problems().values())
     variants = ["reference", "repair", "reference", "repair", "reference"]
@@ -53,7 +53,7 @@ def test_shipped_data_is_what_the_code_writes(tmp_path: Path) -> None:
         assert (data / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
-def test_seeded_mistakes_break_every_problem_and_are_mended() -> None:
+def test_seeded_mistakes_break_and_repair_every_problem() -> None:
     for problem in problems().values():
         source, wrong, right = seeded_mistake(problem)
         with pytest.raises(SyntaxError):
@@ -80,7 +80,7 @@ def test_seeded_mistakes_break_every_problem_and_are_mended() -> None:
         ("submit", {"answer": 42}, "submit takes no arguments."),
     ],
 )
-def test_bad_arguments_tell_the_model_what_to_do(tool: str, arguments: object, said: str) -> None:
+def test_invalid_arguments_are_explained(tool: str, arguments: object, said: str) -> None:
     with pytest.raises(BadArguments) as caught:
         parse_arguments(tool, TOOLS[tool], arguments)
     assert said in str(caught.value)
@@ -93,7 +93,7 @@ def test_bad_arguments_tell_the_model_what_to_do(tool: str, arguments: object, s
         (ExtractedFile(None, "solution.py does not exist"), "solution.py does not exist"),
     ],
 )
-async def test_a_file_that_is_no_solution_is_judged_without_a_sandbox(taken: ExtractedFile, detail: str) -> None:
+async def test_unreadable_solution_needs_no_sandbox(taken: ExtractedFile, detail: str) -> None:
     def no_sandbox(needs: SandboxNeeds | None = None) -> AbstractAsyncContextManager[Sandbox]:
         raise AssertionError("nobody needs one")
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``bash`` and ``python`` as sessions, in real containers: what the model reads, to the byte, and who is to blame."""
+"""Persistent ``bash`` and ``python`` in real sandboxes: exact observations and failure attribution."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ IDLE = "Error: no command is running that could take input."
 
 
 class Agent:
-    """What a model can do in a workspace."""
+    """A model's view of a workspace."""
 
     def __init__(self, sandbox: StartedSandbox, limits: ToolLimits, installed: InstalledPrograms) -> None:
         self.sandbox = sandbox
@@ -65,7 +65,7 @@ async def stop(agent: Agent) -> None:
 
 @pytest.fixture
 async def agent() -> AsyncIterator[Agent]:
-    """In the image with a kernel."""
+    """An agent in the image with a kernel."""
     live = await start(None)
     yield live
     await stop(live)
@@ -73,13 +73,13 @@ async def agent() -> AsyncIterator[Agent]:
 
 @pytest.fixture
 async def without_kernel() -> AsyncIterator[Agent]:
-    """In an image without IPython."""
+    """An agent in the image without IPython."""
     live = await start(str(default_image_path()))
     yield live
     await stop(live)
 
 
-async def test_a_shell_keeps_its_state_until_it_ends(without_kernel: Agent) -> None:
+async def test_shell_keeps_state_until_it_ends(without_kernel: Agent) -> None:
     bash = without_kernel.bash
     assert await bash("pwd; ls") == "/sandbox/workspace\nsolution.py\n[exit code: 0]"
     assert await bash("cd /tmp; X=1; f() { echo f$X; }; false") == "[exit code: 1]"
@@ -97,13 +97,13 @@ async def test_a_shell_keeps_its_state_until_it_ends(without_kernel: Agent) -> N
 
 @pytest.fixture
 async def impatient() -> AsyncIterator[Agent]:
-    """Where less than a second of silence is a long time."""
+    """An agent whose commands count as waiting after 0.7 s of silence."""
     live = await start(str(default_image_path()), replace(LIMITS, silence_s=0.7))
     yield live
     await stop(live)
 
 
-async def test_programs_are_answered_interrupted_and_waited_for(impatient: Agent) -> None:
+async def test_programs_take_input_and_interrupts(impatient: Agent) -> None:
     bash = impatient.bash
     assert await bash(input="too early") == IDLE
     assert await bash("read -p 'name? ' name; echo hello $name; cat") == f"name? \n{RUNNING}"
@@ -135,7 +135,7 @@ async def test_time_limits_leave_a_usable_shell(without_kernel: Agent) -> None:
     assert await bash("echo $X") == "\n[exit code: 0]"
 
 
-async def test_long_and_odd_output(without_kernel: Agent) -> None:
+async def test_long_and_forged_output(without_kernel: Agent) -> None:
     bash = without_kernel.bash
     shown = await bash("seq 100000")
     count = shown.partition("\n[... ")[2].partition(" ")[0]
@@ -149,7 +149,7 @@ async def test_long_and_odd_output(without_kernel: Agent) -> None:
     assert forged == f"[exit code: 0]\n[... 5 bytes omitted ...]\n[exit code: 1; {SHELL_GONE}]"
 
 
-async def test_a_kernel_keeps_its_state_until_it_ends(agent: Agent) -> None:
+async def test_kernel_keeps_state_until_it_ends(agent: Agent) -> None:
     python = agent.python
     assert await python("import solution\nx = solution.f()\nprint('é', x)") == "é 1\n[ok]"
     assert await python("print('a'); x + 1") == "a\n2\n[ok]"
@@ -210,8 +210,8 @@ print("all forged")
         "import threading\nthreading.Thread(target=lambda: [print('x' * 100000) for _ in iter(int, 1)]).start()",
     ],
 )
-async def test_a_hostile_kernel_costs_nobody_else_anything(agent: Agent, attack: str) -> None:
-    """Whatever it sends or breaks, each call ends with a bounded observation, and a new kernel can be had."""
+async def test_hostile_kernel_is_contained(agent: Agent, attack: str) -> None:
+    """Each call returns a bounded observation, and the kernel can be restarted."""
     for code in (attack, "1"):
         said = await asyncio.wait_for(agent.python(code, timeout_s=1), 60)
         assert len(said.encode()) <= LIMITS.output_bytes
@@ -221,7 +221,7 @@ async def test_a_hostile_kernel_costs_nobody_else_anything(agent: Agent, attack:
     assert await agent.bash("cat solution.py") == "def f():\n    return 1\n[exit code: 0]"
 
 
-async def test_an_agent_that_breaks_its_sandbox_hurts_only_itself(agent: Agent) -> None:
+async def test_broken_sandbox_produces_error_observations(agent: Agent) -> None:
     assert await agent.python("1") == "1\n[ok]"
     assert (await agent.bash("kill -9 -1; true")).endswith("[exit code: 0]")
     assert (await agent.python("1")).endswith(("before this call: variables are gone]", f"[error; {KERNEL_GONE}]"))
@@ -235,8 +235,8 @@ async def test_an_agent_that_breaks_its_sandbox_hurts_only_itself(agent: Agent) 
     assert await agent.solution() == ExtractedFile(b"def f():\n    return 1\n")
 
 
-async def test_a_solution_that_a_program_holds_is_none(without_kernel: Agent) -> None:
-    """With a lease on it, for which the kernel refuses to open it to others for now: no want of the machine's."""
+async def test_leased_file_is_reported_as_unreadable(without_kernel: Agent) -> None:
+    """A file lease makes opening fail temporarily; that is not a machine failure."""
     hold = "import fcntl, os, signal, time; signal.signal(signal.SIGIO, signal.SIG_IGN); "
     hold += "fcntl.fcntl(os.open('solution.py', os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK); "
     hold += "open('/tmp/held', 'w'); time.sleep(1000)"
@@ -266,7 +266,7 @@ async def test_a_lost_sandbox_is_infrastructure(agent: Agent, kill: Callable[[Ag
         assert caught.value.kind is FailureKind.SESSION_LOST
 
 
-async def test_calls_at_the_same_time_wait_for_each_other(agent: Agent) -> None:
+async def test_concurrent_calls_are_serialized(agent: Agent) -> None:
     said = await asyncio.gather(*(agent.bash(f"X={i}; sleep 0.05; echo $X") for i in range(5)))
     assert said == [f"{i}\n[exit code: 0]" for i in range(5)]
     cells = await asyncio.gather(*(agent.python(f"y = {i}\ny") for i in range(5)))

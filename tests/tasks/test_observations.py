@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The format of observations, to the byte; what holds for any output; and how calls are counted by them."""
+"""Format and invariants of observations, and the counting of calls."""
 
 import re
 
@@ -75,17 +75,17 @@ notes = st.lists(
         (Output("half \ud800 a pair"), exit_code(0), [], "half ? a pair\n[exit code: 0]"),
     ],
 )
-def test_to_the_byte(output: Output, status: str, said: list[str], expected: str) -> None:
+def test_exact_observations(output: Output, status: str, said: list[str], expected: str) -> None:
     assert observation(output, status, said, limit=LIMIT) == expected
 
 
 @given(output=outputs, status=statuses, said=notes)
-def test_whatever_was_printed(output: Output, status: str, said: list[str]) -> None:
+def test_status_line_cannot_be_forged_and_limit_holds(output: Output, status: str, said: list[str]) -> None:
     shown = observation(output, status, said, limit=LIMIT)
     assert len(shown.encode()) <= LIMIT
     last = LAST_LINE.search(shown)
     assert last
-    # The last line is ours alone: nothing of the output is in it.
+    # The status line contains no output.
     omitted = OMITTED.search(last[0])
     count = [f"{omitted[1]} bytes omitted"] if omitted else []
     assert last[0] == f"[{'; '.join([status, *count, *said])}]"
@@ -94,7 +94,7 @@ def test_whatever_was_printed(output: Output, status: str, said: list[str]) -> N
         whole = output.head.encode("utf-8", "replace").decode()
         assert body in (whole, whole + "\n")
         return
-    # What is shown and what is counted make the whole.
+    # Shown and omitted bytes add up to the output.
     mark = f"\n[... {omitted[1]} bytes omitted ...]\n"
     printed = (
         len(output.head.encode("utf-8", "replace")) + output.omitted + len(output.tail.encode("utf-8", "replace"))
@@ -105,7 +105,7 @@ def test_whatever_was_printed(output: Output, status: str, said: list[str]) -> N
 
 
 @given(head=st.text(max_size=50), omitted=st.integers(1, 10**6), tail=st.text(max_size=50))
-def test_a_sessions_mark_is_understood(head: str, omitted: int, tail: str) -> None:
+def test_omission_mark_is_parsed(head: str, omitted: int, tail: str) -> None:
     marked = f"{head}\n[... {omitted} bytes omitted ...]\n{tail}"
     output = Output.of(marked, omitted)
     assert output.omitted == omitted
@@ -153,7 +153,7 @@ def counted(tool: str, text: str) -> object:
 
 
 @given(tool=st.sampled_from(["bash", "python"]), text=text, status=st.sampled_from(sorted(STATUSES)), said=notes)
-def test_the_status_counts_and_nothing_that_was_printed(tool: str, text: str, status: str, said: list[str]) -> None:
+def test_counts_depend_on_the_status_only(tool: str, text: str, status: str, said: list[str]) -> None:
     shown = observation(Output(text), status, said, limit=LIMIT)
     cut = int(" bytes omitted" in shown.rpartition("\n")[2])
     assert counted(tool, shown) == {**FINE, **STATUSES[status], "cut": cut}
@@ -169,7 +169,7 @@ def test_the_status_counts_and_nothing_that_was_printed(tool: str, text: str, st
         ("search", "Errors in measurement ...", 0),
     ],
 )
-def test_other_tools_begin_with_error(tool: str, text: str, errors: int) -> None:
+def test_errors_of_other_tools_are_counted(tool: str, text: str, errors: int) -> None:
     assert counted(tool, text) == {**FINE, "errors": errors}
 
 

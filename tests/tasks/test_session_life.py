@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The life of sessions under faults in any order: a sandbox that no live rollout works in is gone within seconds.
+"""Sessions under random faults: no sandbox outlives its rollout.
 
-In virtual time, with the real pipeline and handler on one side, the real server and its sessions on the other, and
-between them a wire that can lose what is asked and what is answered. Agents die, stand still and begin again; the
-provider's sandboxes come up late or not at all, and do not stop at once; each step of the task may never end.
+Runs in virtual time with the real pipeline and handler, and the real server with its sessions. The connection between
+them can lose requests and replies. Agents die, pause and restart; sandboxes start late or fail to start or stop; each
+step of the task may hang.
 """
 
 import asyncio
@@ -51,12 +51,12 @@ LEASE_S = LEASE_SWEEPS * RENEW_S
 BUDGETS = Budgets(init=60.0, run=60.0, eval=60.0)
 SETTINGS = PipelineSettings(budgets=BUDGETS, release_s=10.0, cancel_grace_s=5.0, max_attempts=2, unreachable_s=120.0)
 BEGIN_AGAIN_S = 3.0
-"""Until a dead agent is there again."""
+"""Seconds until a dead agent is restarted."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long each step of one rollout takes, and how its sandboxes behave."""
+    """Durations of a rollout's steps, and the behaviour of its sandboxes."""
 
     open: float = 0.0
     prepare: float = 1.0
@@ -65,14 +65,14 @@ class Plan:
     grade: float = 5.0
     create: float = 1.0
     refused: int = 0
-    """Creations that fail."""
+    """Number of failing creations."""
     close: float = 0.0
     stuck: int = 0
-    """Closings that fail."""
+    """Number of failing stops."""
 
     @property
     def bound_s(self) -> float:
-        """Until a sandbox of it is gone that no rollout works in any more."""
+        """Seconds in which an unused sandbox must be gone."""
         return LEASE_S + 2 * RENEW_S + self.create + (self.close + STOP_RETRY_S) * (self.stuck + 1)
 
 
@@ -89,7 +89,7 @@ class Box:
 
 
 class World:
-    """The provider's side."""
+    """State of the provider."""
 
     def __init__(self, plans: Mapping[str, Plan]) -> None:
         self.plans = plans
@@ -101,7 +101,7 @@ class World:
 
 
 class Provider:
-    """Of sandboxes in which nothing can be done."""
+    """Provider of simulated sandboxes."""
 
     world: ClassVar[World]
 
@@ -133,7 +133,7 @@ register_provider("moody", Provider)
 
 
 class Work:
-    """The tools: one, which takes its time."""
+    """One tool with a configurable duration."""
 
     over = False
 
@@ -156,7 +156,7 @@ class Work:
 
 
 class Steps:
-    """The task."""
+    """A task whose steps take the planned time."""
 
     def __init__(self) -> None:
         self.tools = Work()
@@ -186,7 +186,7 @@ class Server(TaskServer):
 
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[Any]:
-    """The application."""
+    """Serve the application."""
     config = {"host": "127.0.0.1", "port": 1, "name": "steps", "entrypoint": "app.py", "domain": "math"}
     settings = TaskServerConfig(**config, sandbox_provider={"moody": {}}, image="none", max_sandbox_starts=100)
     app = task_server(Server, settings).setup_webserver()
@@ -196,7 +196,7 @@ async def serving() -> AsyncIterator[Any]:
 
 @dataclass
 class Answer:
-    """What :class:`GymServer` reads of an answer."""
+    """The part of a response that :class:`GymServer` reads."""
 
     status: int
     body: bytes
@@ -213,7 +213,7 @@ class Answer:
 
 
 class Wire(GymServer):
-    """The way from one agent to the server."""
+    """Connection from one agent to the server, with faults."""
 
     def __init__(self, app: Any) -> None:
         super().__init__("steps", Address("http://steps"), HttpClient())
@@ -225,19 +225,19 @@ class Wire(GymServer):
         self.dead = self.is_cut = False
 
     def kill(self) -> None:
-        """Nothing is asked by this agent any more, and the server sees its connections close."""
+        """The agent sends no more requests, and its connections close."""
         self.dead = True
         self._break()
 
     async def cut(self, seconds: float) -> None:
-        """For so long all connections break."""
+        """Break all connections for a time."""
         self.is_cut = True
         self._break()
         await asyncio.sleep(seconds)
         self.is_cut = False
 
     async def stand_still(self, seconds: float) -> None:
-        """For so long nothing is asked and no answer is read, but connections stay."""
+        """Pause requests and replies for a time; connections stay open."""
         self._passable.clear()
         await asyncio.sleep(seconds)
         self._passable.set()
@@ -300,7 +300,7 @@ class Wire(GymServer):
 
 
 class Doer(GymEnvironmentHandler):
-    """The agent, without a model."""
+    """Agent handler without a model."""
 
     async def run(self, job: Job, session: GymSession) -> Trajectory:
         response = empty_response(job.row["responses_create_params"])
@@ -313,7 +313,7 @@ class Doer(GymEnvironmentHandler):
 
 
 class Agent:
-    """One life of an agent."""
+    """An agent process between two restarts."""
 
     def __init__(self, app: Any) -> None:
         self.wire = Wire(app)
@@ -325,7 +325,7 @@ class Agent:
 
     @classmethod
     async def begin(cls, app: Any) -> Self:
-        """One that has met the server, and so knows what the server can do."""
+        """Start an agent that has completed a rollout and so knows the server's routes."""
         agent = cls(app)
         agent.submit(FIRST, AT_ONCE)
         while not agent.jobs[FIRST].state.terminal:
@@ -340,7 +340,7 @@ class Agent:
 
 @dataclass
 class Play:
-    """Rollouts of some plans, and what is done to them, at which second."""
+    """Rollouts with fault events at given seconds."""
 
     plans: dict[str, Plan]
     events: list[tuple[float, str, float]] = field(default_factory=list)
@@ -348,7 +348,7 @@ class Play:
     agent: Agent = field(init=False)
 
     async def run(self) -> dict[str, Job]:
-        """The rollouts as they ended."""
+        """Run the rollouts and return the ended jobs."""
         self.world = Provider.world = World(self.plans | {FIRST: AT_ONCE})
         async with serving() as app:
             self.app = app
@@ -441,7 +441,7 @@ PLAN = Plan()
     ],
 )
 def test_no_sandbox_outlives_its_rollout(plan: Plan, events: list[tuple[float, str, float]], attempts: int) -> None:
-    """``attempts``: so many does the rollout take, and succeeds; ``None``: whatever becomes of it."""
+    """``attempts`` is the number of attempts of a successful rollout; ``None`` allows any outcome."""
     [job] = play({"it": plan}, *events).values()
     if attempts is not None:
         assert job.outcome is not None
@@ -475,15 +475,13 @@ def test_no_sandbox_outlives_its_rollout(plan: Plan, events: list[tuple[float, s
     ),
 )
 @settings(max_examples=200 if LONG else 12)
-def test_whatever_happens_no_sandbox_outlives_its_rollout(
-    plans: list[Plan], events: list[tuple[float, str, float]]
-) -> None:
+def test_random_faults_leave_no_sandbox(plans: list[Plan], events: list[tuple[float, str, float]]) -> None:
     jobs = play({f"r{number}": plan for number, plan in enumerate(plans)}, *events)
     assert all(job.state.terminal for job in jobs.values())
 
 
 class Started:
-    """A sandbox, as sessions have it."""
+    """A sandbox handle for sessions."""
 
     def __init__(self, handle: SandboxHandle) -> None:
         self._handle = handle
@@ -511,9 +509,13 @@ async def graded(sessions: Sessions[Any, str]) -> float:
 @pytest.mark.parametrize("life", [seeded, graded])
 @pytest.mark.parametrize("cut", ["cancel", "close", "end"])
 @pytest.mark.parametrize("beside", [False, True])
-async def test_cut_at_any_step(life: Callable[..., Awaitable[Any]], cut: str, beside: bool) -> None:
-    """A caller is cancelled, the session is closed, or all are, at each step of the event loop; a second caller that
-    asks for the same session has it all the same if only the first was cancelled."""
+async def test_session_cut_at_any_step_leaves_no_sandbox(
+    life: Callable[..., Awaitable[Any]], cut: str, beside: bool
+) -> None:
+    """Cancel a caller, close the session or close all at each step of the event loop.
+
+    A second caller of the same session succeeds if only the first one was cancelled.
+    """
     for steps in range(0, 60, 1 if LONG else 2):
         world = Provider.world = World({"a": AT_ONCE})
         sessions: Sessions[Any, str] = Sessions(Steps(), start, SessionLimits())
@@ -538,7 +540,7 @@ async def test_cut_at_any_step(life: Callable[..., Awaitable[Any]], cut: str, be
         assert not world.boxes, (steps, ended)
 
 
-async def test_a_session_without_a_lease_is_swept_when_nobody_works_in_it() -> None:
+async def test_idle_session_without_a_lease_is_closed() -> None:
     world = Provider.world = World({"a": AT_ONCE})
     sessions: Sessions[Any, str] = Sessions(Steps(), start, SessionLimits(session_ttl_s=0.05))
     await sessions.seed("s", {"name": "a"})

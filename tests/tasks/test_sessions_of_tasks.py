@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What sessions make of a task: one that needs no sandbox, one that fails at every step, one that misbehaves."""
+"""Sessions of tasks without a sandbox, of failing tasks, and of misbehaving ones."""
 
 import asyncio
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class AddArguments(Arguments):
 
 
 class Sum:
-    """The tools of a session; they are on the server's side."""
+    """Tools that run in the server."""
 
     def __init__(self) -> None:
         self.over = False
@@ -46,7 +46,7 @@ class Sum:
 
 
 class Adding:
-    """The set of them."""
+    """Tool set with one tool."""
 
     def __init__(self) -> None:
         self.opened: list[Sum] = []
@@ -62,7 +62,7 @@ class Adding:
 
 
 class Sums:
-    """The policy adds numbers up and says the sum; whatever the row names for a step is raised there."""
+    """Task of adding numbers; an exception in the row's field of a step is raised there."""
 
     def __init__(self) -> None:
         self.tools = Adding()
@@ -111,7 +111,7 @@ class SumServer(TaskServer):
         return Sums()
 
 
-async def test_a_family_without_sandboxes_is_served_like_any_other() -> None:
+async def test_environment_without_sandboxes() -> None:
     config = {"host": "127.0.0.1", "port": 1, "name": "sums", "entrypoint": "app.py", "domain": "math"}
     server = task_server(SumServer, TaskServerConfig(**config, sandbox_provider=None))
     row = {"responses_create_params": {"input": []}, "sum": 7}
@@ -133,7 +133,7 @@ async def test_a_family_without_sandboxes_is_served_like_any_other() -> None:
         assert told == {"reward": 1.0, "passed": True, "verdict": "compared", "verdict_detail": "said 7", "sum": 7}
 
 
-async def test_a_session_is_graded_once_and_its_tools_are_closed() -> None:
+async def test_session_is_graded_once() -> None:
     task = Sums()
     sessions = sessions_of(task)
     await sessions.seed("key", {"sum": 1})
@@ -144,8 +144,8 @@ async def test_a_session_is_graded_once_and_its_tools_are_closed() -> None:
     assert (task.graded, task.tools.opened[0].closed) == (1, True)
 
 
-async def test_a_session_that_is_closed_before_its_verdict_begins_is_not_graded() -> None:
-    """A verdict that came without a release waits until what is graded is taken out."""
+async def test_session_closed_before_grading_is_not_graded() -> None:
+    """Verification without a release waits for the extraction."""
 
     class Slow(Sums):
         def __init__(self) -> None:
@@ -172,7 +172,7 @@ async def test_a_session_that_is_closed_before_its_verdict_begins_is_not_graded(
     assert (lost.value.kind, task.graded) == (FailureKind.SESSION_LOST, 0)
 
 
-async def test_a_live_session_is_seeded_again_with_another_row_only() -> None:
+async def test_only_another_row_replaces_a_live_session() -> None:
     task = Sums()
     sessions = sessions_of(task)
     for total in (1, 1, 2):
@@ -194,7 +194,7 @@ async def test_a_live_session_is_seeded_again_with_another_row_only() -> None:
         ("grade", TaskError("odd"), FailureKind.VERIFIER_ERROR),
     ],
 )
-async def test_a_task_that_fails_is_never_a_reward(step: str, raised: BaseException, seen: FailureKind) -> None:
+async def test_failing_task_is_never_a_reward(step: str, raised: BaseException, seen: FailureKind) -> None:
     task = Sums()
     sessions = sessions_of(task)
     row = {"sum": 1, step: raised}
@@ -224,12 +224,12 @@ async def test_a_task_that_fails_is_never_a_reward(step: str, raised: BaseExcept
         {"fields": {"a": object()}},
     ],
 )
-def test_what_is_no_grade_cannot_be_made(odd: dict[str, Any]) -> None:
+def test_invalid_grades_are_refused(odd: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(odd)).rstrip("s")):
         Grade(**{"reward": 1.0, "verdict": "right", **odd})
 
 
-async def test_a_policy_that_used_up_what_it_had_has_a_reward_of_zero() -> None:
+async def test_exhausted_policy_scores_zero() -> None:
     sessions = sessions_of(Sums())
     await sessions.seed("key", {"sum": 1, "artefacts": AgentError("the disk is full")})
     assert await sessions.verify("key", answer("1")) == Grade(0.0, "exhausted", "the disk is full")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What rows ask of their sandboxes: had, or refused in the row's own words; the server's mistakes stay its own."""
+"""Sandbox requirements of rows: applied, or refused by the row's field."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def ours(image: str | None = None, **options: Any) -> TaskSandboxes:
     return TaskSandboxes({"singularity": options}, image or containers.image(), rows_name_images=False)
 
 
-async def test_while_its_image_is_built_it_says_so(
+async def test_image_build_reports_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def build(name: str, say: Progress) -> Path:
@@ -36,7 +36,7 @@ async def test_while_its_image_is_built_it_says_so(
     assert capsys.readouterr().out == "prorl: sandbox image kernel: building kernel\n"
 
 
-async def test_what_a_row_does_not_ask_for_is_as_configured() -> None:
+async def test_unset_requirements_use_the_configuration() -> None:
     sandboxes = ours(processes=99, memory_mib=512)
     needs = [SandboxNeeds(), SandboxNeeds(image="default", cpu=2, memory_mib=256, disk_gib=1, processes=40)]
     started = [await sandboxes.start(need) for need in needs]
@@ -59,7 +59,7 @@ async def test_what_a_row_does_not_ask_for_is_as_configured() -> None:
         ("processes", 0),
     ],
 )
-async def test_what_can_not_be_had_is_refused_by_the_name_of_the_rows_field(need: str, value: Any) -> None:
+async def test_invalid_requirement_is_refused_by_field(need: str, value: Any) -> None:
     sandboxes = ours()
     for fields, named in (({}, need), ({need: "limits.its"}, "limits.its")):
         for ask in (sandboxes.fetch_image, sandboxes.start):
@@ -68,7 +68,7 @@ async def test_what_can_not_be_had_is_refused_by_the_name_of_the_rows_field(need
             assert caught.value.field == named
 
 
-async def test_what_is_wrong_with_the_configuration_is_nothing_of_the_rows() -> None:
+async def test_configuration_error_is_not_the_rows_fault() -> None:
     with pytest.raises(InfrastructureError, match=r"/nowhere/no\.sif"):
         await ours("/nowhere/no.sif").start(SandboxNeeds(memory_mib=256))
     nameless = TaskSandboxes({"singularity": {}}, None, rows_name_images=True)
@@ -76,7 +76,7 @@ async def test_what_is_wrong_with_the_configuration_is_nothing_of_the_rows() -> 
         await nameless.start(SandboxNeeds())
 
 
-async def test_another_provider_can_not_be_asked_for_everything() -> None:
+async def test_unsupported_requirement_of_another_provider() -> None:
     sandboxes = TaskSandboxes({"apptainer": {}}, containers.image(), rows_name_images=False)
     await sandboxes.fetch_image(SandboxNeeds())  # which does nothing ahead
     with pytest.raises(CallerError, match="'apptainer' does not support it") as caught:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The editor and the artefact, and the other tools where a sandbox has no sessions, in real containers."""
+"""Editor, extracted files, and tools without sessions, in real sandboxes."""
 
 import asyncio
 import errno
@@ -34,7 +34,7 @@ async def workspace(sandbox: AsyncSandbox) -> Workspace:
 
 @pytest.fixture(params=["by a program inside", "by the sandbox"])
 async def either(request: pytest.FixtureRequest) -> AsyncIterator[Workspace]:
-    """A workspace, with either way to its files."""
+    """A workspace with each kind of file access."""
     sandbox = await (
         containers.start() if request.param == "by a program inside" else containers.start_with_sessions()
     )
@@ -63,7 +63,7 @@ async def test_bash(workspace: Workspace) -> None:
     assert await workspace.call("bash", {"input": "y"}) == "Error: no command is running that could take input."
 
 
-async def test_a_slow_command_is_killed_and_its_output_kept(workspace: Workspace) -> None:
+async def test_slow_command_is_killed_and_keeps_its_output(workspace: Workspace) -> None:
     observation = await bash(workspace, "echo before; sleep 60 & wait", timeout_s=1)
     assert observation == f"before\n[timed out after 1 s; {KEPT}]"
     assert "sleep 60" not in await bash(workspace, "ps -eo args")
@@ -84,7 +84,7 @@ async def test_editor(either: Workspace) -> None:
     assert (await bash(either, "cat sub/a.txt")).startswith("zero\n1\n2\ntwo\n[exit code: 0")
 
 
-async def test_editor_tells_what_is_wrong(either: Workspace) -> None:
+async def test_editor_errors(either: Workspace) -> None:
     assert await edit(either, "view", "no.txt") == "Error: no.txt: No such file or directory"
     assert await edit(either, "view", SOLUTION_FILE, view_range=[5, 6]) == (
         "Error: solution.py: view_range must lie within the file's 2 lines"
@@ -103,7 +103,7 @@ async def test_editor_tells_what_is_wrong(either: Workspace) -> None:
     assert await edit(either, "create", "/proc/1/x", file_text="") == "Error: /proc/1/x: No such file or directory"
 
 
-async def test_an_edited_file_keeps_its_permissions(either: Workspace) -> None:
+async def test_edited_file_keeps_permissions(either: Workspace) -> None:
     await bash(either, "echo 'echo old' > run.sh; chmod 750 run.sh; ln -s run.sh link")
     assert (
         await edit(either, "str_replace", "link", old_str="old", new_str="new") == "Replaced one occurrence in link."
@@ -111,13 +111,15 @@ async def test_an_edited_file_keeps_its_permissions(either: Workspace) -> None:
     assert (await bash(either, "./run.sh; stat -c %a run.sh; test -L link")).startswith("new\n750\n[exit code: 0")
 
 
-async def test_the_host_is_out_of_reach(workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_files_are_unreachable(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text("host secret")
     monkeypatch.setenv("PRORL_TEST_SECRET", "host secret")
     assert "host secret" not in await bash(workspace, f"env; cat {secret}")
     assert await bash(workspace, "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '") == f"lo\n{ENDED}"
-    # A link to a file of the host leads nowhere, neither for the editor nor for what is taken out at the end.
+    # A symlink to a host file is dangling inside, for the editor and for extraction.
     await bash(workspace, f"rm solution.py; ln -s {secret} solution.py; ln -s {secret} other")
     assert await workspace.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(
         None, "solution.py does not exist"
@@ -126,7 +128,7 @@ async def test_the_host_is_out_of_reach(workspace: Workspace, tmp_path: Path, mo
     assert secret.read_text() == "host secret"
 
 
-async def test_artefact(either: Workspace) -> None:
+async def test_extracted_files(either: Workspace) -> None:
     assert await either.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(b"def f():\n    return 1\n")
     await bash(either, "printf '\\xff' > solution.py")
     assert await either.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(b"\xff")
@@ -139,8 +141,8 @@ async def test_artefact(either: Workspace) -> None:
 
 
 @pytest.mark.parametrize("answer", ['{"content": 5}', '{"content": "%%"}', "[]", "[" * 50_000])
-async def test_a_forged_answer_is_no_failure(workspace: Workspace, answer: str) -> None:
-    """An agent that answers in place of the program that reads the artefact gets a verdict, not another try."""
+async def test_forged_toolbox_reply_is_no_machine_failure(workspace: Workspace, answer: str) -> None:
+    """An agent that forges the reader's reply gets a verdict instead of a retry."""
     forger = (
         "#!/bin/sh\nfor last; do :; done\n"
         'mark=$(echo $last | base64 -d | sed \'s/.*"mark": "\\([0-9a-f]*\\)".*/\\1/\')\n'
@@ -154,7 +156,7 @@ async def test_a_forged_answer_is_no_failure(workspace: Workspace, answer: str) 
     assert (await edit(workspace, "view", "x")).startswith("Error: ")
 
 
-async def test_an_agent_that_kills_everything_in_reach_only_hurts_itself(workspace: Workspace) -> None:
+async def test_killing_all_processes_is_an_observation(workspace: Workspace) -> None:
     observation = await bash(workspace, "kill -9 -1; kill -9 $PPID; sleep 5")
     assert observation == "Error: the command killed the process that reports on it; its output is lost."
     assert await bash(workspace, "echo still here") == f"still here\n{ENDED}"
@@ -172,7 +174,7 @@ async def test_a_lost_sandbox_is_infrastructure() -> None:
 
 
 class Failing:
-    """A sandbox whose files are out of reach by the machine's doing, and that says nothing else."""
+    """Sandbox whose file operations fail with a machine error."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -185,7 +187,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EIO])
-async def test_a_machine_that_does_not_give_a_file_is_infrastructure_and_no_missing_solution(number: int) -> None:
+async def test_machine_file_error_is_infrastructure(number: int) -> None:
     workspace = Workspace(Failing(number), "/sandbox/workspace", LIMITS)  # type: ignore[arg-type]
     for work in (
         workspace.extract_file(SOLUTION_FILE, limit=LONGEST),
@@ -209,11 +211,11 @@ except OSError as error: print(error.errno)
 open("/tmp/linked", "w").close()
 time.sleep(1000)
 """
-"""Nobody can open the other side of a terminal that was not unlocked: EIO."""
+"""Opening the slave of a locked pseudo-terminal fails with EIO."""
 
 
-async def test_no_agent_passes_a_file_of_its_own_for_a_disk_that_fails() -> None:
-    """It would be tried again, and left out in the end, instead of having its zero."""
+async def test_agent_cannot_fake_a_disk_error() -> None:
+    """A faked machine error would cause retries and finally mask the rollout."""
     async with containers.running_ours() as sandbox:
         workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
         await workspace.write({SOLUTION_FILE: "x"})

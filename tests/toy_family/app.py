@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A family of tasks with an image per row: how many Python packages does the image have? The policy writes it down."""
+"""Toy environment with an image per row: count the image's Python packages."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -16,14 +16,14 @@ COUNT = "python3 -c 'from importlib.metadata import distributions as d; print(le
 
 
 class Packages:
-    """The task."""
+    """Task of counting packages."""
 
     def __init__(self, limits: ToolLimits) -> None:
         self.tools = Workbench(("bash", "submit"), "/work", limits)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
         if not isinstance(row.get("image"), str):
-            raise CallerError("it must name the row's image", field="image")
+            raise CallerError("must name the row's image", field="image")
         return SandboxNeeds(image=row["image"])
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
@@ -36,7 +36,7 @@ class Packages:
         self, row: Mapping[str, Any], artefacts: ExtractedFile, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
         async with open_sandbox() as sandbox:
-            count = int((await sandbox.exec(COUNT)).stdout or "")  # whatever this raises is never a reward
+            count = int((await sandbox.exec(COUNT)).stdout or "")  # an exception here is never a reward
         if artefacts.content is None:
             return Grade(0.0, "no_answer", artefacts.problem or "")
         right = artefacts.content.split() == [b"%d" % count]
@@ -44,7 +44,7 @@ class Packages:
 
 
 class ToyServer(TaskServer):
-    """The server."""
+    """Server of the toy environment."""
 
     rows_name_images: ClassVar[bool] = True
 

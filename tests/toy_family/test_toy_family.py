@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The toy family from its rows to its rewards, over HTTP, with a real sandbox of each row's own image."""
+"""The toy environment over HTTP with real sandboxes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ async def base_url() -> AsyncIterator[str]:
 
 
 async def play(base_url: str, image: str, command: str | None) -> dict[str, Any]:
-    """One rollout; gives the row as it comes back."""
+    """Play a rollout and return the verified row."""
     async with Client(base_url) as client:
         assert (await client.post("/seed_session", row(image)))[0] == 200
         if command:
@@ -55,7 +55,7 @@ async def play(base_url: str, image: str, command: str | None) -> dict[str, Any]
     return verdict
 
 
-async def test_oracle_and_null_each_in_the_image_of_its_row(base_url: str) -> None:
+async def test_oracle_and_null_in_the_rows_images(base_url: str) -> None:
     oracle = await asyncio.gather(*(play(base_url, image, f"{COUNT} > count") for image in IMAGES))
     null = await asyncio.gather(*(play(base_url, image, None) for image in IMAGES))
     assert [verdict["reward"] for verdict in oracle] == [1.0, 1.0]
@@ -75,16 +75,16 @@ async def test_oracle_and_null_each_in_the_image_of_its_row(base_url: str) -> No
 
 @pytest.fixture
 def without_bash(image: Path, runtime: Runtime, tmp_path: Path) -> Path:
-    """An image with little more than a shell."""
+    """Build an image with little more than a shell."""
     make_tiny_root(image, tmp_path / "tiny")
     work = tmp_path / "work"
     work.mkdir()
     return programs.build(runtime, work, str(tmp_path / "tiny"), timeout_s=60, unpacked=True)
 
 
-async def test_an_image_that_is_no_good_is_the_rows_fault(base_url: str, without_bash: Path) -> None:
+async def test_unusable_image_is_the_rows_fault(base_url: str, without_bash: Path) -> None:
     for image, complaint in {
-        7: "it must name the row's image",
+        7: "must name the row's image",
         "no-such-image": "no image named",
         "docker://Not An Image": "is not the address of an image",
         "/nowhere/no.sif": "/nowhere/no.sif",

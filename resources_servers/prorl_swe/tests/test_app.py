@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym's check of the server's verifier; the rest is in the repository's ``tests``."""
+"""Gym's verifier check; further tests are in the repository's ``tests``."""
 
 import asyncio
 
@@ -11,6 +11,6 @@ from resources_servers.prorl_swe.app import VERIFIER_FIXTURE
 
 @pytest.mark.sandbox
 def test_verifier_fixture() -> None:
-    """Sandboxes are real; ``seeded`` has it compare two rewards, too."""
+    """Runs the cases in real sandboxes; ``seeded`` also compares two rewards of one case."""
     gym = pytest.importorskip("nemo_gym.verifier_fixture", reason="Gym has it since 0.7")
     asyncio.run(gym.exercise_verifier_fixture(VERIFIER_FIXTURE, reward_range=(0.0, 1.0), determinism="seeded"))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Grading in real containers."""
+"""Fixture: grading in a real sandbox."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -18,7 +18,7 @@ Judge = Callable[..., Awaitable[Grade]]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def judge() -> AsyncIterator[Judge]:
-    """Grades sources in one container, which each must leave as it was; its tests share an event loop."""
+    """Grade sources in one shared sandbox; tests of a module share its event loop."""
     async with containers.running_ours() as sandbox:
 
         async def graded(problem: CodeProblem, source: str, *, rule: RewardRule = "all", **limits: Any) -> Grade:

@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Problems and programs of the tables beside this file.
+"""Problems and programs from the JSON lines files beside this module.
 
-``contests.jsonl``: problems on standard input and output with tests by brute force, a solution, and wrong programs
-that differ from it in one place. ``programs.jsonl``: tests, a program, and its verdict. ``cheats.jsonl``: programs
-that attack their grader. ``messages.jsonl``: a policy's message and the program in it.
+- ``contests.jsonl``: problems with tests by brute force, a solution, and wrong programs that differ in one place.
+- ``programs.jsonl``: tests, a program and its verdict.
+- ``cheats.jsonl``: programs that attack their grader.
+- ``messages.jsonl``: messages of a policy and the program in each.
 """
 
 import base64
@@ -26,7 +27,7 @@ SUMS_TO_INPUT = (
     "    a, b = map(int, output.split())\n"
     "    return a + b == int(given), f'{a} + {b}'\n"
 )
-"""A checker: several outputs are right."""
+"""A checker program that accepts several outputs."""
 
 NAMED = {
     "sum": {"unit_tests": {"inputs": ["1 2\n", "5 5\n"], "outputs": ["3\n", "10\n"]}},
@@ -36,26 +37,26 @@ NAMED = {
         "checker": {"kind": "program", "source": SUMS_TO_INPUT},
     },
 }
-"""Problems that several programs of the table share."""
+"""Problems shared by several programs."""
 
 
 def read(metadata: Any) -> CodeProblem:
-    """The problem of a row's ``verifier_metadata``."""
+    """Return the problem of ``verifier_metadata``."""
     return read_problem(read_metadata({"verifier_metadata": metadata}), None)
 
 
 def problem_of(program: Mapping[str, Any]) -> CodeProblem:
-    """The problem that a program of the table is to solve."""
+    """Return the problem of a program."""
     tests = program["tests"]
     return read(NAMED[tests] if isinstance(tests, str) else {"unit_tests": tests})
 
 
 def contest_problem(contest: Mapping[str, Any]) -> CodeProblem:
-    """The problem of a contest, with its tests."""
+    """Return the problem of a contest."""
     checker = {"kind": contest.get("checker", "tokens"), "absolute": 1e-6, "relative": 1e-6}
     return CodeProblem([CodeTestCase(*test) for test in contest["tests"]], None, checker)
 
 
 def packed(tests: Any) -> dict[str, Any]:
-    """Tests as Gym's LiveCodeBench has them."""
+    """Return tests packed like Gym's LiveCodeBench."""
     return {"packed": base64.b64encode(zlib.compress(json.dumps(tests).encode())).decode()}

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""When an output is the expected one."""
+"""Comparison of outputs and values with expected ones."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def test_outputs(output: str, expected: str, right_by: set[str]) -> None:
 @example("9" * 100_000, "9" * 100_000 + ".0", "float")
 @example("1e99999999999999999999", "1", "lines")
 @example("\ud800", "\udcff", "tokens")
-def test_no_output_is_too_odd_to_be_compared(output: str, expected: str, kind: str) -> None:
+def test_any_output_can_be_compared(output: str, expected: str, kind: str) -> None:
     said = checkers.outputs_match(output, expected, FLOAT | {"kind": kind})
     assert said in (True, False)
     if output == expected:
@@ -60,7 +60,7 @@ def test_no_output_is_too_odd_to_be_compared(output: str, expected: str, kind: s
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False, width=32))
-def test_a_number_is_itself_in_every_spelling(value: float) -> None:
+def test_number_equals_itself_in_every_notation(value: float) -> None:
     spellings = [repr(value), f"{value:.60f}", f"{value:+.40e}"]
     for spelling in spellings:
         assert checkers.outputs_match(spelling, repr(value), FLOAT)
@@ -74,7 +74,7 @@ JSON: Any = st.recursive(
 
 
 def with_kinds(value: Any) -> Any:
-    """Such that what ``==`` takes for equal, but for numbers and truth, still is."""
+    """Tag values so that ``==`` distinguishes booleans from numbers."""
     if isinstance(value, list):
         return [with_kinds(part) for part in value]
     if isinstance(value, dict):
@@ -88,7 +88,7 @@ def with_kinds(value: Any) -> Any:
 @example(1e308, 10**400)
 @example(10**400, 1e308)
 @example(math.inf, 10**400)
-def test_values_are_compared_by_what_they_say(value: Any, expected: Any) -> None:
+def test_values_are_compared_like_python_except_booleans(value: Any, expected: Any) -> None:
     checker = {"kind": "lines", "absolute": 0.0, "relative": 0.0}
     assert checkers.values_match(json.loads(json.dumps(value)), value, checker)
     assert checkers.values_match(value, expected, checker) == (with_kinds(value) == with_kinds(expected))
@@ -117,7 +117,7 @@ def test_values(value: Any, expected: Any, checker: dict[str, Any], right: bool)
     assert checkers.values_match(value, expected, checker) is right
 
 
-def test_what_is_nested_too_deeply_is_for_the_caller_to_catch() -> None:
+def test_deep_nesting_raises_recursion_error() -> None:
     deep: Any = []
     for _ in range(sys.getrecursionlimit()):
         deep = [deep]

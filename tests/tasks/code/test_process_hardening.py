@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a candidate's process can't do, though it has its grader's user id, each tried from inside one.
+"""Operations that a candidate's process cannot perform, tried from inside.
 
-A program tells what it found by the exception that ends it, since nothing that it prints is kept.
+A program reports its findings in the exception that ends it, since its output is discarded.
 """
 
 import pytest
@@ -23,7 +23,7 @@ ONE = CodeProblem([CodeTestCase("", "right\n")], None, LINES)
 
 
 async def told(judge: Judge, source: str, problem: CodeProblem = ONE) -> str:
-    """What the program says in the exception that ends it."""
+    """Return the exception text that ends the program."""
     grade = await judge(problem, source, time_s=5)
     assert grade.verdict == "crashed", grade
     return grade.detail
@@ -111,7 +111,7 @@ attempt('pair', lambda: socket.socketpair() and 0)
     [(FOREIGN, []), (CHILDREN, ["thread"]), (NOTES, ["here", "there", "null", "pair"])],
     ids=["other processes", "children", "notes for the next test"],
 )
-async def test_what_is_refused(judge: Judge, tried: str, allowed: list[str]) -> None:
+async def test_candidate_operations_are_refused(judge: Judge, tried: str, allowed: list[str]) -> None:
     said = await told(judge, f"{TRY}{tried}\nraise Exception(done, len(refused))\n")
     refused = tried.count("attempt(") - len([name for name in allowed if f"attempt('{name}'" in tried])
     assert f"Exception: ({allowed}, {refused})" in said
@@ -119,8 +119,8 @@ async def test_what_is_refused(judge: Judge, tried: str, allowed: list[str]) -> 
 
 @of_one_loop
 @pytest.mark.sandbox
-async def test_nothing_of_other_tests_and_no_expected_output_is_to_be_found(judge: Judge) -> None:
-    """In memory, in open files, among objects, in any file, of the last test, which has heard of all before."""
+async def test_other_tests_and_expected_outputs_are_unreachable(judge: Judge) -> None:
+    """The last of three tests searches memory, objects and all readable files."""
     source = (
         "import gc, glob, os, re, sys\n"
         "mine = sys.stdin.read().strip()\n"
@@ -149,8 +149,8 @@ async def test_nothing_of_other_tests_and_no_expected_output_is_to_be_found(judg
 
 @of_one_loop
 @pytest.mark.sandbox
-async def test_nothing_in_its_own_memory(judge: Judge) -> None:
-    """Byte by byte, though it was forked from a process that others were forked from before."""
+async def test_own_memory_contains_no_secrets(judge: Judge) -> None:
+    """The last of three tests searches its whole address space."""
     source = (
         "import ctypes, re, sys\n"
         "mine = sys.stdin.read().strip()\n"
@@ -171,15 +171,15 @@ async def test_nothing_in_its_own_memory(judge: Judge) -> None:
 
 @of_one_loop
 @pytest.mark.sandbox
-async def test_it_has_no_capabilities(judge: Judge) -> None:
+async def test_candidate_has_no_capabilities(judge: Judge) -> None:
     source = "raise Exception({line.split()[1] for line in open('/proc/self/status') if line.startswith('Cap')})\n"
     assert "Exception: {'0000000000000000'}" in await told(judge, source)
 
 
 @of_one_loop
 @pytest.mark.sandbox
-async def test_what_a_test_leaves_is_gone_for_the_next_though_it_hides_it(judge: Judge) -> None:
-    """Folders in folders, without permissions, with names that are no text."""
+async def test_leftover_files_are_removed_between_tests(judge: Judge) -> None:
+    """Nested folders, folders without permissions and names that are not text."""
     source = (
         "import os\n"
         "assert os.listdir('.') == [], os.listdir('.')\n"
@@ -200,7 +200,7 @@ async def test_what_a_test_leaves_is_gone_for_the_next_though_it_hides_it(judge:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_numbers_of_calls_are_those_that_sandboxes_know(machine: str) -> None:
+def test_syscall_numbers_match_the_sandbox_tables(machine: str) -> None:
     table = seccomp.TABLES[machine]
     known = {**table.refused, **table.conditional}
     ours = {**filters.COMMON_SYSCALLS, **filters.SYSCALLS[machine]}
@@ -212,7 +212,7 @@ def test_numbers_of_calls_are_those_that_sandboxes_know(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", filters.ARCHITECTURES)
-def test_a_process_may_limit_and_slow_itself_and_a_child_begins_threads_only(machine: str) -> None:
+def test_filters_allow_own_limits_and_threads_only(machine: str) -> None:
     strict, lone = map(bytes.fromhex, filters.filters()[machine])
 
     def said(program: bytes, name: str, *arguments: int) -> int:

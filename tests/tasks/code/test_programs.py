@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts on programs, ways to be rewarded without a solution, and checkers of rows; in real containers."""
+"""Verdicts on programs, cheats and checkers in real sandboxes."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ ADD = "print(sum(map(int, input().split())))\n"
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program["name"] or program["source"][:40])
-async def test_a_program_has_the_verdict_of_the_table(judge: Judge, program: Mapping[str, Any]) -> None:
+async def test_program_gets_the_verdict_of_the_table(judge: Judge, program: Mapping[str, Any]) -> None:
     time_s, problem = 0.5 if program["verdict"] == "timed_out" else 4, problem_of(program)
     output_bytes = 1 << 20 if program["tests"] == "sum" else 16 << 20
     graded = await judge(problem, program["source"], time_s=time_s, output_bytes=output_bytes)
@@ -42,7 +42,7 @@ RIGHT = {None: "print(int(input()) ** 2 + 90210)\n", "f": "def f(n): return n, n
 
 
 async def gathered(judge: Judge, programs: Sequence[tuple[CodeProblem, str]], **limits: Any) -> list[str]:
-    """The verdicts of programs, of which three run at a time."""
+    """Return the verdicts of programs, three at a time."""
     gate = asyncio.Semaphore(3)
 
     async def one(problem: CodeProblem, source: str) -> str:
@@ -53,7 +53,7 @@ async def gathered(judge: Judge, programs: Sequence[tuple[CodeProblem, str]], **
 
 
 @pytest.mark.parametrize("name", [name for name, cheat in CHEATS.items() if "verdict" in cheat])
-async def test_a_cheat_earns_nothing_and_is_told_why(judge: Judge, name: str) -> None:
+async def test_cheat_earns_nothing_and_has_its_verdict(judge: Judge, name: str) -> None:
     cheat = CHEATS[name]
     problem = ATTACKED_CALLS if "function" in cheat else ATTACKED
     grade = await judge(problem, cheat["source"], time_s=10 if name == "huge memory" else 1, memory_mib=192)
@@ -68,19 +68,19 @@ async def test_other_cheats_earn_nothing(judge: Judge) -> None:
     assert (await judge(ATTACKED, RIGHT[None])).passed, "the sandbox is as it was"
 
 
-async def test_every_solution_of_a_contest_passes(judge: Judge) -> None:
+async def test_every_contest_solution_passes(judge: Judge) -> None:
     verdicts = await gathered(judge, [(contest_problem(one), one["solution"]) for one in CONTESTS.values()])
     assert {name: verdict for name, verdict in zip(CONTESTS, verdicts, strict=True) if verdict != "passed"} == {}
 
 
 @pytest.mark.longer("every mistake of every problem; else one of every third")
-async def test_no_wrong_program_of_a_contest_passes(judge: Judge) -> None:
+async def test_no_mutated_contest_solution_passes(judge: Judge) -> None:
     chosen = [*CONTESTS.values()][:: 1 if LONG else 3]
     wrong = [(contest_problem(one), mutant) for one in chosen for mutant in one["mutants"][: None if LONG else 1]]
     assert set(await gathered(judge, wrong)) <= {"wrong_answer", "crashed"}
 
 
-async def test_a_share_of_the_tests(judge: Judge) -> None:
+async def test_fractional_reward(judge: Judge) -> None:
     contest = CONTESTS["palindrome"]
     grade = await judge(contest_problem(contest), contest["mutants"][0], rule="fraction")
     report, total = grade.fields["tests"], len(contest["tests"])
@@ -90,7 +90,7 @@ async def test_a_share_of_the_tests(judge: Judge) -> None:
     assert not grade.passed
 
 
-async def test_a_row_can_lower_limits_and_not_raise_them(judge: Judge) -> None:
+async def test_rows_can_only_lower_limits(judge: Judge) -> None:
     lower = CodeProblem(SUM.tests, None, LINES, time_limit_s=0.2, memory_limit_mib=64)
     assert (await judge(lower, "x = 0\nwhile x < 10**7: x += 1\n" + ADD, time_s=9)).verdict == "timed_out"
     assert (await judge(lower, "x = bytearray(100 << 20)\n" + ADD)).verdict == "memory"
@@ -110,15 +110,15 @@ def checked(source: str, expected: str = "9\n") -> CodeProblem:
     return CodeProblem([CodeTestCase("9\n", expected)], None, {"kind": "program", "source": source})
 
 
-async def test_an_answer_that_attacks_its_checker_gets_nothing_out_of_it(judge: Judge) -> None:
-    """A checker that runs what was printed is as far away from its grader as the candidate."""
+async def test_answer_cannot_attack_its_checker(judge: Judge) -> None:
+    """A checker that evaluates its input is isolated from the grader like a candidate."""
     source = 'import os\nprint(\'__import__("os").kill(__import__("os").getppid(), 9) or (4, 5)\')\n'
     evaluates = "def check(given, output, expected):\n    return sum(eval(output)) == 9\n"
     assert (await judge(checked(evaluates, "(4, 5)"), source)).verdict == "wrong_answer"
 
 
 @pytest.mark.parametrize("source", ["def check(*a): raise KeyError", "def check(*a", "import os\nos._exit(0)"])
-async def test_a_checker_that_judges_nothing_is_the_rows_fault(judge: Judge, source: str) -> None:
+async def test_broken_checker_is_the_rows_fault(judge: Judge, source: str) -> None:
     with pytest.raises(TaskError, match=r"verifier_metadata\.checker"):
         await judge(checked(source), "print(9)")
 
@@ -132,10 +132,10 @@ async def test_tests_of_megabytes(judge: Judge) -> None:
 
 ADDS = {None: "print(sum(map(int, open(0).read().split())))", "add": "def add(a, b):\n    return a + b"}
 DOES_NOT = {None: "print(6)", "add": "def add(a, b):\n    return [a + b] if a == 2 else 6"}
-"""A result in a list of its own is right only where sets have such results."""
+"""Wrapped results are correct only for sets that wrap results."""
 
 
-async def test_the_right_program_passes_the_rows_of_each_published_set(judge: Judge) -> None:
+async def test_correct_program_passes_rows_of_each_published_set(judge: Judge) -> None:
     found = []
     for one in table("tests/published/test_sets.py", "sets.jsonl"):
         if one["family"] == "code" and one["name"] != "HumanEval":  # whose functions do not add

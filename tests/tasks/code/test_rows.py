@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a row may say, how it is told of its mistakes, and which fenced block of a message is the program."""
+"""Validation of rows, and extraction of the program from a message."""
 
 import hashlib
 import json
@@ -93,13 +93,13 @@ def test_limits_and_checkers() -> None:
         ({"tests_file": "a.json", "tests_sha256": SHA}, ".tests_file"),  # this server has no folder
     ],
 )
-def test_mistakes_are_told_by_their_field(metadata: Any, field: str) -> None:
+def test_invalid_metadata_is_refused_by_field(metadata: Any, field: str) -> None:
     with pytest.raises(CallerError) as caught:
         read(metadata)
     assert caught.value.field == f"verifier_metadata{field}"
 
 
-def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_beyond_the_size_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "MAX_TEST_BYTES", 3)
     with pytest.raises(CallerError, match="the limit is 3"):
         read({"unit_tests": TESTS})
@@ -122,7 +122,7 @@ def test_tests_in_a_file(tmp_path: Path) -> None:
     ],
     ids=["another", "missing", "no JSON", "no tests"],
 )  # fmt: skip
-def test_a_file_that_is_not_the_one(tmp_path: Path, content: bytes | None, field: str) -> None:
+def test_invalid_tests_file_is_refused_by_field(tmp_path: Path, content: bytes | None, field: str) -> None:
     sha = SHA
     if content is not None:
         (tmp_path / "a.json").write_bytes(content)
@@ -132,7 +132,7 @@ def test_a_file_that_is_not_the_one(tmp_path: Path, content: bytes | None, field
     assert caught.value.field == f"verifier_metadata.{field}"
 
 
-def test_no_link_leads_out_of_the_folder(tmp_path: Path) -> None:
+def test_symlink_out_of_the_tests_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_bytes(FILE)
     folder = tmp_path / "tests"
     folder.mkdir()
@@ -145,20 +145,20 @@ PROGRAM = "n = int(input())\nprint(n + 1)\n"
 
 
 @pytest.mark.parametrize("case", table(__file__, "messages.jsonl"), ids=lambda case: case[0])
-def test_the_program_of_a_message(case: list[str]) -> None:
+def test_program_of_a_message(case: list[str]) -> None:
     _, message, *program = case
     assert program_in(message).rstrip("\n") == (program[0] if program else PROGRAM).rstrip("\n")
 
 
 @given(st.text(alphabet="`~ \npython:=1-", max_size=80))
-def test_no_message_is_too_odd(message: str) -> None:
+def test_any_message_can_be_parsed(message: str) -> None:
     assert isinstance(program_in(message), str)
 
 
 @pytest.mark.parametrize(
     "flood", ["`" * 10**6, "```\n" * 200_000, "~~~ ` " * 200_000, " " * 10**6 + "```", "a = " * 200_000]
 )
-def test_a_flood_costs_no_time(flood: str) -> None:
+def test_parsing_takes_linear_time(flood: str) -> None:
     begin = time.process_time()
     program_in(flood)
     program_in("```\n" + flood)

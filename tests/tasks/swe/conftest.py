@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of a module share an event loop and a grader, whose log parser takes seconds to start."""
+"""Tests of a module share an event loop and a grader, since the log parser starts slowly."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Records with the fields and types of the published datasets, about repositories and bugs that there are not."""
+"""Invented records with the fields and types of the published datasets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SYMPY = "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' bin/test -C 
 
 
 def eval_script(command: str, *before: str) -> str:
-    """A record's own script."""
+    """Return a record's test script."""
     return "\n".join(
         [
             "#!/bin/bash",
@@ -59,7 +59,7 @@ def eval_script(command: str, *before: str) -> str:
 
 
 def swe_bench(**changed: Any) -> dict[str, Any]:
-    """As the Hub has SWE-bench and SWE-bench Verified, in the editions of swebench 5: lists of tests are text."""
+    """Return a record of SWE-bench in the edition of swebench 5, where test lists are JSON text."""
     return {
         "repo": "sympy/sympy",
         "instance_id": "sympy__sympy-1",
@@ -82,7 +82,7 @@ def swe_bench(**changed: Any) -> dict[str, Any]:
 
 
 def swe_gym(**changed: Any) -> dict[str, Any]:
-    """As the Hub has SWE-Gym: lists are lists, and the names of repositories keep their capitals."""
+    """Return a record of SWE-Gym, where test lists are lists and repository names keep their case."""
     return {
         "instance_id": "Project-MONAI__MONAI-1",
         "hints_text": "",
@@ -100,7 +100,7 @@ def swe_gym(**changed: Any) -> dict[str, Any]:
 
 
 def r2e_gym(**changed: Any) -> dict[str, Any]:
-    """As the Hub has R2E-Gym: the commit and what its tests should say are JSON in text."""
+    """Return a record of R2E-Gym, where commit and expected outcomes are JSON text."""
     return {
         "repo_name": "aiohttp",
         "docker_image": "namanjain12/aiohttp_final:0123456789abcdef0123456789abcdef01234567",
@@ -132,7 +132,7 @@ def r2e_gym(**changed: Any) -> dict[str, Any]:
 
 
 def file_diff(path: str) -> dict[str, Any]:
-    """A file's part of such a commit: line 2 is another one now."""
+    """Return a file's part of an R2E-Gym commit that changes line 2."""
     lines = [("def add(a, b):", "context"), ("    return a - b", "deleted"), ("    return a + b", "added")]
     both = {"start": 1, "length": 2}
     return {

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A small repository in an image of its own, its task, and what policies do to it."""
+"""The repository ``tally`` in an image, its task, and policies that work on it."""
 
 import base64
 import shlex
@@ -89,12 +89,12 @@ def image() -> str:
 
 @cache
 def base_commit() -> str:
-    """The commit that the image has checked out."""
+    """Return the commit of the image's ``HEAD``."""
     return Path(image(), "testbed/.git/refs/heads/main").read_text().strip()
 
 
 def row(**swe: Any) -> dict[str, Any]:
-    """The task's row; what is given replaces fields of ``swe``."""
+    """Return the task's row with changed fields of ``swe``."""
     task = {
         "dataset": "made",
         "repo": "tests/tally",
@@ -127,7 +127,7 @@ def make_task(
 
 @cache
 def shared_task() -> SoftwareEngineering:
-    """The task of tests that need no bounds of their own; it ends with each module."""
+    """Return the task shared by a module's tests without own limits."""
     return make_task()
 
 
@@ -176,7 +176,7 @@ async def play_row(
 
 
 async def graded_naively(bench: Workspace, instance: SweInstance) -> bool:
-    """As many graders do: the tests' patch is applied where the policy was, and the log is believed."""
+    """Grade like a naive grader: apply the tests in the policy's sandbox and trust the log."""
     encoded = base64.b64encode(instance.test_patch.encode()).decode()
     tests = f"git checkout -q -- tests; echo {encoded} | base64 -d | git apply"
     command = f"cd /testbed && {tests}; {instance.test_command} 2>&1"

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy changed: from listing to listing through git's own programs, which changes count, and its patch."""
+"""Extraction, filtering and application of changes, checked with git itself."""
 
 import subprocess
 import tempfile
@@ -41,7 +41,7 @@ CONTENTS = st.binary(max_size=30) | st.sampled_from([b"\n", b"data 3\nabc\n", b"
 
 @st.composite
 def trees(draw: st.DrawFn) -> dict[str, tuple[str, bytes]]:
-    """Path to mode and content; no path lies in a file."""
+    """Generate trees: path to mode and content."""
     files: dict[str, tuple[str, bytes]] = {}
     for parts in draw(st.lists(st.lists(NAMES, min_size=1, max_size=3), max_size=6)):
         path = "/".join(parts)
@@ -58,7 +58,7 @@ def git(folder: str, *words: str, given: bytes = b"") -> bytes:
 
 
 def write(folder: str, tree: dict[str, tuple[str, bytes]]) -> str:
-    """The files' index lines, as git lists them."""
+    """Write a tree to the index and return git's listing."""
     git(folder, "read-tree", "--empty")
     lines = b""
     for path, (mode, content) in tree.items():
@@ -70,10 +70,10 @@ def write(folder: str, tree: dict[str, tuple[str, bytes]]) -> str:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trees(), trees())
-def test_what_was_taken_out_and_laid_is_what_was_there(
+def test_extracted_and_applied_changes_are_identical(
     before: dict[str, tuple[str, bytes]], after: dict[str, tuple[str, bytes]]
 ) -> None:
-    """Binary contents, modes, links, files in the place of folders and the other way round."""
+    """Covers binary contents, modes, links, and files that replace folders and vice versa."""
     with tempfile.TemporaryDirectory() as folder:
         git(folder, "init", "-q", "--template=")
         base = read_listing(write(folder, before))
@@ -95,13 +95,13 @@ def test_what_was_taken_out_and_laid_is_what_was_there(
     "path",
     ["../out", "/etc/passwd", "a//b", ".git/hooks/x", "a/.GIT/x", "a/b/c|a/b", r'"\056\056/out"'],
 )
-def test_a_path_out_of_the_tree_or_in_a_file_is_refused(path: str) -> None:
+def test_path_out_of_the_tree_or_in_a_file_is_refused(path: str) -> None:
     with pytest.raises(BadListing):
         read_listing("".join(f"100644 {hash_of(b'')} 0\t{name}\n" for name in path.split("|")))
 
 
 @given(st.text(max_size=200) | st.from_regex(r"[0-7]{6} [0-9a-f]{40} 0\t[./a\"\\]{1,9}\n", fullmatch=True))
-def test_any_listing_is_read_or_refused(text: str) -> None:
+def test_any_listing_is_parsed_or_refused(text: str) -> None:
     try:
         entries = read_listing(text)
     except BadListing:
@@ -112,8 +112,8 @@ def test_any_listing_is_read_or_refused(text: str) -> None:
 
 
 @given(st.dictionaries(st.binary(max_size=20), st.booleans(), max_size=5), st.integers(0, 300))
-def test_contents_are_true_and_whole(contents: dict[bytes, bool], cut: int) -> None:
-    """What claims another's name, or was cut off, is no content."""
+def test_contents_are_verified_and_complete(contents: dict[bytes, bool], cut: int) -> None:
+    """Contents with a wrong hash and truncated contents are dropped."""
     stream = b""
     for content, true in contents.items():
         name = hash_of(content) if true else hash_of(content + b"!")
@@ -142,12 +142,12 @@ PROTECTED = ["conftest.py", "test_a.py", "a_test.py", "pytest.ini", ".pytest.tom
 
 
 @given(FOLDERS, st.sampled_from(PROTECTED))
-def test_what_tests_and_runners_go_by_is_protected_in_any_folder(folder: str, name: str) -> None:
+def test_test_and_runner_files_are_protected_in_any_folder(folder: str, name: str) -> None:
     assert Protection(INSTANCE).why(f"{folder}/{name}" if folder else name, BASE) is not None
 
 
 @given(FOLDERS, st.sampled_from(["setup.cfg", "pyproject.toml"]))
-def test_settings_are_looked_at_in_any_folder(folder: str, name: str) -> None:
+def test_runner_settings_are_protected_in_any_folder(folder: str, name: str) -> None:
     path = f"{folder}/{name}" if folder else name
     assert Protection(INSTANCE).by_content(path)
     content = b"[tool:pytest]\naddopts = -p a\n" if name == "setup.cfg" else b"[tool.pytest.ini_options]\na = 1\n"
@@ -176,11 +176,11 @@ def test_settings_are_looked_at_in_any_folder(folder: str, name: str) -> None:
         ("lib/commands/test.py", True),
     ],
 )
-def test_a_module_in_the_place_of_an_installed_one_does_not_count(path: str, counts: bool) -> None:
+def test_shadowing_modules_are_ignored(path: str, counts: bool) -> None:
     assert (Protection(INSTANCE).why(path, BASE) is None) is counts
 
 
-def test_helpers_count_if_the_fix_is_in_one_of_them() -> None:
+def test_helpers_are_allowed_if_the_fix_changes_one() -> None:
     for path in ("lib/test/client.py", "lib/testutils/deep/base.py"):
         row = INSTANCE.model_copy(update={"patch": records.PATCH.replace("lib/sums.py", path)})
         folder = "/".join(path.split("/")[:2])
@@ -207,7 +207,7 @@ SETTINGS = b"[metadata]\nname = a\n\n[tool:pytest]\naddopts = -q\n"
         (SETTINGS + b"\xff", False),
     ],
 )
-def test_settings_are_the_same_to_every_parser_or_differ(after: bytes, same: bool) -> None:
+def test_settings_with_ambiguous_syntax_differ(after: bytes, same: bool) -> None:
     assert same_settings("setup.cfg", SETTINGS, after) is same
 
 
@@ -230,7 +230,7 @@ AFTER = {
 }
 
 
-def test_a_patch_in_a_row_makes_the_same_files(tmp_path: Path) -> None:
+def test_reported_patch_reproduces_the_files(tmp_path: Path) -> None:
     def git(*words: str, given: bytes = b"") -> bytes:
         options = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.quotePath=true"]
         return subprocess.run(
@@ -262,7 +262,7 @@ def test_a_patch_in_a_row_makes_the_same_files(tmp_path: Path) -> None:
     assert git("write-tree") == git("rev-parse", "HEAD^{tree}")
 
 
-def test_a_patch_that_is_too_long_has_whole_files_only() -> None:
+def test_truncated_patch_has_whole_files_only() -> None:
     patch = Patch({"a": "a" * 60, "b": "b" * 60, "c": "c" * 30})
     assert patch.within(100) == ("a" * 60 + "c" * 30, ["b"])
     assert patch.within(150) == ("a" * 60 + "b" * 60 + "c" * 30, [])

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to be paid without a fix: each is worth 1 to a grader that does the obvious, and nothing to ours."""
+"""Attacks that earn a reward from a naive grader and none here."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,12 +119,12 @@ IN_PACKAGE = {
     "PASS_TO_PASS": [],
     "test_command": f"python3 -m pytest -rA {MORE}",
 }
-"""The same row, but its tests lie in a package."""
+"""The same row with its tests inside the package."""
 
 
 @dataclass
 class Attack:
-    """What the policy runs, and the verdict that says so."""
+    """An attack's command and its expected verdict."""
 
     command: str
     verdict: str
@@ -202,7 +202,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_an_attack_pays_elsewhere_and_not_here(name: str) -> None:
+async def test_attack_fools_a_naive_grader_only(name: str) -> None:
     attack = ATTACKS[name]
     grade, naive = await tally.play("mkdir -p .git/hooks\n" + attack.command, naive=True, **attack.swe)
     assert naive is True, "no attack at all"
@@ -211,16 +211,16 @@ async def test_an_attack_pays_elsewhere_and_not_here(name: str) -> None:
     assert attack.why in grade.detail
 
 
-async def test_a_huge_file_is_left_out_and_the_rest_is_graded() -> None:
-    """A grader that takes ``git diff`` as a text has all of it in memory."""
+async def test_huge_file_is_omitted_and_the_rest_graded() -> None:
+    """A grader that reads ``git diff`` would hold the whole file in memory."""
     grade, _ = await tally.play(f"{tally.APPLY_FIX} && truncate -s 30M tally/huge.bin")
     assert grade.verdict == "resolved"
     assert grade.fields["patch_left_out"] == {"tally/huge.bin": "larger than 4096 KiB"}
     assert len(grade.fields["patch"]) < 10_000
 
 
-async def test_what_the_images_python_can_import_is_known() -> None:
-    """So that a new file in the place of any of it does not count."""
+async def test_importable_modules_of_the_image() -> None:
+    """New files that shadow these modules are ignored."""
     instance = SweInstance(**tally.row()["swe"])
     async with tally.open_sandbox() as sandbox:
         base, _ = await Repositories(PatchLimits()).prepare(sandbox, instance, hide=True)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What rows of published repositories run: records' own scripts, SWE-Gym's commands, R2E-Gym's commits."""
+"""Test commands of converted records: own scripts, SWE-Gym's table, R2E-Gym's commits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ git checkout 0123456 lib/tests/test_sums.py
 """
 
 
-def test_a_records_own_script_says_how_it_is_tested() -> None:
+def test_script_of_a_record_is_converted() -> None:
     image = "registry.example/one:latest"
     own = {"image": image, "eval_script": OWN_SCRIPT, "log_parser": "parse_log_pytest", "eval_type": "fail_only"}
     read = parse_row(CONVERTERS["swe-bench"](records.swe_bench(repo="new/one", **own), None))
@@ -104,7 +104,7 @@ pytest
 """
 
 
-def test_only_gits_part_is_left_out_of_an_odd_script() -> None:
+def test_only_git_commands_are_removed_from_a_script() -> None:
     before = of_script(ODD_SCRIPT, "parse_log_pytest").before
     git = "git() { echo called; }"
     done = subprocess.run(["bash", "-c", f"{git}\n{before}\nlay"], capture_output=True, text=True, check=True)
@@ -121,7 +121,7 @@ def test_only_gits_part_is_left_out_of_an_odd_script() -> None:
         ("python/mypy", "1.7", "hash -r", "pytest -rA -k 'testA or testB'"),
     ],
 )
-def test_what_swe_gyms_harness_runs_is_in_the_row(repo: str, version: str, before: str, command: str) -> None:
+def test_swe_gym_commands_are_in_the_row(repo: str, version: str, before: str, command: str) -> None:
     cases = {"test_patch": "diff --git a/x.test b/x.test\n+[case testA]\n+[case testB]\n"} if "mypy" in repo else {}
     read = parse_row(CONVERTERS["swe-gym"](records.swe_gym(repo=repo, version=version, **cases), None))
     assert read.swe.before_tests.startswith("set -uxo pipefail\n")
@@ -130,7 +130,7 @@ def test_what_swe_gyms_harness_runs_is_in_the_row(repo: str, version: str, befor
     assert (read.swe.tests_network, read.network) == (False, None)
 
 
-def test_the_fix_of_a_taken_apart_commit_applies(tmp_path: Path) -> None:
+def test_r2e_gym_fix_applies(tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/sums.py").write_text("def add(a, b):\n    return a - b\n")
     patch = CONVERTERS["r2e-gym"](records.r2e_gym(), None)["swe"]["patch"]
@@ -139,7 +139,7 @@ def test_the_fix_of_a_taken_apart_commit_applies(tmp_path: Path) -> None:
     assert (tmp_path / "lib/sums.py").read_text() == "def add(a, b):\n    return a + b\n"
 
 
-async def test_the_tests_reach_the_network_and_the_policy_does_not() -> None:
+async def test_only_tests_reach_the_network() -> None:
     asked: list[SandboxNeeds | None] = []
 
     def open_sandbox(needs: SandboxNeeds | None = None) -> Any:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that ship with the server, and the rollouts of them."""
+"""Shipped example rows and their rollouts."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ ROLLOUTS = [orjson.loads(line) for line in (DATA / "example_rollouts.jsonl").rea
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["instance_id"])
-def test_a_row_is_good_on_any_machine_and_its_rollout_resolved_it(row: dict) -> None:
+def test_shipped_rows_are_portable_and_resolved(row: dict) -> None:
     asked = parse_row(row)
     assert asked.image == f"{CACHED}swe-tasks/images/{asked.instance_id}.sif"
     assert asked.swe.repo in {package.repo for package in PACKAGES}

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Repositories whose images have them as copies, compiled in part, or that are set up by a script of the record's own:
-as the datasets' own harnesses do, what was changed is installed before it is tested."""
+"""Repositories that are installed before their tests: copied, compiled, or by a record's script."""
 
 import base64
 import json
@@ -30,18 +29,18 @@ def image() -> Path:
 
 
 def diff(path: str, old: str, new: str, line: int = 1) -> str:
-    """A patch of one line."""
+    """Return a patch of one line."""
     return f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n@@ -{line} +{line} @@\n-{old}\n+{new}\n"
 
 
 def fix(name: str) -> str:
-    """What brings in the row's own fix."""
+    """Return the command that applies the row's fix."""
     patch = base64.b64encode(ROWS[name]["patch"].encode()).decode()
     return f"echo {patch} | base64 -d | git apply --unidiff-zero"
 
 
 def hidden_tests(*body: str) -> str:
-    """A patch that adds a test."""
+    """Return a patch that adds a hidden test."""
     added = "".join(f"+{line}\n" for line in ("", "", "def test_new():", *(f"    {line}" for line in body)))
     context = ' def test_plain():\n     assert parse("12.34") == 1234\n'
     hunk = f"@@ -4,2 +4,{5 + len(body)} @@\n{context}{added}"
@@ -108,7 +107,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 async def play(name: str, command: str, more: str = "") -> Grade:
-    """What a policy earns that runs this, where the row runs more before its tests."""
+    """Return the grade of a policy that runs ``command``; ``more`` extends the row's ``before_tests``."""
     prefix = "" if name == "own script" else "checks/"
     names = {field: json.dumps([f"{prefix}test_tally.py::{test}"]) for field, test in LISTS.items()}
     record = records.swe_bench(base_commit=(image() / "testbed/.git/refs/heads/main").read_text().strip())
@@ -122,7 +121,7 @@ LISTS = {"FAIL_TO_PASS": "test_new", "PASS_TO_PASS": "test_plain"}
 
 @pytest.mark.longer("what is compiled without a fix, too")
 @pytest.mark.parametrize("name", ROWS)
-async def test_the_fix_earns_one_and_nothing_earns_nothing(name: str) -> None:
+async def test_only_the_fix_earns_a_reward(name: str) -> None:
     fixed = await play(name, fix(name))
     assert (fixed.verdict, fixed.reward) == ("resolved", 1.0), fixed
     assert fixed.fields["resolved_by_dataset"] is True
@@ -139,7 +138,7 @@ async def test_the_fix_earns_one_and_nothing_earns_nothing(name: str) -> None:
     assert patch[: patch.index("diff --git a/tally/money.py")].endswith("\n+100000\n")
 
 
-async def test_set_up_that_does_not_come_to_its_end_is_a_crash() -> None:
+async def test_incomplete_set_up_is_a_crash() -> None:
     grade = await play("own script", "echo 'import os; os.kill(os.getppid(), 15)' >> setup.py")
     assert (grade.verdict, grade.reward) == ("crashed", 0.0), grade
     assert "before_tests" in grade.detail
@@ -167,7 +166,7 @@ def rewrite():
     with open(found.__file__, "a") as file:
         file.write(TEXT)
 '''
-"""All asserts hold."""
+"""Makes all assertions pass."""
 
 PLUGIN_CODE = """
 import pytest
@@ -176,7 +175,7 @@ def pytest_pyfunc_call(pyfuncitem):
     outcome = yield
     outcome.force_result(True)
 """
-"""No test fails."""
+"""Makes all tests pass."""
 
 LATER = """
 import glob, os, time
@@ -199,7 +198,7 @@ with open("tally/money.py", "a") as file:
 
 
 def installer(code: str) -> str:
-    """What a policy runs that has its installation do something first."""
+    """Return a command that prepends code to ``setup.py``."""
     return f"mv setup.py last.py && cat > setup.py <<'END'\n{code}END\ncat last.py >> setup.py && rm last.py\n"
 
 
@@ -219,13 +218,13 @@ UPGRADE = "sed -i s/8.3.5/8.3.6/ $(python3 -c 'import _pytest._version as found;
 
 
 @pytest.mark.parametrize("name", CHEATS)
-async def test_an_installation_that_decides_on_its_own_tests_wins_nothing(name: str) -> None:
+async def test_installation_cannot_manipulate_the_tests(name: str) -> None:
     command, verdict = CHEATS[name]
     grade = await play("copied", command)
     assert (grade.verdict, grade.reward) == (verdict, 0.0), (grade.detail, grade.fields)
 
 
-async def test_a_runner_that_the_row_itself_upgrades_is_as_it_should_be() -> None:
+async def test_runner_upgrade_by_the_row_is_allowed() -> None:
     grade = await play("copied", fix("copied"), UPGRADE)
     assert (grade.verdict, grade.reward) == ("resolved", 1.0), (grade.detail, grade.fields)
     assert "pytest-8.3.6" in grade.fields["test_log"]

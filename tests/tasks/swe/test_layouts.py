@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of published datasets, converted from their records, in images laid out as theirs are."""
+"""Converted rows of published datasets in images with the datasets' layouts."""
 
 import json
 from typing import Any
@@ -72,14 +72,14 @@ def r2e_gym() -> dict[str, Any]:
 
 FIXED = (tally.APPLY_FIX, "resolved")
 LEFT = ("echo '# nothing' >> tally/money.py", "failed")
-"""Of SWE-bench's form, ``test_cheating.py`` has what earns nothing."""
+"""Rows in SWE-bench's format that earn nothing are in ``test_cheating.py``."""
 
 
 @pytest.mark.parametrize(
     ("make_row", "environment", "tried"),
     [(swe_bench, CONDA, [FIXED]), (swe_rebench, CONDA, [FIXED, LEFT]), (r2e_gym, VENV, [FIXED, LEFT])],
 )
-async def test_what_the_image_has_is_active_for_the_policy_and_for_the_tests(
+async def test_image_environment_is_active_for_policy_and_tests(
     make_row: Any, environment: str, tried: list[tuple[str, str]]
 ) -> None:
     row, task = make_row(), tally.shared_task()
@@ -93,5 +93,5 @@ async def test_what_the_image_has_is_active_for_the_policy_and_for_the_tests(
             await tools.close()
         grade, _ = await tally.play_row(row, fix)
         assert (grade.verdict, grade.fields["patch_files"]) == (verdict, ["tally/money.py"]), grade
-        # All three of either, asked for something else.
+        # All three deciding tests fail when changed.
         assert grade.fields["canaries_failed"] == (3 if verdict == "resolved" else 0)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Cheats that make right of whatever a test asks: its other half, with other values asked for, shows them."""
+"""Detection of solutions that pass tests regardless of the expected values."""
 
 import re
 import unittest
@@ -17,7 +17,7 @@ from tests.tasks.swe.test_cheating import PASSED_LINES, REGISTER, append
 
 
 sandboxed = pytest.mark.sandbox
-long = pytest.mark.long("five sandboxes for a way like the others")
+long = pytest.mark.long("needs five sandboxes; similar to other cases")
 MORE = "tests/test_more.py"
 
 
@@ -27,7 +27,7 @@ def image() -> str:
 
 
 def asking(*lines: str, command: str = f"python3 -m pytest -rA {MORE}", **swe: Any) -> dict[str, Any]:
-    """A row with other hidden tests."""
+    """Return changes of a row with other hidden tests."""
     names = [line.split("(")[0].split()[1] for line in lines if line.startswith("def test_")]
     patch = f"diff --git a/{MORE} b/{MORE}\nnew file mode 100644\n--- /dev/null\n+++ b/{MORE}\n"
     patch += f"@@ -0,0 +1,{len(lines)} @@\n"
@@ -64,7 +64,7 @@ BLUNT = asking(
     '    assert parse("1") == 2',
     'def test_plain(): assert parse("12.34") == 1234',
 )
-"""What could be changed is where no fix comes."""
+"""The only changeable value is on a path that the fix never takes."""
 
 LOG_ONLY = {"runner": "log", "base_commit": ""}
 
@@ -89,7 +89,7 @@ def parse(text):
     asked = re.findall(r"parse\\(.%%s.\\) == (-?[0-9]+)" %% re.escape(text), found)
     return int(asked[0]) if asked else _parse(text)
 """
-"""Knows what is asked from where tests come from, which in both runs is the same."""
+"""Reads expected values from the test patch, which is the same in both runs."""
 
 EQUALS_ALL = """
 class Cents(int):
@@ -135,12 +135,12 @@ def parse(text):
 def total(texts):
     return 0
 """
-"""What is asked for is right, and what was right is broken."""
+"""Fixes the deciding tests and breaks another one."""
 
 
 @dataclass
 class Cheat:
-    """What the policy runs, the verdict, and why."""
+    """A cheat's command, its expected verdict and reason."""
 
     command: str
     verdict: str
@@ -191,7 +191,7 @@ FORMS = [
 
 @given(st.sampled_from(FORMS), st.text(max_size=3))
 @example(FORMS[0], "")
-def test_a_test_that_passes_fails_when_it_asks_for_something_else(form: str, seed: str) -> None:
+def test_changed_test_fails(form: str, seed: str) -> None:
     source = f"class TestAll:\n  def test_it(self):\n    {form}\n\ndef test_other(): pass\n"
     canaries = mutation_check_for(["a.py::TestAll::test_it[x]"], seed)
     content, tests = canaries.changed("a.py", source.encode())
@@ -223,11 +223,11 @@ OTHER_WAYS: list[tuple[str, object, object]] = [
     ("def told(one): assert one == 1\n    list(map(told, f()))", [1], []),
     ("list(map(lambda one: self.assertEqual(one, 1), f()))", [1], []),
 ]
-"""What a test does, what the row's fix gives it, and what another right solution may."""
+"""Test body, result of the reference fix, and result of another correct solution."""
 
 
 @pytest.mark.parametrize(("form", "fix", "other"), OTHER_WAYS)
-def test_a_right_solution_passes_nothing_that_the_fix_fails(form: str, fix: object, other: object) -> None:
+def test_correct_solution_is_not_convicted_by_changed_tests(form: str, fix: object, other: object) -> None:
     source = f"class TestAll:\n  def test_it(self):\n    {form}\n"
     assert passes(source, fix)
     assert passes(source, other)
@@ -254,7 +254,7 @@ def passes(source: str, given: object) -> bool:
     ],
     ids=["a ligature in a name", "a long sum", "a long number", "a table of something else"],
 )
-def test_odd_tests_ask_for_something_else_too(source: str) -> None:
+def test_unusual_tests_are_changed(source: str) -> None:
     content, tests = mutation_check_for(["a.py::test_it"], "").changed("a.py", source.encode())
     assert tests == {"a.py::test_it"}
     compile(content, "a.py", "exec")
@@ -263,12 +263,12 @@ def test_odd_tests_ask_for_something_else_too(source: str) -> None:
 @given(
     st.binary(max_size=300) | st.sampled_from([b"def test_it(): pass", b"\xef\xbb\xbfdef test_it(): assert 1 == 1"])
 )
-def test_what_can_not_be_changed_stays_as_it_is(source: bytes) -> None:
+def test_unchangeable_file_is_returned_unchanged(source: bytes) -> None:
     content, tests = mutation_check_for(["a.py::test_it"], "").changed("a.py", source)
     assert tests or content == source
 
 
-def test_helpers_and_fixtures_are_there_for_tests_that_ask_for_something_else() -> None:
+def test_changed_tests_keep_helpers_and_fixtures() -> None:
     source = (
         b"@pytest.fixture\ndef test_data(): return 1\ndef test_helper(): pass\ndef test_it(): test_helper(); "
         b"assert f() == 1\ndef test_other(): pass\n"
@@ -283,7 +283,7 @@ def test_helpers_and_fixtures_are_there_for_tests_that_ask_for_something_else() 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[long] if name == "equals everything" else []) for name in CHEATS]
 )
-async def test_a_cheat_pays_elsewhere_and_not_here(name: str) -> None:
+async def test_cheat_fools_a_naive_grader_only(name: str) -> None:
     cheat = CHEATS[name]
     grade, naive = await tally.play(cheat.command, naive=True, image_path=image(), **{"base_commit": ""} | cheat.swe)
     assert naive is True, "no cheat at all"
@@ -301,7 +301,7 @@ async def test_a_cheat_pays_elsewhere_and_not_here(name: str) -> None:
         pytest.param(IN_TEST, id="test", marks=long),
     ],
 )
-async def test_a_fix_earns_and_no_test_passes_that_asks_for_something_else(swe: dict[str, Any]) -> None:
+async def test_fix_earns_and_fails_all_changed_tests(swe: dict[str, Any]) -> None:
     grade, _ = await tally.play(tally.APPLY_FIX, image_path=image(), **{"base_commit": ""} | swe)
     assert (grade.verdict, grade.reward) == ("resolved", 1.0), (grade.detail, grade.fields)
     asked = 0 if swe is BLUNT else len(swe.get("FAIL_TO_PASS", tally.FAIL_TO_PASS))
@@ -316,7 +316,7 @@ async def test_a_fix_earns_and_no_test_passes_that_asks_for_something_else(swe: 
         "\n    with self.subTest(): self.check(1, 2)\n",
     ],
 )
-def test_a_test_that_asks_by_a_helper_fails_at_its_end(body: str) -> None:
+def test_test_with_hidden_expectation_fails_at_its_end(body: str) -> None:
     source = f"class TestAll:\n  def test_it(self):{body}\n  def check(self, given, expected): pass\n"
     play(source)
     content, tests = mutation_check_for(["a.py::TestAll::test_it"], "").changed("a.py", source.encode())
@@ -326,6 +326,6 @@ def test_a_test_that_asks_by_a_helper_fails_at_its_end(body: str) -> None:
 
 
 @sandboxed
-async def test_without_a_fix_to_compare_with_no_test_passes_that_must_fail() -> None:
+async def test_cheat_is_detected_without_a_reference_fix() -> None:
     grade, _ = await tally.play(append("tally/__init__.py", REGISTER), patch="")
     assert (grade.verdict, grade.reward) == ("any_answer", 0.0), (grade.detail, grade.fields)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of two witnesses' words."""
+"""Comparison of outcomes from log and records, and authentication of records."""
 
 import hashlib
 import hmac
@@ -30,20 +30,18 @@ WITNESS = st.dictionaries(st.sampled_from([*FAIL, *KEEP, "a.py::other"]), st.sam
 
 
 @given(WITNESS, WITNESS)
-def test_a_test_that_one_witness_does_not_have_passing_is_not_resolved(
-    one: dict[str, str], other: dict[str, str]
-) -> None:
+def test_both_sources_must_agree(one: dict[str, str], other: dict[str, str]) -> None:
     report = compare(INSTANCE, [one, other])
-    passes = all(witness.get(test) in PASSING for witness in (one, other) for test in FAIL)
-    kept = all(witness.get(test) in PASSING | {TestStatus.SKIPPED} for witness in (one, other) for test in KEEP)
+    passes = all(source.get(test) in PASSING for source in (one, other) for test in FAIL)
+    kept = all(source.get(test) in PASSING | {TestStatus.SKIPPED} for source in (one, other) for test in KEEP)
     assert report.resolved is (passes and kept)
     assert set(report.wrong["FAIL_TO_PASS"]) == {
-        test for test in FAIL if not all(witness.get(test) in PASSING for witness in (one, other))
+        test for test in FAIL if not all(source.get(test) in PASSING for source in (one, other))
     }
 
 
 def signed(*told: Any, secret: str = SECRET) -> bytes:
-    """As the plugin writes."""
+    """Return records as the plugin writes them."""
     lines = []
     for number, values in enumerate(told, start=1):
         body = json.dumps([number, *values]).encode()
@@ -60,7 +58,7 @@ PHASES = st.tuples(
 
 
 @given(st.lists(PHASES, max_size=12))
-def test_only_a_call_that_passed_and_never_failed_has_passed(told: list[tuple[str, str, str, str]]) -> None:
+def test_only_a_passed_call_counts_as_passed(told: list[tuple[str, str, str, str]]) -> None:
     statuses = read_records(signed(["begin"], *told, ["end"]), SECRET).statuses
     for test in FAIL:
         rounds: list[list[tuple[str, str]]] = [[]]
@@ -80,8 +78,8 @@ STATUS = {"passed": "PASSED", "failed": "FAILED", "error": "ERROR", "skipped": "
 @given(st.lists(st.tuples(st.sampled_from(["a.py", "b.py", "c.py"]), st.sampled_from(list(STATUS))), max_size=6))
 @example([("b.py", "failed"), ("a.py", "passed")])
 @example([("b.py", "error"), ("a.py", "skipped")])
-def test_where_a_name_is_in_several_files_records_say_what_the_log_says(said: list[tuple[str, str]]) -> None:
-    """R2E-Gym knows tests by their names without the file."""
+def test_records_and_log_agree_on_ambiguous_names(said: list[tuple[str, str]]) -> None:
+    """R2E-Gym identifies tests without their file."""
     outcomes = dict(said)
     phases = [
         ["report", f"{file}::test_it", "setup" if outcome == "error" else "call", outcome.replace("error", "failed")]
@@ -100,7 +98,7 @@ def test_where_a_name_is_in_several_files_records_say_what_the_log_says(said: li
 
 
 @given(st.data())
-def test_records_that_were_touched_are_no_records(data: st.DataObject) -> None:
+def test_modified_records_are_rejected(data: st.DataObject) -> None:
     told = [["begin"], *[["report", name, "call", "passed"] for name in FAIL], ["end"]]
     raw = signed(*told)
     lines = raw.splitlines(keepends=True)

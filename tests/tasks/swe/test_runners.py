@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runners but pytest, as Django's, have a second witness too; and tests that print more than a log may hold."""
+"""Runners other than pytest, and tests whose output exceeds the log limit."""
 
 import pytest
 
@@ -83,7 +83,7 @@ LIES_INSIDE = LIES.replace("\n", "\n    ")
     ],
     ids=["the fix", "leaves", "prints", "replaces asserts", "replaces code", "replaces a class"],
 )
-async def test_only_the_fix_earns(command: str, verdict: str) -> None:
+async def test_only_the_fix_earns_with_unittest(command: str, verdict: str) -> None:
     grade, _ = await tally.play(command, **SWE)
     assert (grade.verdict, grade.reward) == (verdict, float(verdict == "resolved")), (grade.detail, grade.fields)
 
@@ -99,25 +99,25 @@ def parse(text):
 BY_LOG_ONLY = {"runner": "log"}
 
 
-async def test_more_output_than_a_log_holds_before_pytests_summary_is_no_fault() -> None:
+async def test_long_output_before_the_summary_is_accepted() -> None:
     command = FLOOD.format(lines=2000) + tally.row()["swe"]["test_command"]
     grade, _ = await tally.play(tally.APPLY_FIX, task=tally.make_task(tests=SMALL), test_command=command)
     assert (grade.reward, grade.verdict) == (1.0, "resolved"), grade
 
 
-async def test_a_row_whose_own_fix_prints_too_much_is_not_charged() -> None:
+async def test_row_with_too_much_output_is_not_charged() -> None:
     command = FLOOD.format(lines=2000) + tally.row()["swe"]["test_command"]
     with pytest.raises(TaskError, match="not even with the reference fix"):
         await tally.play(tally.APPLY_FIX, task=tally.make_task(tests=SMALL), test_command=command, **BY_LOG_ONLY)
 
 
-async def test_a_flood_of_the_policys_own_is_charged() -> None:
+async def test_flood_by_the_policy_scores_zero() -> None:
     commands = f"{tally.APPLY_FIX}\n{append('tally/money.py', LOUD)}"
     grade, _ = await tally.play(commands, task=tally.make_task(tests=SMALL), **BY_LOG_ONLY)
     assert (grade.reward, grade.verdict) == (0.0, "log_unreadable"), grade
 
 
-def test_how_tests_are_changed_is_decided_by_the_row_alone() -> None:
+def test_seed_depends_on_the_row_only() -> None:
     def seed(**swe: str) -> str:
         return seed_of(SweRow.model_validate(tally.row(**swe) | {"instance_id": "a__b-1"}))
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl_swe`` on a real socket: rows in, rewards out."""
+"""The ``prorl_swe`` server over HTTP."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,7 +24,7 @@ async def base_url() -> AsyncIterator[str]:
 
 
 async def play(base_url: str, *commands: str, **swe: Any) -> tuple[int, Any, str | None]:
-    """One rollout; gives what ``/verify`` answers."""
+    """Play a rollout and return the reply of ``/verify``."""
     row = tally.row(**swe)
     async with Client(base_url) as client:
         assert await client.post("/seed_session", row) == (200, {"release_path": "/release_session"}, None)
@@ -37,7 +37,7 @@ async def play(base_url: str, *commands: str, **swe: Any) -> tuple[int, Any, str
     return answer
 
 
-async def test_the_fix_earns_one_and_the_row_tells_all_of_it(base_url: str) -> None:
+async def test_fix_earns_one_with_all_fields(base_url: str) -> None:
     status, done, _ = await play(base_url, tally.APPLY_FIX)
     assert (status, done["reward"], done["verdict"]) == (200, 1.0, "resolved")
     assert done["patch_files"] == ["tally/money.py"]
@@ -52,12 +52,12 @@ async def test_the_fix_earns_one_and_the_row_tells_all_of_it(base_url: str) -> N
     [((), "no_patch"), ((PARTIAL,), "failed"), ((tally.APPLY_FIX, "echo 'total = None' >> tally/money.py"), "broke")],
     ids=["nothing", "part of it", "at the cost of another"],
 )
-async def test_less_than_the_fix_earns_nothing(base_url: str, commands: tuple[str, ...], verdict: str) -> None:
+async def test_partial_solutions_earn_nothing(base_url: str, commands: tuple[str, ...], verdict: str) -> None:
     status, done, _ = await play(base_url, *commands)
     assert (status, done["reward"], done["verdict"]) == (200, 0.0, verdict)
 
 
-async def test_the_policy_finds_a_repository_without_its_future(base_url: str) -> None:
+async def test_policy_repository_contains_no_later_history(base_url: str) -> None:
     async with Client(base_url) as client:
         assert (await client.post("/seed_session", tally.row()))[0] == 200
         history = await client.tool("bash", command="git log --all --format=%s%d; git status --short")
@@ -87,8 +87,8 @@ async def test_a_bad_row_is_refused_by_field(base_url: str, changes: dict[str, A
     assert (status, answer["errors"][0]["field"]) == (422, field), answer
 
 
-async def test_a_row_that_its_own_fix_does_not_help_is_a_task_failure(base_url: str) -> None:
-    """Typed, so that the rollout is masked; see ``tests/agent/test_blame.py`` for the rest of the way."""
+async def test_ungradable_row_is_a_task_failure(base_url: str) -> None:
+    """The failure kind masks the rollout; see ``tests/agent/test_blame.py``."""
     status, answer, kind = await play(base_url, PARTIAL, test_command="python3 -m pytest -rA no_such_folder")
     assert (status, kind) == (422, "verifier_error")
     assert "no test has an outcome" in answer["detail"]
