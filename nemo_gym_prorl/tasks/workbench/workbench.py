@@ -45,7 +45,7 @@ class Workbench:
         self._tools = tuple(tools)
         self._folder = folder
         self._limits = limits
-        self._handed_in = submit_reply
+        self._submit_reply = submit_reply
         self._schemas = workbench_schemas(tools, submit_description)
         self._installed: dict[str | None, InstalledPrograms] = {}
 
@@ -72,7 +72,7 @@ class Workbench:
             installed = await probe_image(sandbox)
             self._require(installed, needs, has_files=isinstance(sandbox, HasFiles))
             self._installed[needs.image] = installed
-        return Workspace(sandbox, self._folder, self._limits, installed, self._handed_in)
+        return Workspace(sandbox, self._folder, self._limits, installed, self._submit_reply)
 
     def _require(self, installed: InstalledPrograms, needs: SandboxNeeds, *, has_files: bool) -> None:
         wanted = {"bash": "bash" in self._tools, "python3": "python" in self._tools or not has_files}
