@@ -96,8 +96,9 @@ class JudgeModelConfig(BaseModel):
         """
         if self.judge_model_server is None:
             return None
+        config: Any = OmegaConf.to_container(global_config, resolve=True)
         return TaskModel(
-            OmegaConf.to_container(global_config, resolve=True),
+            config,
             self.judge_model_server.name,
             self.judge_responses_create_params,
             timeout_s=self.judge_timeout_s,
