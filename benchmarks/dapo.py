@@ -29,8 +29,7 @@ from benchmarks.report import Row, parser, publish
 from benchmarks.sampling_clock import PROMPTS, RUN, SLOTS, Run, World, drive
 from benchmarks.schedules import EarlyTermination, FirstComplete, Rounds
 from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig
-from nemo_gym_prorl.dapo.group import Usage
-from nemo_gym_prorl.dapo.prefixes import NOTHING_KEPT, Kept, Prefix
+from nemo_gym_prorl.dapo.group import NO_CHECKPOINTS, CheckpointRef, Prefix, Usage
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 
@@ -129,8 +128,8 @@ class WithPrefixes(DynamicSampler):
         self._world = world
 
     def scored(self, rollout: str, reward: float, usage: Usage = Usage(), **more: Any) -> None:
-        kept = NOTHING_KEPT if rollout in self._world.begun else Kept(None, range(1, TURNS))
-        super().scored(rollout, reward, usage, kept=kept)
+        checkpoints = NO_CHECKPOINTS if rollout in self._world.begun else CheckpointRef(None, range(1, TURNS))
+        super().scored(rollout, reward, usage, checkpoints=checkpoints)
 
     def decide(self) -> Decision:
         decision = super().decide()

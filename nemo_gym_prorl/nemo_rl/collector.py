@@ -29,7 +29,7 @@ from typing import Any
 
 from nemo_gym_prorl.background import PROCESS_LOOPS
 from nemo_gym_prorl.dapo.contract import SamplerConfig
-from nemo_gym_prorl.dapo.group import Fate
+from nemo_gym_prorl.dapo.group import RolloutOutcome
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.runner import CLOSE_S, Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
@@ -104,14 +104,16 @@ class Plan:
 def metrics_of(runner: Runner) -> dict[str, float]:
     """What became of rollouts so far, and what they were like, for a trainer's logger."""
     sampler = runner.sampler
-    found = {f"prorl/rollouts/{fate.value}": float(sampler.fates[fate].rollouts) for fate in Fate}
+    found = {
+        f"prorl/rollouts/{outcome.value}": float(sampler.outcomes[outcome].rollouts) for outcome in RolloutOutcome
+    }
     found |= {f"prorl/dropped_groups/{why}": float(count) for why, count in [*sampler.dropped.items()]}
     found |= {f"prorl/prefix_groups/{what}": float(count) for what, count in [*sampler.prefixes.counts.items()]}
     found["prorl/in_flight"] = float(sampler.in_flight)
-    found["prorl/wasted_share"] = sampler.fates.wasted
+    found["prorl/wasted_share"] = sampler.outcomes.wasted
     for name, bias in (("length", sampler.length_bias), ("accuracy", sampler.accuracy_bias)):
         if bias is not None:
-            found |= {f"prorl/{name}_bias{end}": value for end, value in bias.told()}
+            found |= {f"prorl/{name}_bias{end}": value for end, value in bias.by_suffix()}
     return found | runner.rollout_metrics.metrics()
 
 

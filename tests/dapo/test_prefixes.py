@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig, Submission
-from nemo_gym_prorl.dapo.group import Group, Member, Usage
-from nemo_gym_prorl.dapo.prefixes import Kept, Prefixes
+from nemo_gym_prorl.dapo.group import CheckpointRef, Group, Member, Usage
+from nemo_gym_prorl.dapo.prefixes import PrefixSampling
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 
@@ -21,7 +21,7 @@ from nemo_gym_prorl.dapo.sampler import DynamicSampler
 def group(*ended: tuple[str, float], key: str = "p", turns: Sequence[int] = (1, 2, 3)) -> Group:
     """A complete one, of rollouts with their accuracies."""
     members = [
-        Member(place, rollout=rollout, reward=accuracy, accuracy=accuracy, kept=Kept("node", turns))
+        Member(place, rollout=rollout, reward=accuracy, accuracy=accuracy, checkpoints=CheckpointRef("node", turns))
         for place, (rollout, accuracy) in enumerate(ended)
     ]
     return Group(0, 0, key, members)
@@ -39,11 +39,11 @@ def test_the_turn_from_which_both_come_about_is_found(
     """Before the first place all end as the first tries did, from the second on as the helper did."""
     early, late = ends
     ours, its = (0.0, 1.0) if failed else (1.0, 0.0)
-    prefixes = Prefixes(tries)
-    assert prefixes.after(group(("it", its), ("like us", ours), turns=turns)) is None
+    prefixes = PrefixSampling(tries)
+    assert prefixes.next_search(group(("it", its), ("like us", ours), turns=turns)) is None
     asked: list[int] = []
     at_prefix = group(("a", ours), ("b", ours))
-    while (search := prefixes.after(at_prefix)) is not None:
+    while (search := prefixes.next_search(at_prefix)) is not None:
         assert search.prefix.rollout == "it"
         asked.append(search.prefix.turn)
         place = turns.index(asked[-1])
@@ -64,27 +64,27 @@ def test_the_turn_from_which_both_come_about_is_found(
 
 
 def test_who_helps_ended_otherwise_and_is_the_newest_of_those_that_did_so_most() -> None:
-    prefixes = Prefixes(1)
+    prefixes = PrefixSampling(1)
 
     def helper(accuracy: float, key: str = "p") -> str | None:
-        search = prefixes.after(group(("x", accuracy), ("y", accuracy), key=key, turns=()))
-        return search and search.helper.rollout
+        search = prefixes.next_search(group(("x", accuracy), ("y", accuracy), key=key, turns=()))
+        return search and search.source.rollout
 
     assert helper(0.0) is None
-    prefixes.after(group(("a", 0.0), ("b", 1.0), ("c", 0.5)))
-    prefixes.after(group(("keeps nothing", 1.0), ("at all", 0.0), turns=()))
-    prefixes.after(group(("d", 1.0), ("e", 0.5)))
-    prefixes.after(group(("f", 1.0), ("g", 1.0), key="q"))
+    prefixes.next_search(group(("a", 0.0), ("b", 1.0), ("c", 0.5)))
+    prefixes.next_search(group(("keeps nothing", 1.0), ("at all", 0.0), turns=()))
+    prefixes.next_search(group(("d", 1.0), ("e", 0.5)))
+    prefixes.next_search(group(("f", 1.0), ("g", 1.0), key="q"))
     assert [helper(0.0), helper(0.4), helper(1.0)] == ["d", "d", "a"]
     assert helper(1.0, "q") is None, "all are alike"
-    found = prefixes.after(group(("x", 0.0), ("y", 0.0), turns=()))
+    found = prefixes.next_search(group(("x", 0.0), ("y", 0.0), turns=()))
     assert found is not None
     prefixes.refused("p", found)
     assert helper(0.0) is None
     assert helper(1.0) == "a", "who failed is still kept"
 
 
-KEPT = Kept("node", (1, 2, 3))
+CHECKPOINTS = CheckpointRef("node", (1, 2, 3))
 
 
 class Service:
@@ -111,7 +111,7 @@ class Service:
     def end(self, *rewards: float, masked: bool = False) -> list[Submission]:
         """What is to be submitted, when those before have these rewards."""
         for submission, reward in zip(self.decision.submit, rewards, strict=True):
-            self.sampler.scored(submission.rollout, reward, Usage(1.0, 9.0), kept=KEPT, masked=masked)
+            self.sampler.scored(submission.rollout, reward, Usage(1.0, 9.0), checkpoints=CHECKPOINTS, masked=masked)
         self.decision: Decision = self.sampler.decide()
         return self.decision.submit
 
@@ -159,13 +159,13 @@ def test_a_group_that_is_too_old_begins_again_where_it_began(ends: tuple[int, ..
     sampler, first = service.sampler, service.decision.submit
     assert [number_of(it) for it in first] == [0, 0, 1, 1, 2, 2]
     for it, reward in zip(first[:2] + first[4:], (0, 1, 0, 0), strict=True):
-        sampler.scored(it.rollout, reward, kept=KEPT)
+        sampler.scored(it.rollout, reward, checkpoints=CHECKPOINTS)
     at_prefix = [it for it in sampler.decide().submit if it.prefix]
     assert begun(at_prefix) == [(2, "dapo:0:1:0", 2)] * 2
     for it, reward in zip(at_prefix if ends else [], ends, strict=True):
-        sampler.scored(it.rollout, reward, kept=KEPT)
+        sampler.scored(it.rollout, reward, checkpoints=CHECKPOINTS)
     for it, reward in zip(first[2:4], (0, 1), strict=True):
-        sampler.scored(it.rollout, reward, kept=KEPT)
+        sampler.scored(it.rollout, reward, checkpoints=CHECKPOINTS)
     decision = sampler.decide()
     assert [[*batch.groups] for batch in decision.batches] == [[0, 1]]
     for rollout in decision.cancel:
@@ -180,7 +180,7 @@ def test_a_group_that_is_too_old_begins_again_where_it_began(ends: tuple[int, ..
     unlucky = [it for it in again if it.prompt == 2 and it.prefix is None]
     assert len(unlucky) == 2
     for it in unlucky:
-        sampler.scored(it.rollout, 0, kept=KEPT)
+        sampler.scored(it.rollout, 0, checkpoints=CHECKPOINTS)
     assert sampler.prefixes.counts["begun"] == before
 
 

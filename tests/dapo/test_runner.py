@@ -19,7 +19,7 @@ from fastapi import FastAPI, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from nemo_gym_prorl.dapo.contract import AgentFailures, NothingToLearn, SamplerConfig
-from nemo_gym_prorl.dapo.group import Fate, Group, Member
+from nemo_gym_prorl.dapo.group import Group, Member, RolloutOutcome
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
@@ -213,8 +213,8 @@ async def test_batches_from_two_services() -> None:
         sampler = driver.sampler
         await driver.__aexit__(None, None, None)
         assert sampler.in_flight == 0
-        assert sampler.submitted == sampler.fates.rollouts
-        assert sampler.fates[Fate.EMITTED].rollouts == 48
+        assert sampler.submitted == sampler.outcomes.rollouts
+        assert sampler.outcomes[RolloutOutcome.EMITTED].rollouts == 48
         assert not any(node.handler.sessions for node in up)
         assert not any(node.pipeline.store.live() for node in up)
 
@@ -257,7 +257,7 @@ async def test_a_machine_that_fails_is_no_reward() -> None:
         assert batch is not None
         assert [[rollout.reward for rollout in group] for group in batch.groups] == [[0, 1]]
         assert driver.sampler.dropped["failed"] == 1
-        assert 3 <= driver.sampler.fates[Fate.FAILED].rollouts <= 5, "a member was tried again twice"
+        assert 3 <= driver.sampler.outcomes[RolloutOutcome.FAILED].rollouts <= 5, "a member was tried again twice"
 
 
 @pytest.mark.parametrize("label", ["2", "someone's"])
@@ -272,7 +272,7 @@ async def test_what_other_weights_sampled_is_no_data_of_a_run(label: str | None)
         batch = await driver.batch()
         assert batch is not None
         assert [rollout.id for rollout in batch.groups[0]] == ["b:0:0:1", "b:0:1:1"]
-        assert driver.sampler.fates[Fate.FAILED].rollouts == 2
+        assert driver.sampler.outcomes[RolloutOutcome.FAILED].rollouts == 2
         jobs = [*up[0].pipeline.store.find(state=None, group=None)]
         assert {job.run for job in jobs} == {"x"}
 
@@ -324,7 +324,7 @@ async def test_a_service_that_dies_and_comes_back_gets_its_rollouts_again() -> N
         batch = await waiting
         assert batch is not None
         assert before & {job.id for job in up[0].pipeline.store.find(state=None, group=None)}, "under the same ids"
-        assert driver.sampler.fates[Fate.FAILED].rollouts == 0
+        assert driver.sampler.outcomes[RolloutOutcome.FAILED].rollouts == 0
 
 
 async def test_a_runner_goes_on_where_another_one_stopped() -> None:
@@ -438,7 +438,7 @@ async def test_a_verdict_that_does_not_say_how_good_it_was_ends_the_training(fil
     dataset = rows(1, rewards=[-0.3, -0.4])
     config = SamplerConfig(1, 2, 2, filter_on=filter_on, reference_share=0.0)
     async with nodes() as up, runner(up, dataset, config) as driver:
-        with pytest.raises(CallerError, match=r"filter_on: .*(filter_on: accuracy|it has these: reward)"):
+        with pytest.raises(CallerError, match=r"filter_on: .*(filter_on: accuracy|its numbers: reward)"):
             await driver.batch()
 
 
@@ -479,7 +479,7 @@ async def test_an_agent_that_runs_out_of_time_is_an_outcome_and_not_drawn_again(
 )
 def test_a_group_varies_by_its_members_with_a_loss(members: list[tuple[float, bool]], trained: bool) -> None:
     group = Group(0, 0, "p", [Member(n, reward=a, accuracy=a, masked=m) for n, (a, m) in enumerate(members)])
-    assert group.teaches is trained
+    assert group.is_trainable is trained
 
 
 def unlucky() -> list[dict[str, Any]]:

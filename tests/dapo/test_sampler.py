@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, NothingToLearn, SamplerConfig, Submission
-from nemo_gym_prorl.dapo.group import Fate, Usage
-from nemo_gym_prorl.dapo.prefixes import Kept
+from nemo_gym_prorl.dapo.group import CheckpointRef, RolloutOutcome, Usage
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, Origin
@@ -26,7 +25,7 @@ from nemo_gym_prorl.failures import CallerError, Origin
 ROWS = [{"prompt": number} for number in range(7)]
 REWARDS = [0.0, 1.0, 0.1 + 0.2, 0.3]
 """The last two are not the same, however close."""
-KEPT = Kept("node", (1, 2, 5))
+CHECKPOINTS = CheckpointRef("node", (1, 2, 5))
 
 
 class Sampling(RuleBasedStateMachine):
@@ -87,7 +86,7 @@ class Sampling(RuleBasedStateMachine):
             if submission.prefix is not None:
                 assert self.config.prefix_tries
                 assert submission.prefix.rollout in self.known.keys() - self.live.keys()
-                assert submission.prefix.turn in KEPT.turns
+                assert submission.prefix.turn in CHECKPOINTS.turns
             self.known[submission.rollout] = None
             self.live[submission.rollout] = submission
         for batch in decision.batches:
@@ -119,7 +118,7 @@ class Sampling(RuleBasedStateMachine):
     def ends(self, rollout: str, reward: float) -> None:
         if self.sampler.wants(rollout):
             self.scored[rollout] = reward
-        self.sampler.scored(rollout, reward, Usage(1.0, 2.0), kept=KEPT)
+        self.sampler.scored(rollout, reward, Usage(1.0, 2.0), checkpoints=CHECKPOINTS)
         self.over(rollout)
 
     def pick(self, data: st.DataObject) -> str:
@@ -226,9 +225,9 @@ class Sampling(RuleBasedStateMachine):
         sampler = self.sampler
         assert sampler.in_flight == len(self.live) <= self.config.max_in_flight
         assert sampler.held == len(self.scored)
-        assert sampler.submitted == len(self.known) == sampler.in_flight + sampler.held + sampler.fates.rollouts
+        assert sampler.submitted == len(self.known) == sampler.in_flight + sampler.held + sampler.outcomes.rollouts
         per_batch = self.config.groups_per_batch * self.config.group_size
-        assert sampler.fates[Fate.EMITTED].rollouts == len(self.batches) * per_batch
+        assert sampler.outcomes[RolloutOutcome.EMITTED].rollouts == len(self.batches) * per_batch
 
     def teardown(self) -> None:
         if not hasattr(self, "sampler"):
@@ -240,7 +239,7 @@ class Sampling(RuleBasedStateMachine):
             self.over(rollout)
         assert not self.scored
         assert self.sampler.finished
-        assert self.sampler.submitted == self.sampler.fates.rollouts
+        assert self.sampler.submitted == self.sampler.outcomes.rollouts
 
 
 TestSampling = pytest.mark.longer("150 examples")(Sampling.TestCase)
@@ -389,7 +388,7 @@ def test_what_was_dropped_is_told() -> None:
     decision = finish(sampler, submissions[:2], [0.0, 1.0])
     for rollout in decision.cancel:
         sampler.cancelled(rollout, Usage(seconds=3.0, length=40.0))
-    assert sampler.fates.wasted == 0.75
+    assert sampler.outcomes.wasted == 0.75
 
 
 def test_a_prompt_that_is_sampled_again_counts_once_for_the_curriculum() -> None:
@@ -412,7 +411,7 @@ def test_prompts_that_are_solved_are_left_out() -> None:
     decision = finish(sampler, decision.submit, [0.0, 0.0])
     assert [s.prompt for s in decision.submit] == [3, 3], "2 is prompt 0 again"
     assert finish(sampler, decision.submit, [1.0, 1.0]).forget, "what was decided comes first"
-    with pytest.raises(NothingToLearn, match="leaves out every prompt"):
+    with pytest.raises(NothingToLearn, match="skips every prompt"):
         sampler.decide()
 
 
@@ -442,7 +441,7 @@ def test_prompts_end() -> None:
     assert not sampler.decide().batches
     assert sampler.finished
     assert sampler.close().forget == ["dapo:0:0:0", "dapo:0:1:0"]
-    assert sampler.fates[Fate.LEFT_OVER].rollouts == 2
+    assert sampler.outcomes[RolloutOutcome.LEFT_OVER].rollouts == 2
 
 
 def test_what_can_be_no_reward_or_no_version_is_refused() -> None:
@@ -481,13 +480,13 @@ def test_what_was_in_flight_when_a_trainer_left_is_not_sampled_again_alone() -> 
         *((0, "0"), (0, "1")),
         *((1, "0"), (1, "1")),
     ], "the group without variance, too"
-    assert again.fates[Fate.FAILED].rollouts == 1
+    assert again.outcomes[RolloutOutcome.FAILED].rollouts == 1
 
 
 def test_a_state_of_another_version_is_refused() -> None:
     state = eager(SamplerConfig(1, 2, 2), Epochs(ROWS)).state()
     del state["queue"]
-    with pytest.raises(CallerError, match="state: another version saved it: it has no 'queue'"):
+    with pytest.raises(CallerError, match=r"state: another version .* saved the state: .queue. is missing"):
         DynamicSampler(SamplerConfig(1, 2, 2), Epochs(ROWS)).restore(state)
 
 
@@ -500,7 +499,7 @@ def test_orders_differ_by_epoch_and_can_be_had_again() -> None:
 
 
 def test_rows_without_a_name_of_their_own_are_refused() -> None:
-    with pytest.raises(CallerError, match="id: it must name each row; several are named 'a'"):
+    with pytest.raises(CallerError, match=r"id: must be unique in each row; several rows have .a."):
         Epochs([{"id": "a"}, {"id": "a"}], key="id")
     with pytest.raises(CallerError, match="no rows"):
         Epochs([])

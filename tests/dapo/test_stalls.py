@@ -113,7 +113,7 @@ def test_a_training_goes_on_or_says_why_not(schedule: list[tuple[int, Fault]], s
 )
 def test_what_never_comes_back_is_a_stall_with_its_reason(at: float, how: str, why: str) -> None:
     async def play() -> None:
-        with pytest.raises(StalledError, match=f"no rollout has moved for .*http://a:1.*({why})"):
+        with pytest.raises(StalledError, match=f"no rollout has changed its state for .*http://a:1.*({why})"):
             await train([Machine("a", SETTINGS)], [(0, (at, how, None))], 1)
         assert asyncio.get_running_loop().time() <= 2 * STALL_S + 2 * RUN_S
 
