@@ -39,7 +39,7 @@ from tokenizers.models import WordLevel
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
-from nemo_gym_prorl.nemo_rl.sampler import configured
+from nemo_gym_prorl.nemo_rl.plugins import sampler_block
 from nemo_gym_prorl.nemo_rl.settings import settings_of
 from nemo_gym_prorl.nemo_rl.single_controller import train
 from nemo_gym_prorl.nemo_rl.validation import validation_of
@@ -306,7 +306,7 @@ def trained(
         router: NeMo RL's, if there is one.
     """
     settings = settings_of(config)
-    sampler = configured(config["async_rl"]["sampler"], settings)
+    sampler = sampler_block(config["async_rl"]["sampler"], settings)
     master = MasterConfig(**{**config, "async_rl": {**config["async_rl"], "sampler": sampler}})
     setup_nemo_gym_config(master, None)
     arguments = arguments_of(master, folder, engines, environments, router)

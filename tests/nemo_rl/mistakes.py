@@ -60,9 +60,9 @@ MISTAKES = [
     one("prorl.runtime", "synchronous", "not permitted"),
     one("prorl.overlong.buffer_length", 10**6, "more than max_sequence_length", field="prorl.overlong"),
     one("prorl.overlong.max_response_length", 3000, "not permitted"),
-    one("prorl.services", ["http://127.0.0.1:1"], "for rollouts: service", field="prorl"),
-    one("prorl.services", [], "for rollouts: service", variant="service", field="prorl"),
-    one("prorl.models", [], "for rollouts: service", variant="service", field="prorl"),
+    one("prorl.services", ["http://127.0.0.1:1"], "must be set for rollouts: service", field="prorl"),
+    one("prorl.services", [], "must be set for rollouts: service", variant="service", field="prorl"),
+    one("prorl.models", [], "must be set for rollouts: service", variant="service", field="prorl"),
     # Groups and the baseline
     one("policy.generation.temperature", 0.0, "the same"),
     one("grpo.use_leave_one_out_baseline", True, "without itself"),
@@ -71,12 +71,12 @@ MISTAKES = [
     one("token_capture.enabled", True, "NeMo RL would sample by itself"),
     one("grpo.reward_scaling.enabled", True, "prorl.reward_scaling"),
     one("grpo.reward_shaping.enabled", True, "prorl.overlong"),
-    one("grpo.overlong_filtering", True, "it is ignored"),
+    one("grpo.overlong_filtering", True, "has no effect"),
     # Loss
     one("loss_fn.use_importance_sampling_correction", False, "weight versions old"),
     one("loss_fn.token_level_loss", False, "all tokens"),
     one("loss_fn.force_on_policy_ratio", True, "not 1"),
-    one("loss_fn.disable_ppo_ratio", True, "no ratio to clip"),
+    one("loss_fn.disable_ppo_ratio", True, "nothing to clip"),
     one("prorl.mini_batches", 1, "the loss's ratio is 1"),
     # Log-probs of another distribution than the one that is sampled from
     *(
@@ -89,18 +89,18 @@ MISTAKES = [
         for mode in ("raw_logprobs", REMOVED)
     ),
     # Lengths
-    one("policy.generation.vllm_cfg.max_model_len", 10**6, "the trainer takes"),
-    one("prorl.overlong.max_sequence_length", 10**6, "the trainer takes"),
-    one(f"{AGENT}.max_total_sequence_length", REMOVED, "no such bound as the trainer's"),
-    one(f"{AGENT}.max_total_sequence_length", 10**6, "no such bound as the trainer's"),
+    one("policy.generation.vllm_cfg.max_model_len", 10**6, "exceeds the trainer's"),
+    one("prorl.overlong.max_sequence_length", 10**6, "exceeds the trainer's"),
+    one(f"{AGENT}.max_total_sequence_length", REMOVED, "limit exceeds the trainer's"),
+    one(f"{AGENT}.max_total_sequence_length", 10**6, "limit exceeds the trainer's"),
     # SingleController
     one("async_rl.recompute_kv_cache_after_weight_updates", False, "of any earlier version"),
     one("async_rl.recompute_kv_cache_after_weight_updates", REMOVED, "of any earlier version"),
-    one("async_rl.min_groups_for_streaming_train", 4, "mini-batches are made of all"),
+    one("async_rl.min_groups_for_streaming_train", 4, "mini-batches need all"),
     one(DEADLINE, None, "that hangs"),
     one(DEADLINE, 600, "3 attempts of"),
     # Gym's servers
-    one("prorl.agent", "prorl_sve_agent", "there is no such prorl_agent, or it is not"),
+    one("prorl.agent", "prorl_sve_agent", "is missing or ambiguous"),
     one(f"{MODEL}.policy.engine", "vllm", "the trainer's engine is NeMo RL's"),
     one(f"{MODEL}.policy.engine", REMOVED, "the trainer's engine is NeMo RL's"),
     one("env.nemo_gym.config_paths", ["no/such.yaml"], "there is no no/such.yaml", field="env.nemo_gym"),

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nemo_gym_prorl.nemo_rl.checks import Finding, check, check_rows, gym_blocks, of_validation
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Shaping, settings_of
+from nemo_gym_prorl.nemo_rl.checks import Finding, check, check_rows, findings_of_validation, gym_blocks
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RewardShaping, settings_of
 from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed, good
 
 
@@ -20,7 +20,7 @@ def findings_of(config: dict[str, Any]) -> list[Finding]:
     try:
         return check(config, settings_of(config))
     except ValidationError as error:
-        return [*of_validation("prorl", error)]
+        return [*findings_of_validation("prorl", error)]
 
 
 @pytest.mark.parametrize("variant", [None, "service"])
@@ -110,21 +110,21 @@ def test_rows_with_tools_need_parsers(tmp_path: Path, said: Any, lacking: list[s
     assert found() == [f"{field}.{name}" for name in lacking]
 
 
-# Shaping
+# RewardShaping
 
 
 @given(reward=st.floats(-3, 3), length=st.integers(0, 5000))
 def test_shaping_of_rewards(reward: float, length: int) -> None:
     block = {"overlong": {"max_sequence_length": 1000, "buffer_length": 200, "penalty": 0.5}, "reward_scaling": {}}
-    scaled = Shaping(ProrlSettings.model_validate(block).reward_scaling)(reward, length)
-    shaped = Shaping.of(ProrlSettings.model_validate(block))(reward, length)
+    scaled = RewardShaping(ProrlSettings.model_validate(block).reward_scaling)(reward, length)
+    shaped = RewardShaping.of(ProrlSettings.model_validate(block))(reward, length)
     assert -1 <= scaled <= 1
     assert scaled - 0.5 <= shaped <= scaled
     if length <= 800:
         assert shaped == scaled
     if length >= 1000:
         assert shaped == scaled - 0.5
-    assert Shaping()(reward, length) == reward
+    assert RewardShaping()(reward, length) == reward
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_shaping_of_rewards(reward: float, length: int) -> None:
 )
 def test_shaping_by_hand(reward: float, length: int, trained: float) -> None:
     block = {"overlong": {"max_sequence_length": 1000, "buffer_length": 200, "penalty": 0.5}, "reward_scaling": {}}
-    assert Shaping.of(ProrlSettings.model_validate(block))(reward, length) == trained
+    assert RewardShaping.of(ProrlSettings.model_validate(block))(reward, length) == trained
 
 
 def test_no_block_is_the_default() -> None:

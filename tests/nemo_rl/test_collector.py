@@ -18,23 +18,23 @@ import pytest
 
 from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
-from nemo_gym_prorl.nemo_rl.groups import Group
+from nemo_gym_prorl.nemo_rl.collector import CollectionPlan, Collector
+from nemo_gym_prorl.nemo_rl.groups import TrainingGroup
 from nemo_gym_prorl.nemo_rl.services import Servers
-from nemo_gym_prorl.nemo_rl.settings import Shaping
+from nemo_gym_prorl.nemo_rl.settings import RewardShaping
 from nemo_gym_prorl.nemo_rl.validation import Validation
 from tests.dapo.test_runner import Node, nodes, rows
 
 
-def plan(node: Node, dataset: list[dict[str, Any]], config: SamplerConfig, **more: Any) -> Plan:
+def plan(node: Node, dataset: list[dict[str, Any]], config: SamplerConfig, **more: Any) -> CollectionPlan:
     servers = Servers((node.url,), (), more.pop("key_env", None))
     # As it comes to the controller's process.
-    made = Plan(dataset, config, servers, Shaping(), seed=None, **more)
-    again: Plan = pickle.loads(pickle.dumps(made))
+    made = CollectionPlan(dataset, config, servers, RewardShaping(), seed=None, **more)
+    again: CollectionPlan = pickle.loads(pickle.dumps(made))
     return again
 
 
-async def taken(collector: Collector, count: int) -> list[Group]:
+async def taken(collector: Collector, count: int) -> list[TrainingGroup]:
     async with asyncio.timeout(20):
         return await asyncio.gather(*(asyncio.wrap_future(collector.take()) for _ in range(count)))
 
@@ -198,7 +198,7 @@ async def test_no_rollout_of_a_validation_outlives_a_run(caplog: pytest.LogCaptu
         await asyncio.to_thread(collector.close)
         await waiting
         assert not live(node)
-    assert "the validation of weights 0 is cancelled: the run has ended" in caplog.text
+    assert "the validation of weights 0 is cancelled because the run has ended" in caplog.text
 
 
 async def test_a_service_that_hangs_holds_the_end_up_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.groups import group_of, turns_of
+from nemo_gym_prorl.nemo_rl.groups import training_group, turns_of
 from nemo_gym_prorl.rollout.rows import take_tokens
 
 
@@ -56,7 +56,7 @@ def test_what_was_taken_over_is_prompt(pieces: list[tuple[list[int], list[int]]]
     assert [[*turn.observed] for turn in others] == [observed for observed, _ in pieces[inherited + 1 :]]
     assert [[*turn.log_probs] for turn in (first, *others)] == [[-float(token) for token in said] for said in own]
     fork = TrainedRollout("dapo:0:0:0", {}, 1.0, 3, False, take_tokens(result(*pieces)["response"]), inherited)
-    group = group_of([fork, fork], lambda raw, length: -length)
+    group = training_group([fork, fork], lambda raw, length: -length)
     assert [member.turns for member in group.members] == [(first, *others)] * 2
     assert [*group.prompt] == [*first.observed], "by which NeMo RL tells it from a group that began elsewhere"
     assert group.members[0].reward == -sum(map(len, sum(pieces, ())))
@@ -66,7 +66,7 @@ def test_what_was_taken_over_is_prompt(pieces: list[tuple[list[int], list[int]]]
 
 def test_rewards_are_shaped_by_the_whole_sequence() -> None:
     long = result(([1, 2], [3, 4, 5]), ([6], [7, 8]))
-    group = group_of(
+    group = training_group(
         [rollout(1.0, long, 4), rollout(0.0, result(([1, 2], [9])))], lambda raw, length: raw - length / 10
     )
     assert [member.reward for member in group.members] == [pytest.approx(0.2), pytest.approx(-0.3)]
@@ -91,21 +91,21 @@ def broken(**changes: Any) -> dict[str, Any]:
     ids=["retokenised", "no log-probability", "not a number", "no response"],
 )
 def test_a_rollout_whose_tokens_cannot_be_trusted_keeps_its_reward_and_gets_no_loss(content: dict[str, Any]) -> None:
-    group = group_of([rollout(1.0, content), rollout(0.0, result(([1], [2])))], lambda raw, length: raw)
+    group = training_group([rollout(1.0, content), rollout(0.0, result(([1], [2])))], lambda raw, length: raw)
     assert [(member.reward, len(member.turns)) for member in group.members] == [(1.0, 0), (0.0, 1)]
     assert [*group.prompt] == [1]
 
 
 def test_a_masked_rollout_keeps_its_reward_and_gets_no_loss() -> None:
     masked, other = rollout(0.0, result(([1], [2, 3])), masked=True), rollout(1.0, result(([1], [2])))
-    group = group_of([masked, other], lambda raw, length: raw - length)
+    group = training_group([masked, other], lambda raw, length: raw - length)
     assert [(member.reward, len(member.turns)) for member in group.members] == [(-3.0, 0), (-1.0, 1)]
 
 
 def test_a_group_without_tokens_is_a_deployment_that_does_not_keep_them() -> None:
     plain = {"response": {"output": [{"type": "message", "content": "hello"}]}}
     with pytest.raises(CallerError, match="return_token_id_information: true") as error:
-        group_of([rollout(1.0, plain), rollout(0.0, plain)], lambda raw, length: raw)
+        training_group([rollout(1.0, plain), rollout(0.0, plain)], lambda raw, length: raw)
     assert error.value.field == "response.output"
 
 
@@ -119,6 +119,6 @@ def test_a_group_without_tokens_is_a_deployment_that_does_not_keep_them() -> Non
 )
 def test_odd_tokens_get_no_loss_and_end_nothing(item: Any) -> None:
     odd = rollout(1.0, {"response": {"output": [item]}})
-    group = group_of([odd, rollout(0.0, result(([1], [2])))], lambda raw, length: raw)
+    group = training_group([odd, rollout(0.0, result(([1], [2])))], lambda raw, length: raw)
     assert [len(member.turns) for member in group.members] == [0, 1]
     assert [member.reward for member in group.members] == [1.0, 0.0]

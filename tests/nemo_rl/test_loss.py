@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nemo_gym_prorl.dapo.runner import TrainedRollout
-from nemo_gym_prorl.nemo_rl.groups import group_of, record_of
-from nemo_gym_prorl.nemo_rl.rollouts import GroupAdvantages, MiniBatches
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Shaping, settings_of
+from nemo_gym_prorl.nemo_rl.controller_parts import GroupAdvantages, MiniBatches
+from nemo_gym_prorl.nemo_rl.groups import record_of, training_group
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RewardShaping, settings_of
 from nemo_gym_prorl.rollout.rows import take_tokens
 from tests.nemo_rl.conftest import ROOT, _reason_to_skip
 
@@ -129,7 +129,7 @@ def batch(rows: list[list[Row]], shape: Any, plane: Any) -> tuple[Any, list[str]
         found = []
         for number, group in enumerate(rows):
             rollouts = [rollout_of(row, f"g{number}:{member}:0") for member, row in enumerate(group)]
-            record = record_of(group_of(rollouts, shape), number)
+            record = record_of(training_group(rollouts, shape), number)
             slot = buffer.reserve(weight_version=0, target_step=0)
             found.append(await buffer.commit(slot, record, start_weight_version=0, end_weight_version=0))
         return found
@@ -171,7 +171,7 @@ def stepped(trainer: Any, meta: Any, loss: Any) -> dict[str, Any]:
     return aggregate_step_metrics(trainer.finish_train_step())
 
 
-def configured(variant: str | None = None) -> tuple[Any, ProrlSettings, dict[str, Any]]:
+def sampler_block(variant: str | None = None) -> tuple[Any, ProrlSettings, dict[str, Any]]:
     """What a recipe that ships says: NeMo RL's model of it, our block, and all of it."""
     from nemo_rl.algorithms.single_controller_utils import MasterConfig
 
@@ -191,8 +191,8 @@ def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) ->
     from tests.nemo_rl.controller import PARTITION, Policy
 
     torch.manual_seed(0)
-    master, settings, _ = configured()
-    shape = Shaping.of(settings.model_copy(update={"overlong": settings.overlong.model_copy(update=SHORT)}))
+    master, settings, _ = sampler_block()
+    shape = RewardShaping.of(settings.model_copy(update={"overlong": settings.overlong.model_copy(update=SHORT)}))
     rows = rows_of(7, GROUPS, SIZE, turns=6, longest=200)
     plane = NoOpDataPlaneClient()
     policy = Policy(plane, tmp_path)
@@ -274,7 +274,7 @@ def test_a_row_without_loss_does_not_shift_the_baseline_of_its_siblings(
                 row.output[1]["prompt_token_ids"][0] += 1
             masked = without.get(place) in (NO_TOKENS, MASKED)
             rollouts.append(dataclasses.replace(rollout_of(row, f"g{number}:{place}"), masked=masked))
-        group = group_of(rollouts, lambda raw, length: raw)
+        group = training_group(rollouts, lambda raw, length: raw)
         flat += [member.reward for member in group.members]
         for completion in record_of(group, number).completions:
             prompts.append([*group.prompt] + [0] * (padded - len(group.prompt)))
@@ -354,11 +354,11 @@ def weights_after(folder: Path, variant: str | None, parts: int | None = None) -
     from tests.nemo_rl import controller
 
     torch.manual_seed(0)
-    master, settings, config = configured(variant)
+    master, settings, config = sampler_block(variant)
     prompts, size = config["grpo"]["num_prompts_per_step"], config["grpo"]["num_generations_per_prompt"]
     plane = NoOpDataPlaneClient()
     sampled = controller.Policy(plane, folder)
-    meta, _ = batch(rows_of(11, prompts, size, turns=2, longest=6), Shaping.of(settings), plane)
+    meta, _ = batch(rows_of(11, prompts, size, turns=2, longest=6), RewardShaping.of(settings), plane)
     meta = prepared(sampled, plane, meta, master, size)
     found = set()
     for clip in CLIPS:

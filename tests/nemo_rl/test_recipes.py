@@ -76,7 +76,7 @@ def test_the_recipes_that_there_are() -> None:
     ]
     assert names_of("variants") == ["on-policy", "service"]
     assert file_of("dapo-swe-qwen3-4b") == RECIPES / "dapo-swe-qwen3-4b.yaml"
-    with pytest.raises(Exception, match="nearest that there is: dapo-swe-qwen3-4b"):
+    with pytest.raises(Exception, match="did you mean dapo-swe-qwen3-4b"):
         file_of("dapo-swe-qwen-4b")
 
 
@@ -175,18 +175,22 @@ def test_the_command_tells_everything_before_anything_starts(rows: Path, tmp_pat
     assert "Not started: 2 errors." in wrong.stderr
     assert "Ray" not in wrong.stderr + wrong.stdout
     good = _command(f"++data.train.data_path={rows}", "--check", folder=tmp_path)
-    assert (good.returncode, good.stdout.strip()) == (0, "Nothing stands against a start."), good.stderr
+    assert (good.returncode, good.stdout.strip()) == (0, "No errors found: training can start."), good.stderr
 
 
 @needs_nemo_rl
 def test_services_that_are_not_there_are_told_in_seconds(rows: Path, tmp_path: Path) -> None:
     away = _command(f"++data.train.data_path={rows}", "--with", "service", *SERVICES, folder=tmp_path)
     assert away.returncode == 2
-    assert "error: prorl.services: GET http://127.0.0.1:1/status is not answered" in away.stderr
+    assert "error: prorl.services: GET http://127.0.0.1:1/status failed without a response" in away.stderr
 
 
 @pytest.mark.parametrize(
-    ("root", "says"), [("", "NRL_ROOT: it is not set"), ("/there/is/none", "there is no NeMo RL in /there/is/none")]
+    ("root", "says"),
+    [
+        ("", "NRL_ROOT: the environment variable is not set"),
+        ("/there/is/none", "there is no NeMo RL in /there/is/none"),
+    ],
 )
 @pytest.mark.long("a process that imports the trainer's side")
 def test_without_a_checkout_it_says_so(root: str, says: str, tmp_path: Path) -> None:
@@ -201,8 +205,8 @@ def test_without_a_checkout_it_says_so(root: str, says: str, tmp_path: Path) -> 
     [
         (["++grpo=[", "--check"], "overrides"),
         (["grpo.num_prompt_per_step=8"], "num_prompt_per_step"),
-        (["--with", "on-polcy"], "the nearest that there is: on-policy"),
-        (["--check"], "data.train.data_path: nobody has given a value"),
+        (["--with", "on-polcy"], "did you mean on-policy"),
+        (["--check"], "data.train.data_path: a value is required"),
     ],
 )
 def test_what_cannot_be_read_is_told(arguments: list[str], says: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fastapi import FastAPI, HTTPException, Request
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.nemo_rl import services
-from nemo_gym_prorl.nemo_rl.services import Servers, already_running, servers_among, started_by_gym, with_engines
+from nemo_gym_prorl.nemo_rl.services import Servers, configured_servers, gym_servers, select_servers, with_engines
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
 from tests.rollout.serving import serve
 
@@ -133,7 +133,7 @@ async def test_a_service_that_is_gone_keeps_no_other_from_being_asked() -> None:
         return {"odd": 1}
 
     async with serve(app) as url:
-        await asyncio.to_thread(Servers(("http://127.0.0.1:1", url, url), ()).end_all, "client")
+        await asyncio.to_thread(Servers(("http://127.0.0.1:1", url, url), ()).cancel_all, "client")
     assert len(asked) == 2
 
 
@@ -146,9 +146,9 @@ CODE, MATH = instance("code_agent", "prorl_agent"), instance("math_agent", "pror
 
 
 def test_ours_among_the_servers_of_a_deployment() -> None:
-    found = servers_among([instance("code", "prorl_code"), CODE, POLICY], ProrlSettings(key_env="KEY"), "node")
+    found = select_servers([instance("code", "prorl_code"), CODE, POLICY], ProrlSettings(key_env="KEY"), "node")
     assert found == Servers(("http://127.0.0.1/code_agent",), ("http://127.0.0.1/policy_model",), "KEY", "node")
-    found = servers_among([CODE, MATH, POLICY], ProrlSettings(agent="math_agent"), None)
+    found = select_servers([CODE, MATH, POLICY], ProrlSettings(agent="math_agent"), None)
     assert found.services == ("http://127.0.0.1/math_agent",)
 
 
@@ -169,7 +169,7 @@ async def test_shards_of_gym_are_called_where_they_can_be(
         urls = [urlsplit(url) for url in (first, second)]
         places = [(url.hostname, url.port, node) for url, node in zip(urls, nodes, strict=True)]
         actors = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _, at=at: at)) for at in places]
-        asked = asyncio.to_thread(started_by_gym, SimpleNamespace(all_handles=actors), ProrlSettings())
+        asked = asyncio.to_thread(gym_servers, SimpleNamespace(all_handles=actors), ProrlSettings())
         if len({*nodes}) > 1:
             with pytest.raises(CallerError, match="on 2 nodes, and their servers listen on loopback") as error:
                 await asked
@@ -186,7 +186,7 @@ async def test_shards_of_gym_are_called_where_they_can_be(
     [
         ([CODE, MATH, POLICY], {}, "prorl.agent", "code_agent, math_agent"),
         ([POLICY], {}, "prorl.agent", "none"),
-        ([CODE, POLICY], {"agent": "cod_agent"}, "prorl.agent", "'cod_agent' is none of"),
+        ([CODE, POLICY], {"agent": "cod_agent"}, "prorl.agent", "'cod_agent' is no prorl_agent server"),
         ([CODE], {}, "env.nemo_gym.config_paths", "prorl_model.yaml"),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_deployment_that_does_not_fit_is_told_by_its_field(
     instances: list[dict[str, Any]], settings: dict[str, Any], field: str, says: str
 ) -> None:
     with pytest.raises(CallerError, match=says) as error:
-        servers_among(instances, ProrlSettings(**settings), None)
+        select_servers(instances, ProrlSettings(**settings), None)
     assert error.value.field == field
 
 
@@ -212,14 +212,19 @@ async def test_services_elsewhere_are_asked_before_anything_starts(monkeypatch: 
 
         async def asked(*services: str, key_env: str | None = "PRORL_ANY_KEY") -> None:
             elsewhere = ProrlSettings(rollouts="service", services=services, models=(url,), key_env=key_env)
-            await asyncio.to_thread(already_running, elsewhere)
+            await asyncio.to_thread(configured_servers, elsewhere)
 
         monkeypatch.setenv("PRORL_ANY_KEY", "right")
         await asked(url)
         for services, key_env, error, says in (
-            ((url, "http://127.0.0.1:1"), "PRORL_ANY_KEY", InfrastructureError, "1:1/status is not answered"),
-            ((f"{url}/other",), "PRORL_ANY_KEY", CallerError, "other/status was answered with 404"),
-            ((url,), None, CallerError, "answered with 401: .*send the key"),
+            (
+                (url, "http://127.0.0.1:1"),
+                "PRORL_ANY_KEY",
+                InfrastructureError,
+                "1:1/status failed without",
+            ),
+            ((f"{url}/other",), "PRORL_ANY_KEY", CallerError, "other/status failed with status 404"),
+            ((url,), None, CallerError, "status 401: .*send the key"),
             ((url,), "PRORL_NO_SUCH_KEY", CallerError, "PRORL_NO_SUCH_KEY is not set"),
         ):
             with pytest.raises(error, match=says):
