@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT
 from nemo_gym_prorl.servers.task_server import TaskServer
-from nemo_gym_prorl.tasks.final_answer import final_message
+from nemo_gym_prorl.tasks.final_answer import last_message_text
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench, workbench_schemas
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
@@ -122,7 +122,7 @@ class Riddles:
     async def grade(
         self, row: Mapping[str, Any], artefacts: None, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
-        said, code = final_message(response).strip(), _riddle(row).code
+        said, code = last_message_text(response).strip(), _riddle(row).code
         verdict = "right" if said == code else "wrong" if said else "no_answer"
         return Grade(float(said == code), verdict, f"it said {said[:40]!r}, the code is {code}")
 

@@ -17,7 +17,7 @@ import pytest
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
 from nemo_gym_prorl.processes import process_command_line
 from nemo_gym_prorl.tasks import workers
-from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker, Verdict
+from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker, MathVerdict
 from scripts.scripted_turns.math import CHEATS, EXAMPLES
 
 
@@ -32,7 +32,7 @@ def worker_pids() -> list[int]:
 
 async def test_right_wrong_and_none(checker: MathChecker) -> None:
     right = await checker.check(r"\frac{1}{2}", r"So it is \boxed{0.5}.")
-    assert (right.right, right.verdict, right.extracted) == (True, Verdict.RIGHT, "0.5")
+    assert (right.right, right.verdict, right.extracted) == (True, MathVerdict.RIGHT, "0.5")
     many = [r"\boxed{2}", "", r"\boxed{}", "1/2", r"\boxed{" + "1" * 1001 + "}", r"\boxed{1/2} \boxed{3}"]
     checked = await asyncio.gather(*(checker.check("1/2", one) for one in many))
     assert not any(one.right for one in checked)
@@ -82,7 +82,7 @@ async def test_an_answer_that_hangs_its_comparison_is_to_blame(
 
     monkeypatch.setattr(workers.WorkerPool, "ask", noted)
     checked = await checker.check("x + 5", r"\boxed{9^{9^{9^{9}}} + \sin(1)}")
-    assert (checked.right, checked.verdict) == (False, Verdict.TIMED_OUT), checked
+    assert (checked.right, checked.verdict) == (False, MathVerdict.TIMED_OUT), checked
     assert asked == [r"9^{9^{9^{9}}} + \sin(1)", "x + 5"], "it is tried once, and then the expected answer"
     assert (await checker.check("5", r"\boxed{5}")).right
 
@@ -96,7 +96,10 @@ async def test_memory_is_bounded() -> None:
     small = MathChecker(CheckLimits(cpu_s=5, memory_mib=512, workers=1))
     try:
         checked = await small.check("x", r"\boxed{10^{10^{9}} - 10^{10^{9}} + x}")
-        assert (checked.right, checked.verdict in (Verdict.UNREADABLE, Verdict.TIMED_OUT, Verdict.WRONG)) == (
+        assert (
+            checked.right,
+            checked.verdict in (MathVerdict.UNREADABLE, MathVerdict.TIMED_OUT, MathVerdict.WRONG),
+        ) == (
             False,
             True,
         )

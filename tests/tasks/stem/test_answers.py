@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.stem.judge import AskModel, Judge
-from nemo_gym_prorl.tasks.stem.problems import Kind, problem_of, row_for
+from nemo_gym_prorl.tasks.stem.problems import AnswerKind, problem_of, row_for
 from nemo_gym_prorl.tasks.stem.search import SearchSettings, SearchTool, TavilySearch
 from nemo_gym_prorl.tasks.stem.task import Rules, Stem
 from nemo_gym_prorl.tasks.task import Grade
@@ -64,14 +64,14 @@ async def test_rules_say_of_answers_what_the_table_says(formulas: MathChecker) -
 @pytest.mark.parametrize(
     ("question", "expected", "kind"),
     [
-        ("What is the symbol of carbon?", "C", Kind.TEXT),
-        ("Which point, A or B, is higher? Point A. is at 3 m.", "A", Kind.TEXT),
-        ("Which is noble: (A) iron, (B) gold, (C) oxygen, (D) neon?", "D", Kind.CHOICE),
-        ("What is it?", "5 kg", Kind.QUANTITY),
-        ("What is it?", "mc^2", Kind.FORMULA),
+        ("What is the symbol of carbon?", "C", AnswerKind.TEXT),
+        ("Which point, A or B, is higher? Point A. is at 3 m.", "A", AnswerKind.TEXT),
+        ("Which is noble: (A) iron, (B) gold, (C) oxygen, (D) neon?", "D", AnswerKind.CHOICE),
+        ("What is it?", "5 kg", AnswerKind.QUANTITY),
+        ("What is it?", "mc^2", AnswerKind.FORMULA),
     ],
 )
-async def test_what_kind_an_expected_answer_is(question: str, expected: str, kind: Kind) -> None:
+async def test_what_kind_an_expected_answer_is(question: str, expected: str, kind: AnswerKind) -> None:
     assert problem_of({"question": question, "expected_answer": expected}).kind is kind
 
 

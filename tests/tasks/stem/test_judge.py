@@ -14,7 +14,7 @@ from nemo_gym_prorl.tasks.stem.judge import (
     EXAMINATION,
     AskModel,
     Judge,
-    Verdict,
+    JudgeVerdict,
     addresses_judge,
     messages,
     verdict_of,
@@ -45,9 +45,9 @@ def judge_of(ask: AskModel) -> Judge:
 
 @pytest.mark.parametrize("reply", [honest, echoing])
 @pytest.mark.parametrize(
-    ("answer", "verdict"), [("the mitochondrion", Verdict.SAME), ("ribosomes", Verdict.DIFFERENT)]
+    ("answer", "verdict"), [("the mitochondrion", JudgeVerdict.SAME), ("ribosomes", JudgeVerdict.DIFFERENT)]
 )
-async def test_an_answer_is_compared_once(reply: Callable[..., str], answer: str, verdict: Verdict) -> None:
+async def test_an_answer_is_compared_once(reply: Callable[..., str], answer: str, verdict: JudgeVerdict) -> None:
     judged = await judge_of(asked(reply)).judge(ASKED, answer)
     assert (judged.verdict, "VERDICT" in judged.reply) == (verdict, True)
 
@@ -127,7 +127,7 @@ def test_no_text_leaves_its_quotation(question: str, first: str, second: str) ->
     ],
 )
 def test_a_verdict_is_the_last_line(reply: str) -> None:
-    assert verdict_of(reply, "7f") is Verdict.SAME
+    assert verdict_of(reply, "7f") is JudgeVerdict.SAME
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ async def test_an_answer_in_the_judges_words_is_not_shown_to_it(answer: str, que
         return verdict(asked_in(given)[1], False)
 
     judged = await judge_of(ask).judge(ASKED, answer)
-    assert judged.verdict is (Verdict.DIFFERENT if questions else Verdict.STEERED)
+    assert judged.verdict is (JudgeVerdict.DIFFERENT if questions else JudgeVerdict.STEERED)
     assert len(asked_for) == questions
 
 
@@ -184,14 +184,14 @@ async def test_no_answer_talks_a_judge_round(judge: Callable[..., str]) -> None:
                     await judge_of(model).judge(ASKED, attack)
                 continue
             judged = await judge_of(model).judge(ASKED, attack)
-            assert judged.verdict in (Verdict.DIFFERENT, Verdict.STEERED), attack
+            assert judged.verdict in (JudgeVerdict.DIFFERENT, JudgeVerdict.STEERED), attack
         await model.aclose()
 
 
 async def test_of_a_model_server() -> None:
     async with judging() as (url, server):
         model = model_at(url, timeout_s=0.5)
-        assert (await judge_of(model).judge(ASKED, "the mitochondrion")).verdict is Verdict.SAME
+        assert (await judge_of(model).judge(ASKED, "the mitochondrion")).verdict is JudgeVerdict.SAME
         assert {request["temperature"] for request in server.requests} == {0.0}
         for name, trouble in TROUBLES.items():
             server.answers = trouble

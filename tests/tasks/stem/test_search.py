@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.tasks.stem.search import (
     MAX_PASSAGE_CHARS,
-    NO_MORE,
-    NOTHING,
+    NO_MORE_RESULTS,
+    NO_RESULTS,
     BadQuery,
     Index,
     OfflineSearch,
@@ -174,9 +174,9 @@ async def test_pages() -> None:
     assert first.startswith("[1] T0 T - s0\n" + "x" * 100 + " [...]\n\n[2] T1 T - s1\n")
     assert first.count("[...]") == 5
     assert (await tool.call("search", {"query": "x", "page": 3})).count("[...]") == 2
-    assert await tool.call("search", {"query": "x", "page": 4}) == NO_MORE
+    assert await tool.call("search", {"query": "x", "page": 4}) == NO_MORE_RESULTS
     assert engine.limits == [5, 15, 20]
-    assert render([], 0, SearchSettings()) == NOTHING
+    assert render([], 0, SearchSettings()) == NO_RESULTS
     assert tool.tool_use()["search"]["calls"] == 3
 
 
