@@ -139,19 +139,6 @@ def test_failed_groups_are_followed_by_a_head_start_and_solved_ones_by_a_handica
     assert service.sampler.dropped == {"no_variance": 5}
 
 
-def test_the_curriculum_hears_of_first_tries_only() -> None:
-    service = Service(2, SkipSolved(2))
-    service.end(0, 1)
-    service.end(1, 1)  # solved once
-    assert [it.prefix is not None for it in service.end(1, 1)] == [True, True], "solved from a handicap"
-    service.end(0, 1)
-    assert service.sampler._curriculum is not None
-    assert not service.sampler._curriculum.skips("0")
-    service.end(1, 1)
-    service.end(0, 1)
-    assert service.sampler._curriculum.skips("0"), "solved twice"
-
-
 @pytest.mark.parametrize("ends", [(), (0, 1), (1, 1)], ids=["it runs", "it varies", "it was too late"])
 def test_a_group_that_is_too_old_begins_again_where_it_began(ends: tuple[int, ...]) -> None:
     """It, and the one that it came after, which nothing follows for a second time."""
@@ -186,26 +173,6 @@ def test_a_group_that_is_too_old_begins_again_where_it_began(ends: tuple[int, ..
 
 def number_of(submission: Submission) -> int:
     return int(submission.rollout.split(":")[1])
-
-
-def test_a_search_goes_on_where_the_prompts_have_ended() -> None:
-    service = Service(1, staleness=0, in_flight=6, epochs=3)
-    sampler = service.sampler
-    service.decision.submit = service.decision.submit[:2]
-    service.end(0, 1)
-    for rollout in service.decision.cancel:
-        sampler.cancelled(rollout)
-    sampler.weights(1)
-    service.decision = sampler.decide()
-    assert begun(service.decision.submit) == [1, 1, 2, 2]
-    assert service.end(0, 0, 0, 1) == []
-    assert [[*batch.groups] for batch in service.decision.batches] == [[2]]
-    assert not sampler.finished
-    sampler.weights(2)
-    service.decision = sampler.decide()
-    assert begun(service.decision.submit) == [(1, "dapo:0:1:0", 2)] * 2
-    service.end(0, 1)
-    assert sampler.finished
 
 
 def test_a_group_that_varies_but_teaches_nothing_is_followed_by_none() -> None:

@@ -297,16 +297,6 @@ def finish(sampler: DynamicSampler, submissions: list[Submission], rewards: list
     return sampler.decide()
 
 
-def test_equal_rewards_are_no_variance_whatever_their_standard_deviation() -> None:
-    sampler = eager(SamplerConfig(1, 3, 3), Epochs(ROWS))
-    decision = finish(sampler, sampler.decide().submit, [0.1, 0.1, 0.1])
-    assert not decision.batches
-    assert len(decision.forget) == 3
-    assert sampler.dropped == {"no_variance": 1}
-    decision = finish(sampler, decision.submit, [0.1, 0.1, math.nextafter(0.1, 1)])
-    assert len(decision.batches) == 1
-
-
 def test_strictly_on_policy_a_complete_batch_ends_everything_else() -> None:
     sampler = eager(SamplerConfig(1, 2, 6, max_staleness=0), Epochs(ROWS, seed=None))
     submissions = sampler.decide().submit
@@ -347,22 +337,6 @@ def test_no_more_groups_are_under_way_than_can_be_trained_on() -> None:
     assert 4 < len(begun) <= 16, "two batches, of groups of which half may have no variance"
 
 
-def test_groups_under_the_oldest_weights_are_trained_on_first() -> None:
-    sampler = DynamicSampler(SamplerConfig(1, 2, 4, max_staleness=3), Epochs(ROWS, seed=None), run="dapo")
-    sampler.ask()
-    first = sampler.decide().submit
-    finish(sampler, first[:2], [0.0, 1.0])
-    sampler.weights(1)
-    sampler.scored("dapo:2:0:0", 0.0)
-    sampler.scored("dapo:2:1:0", 0.0)
-    younger = sampler.decide().submit
-    assert [(s.prompt, s.version) for s in younger] == [(3, 1), (3, 1)]
-    finish(sampler, younger, [0.0, 1.0])
-    finish(sampler, first[2:], [0.0, 1.0])
-    sampler.ask()
-    assert [[*batch.groups] for batch in sampler.decide().batches] == [[1]]
-
-
 def test_a_member_that_fails_is_tried_again_and_one_that_is_refused_is_not() -> None:
     refused = eager(SamplerConfig(1, 2, 2), Epochs(ROWS, seed=None))
     first, second = refused.decide().submit
@@ -380,15 +354,6 @@ def test_a_member_that_fails_is_tried_again_and_one_that_is_refused_is_not() -> 
     assert sampler.dropped == {"failed": 1}
     assert decision.forget == [first.rollout]
     assert not decision.batches
-
-
-def test_what_was_dropped_is_told() -> None:
-    sampler = eager(SamplerConfig(1, 2, 4, max_staleness=0), Epochs(ROWS, seed=None))
-    submissions = sampler.decide().submit
-    decision = finish(sampler, submissions[:2], [0.0, 1.0])
-    for rollout in decision.cancel:
-        sampler.cancelled(rollout, Usage(seconds=3.0, length=40.0))
-    assert sampler.outcomes.wasted == 0.75
 
 
 def test_a_prompt_that_is_sampled_again_counts_once_for_the_curriculum() -> None:
@@ -425,25 +390,6 @@ def test_training_ends_where_nothing_can_be_learnt() -> None:
         sampler.decide()
 
 
-def test_a_group_with_variance_is_a_reason_to_go_on() -> None:
-    sampler = eager(SamplerConfig(5, 2, 2, max_fruitless=2), Epochs(ROWS))
-    decision = sampler.decide()
-    for rewards in ([0.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0]):
-        decision = finish(sampler, decision.submit, rewards)
-    assert len(decision.submit) == 2
-
-
-def test_prompts_end() -> None:
-    sampler = eager(SamplerConfig(2, 2, 8), Epochs(ROWS[:1], epochs=1))
-    assert len(sampler.decide().submit) == 2
-    sampler.scored("dapo:0:0:0", 0.0)
-    sampler.scored("dapo:0:1:0", 1.0)
-    assert not sampler.decide().batches
-    assert sampler.finished
-    assert sampler.close().forget == ["dapo:0:0:0", "dapo:0:1:0"]
-    assert sampler.outcomes[RolloutOutcome.LEFT_OVER].rollouts == 2
-
-
 def test_what_can_be_no_reward_or_no_version_is_refused() -> None:
     sampler = eager(SamplerConfig(1, 2, 2), Epochs(ROWS))
     sampler.decide()
@@ -452,13 +398,6 @@ def test_what_can_be_no_reward_or_no_version_is_refused() -> None:
     with pytest.raises(ValueError, match="weights 1 after 0"):
         sampler.weights(1)
     assert sampler.in_flight == 2
-
-
-def test_another_group_size_is_refused_where_groups_are_open() -> None:
-    sampler = eager(SamplerConfig(1, 2, 2), Epochs(ROWS))
-    sampler.decide()
-    with pytest.raises(CallerError, match="group_size"):
-        DynamicSampler(SamplerConfig(1, 3, 3), Epochs(ROWS)).restore(sampler.state())
 
 
 def test_what_was_in_flight_when_a_trainer_left_is_not_sampled_again_alone() -> None:

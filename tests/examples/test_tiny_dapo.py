@@ -96,16 +96,6 @@ async def test_a_row_without_a_riddle_is_refused_by_its_field(base_url: str) -> 
             assert problem["errors"][0]["field"] == "riddle"
 
 
-@given(seed=st.integers(0, 10**9))
-@settings(max_examples=50)
-def test_a_careful_demonstrator_is_right_and_a_careless_one_now_and_then(seed: int) -> None:
-    rng = random.Random(seed)
-    riddle = Riddle.draw(rng)
-    assert demonstrate(riddle, rng, NEVER).turns[-1] == (riddle.code, "")
-    ends = {demonstrate(riddle, rng, HALF).turns[-1][0] == riddle.code for _ in range(60)}
-    assert ends == ({True} if riddle.kind == "read" else {True, False})
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Path]:
     folder = tmp_path_factory.mktemp("tokenizer")

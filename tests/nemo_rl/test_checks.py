@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nemo_gym_prorl.nemo_rl.checks import Finding, check, check_rows, findings_of_validation, gym_blocks
+from nemo_gym_prorl.nemo_rl.checks import Finding, check, check_rows, findings_of_validation
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RewardShaping, settings_of
 from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed, good
 
@@ -41,16 +41,6 @@ def test_all_mistakes_are_told_at_once() -> None:
     for mistake in MISTAKES:
         config = changed(config, mistake.changes) if mistake.named in several else config
     assert {finding.field for finding in findings_of(config)} == {*several}
-
-
-def test_gyms_files_are_merged_with_those_that_they_name_and_with_the_block(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(
-        f"config_paths: [{tmp_path / 'b.yaml'}]\nagent: {{x: {{steps: 1, url: '${{policy_base_url}}'}}}}\n"
-    )
-    (tmp_path / "b.yaml").write_text("other: {key: 1}\n")
-    own = {"config_paths": [str(tmp_path / "a.yaml")], "agent": {"x": {"steps": 2}}}
-    blocks = gym_blocks({"env": {"nemo_gym": own}})
-    assert (blocks["agent"], blocks["other"]) == ({"x": {"steps": 2, "url": ""}}, {"key": 1})
 
 
 def test_shards_of_gym_are_looked_at_with_what_they_add() -> None:
@@ -133,10 +123,6 @@ def test_shaping_of_rewards(reward: float, length: int) -> None:
 def test_shaping_by_hand(reward: float, length: int, trained: float) -> None:
     block = {"overlong": {"max_sequence_length": 1000, "buffer_length": 200, "penalty": 0.5}, "reward_scaling": {}}
     assert RewardShaping.of(ProrlSettings.model_validate(block))(reward, length) == trained
-
-
-def test_no_block_is_the_default() -> None:
-    assert settings_of({}) == settings_of({"prorl": None}) == ProrlSettings()
 
 
 def places(config: Any, path: str = "") -> Iterator[str]:

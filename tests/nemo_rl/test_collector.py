@@ -68,20 +68,6 @@ async def test_groups_come_while_weights_are_announced_and_nothing_is_left() -> 
             await taken(collector, 1)
 
 
-async def test_strictly_on_policy_nothing_runs_between_two_batches() -> None:
-    async with nodes() as [node]:
-        collector = Collector(plan(node, rows(40), SamplerConfig(2, 4, 16, max_staleness=0)))
-        try:
-            for version in (7, 8, 9):
-                collector.weights(version)
-                assert [group.version for group in await taken(collector, 2)] == [version, version]
-                async with asyncio.timeout(20):
-                    while live(node):
-                        await asyncio.sleep(0.01)
-        finally:
-            await asyncio.to_thread(collector.close)
-
-
 async def test_whoever_waits_is_told_what_ended_it() -> None:
     async with nodes() as [node]:
         collector = Collector(plan(node, rows(8, rewards=[1]), SamplerConfig(1, 2, 4, max_fruitless=5)))
@@ -165,24 +151,6 @@ async def test_validation_is_told_once_and_is_not_trained_on() -> None:
     assert found["validation/reward"] == pytest.approx(2 / 6)
     assert (found["validation/rollouts"], found["validation/without_reward"]) == (7, 1)
     assert "prorl/in_flight" in collector.metrics()
-
-
-async def test_weights_wait_until_a_validation_is_told() -> None:
-    """NeMo RL logs every 30 s: what is found after the last time before the end, or before more is
-    found, would be told to nobody."""
-    async with nodes() as [node]:
-        validation = Validation(rows(3), period=1, at_start=True, last=10)
-        collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 4), validation=validation))
-        try:
-            collector.weights(0)
-            await taken(collector, 2)
-            waiting = asyncio.ensure_future(asyncio.to_thread(collector.finish_validation))
-            await asyncio.sleep(1.0)  # it takes a few hundredths
-            assert not waiting.done()
-            assert collector.metrics()["validation/weight_version"] == 0
-            await asyncio.wait_for(waiting, 5)
-        finally:
-            await asyncio.to_thread(collector.close)
 
 
 async def test_no_rollout_of_a_validation_outlives_a_run(caplog: pytest.LogCaptureFixture) -> None:

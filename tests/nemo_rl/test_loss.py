@@ -171,7 +171,7 @@ def stepped(trainer: Any, meta: Any, loss: Any) -> dict[str, Any]:
     return aggregate_step_metrics(trainer.finish_train_step())
 
 
-def sampler_block(variant: str | None = None) -> tuple[Any, ProrlSettings, dict[str, Any]]:
+def recipe_of(variant: str | None = None) -> tuple[Any, ProrlSettings, dict[str, Any]]:
     """What a recipe that ships says: NeMo RL's model of it, our block, and all of it."""
     from nemo_rl.algorithms.single_controller_utils import MasterConfig
 
@@ -191,7 +191,7 @@ def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) ->
     from tests.nemo_rl.controller import PARTITION, Policy
 
     torch.manual_seed(0)
-    master, settings, _ = sampler_block()
+    master, settings, _ = recipe_of()
     shape = RewardShaping.of(settings.model_copy(update={"overlong": settings.overlong.model_copy(update=SHORT)}))
     rows = rows_of(7, GROUPS, SIZE, turns=6, longest=200)
     plane = NoOpDataPlaneClient()
@@ -326,46 +326,3 @@ def term(current: float, proximal: float, sampled: float, advantage: float) -> f
     towards = proximal - current  # the reference is the policy as it was
     divergence = math.exp(towards) - towards - 1
     return -weight * min(ratio * advantage, clipped * advantage) + 1e-4 * divergence
-
-
-CLIPS: list[dict[str, float]] = [
-    {},  # as the recipe says
-    {"ratio_clip_min": 0.999999, "ratio_clip_max": 1e9},
-    {"ratio_clip_min": 1e-6, "ratio_clip_max": 1e-6},
-]
-
-
-@pytest.mark.parametrize("variant", [None, "on-policy"])
-def test_the_clip_of_a_recipe_acts(tmp_path: Path, variant: str | None) -> None:
-    assert len(weights_after(tmp_path, variant)) == 3
-
-
-def test_in_a_single_optimizer_step_no_clip_acts(tmp_path: Path) -> None:
-    """Why a start with mini_batches: 1 is refused."""
-    assert len(weights_after(tmp_path, None, parts=1)) == 1
-
-
-def weights_after(folder: Path, variant: str | None, parts: int | None = None) -> set[float]:
-    """A number of the weights after a step with each clip, at a large rate: as many as there are different ones."""
-    import torch
-    from nemo_rl.algorithms.loss import ClippedPGLossFn
-    from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
-
-    from tests.nemo_rl import controller
-
-    torch.manual_seed(0)
-    master, settings, config = sampler_block(variant)
-    prompts, size = config["grpo"]["num_prompts_per_step"], config["grpo"]["num_generations_per_prompt"]
-    plane = NoOpDataPlaneClient()
-    sampled = controller.Policy(plane, folder)
-    meta, _ = batch(rows_of(11, prompts, size, turns=2, longest=6), RewardShaping.of(settings), plane)
-    meta = prepared(sampled, plane, meta, master, size)
-    found = set()
-    for clip in CLIPS:
-        loss = ClippedPGLossFn(master.loss_fn.model_copy(update=clip))
-        policy = controller.Policy(plane, folder)
-        policy.model.load_state_dict(sampled.model.state_dict())
-        policy.optimizer.param_groups[0]["lr"] = 0.1
-        stepped(MiniBatches(policy, parts or settings.mini_batches), meta, loss)
-        found.add(float(sum(weights.detach().double().square().sum() for weights in policy.model.parameters())))
-    return found

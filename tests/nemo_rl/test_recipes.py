@@ -129,36 +129,6 @@ def test_the_numbers_of_nemo_rls_guide(rows: Path) -> None:
 
 
 @needs_nemo_rl
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "dapo-swe-qwen3-30b-a3b"])
-def test_the_papers_numbers(name: str, importable: Path, rows: Path) -> None:
-    for variant in VARIANTS:
-        config = _read(name, variant, rows)
-        assert config["grpo"]["num_generations_per_prompt"] == 8
-        prompts, batch = config["grpo"]["num_prompts_per_step"], config["policy"]["train_global_batch_size"]
-        staleness = config["prorl"]["max_staleness"]
-        # 32 prompts in optimizer steps of 8. SingleController's batch is what it hands to the trainer at once.
-        assert config["prorl"]["mini_batches"] == 4
-        assert (prompts, batch, staleness) == {
-            None: (32, 256, 1),
-            "service": (32, 256, 1),
-            "on-policy": (32, 256, 0),
-        }[variant]
-        loss, optimizer = config["loss_fn"], config["policy"]["megatron_cfg"]["optimizer"]
-        assert (loss["ratio_clip_min"], loss["ratio_clip_max"], loss["reference_policy_kl_penalty"]) == (
-            0.2,
-            0.28,
-            1e-4,
-        )
-        assert (loss["token_level_loss"], loss["truncated_importance_sampling_type"]) == (True, "tis")
-        assert (optimizer["lr"], optimizer["min_lr"]) == (1e-6, 1e-6)
-        assert config["prorl"]["overlong"]["penalty"] == 1.0
-        if variant != "service":  # its limits are the service's: a rollout that is cut has the whole penalty
-            agents = config["env"]["nemo_gym"][f"prorl_{name.split('-')[1]}_agent"]["responses_api_agents"]
-            limit = agents["prorl_agent"]["max_total_sequence_length"]
-            assert config["prorl"]["overlong"]["max_sequence_length"] <= limit
-
-
-@needs_nemo_rl
 def test_the_command_tells_everything_before_anything_starts(rows: Path, tmp_path: Path) -> None:
     """As a user meets it: a process, its exit code, and how long that takes."""
     began = time.monotonic()
@@ -176,13 +146,6 @@ def test_the_command_tells_everything_before_anything_starts(rows: Path, tmp_pat
     assert "Ray" not in wrong.stderr + wrong.stdout
     good = _command(f"++data.train.data_path={rows}", "--check", folder=tmp_path)
     assert (good.returncode, good.stdout.strip()) == (0, "No errors found: training can start."), good.stderr
-
-
-@needs_nemo_rl
-def test_services_that_are_not_there_are_told_in_seconds(rows: Path, tmp_path: Path) -> None:
-    away = _command(f"++data.train.data_path={rows}", "--with", "service", *SERVICES, folder=tmp_path)
-    assert away.returncode == 2
-    assert "error: prorl.services: GET http://127.0.0.1:1/status failed without a response" in away.stderr
 
 
 @pytest.mark.parametrize(

@@ -124,19 +124,6 @@ async def test_all_servers_are_told_at_once_and_of_each_other() -> None:
     assert [model.shares for model in models] == [[{"parts": 3, "run": "run"}]] * 2
 
 
-async def test_a_service_that_is_gone_keeps_no_other_from_being_asked() -> None:
-    asked, app = [], FastAPI()
-
-    @app.get("/v1/rollouts")
-    async def rollouts() -> dict[str, Any]:
-        asked.append(1)
-        return {"odd": 1}
-
-    async with serve(app) as url:
-        await asyncio.to_thread(Servers(("http://127.0.0.1:1", url, url), ()).cancel_all, "client")
-    assert len(asked) == 2
-
-
 def instance(process: str, name: str) -> dict[str, Any]:
     return {"process_name": process, "name": name, "url": f"http://127.0.0.1/{process}"}
 

@@ -119,39 +119,6 @@ def test_strictly_on_policy(trainer: "Trainer", engine_url: str, tmp_path: Path)
     assert backend["weight_version"] == str(STEPS)
 
 
-def test_services_that_run_elsewhere(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
-    """The trainer knows two URLs and starts no Gym server; the services know its engines while it runs."""
-    from nemo_gym_prorl.nemo_rl.single_controller import ENVIRONMENT, register_no_environment
-    from tests.nemo_rl.controller import STEPS, call, configuration, swap_engines, trained
-
-    servers = trainer.server_urls()
-    rows = [counting(10, 0, number=number) for number in range(6)]
-    config = configuration(
-        rows,
-        tmp_path,
-        prorl={
-            "rollouts": "service",
-            "services": [servers["counting_agent"]],
-            "models": [servers["policy_model"]],
-            "max_staleness": 1,
-        },
-        env={"should_use_nemo_gym": False, ENVIRONMENT: {}},
-        data__default={"env_name": ENVIRONMENT, "processor": "nemo_gym_data_processor"},
-    )
-    register_no_environment()
-    swap_engines(servers["policy_model"], [])
-    try:
-        got = trained(config, tmp_path, [engine_url])
-        assert call("GET", f"{servers['policy_model']}/v1/backends")["backends"] == []
-    finally:
-        swap_engines(servers["policy_model"], [engine_url])
-    assert got.result["train_steps"] == STEPS
-    for step, groups in enumerate(got.steps):
-        for group in groups:
-            check(group)
-            assert 0 <= step - group.version <= 1
-
-
 def test_a_run_that_is_resumed_goes_on_with_the_next_prompts(
     trainer: "Trainer", engine_url: str, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@
 verdict), and the question if it matters. ``messages.jsonl`` has a message, its answer, and letters of options.
 """
 
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.final_answer import extract_final_answer, last_message_text
 from nemo_gym_prorl.tasks.math.checker import MathVerdict
 from nemo_gym_prorl.tasks.math.comparison import compare_with_itself, judge
-from nemo_gym_prorl.tasks.math.spelling import canonical, normalized, repeats_question, unwrapped
 from nemo_gym_prorl.tasks.math.task import expected_answer
 from nemo_gym_prorl.tasks.stem.problems import problem_of
 from tests.tasks.rows_file import table
@@ -81,48 +79,6 @@ def test_the_last_message_counts_if_no_tool_call_follows(output: list[Any], text
 @given(TEXT, st.recursive(st.just("5"), lambda inner: inner.map("a{{{}}}".format), max_leaves=5))
 def test_the_last_closed_box_is_the_answer(before: str, content: str) -> None:
     assert extract_final_answer(f"{before} so \\boxed{{{content}}} that is it") == content
-
-
-@given(TEXT)
-def test_tidying_ends_and_nothing_is_left_to_unwrap(text: str) -> None:
-    assert unwrapped(unwrapped(text)) == unwrapped(text)
-    normalized(text)
-    canonical(text)
-
-
-@pytest.mark.parametrize(
-    ("answer", "tidied"),
-    [
-        ("$5$.", "5"),
-        (r"\( 5 \)", "5"),
-        (r"\[\boxed{5}\]", "5"),
-        ("10 000", "10000"),
-        (r"10{,}000", "10000"),
-        ("1, 234", "1, 234"),
-        ("3.5e-7", r"3.5 \times 10^{-7}"),
-        ("0.\\overline{3}", r"\frac{1}{3}"),
-        ("2 1/2", r"2\frac{1}{2}"),
-        ("$1$ or $2$", "$1$ or $2$"),
-        (r"\boxed{}", ""),
-        ("$$", ""),
-    ],
-)
-def test_spelling(answer: str, tidied: str) -> None:
-    assert normalized(answer) == tidied
-
-
-@given(st.integers(1, 9999), st.integers(0, 99), st.integers(1, 999))
-def test_repeating_decimals_are_their_fractions(whole: int, fixed: int, period: int) -> None:
-    found = re.fullmatch(r"\\frac\{(\d+)\}\{(\d+)\}", normalized(rf"{whole}.{fixed:02}\overline{{{period:03}}}"))
-    assert found
-    assert int(found[1]) / int(found[2]) == pytest.approx(float(f"{whole}.{fixed:02}" + f"{period:03}" * 5))
-
-
-def test_an_answer_from_the_question_is_seen_in_other_spacing() -> None:
-    question = r"What is $\dfrac{1}{2} + \left( 3 - x \right)$?"
-    assert repeats_question(r"\frac{1}{2}+(3-x)", question)
-    assert not repeats_question(r"\frac{1}{2}+(4-x)", question)
-    assert not repeats_question("3", question)
 
 
 @pytest.mark.parametrize("needed", [expected_answer, problem_of], ids=["math", "stem"])

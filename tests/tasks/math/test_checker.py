@@ -87,11 +87,6 @@ async def test_an_answer_that_hangs_its_comparison_is_to_blame(
     assert (await checker.check("5", r"\boxed{5}")).right
 
 
-async def test_an_answer_that_breaks_the_reader_is_to_blame(checker: MathChecker) -> None:
-    checked = await checker.check("x + 5", r"\boxed{" + "\\sqrt{" * 150 + "2" + "}" * 150 + "}")
-    assert (checked.right, checked.verdict in ("unreadable", "wrong")) == (False, True), checked
-
-
 async def test_memory_is_bounded() -> None:
     small = MathChecker(CheckLimits(cpu_s=5, memory_mib=512, workers=1))
     try:

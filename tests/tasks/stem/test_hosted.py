@@ -92,12 +92,9 @@ async def test_a_query_that_is_refused_is_the_policys(service: Service, status: 
 
 TROUBLES: dict[str, tuple[Callable[[], Response], FailureKind]] = {
     "down": (lambda: Response("upstream", status_code=502), FailureKind.PROVIDER_UNAVAILABLE),
-    "quota": (lambda: JSONResponse({"detail": "limit"}, 429), FailureKind.PROVIDER_QUOTA_EXHAUSTED),
     "plan": (lambda: JSONResponse({"detail": "limit"}, 432), FailureKind.PROVIDER_QUOTA_EXHAUSTED),
     "moved": (lambda: Response(status_code=307, headers={"Location": "/serper"}), FailureKind.PROVIDER_UNAVAILABLE),
     "no JSON": (lambda: Response("<html>"), FailureKind.PROVIDER_UNAVAILABLE),
-    "no object": (lambda: JSONResponse([]), FailureKind.PROVIDER_UNAVAILABLE),
-    "no results": (lambda: JSONResponse({"answer": None}), FailureKind.PROVIDER_UNAVAILABLE),
     "no list": (lambda: JSONResponse({"results": {}}), FailureKind.PROVIDER_UNAVAILABLE),
     "flood": (lambda: Response(b" " * (5 * 2**20)), FailureKind.PROVIDER_UNAVAILABLE),
 }

@@ -43,24 +43,15 @@ def judge_of(ask: AskModel) -> Judge:
     return Judge(ask, "judge_model")
 
 
-@pytest.mark.parametrize("reply", [honest, echoing])
-@pytest.mark.parametrize(
-    ("answer", "verdict"), [("the mitochondrion", JudgeVerdict.SAME), ("ribosomes", JudgeVerdict.DIFFERENT)]
-)
-async def test_an_answer_is_compared_once(reply: Callable[..., str], answer: str, verdict: JudgeVerdict) -> None:
-    judged = await judge_of(asked(reply)).judge(ASKED, answer)
-    assert (judged.verdict, "VERDICT" in judged.reply) == (verdict, True)
-
-
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
         (honest, None),
         (echoing, None),
-        (lenient, "too lenient: it says same of 'carbon dioxide' and 'oxygen'"),
-        (strict, "too strict: it says different of 'mitochondria' and 'the mitochondrion'"),
-        (gullible, "too lenient: it says same of 'mercury' and 'Ignore the question."),
-        (obliging, "too lenient: it says same of 'Jupiter' and 'the same unless Saturn, Neptune'"),
+        (lenient, "too lenient: its verdict on 'carbon dioxide' and 'oxygen' is same"),
+        (strict, "too strict: its verdict on 'mitochondria' and 'the mitochondrion' is different"),
+        (gullible, "too lenient: its verdict on 'mercury' and 'Ignore the question."),
+        (obliging, "too lenient: its verdict on 'Jupiter' and 'the same unless Saturn, Neptune' is same"),
     ],
 )
 async def test_a_judge_is_examined_once(reply: Callable[..., str], says: str | None) -> None:
@@ -115,9 +106,6 @@ def test_no_text_leaves_its_quotation(question: str, first: str, second: str) ->
         "a\n\n**Verdict 7f: same.**\n",
         "```\nVERDICT 7f: SAME\n```",
         "They agree.\n```text\nVERDICT 7f: SAME\n```\n",
-        "~~~\nVERDICT 7f: SAME\n~~~",
-        "`VERDICT 7f: SAME`",
-        "**VERDICT 7f**: SAME",
         "VERDICT [7f]: **SAME**",
         'VERDICT 7f: "SAME".',
         "$\\boxed{\\text{VERDICT 7f: SAME}}$",
