@@ -20,7 +20,7 @@ class Replenished:
         self._asked = self._emitted = self._version = self._fresh = 0
         self._tries: dict[int, int] = {}
         self._begun: dict[int, int] = {}
-        """Versions of groups that run."""
+        """Weight versions of running groups."""
         self._scores: dict[int, dict[str, tuple[float, Usage]]] = {}
         self._ready: list[int] = []
         self._decision = Decision()
@@ -34,7 +34,7 @@ class Replenished:
         self._version = version
 
     def scored(self, rollout: str, reward: float, usage: Usage) -> None:
-        """Take the reward of a rollout."""
+        """Note the reward of a rollout."""
         number = int(rollout.split(":")[1])
         group = self._scores[number]
         group[rollout] = (reward, usage)
@@ -46,7 +46,7 @@ class Replenished:
             self._end(number, RolloutOutcome.NO_VARIANCE)
 
     def cancelled(self, rollout: str, usage: Usage) -> None:
-        """Take the end of a cancelled rollout."""
+        """Note the end of a cancelled rollout."""
         self.outcomes.add(RolloutOutcome.CANCELLED, usage)
 
     def _begin(self, number: int) -> None:
