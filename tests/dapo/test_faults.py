@@ -57,7 +57,7 @@ async def test_what_cannot_be_run_ends_the_training_with_the_reason() -> None:
 
 
 async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:
-    """The service dies while rollouts are being cancelled, and forgets them; it is slow when it is back."""
+    """The service restarts without memory while rollouts are being cancelled, and is slow afterwards."""
     settings = PipelineSettings(stages=PoolSizes(400, 400, 400, 64), max_attempts=1, cancel_grace_s=0.5)
     told: set[str] = set()
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which groups begin again where, and when that is given up; the sampler's part with what it decides."""
+"""Prefix sampling: choice of sources, bisection, and the sampler's decisions about prefix groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nemo_gym_prorl.dapo.sampler import DynamicSampler
 
 
 def group(*ended: tuple[str, float], key: str = "p", turns: Sequence[int] = (1, 2, 3)) -> Group:
-    """A complete one, of rollouts with their accuracies."""
+    """Return a complete group of rollouts with these accuracies."""
     members = [
         Member(place, rollout=rollout, reward=accuracy, accuracy=accuracy, checkpoints=CheckpointRef("node", turns))
         for place, (rollout, accuracy) in enumerate(ended)
@@ -36,7 +36,7 @@ def group(*ended: tuple[str, float], key: str = "p", turns: Sequence[int] = (1, 
 def test_the_turn_from_which_both_come_about_is_found(
     turns: list[int], ends: list[int], failed: bool, tries: int
 ) -> None:
-    """Before the first place all end as the first tries did, from the second on as the helper did."""
+    """Below the first index all end as the first tries did, from the second on as the source did."""
     early, late = ends
     ours, its = (0.0, 1.0) if failed else (1.0, 0.0)
     prefixes = PrefixSampling(tries)
@@ -88,7 +88,7 @@ CHECKPOINTS = CheckpointRef("node", (1, 2, 3))
 
 
 class Service:
-    """Does what the sampler says, with two rollouts a group of one prompt."""
+    """Driver of a sampler with one prompt and groups of two rollouts."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Service:
         self.decision = self.sampler.decide()
 
     def end(self, *rewards: float, masked: bool = False) -> list[Submission]:
-        """What is to be submitted, when those before have these rewards."""
+        """Score the last submissions, and return the next ones."""
         for submission, reward in zip(self.decision.submit, rewards, strict=True):
             self.sampler.scored(submission.rollout, reward, Usage(1.0, 9.0), checkpoints=CHECKPOINTS, masked=masked)
         self.decision: Decision = self.sampler.decide()
@@ -117,7 +117,7 @@ class Service:
 
 
 def begun(submissions: list[Submission]) -> list[tuple[int, str, int] | int]:
-    """Prompts' numbers, with the prefixes."""
+    """Return prompt numbers, with prefixes where there are some."""
     return [(it.prompt, it.prefix.rollout, it.prefix.turn) if it.prefix else it.prompt for it in submissions]
 
 
@@ -131,7 +131,7 @@ def test_failed_groups_are_followed_by_a_head_start_and_solved_ones_by_a_handica
     [batch] = service.decision.batches
     assert [scored.rollout for scored in batch.groups[3]] == ["dapo:3:0:0", "dapo:3:1:0"]
     assert batch.prompts == {3: 1}
-    # First tries are remembered, and forks never.
+    # Only first tries are sources, never forks.
     assert begun(service.end(1, 1)) == [(2, "dapo:1:1:0", 2)] * 2
     assert begun(service.end(1, 1)) == [(2, "dapo:1:1:0", 3)] * 2
     assert begun(service.end(1, 1)) == [3, 3], "it is given up"
@@ -141,7 +141,7 @@ def test_failed_groups_are_followed_by_a_head_start_and_solved_ones_by_a_handica
 
 @pytest.mark.parametrize("ends", [(), (0, 1), (1, 1)], ids=["it runs", "it varies", "it was too late"])
 def test_a_group_that_is_too_old_begins_again_where_it_began(ends: tuple[int, ...]) -> None:
-    """It, and the one that it came after, which nothing follows for a second time."""
+    """A stale prefix group starts again, and so does the group before it, which gets no second prefix group."""
     service = Service(2, staleness=0, groups=2, in_flight=6)
     sampler, first = service.sampler, service.decision.submit
     assert [number_of(it) for it in first] == [0, 0, 1, 1, 2, 2]

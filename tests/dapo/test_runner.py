@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The runner against real services over HTTP: the pipeline and its job API, with a handler that acts as rows say."""
+"""The runner with real services over HTTP: pipeline and job API, with a handler that rows script."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ SETTINGS = PipelineSettings(
 
 
 class Scorer(PlannedHandler):
-    """Rewards by member, the first of ``rewards`` for the first one; a member that is ``late`` works for a while. Each
-    of its ``turns`` can be forked from; ``then`` are the rewards from the second epoch on, and ``forked`` those of
-    forks, by turn."""
+    """Handler with scripted rewards.
+
+    Row fields: ``rewards`` by member; ``late`` members that work for ``late_s``; ``turns`` with a checkpoint each;
+    ``then``: rewards from the second epoch on; ``forked``: rewards of forks by turn.
+    """
 
     async def run(self, job: Job, session: int) -> Trajectory:
         if _member(job) in job.row.get("late", []):
@@ -72,13 +74,13 @@ class Scorer(PlannedHandler):
 
 
 def said(member: int) -> list[dict[str, Any]]:
-    """Output items of a rollout: a turn with as many tokens as the member's number, and one more."""
+    """Return output items of a rollout: one turn with ``member + 1`` tokens."""
     tokens, log_probs = [7] * (member + 1), [-0.5] * (member + 1)
     return [{"prompt_token_ids": [1, 2], "generation_token_ids": tokens, "generation_log_probs": log_probs}]
 
 
 def said_at_length() -> list[dict[str, Any]]:
-    """Output items of 50 turns, which call a tool each, with 30,000 tokens in the end."""
+    """Return output items of 50 turns with tool calls and 30,000 tokens in all."""
     sequence, output = [5] * 1000, list[dict[str, Any]]()
     for turn in range(50):
         sampled, log_probs = [9_000 + turn] * 280, [-turn / 7] * 280
@@ -94,20 +96,20 @@ def _member(job: Job) -> int:
 
 
 type Fault = Callable[[str, str], Awaitable[int | None]]
-"""Told of a request's method and path; a status is answered in place of the service."""
+"""Gets method and path of a request, and may return a status that replaces the service's response."""
 
 
 class Node:
-    """A rollout service at one address, which can die and begin a new life.
+    """Rollout service at one address, which can be restarted without memory.
 
     Attributes:
-        fault: stands before it.
-        late: holds its answers up.
+        fault: called before each request.
+        late: called before each response.
     """
 
     def __init__(self, settings: PipelineSettings = SETTINGS, token: str | None = None) -> None:
         self.settings, self.token = settings, token
-        self._address = socket.socket()  # which keeps the port its own
+        self._address = socket.socket()  # keeps the port reserved
         self._address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._address.bind(("127.0.0.1", 0))
         self._port = int(self._address.getsockname()[1])
@@ -220,7 +222,7 @@ async def test_batches_from_two_services() -> None:
 
 
 async def test_a_rollout_that_is_held_is_small() -> None:
-    """A trainer holds thousands."""
+    """A trainer holds thousands of rollouts."""
     *_, said_last, _ = output = said_at_length()
     async with nodes() as up, runner(up, rows(1, long=True), SamplerConfig(1, 2, 2), epochs=1) as driver:
         batch = await driver.batch()
@@ -233,7 +235,7 @@ async def test_a_rollout_that_is_held_is_small() -> None:
 
 
 def held_bytes(held: object) -> int:
-    """Of an object and all that it refers to."""
+    """Return the size of an object and of all objects that it refers to."""
     seen: dict[int, object] = {}
     left = [held]
     while left:
@@ -246,7 +248,7 @@ def held_bytes(held: object) -> int:
 
 @pytest.mark.parametrize("label", ["2", "someone's"])
 async def test_what_other_weights_sampled_is_no_data_of_a_run(label: str | None) -> None:
-    """Each first try has a span of theirs."""
+    """Each first try has a span of other weights."""
     dataset, config = rows(4, labels=[label]), SamplerConfig(1, 2, 2)
     async with nodes() as up, runner(up, dataset, config, run="a") as driver:
         batch = await driver.batch()
@@ -262,14 +264,14 @@ async def test_what_other_weights_sampled_is_no_data_of_a_run(label: str | None)
 
 
 async def test_a_new_life_of_a_trainer_samples_again_what_its_old_one_had_under_way() -> None:
-    """Under another run, since weights of the same number differ: the service refuses the id."""
+    """The new trainer has another run name, so the service refuses ids of the old one."""
     dataset, config = rows(4, labels=["0"], late=[0], late_s=1.0), SamplerConfig(1, 2, 2)
     async with nodes() as up:
         driver = await runner(up, dataset, config, options_run="old").__aenter__()
         while not any(job.state is JobState.RUNNING for job in up[0].pipeline.store.live()):
             await asyncio.sleep(0.01)
         state = json.loads(json.dumps(driver.state()))
-        await driver._services.close()  # it was killed, and cancels nothing
+        await driver._services.close()  # a killed trainer cancels nothing
         async with runner(up, dataset, config, state=state, options_run="new") as again:
             batch = await again.batch()
             assert batch is not None
@@ -379,7 +381,7 @@ async def test_a_service_that_wants_a_key_ends_the_training_at_once() -> None:
 
 
 async def kill(driver: Runner) -> None:
-    """As if its process was killed: nothing is cancelled."""
+    """Stop a runner without cancelling rollouts, as a killed process does."""
     await driver._services.close()
 
 
@@ -404,7 +406,7 @@ async def test_a_state_that_would_lose_a_batch_is_refused() -> None:
     ("filter_on", "trained"), [("accuracy", [[0.5, 1.0]]), ("reward", [[-0.3, -0.4]]), (None, None), ("right", None)]
 )
 async def test_groups_vary_in_what_the_filter_is_on(filter_on: str | None, trained: list[list[float]] | None) -> None:
-    """Shaping makes a group vary in which nothing was right."""
+    """Shaped rewards vary in a group without a correct rollout."""
     wrong = rows(1, rewards=[-0.3, -0.4], accuracy=[0, 0])
     dataset = [*wrong, *rows(1, rewards=[0.5, 1.0], accuracy=[0, 1])]
     config = SamplerConfig(1, 2, 2, filter_on=filter_on, reference_share=0.0)
@@ -445,7 +447,7 @@ async def test_an_agent_that_runs_out_of_time_is_an_outcome_and_not_drawn_again(
     ("members", "trained"),
     [
         ([(1, False), (0, False)], True),
-        ([(1, False), (0, True)], False),  # the siblings of the masked one are as good as each other
+        ([(1, False), (0, True)], False),  # the unmasked members are equal
         ([(1, False), (1, False), (0, True)], False),
         ([(1, False), (0, False), (0, True)], True),
         ([(1, False), (0, True), (0, True)], False),
@@ -458,7 +460,7 @@ def test_a_group_varies_by_its_members_with_a_loss(members: list[tuple[float, bo
 
 
 def unlucky() -> list[dict[str, Any]]:
-    """A prompt that is solved once, in the first epoch, and from the middle of that rollout on every other time."""
+    """Return a prompt that is solved in the first epoch only, and from turn 5 of that rollout every other time."""
     return rows(1, then=[0], turns=7, forked={"4": [0], "6": [1], "5": [0, 1]})
 
 

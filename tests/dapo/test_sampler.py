@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler over random arrivals, failures, late cancellations, restarts: what it promises, whatever happens."""
+"""Invariants of the sampler under random arrivals, failures, late cancellations and restarts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from nemo_gym_prorl.failures import CallerError, Origin
 
 ROWS = [{"prompt": number} for number in range(7)]
 REWARDS = [0.0, 1.0, 0.1 + 0.2, 0.3]
-"""The last two are not the same, however close."""
+"""The last two differ by one unit in the last place."""
 CHECKPOINTS = CheckpointRef("node", (1, 2, 5))
 
 
 class Sampling(RuleBasedStateMachine):
-    """A driver that does what it is told, in any order."""
+    """Driver that carries out decisions in any order."""
 
     @initialize(
         groups=st.integers(1, 3),
@@ -122,7 +122,7 @@ class Sampling(RuleBasedStateMachine):
         self.over(rollout)
 
     def pick(self, data: st.DataObject) -> str:
-        return data.draw(st.sampled_from([*self.live]))  # in an order that ids, which are drawn, have no part in
+        return data.draw(st.sampled_from([*self.live]))  # the order of submission, which does not depend on random ids
 
     def over(self, rollout: str) -> None:
         del self.live[rollout]
@@ -202,7 +202,7 @@ class Sampling(RuleBasedStateMachine):
 
     @rule(rewards=st.permutations([0.0, 1.0]))
     def goes_well_from_here(self, rewards: list[float]) -> None:
-        """Whatever was before: if all goes well, batches come, until the prompts end."""
+        """After any history: without further failures a batch comes, or the prompts end."""
         before = len(self.batches)
         if self.sampler.asked == before:
             self.asks()
@@ -247,7 +247,7 @@ TestSampling.settings = settings(max_examples=150 if os.environ.get("PRORL_TEST_
 
 
 def eager(config: SamplerConfig, prompts: Epochs, curriculum: SkipSolved | None = None) -> DynamicSampler:
-    """A sampler of which many batches are wanted."""
+    """Return a sampler that was asked for many batches."""
     sampler = DynamicSampler(config, prompts, curriculum, run="dapo")
     for _ in range(100):
         sampler.ask()
@@ -291,7 +291,7 @@ def test_the_batches_are_the_same_whatever_ends_first(seed: int, size: int, grou
 
 
 def finish(sampler: DynamicSampler, submissions: list[Submission], rewards: list[float]) -> Decision:
-    """Scores rollouts in the order in which they were submitted."""
+    """Score rollouts in the order of submission."""
     for submission, reward in zip(submissions, rewards, strict=True):
         sampler.scored(submission.rollout, reward, Usage(seconds=1.0, length=10.0))
     return sampler.decide()
@@ -362,7 +362,7 @@ def test_a_prompt_that_is_sampled_again_counts_once_for_the_curriculum() -> None
     for version in range(3):
         submissions = sampler.decide().submit
         first, second = submissions[:2], submissions[2:4]
-        finish(sampler, second, [1.0, 1.0])  # behind the batch: sampled again
+        finish(sampler, second, [1.0, 1.0])  # after the batch, so started again
         for rollout in finish(sampler, first, [0.0, 1.0]).cancel:
             sampler.cancelled(rollout)
         sampler.weights(version + 1)
@@ -393,15 +393,15 @@ def test_training_ends_where_nothing_can_be_learnt() -> None:
 def test_what_can_be_no_reward_or_no_version_is_refused() -> None:
     sampler = eager(SamplerConfig(1, 2, 2), Epochs(ROWS))
     sampler.decide()
-    with pytest.raises(ValueError, match="is nan"):
+    with pytest.raises(ValueError, match="must be finite numbers: nan"):
         sampler.scored("dapo:0:0:0", math.nan)
-    with pytest.raises(ValueError, match="weights 1 after 0"):
+    with pytest.raises(ValueError, match="weights 1 were announced; expected 0 to 0"):
         sampler.weights(1)
     assert sampler.in_flight == 2
 
 
 def test_what_was_in_flight_when_a_trainer_left_is_not_sampled_again_alone() -> None:
-    """It is what was slow; so what its siblings and others gave is sampled again as well."""
+    """Rollouts in flight are slow ones, so siblings and other groups start again as well."""
     prompts = Epochs(ROWS, seed=None)
     config = SamplerConfig(1, 2, 4, reference_share=0.0)
     first = eager(config, prompts)
@@ -456,7 +456,7 @@ def test_what_two_runs_submit_that_began_from_one_state_has_different_ids() -> N
         joined = {submission.rollout for submission in again.restore(state).submit}
         new: set[str] = set()
         for rollout in sorted(joined):
-            again.scored(rollout, 0.0)  # no variance: other groups begin
+            again.scored(rollout, 0.0)  # zero variance, so other groups begin
             new |= {submission.rollout for submission in again.decide().submit}
         seen.append(new - joined)
     assert seen[0]

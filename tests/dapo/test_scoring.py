@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a sampler is told of a rollout, and what a trainer's log says of many."""
+"""Scores of ended rollouts, and metrics of many rollouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_verdict_without_its_field_is_an_error_that_names_it() -> None:
         ("group_size", 2.5),
         ("group_size", 0),
         ("groups_per_batch", 0),
-        ("max_in_flight", 1),  # fewer than a group: a verifier that compares siblings would wait for ever
+        ("max_in_flight", 1),  # less than a group
         ("max_staleness", -1),
         ("reference_share", "x"),
         ("reference_share", 1.5),
@@ -71,7 +71,7 @@ def test_what_rollouts_were_like() -> None:
     outcomes.add(job(turns=2, tool_calls=1, reward=0.5, finish_reason="max_steps"))
     outcomes.add(job(turns=1, environment="swe", finish_reason="timeout"))
     outcomes.add(failed(FailureKind.AGENT_TIMEOUT, turns=2, environment="swe"))
-    # Neither is anything that a policy did.
+    # These two never reached their policy.
     outcomes.add(job(state=JobState.CANCELLED, turns=9, reward=None))
     outcomes.add(failed(FailureKind.PROVIDER_UNAVAILABLE, turns=0))
     outcomes.train([True, True, True, False])

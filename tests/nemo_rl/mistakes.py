@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration that nothing stands against, and mistakes that one may make in it, with the field that each is in.
-
-The same mistakes are made in the recipes that ship with the package, where NeMo RL is there to read them.
-"""
+"""Valid configuration, and a table of mistakes with the field that a finding must name."""
 
 import copy
 from collections.abc import Mapping
@@ -17,7 +14,7 @@ DEADLINE = "async_rl.rollout_failure.nemo_gym.rollout_timeout_s"
 
 
 class Removed:
-    """Its name is part of tests' names, which must be the same in every process."""
+    """Marker with a fixed name, since test ids must be equal in all processes."""
 
     def __repr__(self) -> str:
         return "removed"
@@ -25,16 +22,18 @@ class Removed:
 
 _MODE = "policy.generation.vllm_cfg.logprobs_mode"
 REMOVED = Removed()
-"""In place of a value: the key is taken out."""
+"""Value that removes its key."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """Attributes:
-    changes: value by path.
-    field: that the finding must name; by default the only one that changes.
-    says: a part of the finding.
-    variant: in which this is a mistake.
+    """Mistake in a configuration.
+
+    Attributes:
+        changes: values by path.
+        field: field that the finding must name; by default the first changed one.
+        says: part of the finding.
+        variant: variant in which the change is a mistake.
     """
 
     changes: Mapping[str, Any]
@@ -109,7 +108,7 @@ MISTAKES = [
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with values at paths."""
+    """Return a copy with values at paths."""
     copied: dict[str, Any] = copy.deepcopy(dict(config))
     for path, value in changes.items():
         *above, last = path.split(".")
@@ -124,7 +123,7 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def good(variant: str | None = None) -> dict[str, Any]:
-    """A configuration in which nothing is wrong, as small as it can be."""
+    """Return a minimal valid configuration."""
     config = changed(_GOOD, {})
     if variant == "service":
         config = changed(

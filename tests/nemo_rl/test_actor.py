@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo RL's own actor over our servers: what its code makes of rollouts, of failures, and what is done beside them.
+"""NeMo RL's own actor with this package's servers: rollouts, classification of failures, and weight labels.
 
-INFRA is dispatched again, DATA is given up after a second try, and what arrives is trained on unless it is masked. So
-infrastructure has to be INFRA, a wrong row DATA, and what the policy did a masked row as long as it did anything.
+NeMo RL dispatches INFRA failures again, gives DATA failures up after a second try, and trains on results unless
+masked. Therefore infrastructure failures must be INFRA, wrong rows DATA, and agent failures masked rows.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ EXAMPLES = Path(__file__).parents[2] / "resources_servers/prorl_code/data/exampl
 
 
 def test_a_key_of_the_environment_is_asked_for_and_told_to_nobody(trainer: "Trainer") -> None:
-    """NeMo RL's head server hands the configuration out, and Gym puts it on the command lines of its servers."""
+    """The configuration is public: NeMo RL's head server and Gym's command lines show it."""
     with pytest.raises(HTTPError) as refused:
         urlopen(f"{trainer.server_urls()['prorl_code_agent']}/status")
     assert refused.value.code == 401
@@ -43,7 +43,7 @@ def test_a_key_of_the_environment_is_asked_for_and_told_to_nobody(trainer: "Trai
 
 @pytest.mark.sandbox
 def test_sandboxes_of_a_cancelled_group_are_gone_at_once(trainer: "Trainer", engine: "Engine") -> None:
-    """Four rollouts of one group are cancelled in mid-turn; four of another go on to their reward."""
+    """Four rollouts of one group are cancelled in a turn; four of another get their reward."""
     containers.image()
     aborted, before = engine.aborted, containers.instances()
     doomed = trainer.start([code_row("prompt-1", latency_s=600) for _ in range(4)])
@@ -75,7 +75,7 @@ def test_sandboxes_of_a_cancelled_group_are_gone_at_once(trainer: "Trainer", eng
 
 
 def test_a_row_tells_which_weights_sampled_its_turns(trainer: "Trainer") -> None:
-    """Labels change without draining: turns in flight go on, and say that two versions sampled them."""
+    """Labels change without draining: a turn in flight is labelled with both versions."""
     from tests.nemo_rl.trainer import counting_row, turn
 
     label(trainer, "step-7")
@@ -94,7 +94,7 @@ def test_a_row_tells_which_weights_sampled_its_turns(trainer: "Trainer") -> None
 
 
 def test_tokens_arrive_as_they_were_sampled(trainer: "Trainer", engine: "Engine") -> None:
-    """NeMo RL asserts that each prompt continues all tokens before it; and they are the engine's own."""
+    """NeMo RL asserts that each prompt continues the tokens before it; the tokens are the engine's."""
     from tests.nemo_rl.trainer import solving_row
 
     asked = len(engine.requests)
@@ -150,7 +150,7 @@ def test_a_policy_that_ran_out_of_time_is_masked_with_its_tokens(trainer: "Train
 
 
 async def test_single_controller_completes_a_group_that_infrastructure_broke(trainer: "Trainer") -> None:
-    """NeMo RL's own code for a prompt's group: what is missing is dispatched again, and every row arrives once."""
+    """NeMo RL's own code dispatches missing rows of a group again, and every row arrives once."""
     from tests.nemo_rl.trainer import counting_row, turn
 
     trouble = {"verify": 500, "times": 2, "name": "two of four"}
@@ -160,7 +160,7 @@ async def test_single_controller_completes_a_group_that_infrastructure_broke(tra
 
 
 def code_row(group: str, latency_s: float) -> dict[str, Any]:
-    """A row that opens a sandbox, and then thinks."""
+    """Return a row that opens a sandbox, and then thinks."""
     row = humaneval_row(problems()["HumanEval/2"])
     call = {"name": "bash", "arguments": {"command": "echo $PWD"}}
     script = {"turns": [{"tool_calls": [call]}, {"content": "I give up.", "latency_s": latency_s}]}
@@ -170,7 +170,7 @@ def code_row(group: str, latency_s: float) -> dict[str, Any]:
 
 
 def label(trainer: "Trainer", version: str) -> None:
-    """Say which weights the engines have."""
+    """Announce the weight version of the engines."""
     request = Request(
         f"{trainer.server_urls()['policy_model']}/v1/backends/weight_version",
         json.dumps({"weight_version": version}).encode(),

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is looked at before a start, without NeMo RL: each mistake is found, and by the name of its field."""
+"""Checks of a configuration without NeMo RL: each mistake is reported by its field."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 
 def test_shards_of_gym_are_looked_at_with_what_they_add() -> None:
-    """As newer versions of NeMo RL have them."""
+    """Newer versions of NeMo RL have shards."""
     block = good()["env"]["nemo_gym"]
     shard = {"name": "swe", "config_paths": block.pop("config_paths"), "overrides": block, "replicas": 2}
     assert findings_of(changed(good(), {"env.nemo_gym": {"shards": [shard]}})) == []
@@ -100,7 +100,7 @@ def test_rows_with_tools_need_parsers(tmp_path: Path, said: Any, lacking: list[s
     assert found() == [f"{field}.{name}" for name in lacking]
 
 
-# RewardShaping
+# Shaping of rewards
 
 
 @given(reward=st.floats(-3, 3), length=st.integers(0, 5000))
@@ -126,7 +126,7 @@ def test_shaping_by_hand(reward: float, length: int, trained: float) -> None:
 
 
 def places(config: Any, path: str = "") -> Iterator[str]:
-    """Every key, of blocks and of values."""
+    """Yield the path of every block and value."""
     for key, value in config.items():
         here = f"{path}.{key}" if path else key
         yield here
@@ -139,7 +139,7 @@ def places(config: Any, path: str = "") -> Iterator[str]:
 def test_anything_anywhere_gives_findings_and_no_traceback(variant: str | None, garbage: Any) -> None:
     config = good(variant)
     if variant != "service":
-        config = changed(config, {"env.nemo_gym.config_paths": []})  # to read files takes the longest
+        config = changed(config, {"env.nemo_gym.config_paths": []})  # reading files dominates the run time
     for path in places(config):
         found = findings_of(changed(config, {path: garbage}))
         assert all(finding.field and finding.what and finding.fix for finding in found)

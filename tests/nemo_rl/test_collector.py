@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The runner in its thread, over real services, without NeMo RL."""
+"""The collector with real services, without NeMo RL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.dapo.test_runner import Node, nodes, rows
 
 def plan(node: Node, dataset: list[dict[str, Any]], config: SamplerConfig, **more: Any) -> CollectionPlan:
     servers = Servers((node.url,), (), more.pop("key_env", None))
-    # As it comes to the controller's process.
+    # The controller's process gets a pickle.
     made = CollectionPlan(dataset, config, servers, RewardShaping(), seed=None, **more)
     again: CollectionPlan = pickle.loads(pickle.dumps(made))
     return again
@@ -80,8 +80,10 @@ async def test_whoever_waits_is_told_what_ended_it() -> None:
 
 @pytest.mark.parametrize("temperature", [None, 0.6])
 async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last(temperature: float | None) -> None:
-    """The old one had the next batch ready when the checkpoint was written; it is not trained on twice, nor lost.
-    Rollouts that it had under way are sampled anew by rows of another temperature."""
+    """The next batch was complete when the checkpoint was written; it is neither trained on twice nor lost.
+
+    Rollouts in flight are sampled again with another temperature.
+    """
     dataset = rows(40)
     for number, row in enumerate(dataset):
         row["number"] = number
@@ -111,7 +113,7 @@ async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last(tempera
 
 @contextlib.asynccontextmanager
 async def watched(collector: Collector) -> AsyncIterator[list[dict[str, float]]]:
-    """What NeMo RL's watchdog is told of validations, which looks at the metrics now and then."""
+    """Collect the validation metrics that NeMo RL's watchdog reads at intervals."""
     told: list[dict[str, float]] = []
 
     async def look() -> None:
@@ -128,10 +130,10 @@ async def watched(collector: Collector) -> AsyncIterator[list[dict[str, float]]]
 
 
 async def test_validation_is_told_once_and_is_not_trained_on() -> None:
-    """Weights that are due are validated beside the sampling, and others have to wait for it."""
+    """Validation runs concurrently with sampling, and the next weights wait for its metrics."""
     held = [{**row, "rewards": [place % 2], "number": "held out"} for place, row in enumerate(rows(7))]
     held[5] = {"responses_create_params": None}  # refused
-    held[6]["plan"] = {"run": [{"how": "agent"}]}  # its agent's bad end is worth 0, and no reason to leave it out
+    held[6]["plan"] = {"run": [{"how": "agent"}]}  # an agent failure counts as 0
     validation = Validation([{**row, "late": [0], "late_s": 0.3} for row in held], period=2, at_start=False, last=4)
     async with nodes() as [node]:
         collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 8, max_staleness=1), validation=validation))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Groups for NeMo RL, without it: which tokens the policy chose, and what becomes of rollouts that have none."""
+"""Training groups without NeMo RL: sampled tokens, prefixes, and rollouts without valid tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ tokens = st.lists(st.integers(0, 999), min_size=1, max_size=5)
 
 
 def result(*pieces: tuple[list[int], list[int]]) -> dict[str, Any]:
-    """Of turns, each as what was observed before it and what was sampled; with items that are no turns between."""
+    """Return the result of a rollout of (observed, sampled) turns, with other output items between."""
     seen: list[int] = []
     output: list[dict[str, Any]] = []
     for observed, sampled in pieces:

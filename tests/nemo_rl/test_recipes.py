@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes that ship with the package, read and judged by NeMo RL's own loader and models. Starts nothing."""
+"""Shipped recipes, read and validated by NeMo RL's own loader and models; nothing is started."""
 
 import importlib.util
 import os
@@ -86,7 +86,7 @@ def test_the_recipes_that_there_are() -> None:
 @pytest.mark.usefixtures("importable")
 def test_nothing_stands_against_a_recipe(name: str, variant: str | None, rows: Path) -> None:
     found = _findings(name, variant, rows)
-    # Nobody listens there.
+    # The services of the variant do not exist.
     away = {"prorl.services"} if variant == "service" else set()
     assert {finding.field for finding in found} == away, found
 
@@ -95,8 +95,8 @@ def test_nothing_stands_against_a_recipe(name: str, variant: str | None, rows: P
 def test_each_model_says_how_it_writes_calls_and_thoughts(file: Path) -> None:
     model = OmegaConf.load(file).policy
     parsers = model.generation.vllm_cfg.http_server_serving_chat_kwargs
-    # All Qwen3 call in Hermes' format, and think unless told not to; where a prompt opens the thought, as of this one,
-    # what is sampled only ends it.
+    # All Qwen3 models call in Hermes' format, and reason unless they are instruct models. The prompt of the thinking
+    # model opens the reasoning.
     reasoning = {"Instruct-2507": None, "Thinking-2507": "deepseek_r1"}
     name = "-".join(model.model_name.split("-")[-2:])
     assert parsers == {"tool_parser": "hermes", "reasoning_parser": reasoning.get(name, "qwen3")}
@@ -105,7 +105,7 @@ def test_each_model_says_how_it_writes_calls_and_thoughts(file: Path) -> None:
 @needs_nemo_rl
 @pytest.mark.usefixtures("importable")
 def test_the_numbers_of_nemo_rls_guide(rows: Path) -> None:
-    """Those that its second stage has in NeMo RL's own example, read by NeMo RL's loader."""
+    """The recipe has the numbers of the second stage in NeMo RL's own example."""
     from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
 
     register_omegaconf_resolvers()
@@ -130,7 +130,7 @@ def test_the_numbers_of_nemo_rls_guide(rows: Path) -> None:
 
 @needs_nemo_rl
 def test_the_command_tells_everything_before_anything_starts(rows: Path, tmp_path: Path) -> None:
-    """As a user meets it: a process, its exit code, and how long that takes."""
+    """The command in a process, with its exit code."""
     began = time.monotonic()
     wrong = _command(
         f"data.train.data_path={rows}",

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Servers behind a run, without NeMo RL: which are ours, what they are told, what is said of a wrong setup."""
+"""Servers behind a run, without NeMo RL: selection, registration of engines, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENGINES = ("http://10.0.0.1:8000/v1", "http://10.0.0.2:8000/v1")
 
 
 class Model:
-    """The control routes of a model server; ``failures`` calls are answered with 503 first."""
+    """Control routes of a model server, whose first ``failures`` listings fail with 503."""
 
     def __init__(self, *others: str) -> None:
         self.backends = {url: {"id": f"other{place}", "url": url, "run": None} for place, url in enumerate(others)}
@@ -48,7 +48,7 @@ class Model:
         url = body["url"]
         assert url not in self.backends
         self.backends[url] = {"id": f"b{len(self.backends)}", "url": url, "run": body["run"]}
-        self.labels[url] = body["weight_version"]  # no turn may come before it has one
+        self.labels[url] = body["weight_version"]  # an engine must be labelled before its first turn
         return self.backends[url]
 
     async def clear(self, run: str) -> dict[str, Any]:
@@ -80,7 +80,7 @@ async def test_engines_are_registered_once_labelled_and_taken_away() -> None:
             await asyncio.to_thread(servers.announce, version, needed=True)
             assert set(model.backends) == {"http://10.9.9.9/v1", *ENGINES}
             assert model.labels == dict.fromkeys(ENGINES, str(version)), "what others have there is not ours to label"
-        model.backends.clear()  # it was started again
+        model.backends.clear()  # restarted
         await asyncio.to_thread(servers.announce, 5)
         assert set(model.backends) == set(ENGINES)
         await asyncio.to_thread(servers.withdraw)
@@ -103,7 +103,7 @@ async def test_a_server_is_told_again_and_then_left() -> None:
 
 
 async def test_all_servers_are_told_at_once_and_of_each_other() -> None:
-    """One that carries connections and says nothing holds up its own label only."""
+    """A server that accepts connections and never answers delays no other."""
     slow, models = asyncio.Event(), [Model(), Model()]
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -143,7 +143,7 @@ def test_ours_among_the_servers_of_a_deployment() -> None:
 async def test_shards_of_gym_are_called_where_they_can_be(
     monkeypatch: pytest.MonkeyPatch, nodes: tuple[str, str]
 ) -> None:
-    """By the members that newer versions of NeMo RL have of several Gym actors."""
+    """Newer versions of NeMo RL have several Gym actors."""
     monkeypatch.setattr("ray.get", lambda given: given)
 
     def head(number: int) -> FastAPI:

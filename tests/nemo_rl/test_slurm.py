@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is handed to Slurm: a stand-in for ``sbatch`` writes down how it was called, and bash runs the rest."""
+"""Submission to Slurm with a stand-in for ``sbatch`` that records its call."""
 
 import os
 import shlex
