@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a message the answer is, how it may be spelled, and whether it is the expected one.
+"""Extraction of answers from messages, and comparison of answers.
 
-``answers.jsonl`` has a row per answer: its kind, the expected answer, the answer, whether it is right (or the exact
-verdict), and the question if it matters. ``messages.jsonl`` has a message, its answer, and letters of options.
+A row of ``answers.jsonl`` has a kind, the expected answer, the answer, whether the answer is right (or the verdict),
+and the question if it matters. A row of ``messages.jsonl`` has a message, its answer, and letters of options.
 """
 
 import time
@@ -84,7 +84,7 @@ def test_the_last_closed_box_is_the_answer(before: str, content: str) -> None:
 @pytest.mark.parametrize("needed", [expected_answer, problem_of], ids=["math", "stem"])
 @pytest.mark.parametrize("long", [r"\boxed{" + "{" * 10**6, r"\boxed{" + "{}" * 500_000], ids=["open", "pairs"])
 def test_a_flood_of_braces_costs_no_time(needed: Callable[[dict[str, Any]], Any], long: str) -> None:
-    """Answers and expected answers are read on the event loop."""
+    """The event loop parses answers and expected answers."""
     begin = time.process_time()
     with pytest.raises(CallerError, match="longer than"):
         needed({"question": "What?", "expected_answer": long})

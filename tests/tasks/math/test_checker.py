@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The checker with real workers: answers that hang or eat it up, ways to be paid without an answer, machines that
-fail it."""
+"""The checker with real workers: answers that hang or use all memory, cheats, and failures of infrastructure."""
 
 import asyncio
 import contextlib
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def worker_pids() -> list[int]:
-    """Process ids of this process's workers, and not of their children."""
+    """Return the process ids of this process's workers, without their children."""
     ours = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [pid for pid in map(int, ours) if b"tasks.workers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
@@ -58,7 +57,7 @@ async def test_right_wrong_and_none(checker: MathChecker) -> None:
     ],
 )
 async def test_no_answer_that_is_none_is_paid(checker: MathChecker, expected: str, message: str, verdict: str) -> None:
-    """Each works against a grader that looks for the answer in the text or compares whatever math-verify finds."""
+    """Each cheat works against a grader that searches the text, or that compares all that math-verify finds."""
     checked = await checker.check(expected, message)
     assert (checked.right, checked.verdict) == (False, verdict), checked
 
@@ -114,7 +113,7 @@ async def test_an_expected_answer_that_nobody_could_give_is_the_tasks_fault(chec
 
 
 async def test_where_the_expected_answer_breaks_too_nobody_is_graded() -> None:
-    # No answer that is found breaks its comparison with itself, so the bound is set where all do.
+    # No known answer breaks the comparison with itself, so the CPU limit breaks all comparisons.
     starved = MathChecker(CheckLimits(cpu_s=0, workers=1))
     try:
         with pytest.raises(TaskError, match="compared with itself"):
@@ -167,6 +166,6 @@ async def test_a_worker_ends_with_whoever_started_it(tmp_path: Path) -> None:
     )
     done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True)
     pid = int(done.stdout)
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         while b"worker" in process_command_line(pid):
             await asyncio.sleep(0.05)

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The check by rules, and whole messages through extraction, rules and judge; ways to be rewarded without an answer.
+"""Rules, whole messages through extraction, rules and judge, and cheats.
 
-``answers.jsonl`` has an expected answer, an answer, and what the rules say of it; ``messages.jsonl`` has what a policy
-said last, and the verdict.
+A row of ``answers.jsonl`` has an expected answer, an answer, and the ruling. A row of ``messages.jsonl`` has a last
+message and the verdict.
 """
 
 import asyncio

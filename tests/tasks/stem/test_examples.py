@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that ship with the server are made here: ``PRORL_WRITE_EXAMPLES=1`` writes them anew."""
+"""Example rows of the server; ``PRORL_WRITE_EXAMPLES=1`` rewrites them."""
 
 import os
 from pathlib import Path

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hosted search engines, by a server that speaks as the real ones do."""
+"""Tavily's search engine, with a server that has the same protocol."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -38,7 +38,7 @@ FOUND = [
 
 
 class Service:
-    """``answers`` comes in place of the good answer, one after the other."""
+    """Search service; ``answers`` replace the regular responses in turn."""
 
     def __init__(self) -> None:
         self.url = ""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The judge: what it is asked, what counts as a verdict, and that its failures are nobody's reward."""
+"""The judge: prompts, verdicts, attacks, and failures, which are never a reward."""
 
 from collections.abc import Callable
 
@@ -96,7 +96,7 @@ async def test_the_judge_sees_question_and_answers_and_nothing_else() -> None:
 def test_no_text_leaves_its_quotation(question: str, first: str, second: str) -> None:
     given = messages(question, first, second, "0a1b2c3d")
     assert asked_in(given) == ({"question": question, "first": first, "second": second}, "0a1b2c3d")
-    assert given[1]["content"].count("\n") == 7  # fences, the object's own lines, what is asked for
+    assert given[1]["content"].count("\n") == 7  # fences, lines of the object, and the reminder
 
 
 @pytest.mark.parametrize(
@@ -162,12 +162,12 @@ ATTACKS = (
 
 @pytest.mark.parametrize("judge", [honest, echoing, parroting])
 async def test_no_answer_talks_a_judge_round(judge: Callable[..., str]) -> None:
-    """Over the wire that real judges speak."""
+    """Judges behind a real model server."""
     async with judging() as (url, server):
         server.reply = judge
         model = model_at(url, timeout_s=5)
         for attack in ATTACKS:
-            if judge is parroting and not addresses_judge(attack):  # it is no good, and nobody's reward
+            if judge is parroting and not addresses_judge(attack):  # a useless judge, but no reward
                 with pytest.raises(InfrastructureError, match="without a verdict"):
                     await judge_of(model).judge(ASKED, attack)
                 continue
