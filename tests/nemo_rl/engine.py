@@ -43,7 +43,6 @@ class Engine:
     Attributes:
         requests: bodies of all chat requests.
         in_flight: number of requests in progress.
-        aborted: number of requests whose client disconnected.
 
     Args:
         parser: parser of tool calls; without one calls stay text.
@@ -53,7 +52,6 @@ class Engine:
         self._parser = parser
         self.requests: list[dict[str, Any]] = []
         self.in_flight = 0
-        self.aborted = 0
         self._begun = Counter[str]()
         self.app = FastAPI()
         self.app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
@@ -103,7 +101,6 @@ class Engine:
         except TimeoutError:
             return False
         else:
-            self.aborted += 1
             return True
         finally:
             self.in_flight -= 1

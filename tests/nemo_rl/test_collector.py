@@ -171,26 +171,6 @@ async def test_no_rollout_of_a_validation_outlives_a_run(caplog: pytest.LogCaptu
     assert "the validation of weights 0 is cancelled because the run has ended" in caplog.text
 
 
-async def test_a_service_that_hangs_holds_the_end_up_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_gym_prorl.dapo.runner.CLOSE_S", 0.5)
-    async with nodes() as [node]:
-        collector = Collector(plan(node, rows(8, late=[0, 1], late_s=600.0), SamplerConfig(1, 2, 4)))
-        collector.weights(0)
-        async with asyncio.timeout(20):
-            while len(live(node)) < 4:
-                await asyncio.sleep(0.01)
-
-        async def never(method: str, path: str) -> int | None:
-            await asyncio.sleep(600)
-            return None
-
-        node.fault = never
-        started = time.monotonic()
-        await asyncio.to_thread(collector.close)
-        assert time.monotonic() - started < 10
-        node.fault = None
-
-
 @pytest.mark.parametrize("before", [False, True])
 async def test_a_collector_that_is_closed_while_it_begins_begins_nothing(
     before: bool, monkeypatch: pytest.MonkeyPatch

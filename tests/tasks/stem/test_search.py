@@ -178,12 +178,9 @@ async def test_pages() -> None:
     ("arguments", "says"),
     [
         ({}, "query: Field required"),
-        ({"query": ""}, "query: String should have at least 1"),
         ({"query": " \n"}, "search needs a query"),
         ({"query": "x" * 401}, "at most 400"),
-        ({"query": "x", "page": 0}, "page: "),
         ({"query": "x", "page": 5}, "page: "),
-        ({"query": ["x"]}, "query: Input should be a valid string"),
         ("x", "must be a JSON object"),
         ({"query": "bad"}, "Error: the search engine does not take this query."),
     ],
