@@ -35,7 +35,7 @@ class RolloutOutcome(StrEnum):
     FAILED = "failed"
     """Never scored, because of infrastructure or of its row."""
     REFERENCE = "reference"
-    """Of no use to a batch, and run to its end to measure bias."""
+    """Run to its end to measure bias, although no batch could use its result."""
 
 
 @dataclass(frozen=True, slots=True)

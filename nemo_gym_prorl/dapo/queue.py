@@ -3,9 +3,9 @@
 """Groups that are not in a batch yet, admission of new groups, and rollouts in flight. Pure.
 
 **Admission.** A group that begins under weights ``v`` can be used by batches up to the one for ``v + max_staleness``.
-That bounds the number of groups with variance that may be ready or open, as in the staleness control of AReaL and
-SkyRL. How many open groups will have variance is estimated from the share of earlier groups that had it. Counting
-every open group as one with variance would leave services idle when variance is rare.
+The number of batches bounds the groups with variance that may be ready or open, as in the staleness control of AReaL
+and SkyRL. The number of open groups that will have variance is estimated from the share of earlier groups with
+variance. Counting every open group as one with variance would leave services idle when variance is rare.
 
 An excess of groups costs more than a lack: a group that becomes too old before its batch starts again, and the next
 batch waits for it. Therefore the estimate is an upper bound of two standard deviations. With ``max_staleness`` 0 all

@@ -7,8 +7,8 @@
 retries and staleness are handled by the dynamic sampler, so the controller only receives complete groups, and its own
 retries and drop budgets have nothing to do.
 
-**Optimizer steps.** The controller computes the loss's reference log-probabilities directly before training, and makes
-one optimizer step, in which the ratio is 1 at every token and the clip has no effect. :class:`MiniBatches` computes
+**Optimizer steps.** The controller computes the loss's reference log-probabilities directly before its only optimizer
+step, in which the ratio is 1 at every token and the clip has no effect. :class:`MiniBatches` computes
 the log-probabilities once, and makes one optimizer step for each part of the batch. From the second step on the
 policy has changed, and the clip bounds its change.
 

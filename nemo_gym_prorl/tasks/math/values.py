@@ -3,8 +3,8 @@
 r"""Equality of parsed values, stricter than ``math-verify``, and detection of unfinished computations.
 
 ``math-verify`` compares numbers to six decimals, so ``0.0`` would equal :math:`10^{-9}`, and :math:`2^{-99}` would
-equal :math:`2^{-98}`. It compares relations by their real solutions, so all relations without solutions would be
-equal. It reads no letter as the imaginary unit.
+equal :math:`2^{-98}`. ``math-verify`` also compares relations by their real solutions, so all relations without
+solutions would be equal, and reads no letter as the imaginary unit.
 
 A finished number is an integer, decimal, fraction, mixed number or percentage, or has one power. Other operations and
 functions (``\sum_{k=1}^{100} k``, ``17 \cdot 23 + 5``) are finished only if the expected answer has them too.
