@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Latency that a model server adds for 2,000 agents, beside Gym's ``vllm_model``.
+"""Latency that a model server adds for 2,000 agents, compared with Gym's ``vllm_model``.
 
 Each agent plays 50 turns with 20 s between turns, as an agent that waits for its tools. The stand-in engine has eight
-addresses and takes one second a turn; added latency is the time at the agent beyond that second. It includes CPU of
-the server, the engine and the agents, which share the machine. Agents of ``prorl_model`` (four servers) share its
-ledger; those of ``vllm_model`` (one server) echo all ids. The peer plays the first 5 turns only, since its work grows
-with the square of the turns, and ratios are of those turns.
+addresses and takes one second a turn; added latency is the time at the agent beyond that second. Added latency
+includes CPU time of the server, the engine and the agents, which share the machine. Agents of ``prorl_model`` (four
+servers) share its ledger; those of ``vllm_model`` (one server) echo all ids. The peer plays the first 5 turns only,
+since its work grows with the square of the turns, and ratios are of those turns.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ ENGINE_S = 1.0
 ADDRESSES = 8
 SIBLINGS = 8
 ANSWER_S = 300.0
-"""An agent without an answer by then counts as an error."""
+"""Seconds after which an agent without an answer counts as an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Agents, turns of each, turns with the peer, seconds between turns, and servers of ours."""
+    """Numbers of agents, of turns, of turns with the peer and of our servers, and seconds between turns."""
 
     agents: int
     turns: int
@@ -59,11 +59,11 @@ class Crowd:
     """Results of all agents with one kind of server.
 
     Attributes:
-        added: by turn, milliseconds beyond the engine's time.
+        added: milliseconds beyond the engine's time, by turn.
         errors: failed rollouts, by message.
-        seconds: from the first turn to the last.
+        seconds: time from the first turn to the last.
         server_s: CPU seconds of the servers.
-        memory_mib: of the servers at the end.
+        memory_mib: memory of the servers at the end.
     """
 
     added: dict[int, list[float]] = field(default_factory=lambda: collections.defaultdict(list))
@@ -78,7 +78,7 @@ class Crowd:
 
     @property
     def turns(self) -> int:
-        """Turns that were answered."""
+        """Number of turns with an answer."""
         return sum(map(len, self.added.values()))
 
 
@@ -116,7 +116,7 @@ async def play(scale: Scale, turns: int, servers: list[Process], make: Callable[
 
 
 async def measure(scale: Scale) -> list[Row]:
-    """Play with the peer, then with ours, each over a new engine."""
+    """Play with the peer, then with our servers, each over a new engine."""
     raise_open_file_limit()
     crowds: dict[str, Crowd] = {}
     for kind, turns, count in (
@@ -181,7 +181,7 @@ def rows_of(scale: Scale, ours: Crowd, peer: Crowd) -> list[Row]:
 
 
 def main() -> None:
-    """Measure and publish."""
+    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     publish("agents", asyncio.run(measure(QUICK if quick else FULL)), quick=quick)
 

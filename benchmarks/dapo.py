@@ -29,8 +29,7 @@ from benchmarks.report import Row, parser, publish
 from benchmarks.sampling_clock import PROMPTS, RUN, SLOTS, Run, World, drive
 from benchmarks.schedules import EarlyTermination, FirstComplete, Rounds
 from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig
-from nemo_gym_prorl.dapo.group import Usage
-from nemo_gym_prorl.dapo.prefixes import NOTHING_KEPT, Kept, Prefix
+from nemo_gym_prorl.dapo.group import NO_CHECKPOINTS, CheckpointRef, Prefix, Usage
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 
@@ -40,7 +39,7 @@ SIZE = 8
 ROUNDS, EARLY, AREAL = "best rounds", "early termination", "AReaL's admission"
 ROUNDS_GOAL, BOUND_GOAL, BIAS_GOAL, PREFIX_GOAL = "<= 0.25", "<= 1.1", "<= 0.2", "<= 0.667"
 TURNS, DATASET, TRIES = 12, 512, 3
-"""Of prefix sampling: turns of a rollout, prompts, and forks' tries."""
+"""Prefix sampling: turns of a rollout, prompts, and tries of forks."""
 SLOWNESS = 0.4
 """Luck that slow rollouts lack, in standard deviations of a rollout's luck."""
 EASE = 1.88
@@ -48,7 +47,7 @@ EASE = 1.88
 
 
 def sampler(world: World, staleness: int, *, prompts: int = PROMPTS) -> DynamicSampler:
-    """Return ours."""
+    """Return the sampler of this package."""
     config = SamplerConfig(prompts, world.group_size, SLOTS, staleness, max_fruitless=10**9)
     return DynamicSampler(config, Epochs([{}] * 100_000, seed=None), run=RUN)
 
@@ -66,7 +65,7 @@ def distance(runs: Sequence[Run], worlds: Sequence[World]) -> float:
 def compare(
     label: str, worlds: Sequence[World], steps: int, staleness: Sequence[int], *, is_main: bool = True
 ) -> list[Row]:
-    """Compare all schedules on one workload; goals beyond that against rounds are of the main one."""
+    """Compare all schedules on one workload; only the main workload has further goals."""
     rounds = [[drive(world, steps, Rounds(SIZE, multiplier)) for world in worlds] for multiplier in (1, 2, 3, 4)]
     early = [drive(world, steps, EarlyTermination(SIZE)) for world in worlds]
     best, bound, rows = min(map(mean_step_s, rounds)), worlds[0].bound_s, []
@@ -121,7 +120,7 @@ class Walk(World):
 
 
 class WithPrefixes(DynamicSampler):
-    """Ours, over a service that keeps each turn of rollouts that began at a prompt."""
+    """Sampler of this package over a service that keeps a checkpoint of each turn of rollouts without a prefix."""
 
     def __init__(self, world: Walk, staleness: int, tries: int) -> None:
         config = SamplerConfig(PROMPTS, SIZE, SLOTS, staleness, prefix_tries=tries, max_fruitless=10**9)
@@ -129,8 +128,8 @@ class WithPrefixes(DynamicSampler):
         self._world = world
 
     def scored(self, rollout: str, reward: float, usage: Usage = Usage(), **more: Any) -> None:
-        kept = NOTHING_KEPT if rollout in self._world.begun else Kept(None, range(1, TURNS))
-        super().scored(rollout, reward, usage, kept=kept)
+        checkpoints = NO_CHECKPOINTS if rollout in self._world.begun else CheckpointRef(None, range(1, TURNS))
+        super().scored(rollout, reward, usage, checkpoints=checkpoints)
 
     def decide(self) -> Decision:
         decision = super().decide()
@@ -156,7 +155,7 @@ def _sample(rollout: str) -> str:
 
 
 def main() -> None:
-    """Simulate and publish."""
+    """Simulate and publish the results."""
     quick = parser(__doc__).parse_args().quick
     seeds, steps = (range(1), 10) if quick else (range(3), 24)
     rows = compare("heavy tail", [World(seed, 2.0, 0.5, SIZE) for seed in seeds], steps, (4,) if quick else STALENESS)

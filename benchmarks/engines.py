@@ -47,7 +47,7 @@ class Trace:
 
 @dataclass(slots=True)
 class Request:
-    """A turn in the fleet."""
+    """Turn of a rollout as a request to an engine."""
 
     rollout: Rollout
     index: int

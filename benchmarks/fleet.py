@@ -231,7 +231,7 @@ def _cpu() -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measure and publish."""
+    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     with tempfile.TemporaryDirectory(prefix="bench-fleet-") as folder:
         rows = asyncio.run(_measure(QUICK if quick else FULL, Path(folder)))

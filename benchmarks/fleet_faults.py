@@ -99,7 +99,7 @@ def _kind_of(pid: int, command: str) -> str | None:
 
 
 class Storm:
-    """Faults of the places of a fleet; ``seed`` fixes their order, and ``note`` takes what is wrong."""
+    """Fault injection for the places of a fleet; ``seed`` fixes the order, and ``note`` records errors."""
 
     def __init__(
         self, cluster: Raylets, places: list[Place], front: FrontProcess, seed: int, note: Callable[[str], None]
@@ -117,14 +117,14 @@ class Storm:
         await self._all_up()
 
     async def rage(self, every_s: float) -> None:
-        """Strike at random until cancelled."""
+        """Inject faults at random until cancelled."""
         while True:
             await asyncio.sleep(self._rng.expovariate(1 / every_s))
             (fault,) = self._rng.choices([*FAULTS], [*FAULTS.values()])
             await self._strike(fault)
 
     async def each(self, faults: list[str], every_s: float) -> None:
-        """Strike with each fault once, and wait until the fleet is whole again."""
+        """Inject each fault once, and wait after each until all nodes are up."""
         for fault in faults:
             await asyncio.sleep(every_s)
             while not await self._strike(fault):  # noqa: ASYNC110
@@ -156,7 +156,7 @@ class Storm:
                 await asyncio.sleep(1)
 
     async def _strike(self, fault: str) -> bool:
-        """Begin a fault at a node that is up; return whether there was a node for the fault."""
+        """Begin a fault at a node that is up; return whether there was such a node."""
         usable = await self._usable()
         able = [place for place in self._places if place.node in usable and not place.is_struck]
         self._rng.shuffle(able)

@@ -46,7 +46,7 @@ INSIDE = "PRORL_SOAK"
 OWN = (Path("/tmp"), Path("/dev/shm"))
 KINDS = {"reference": 60, "repair": 6, "stub": 16, "forge_tests": 8, "text_only": 4, "refused": 3, "mute": 3}
 REWARDS = {"reference": 1.0, "repair": 1.0, "stub": 0.0, "forge_tests": 0.0, "text_only": 0.0}
-"""The other kinds have no reward."""
+"""Rewards by kind of rollout; other kinds have none."""
 
 
 def row_of(number: int, kind: str, seed: int) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def row_of(number: int, kind: str, seed: int) -> dict[str, Any]:
 
 @dataclass
 class Book:
-    """Accepted rollouts, their outcomes, and whatever is wrong with those.
+    """Accepted rollouts, their outcomes, and errors in those.
 
     Attributes:
         kinds, ended: kinds of accepted rollouts, and outcomes, by id.
@@ -78,7 +78,7 @@ class Book:
     wrong: list[str] = field(default_factory=list)
 
     def note(self, message: str) -> None:
-        """Record."""
+        """Record an error."""
         self.wrong.append(message)
         print(f"WRONG: {message}", flush=True)
 
@@ -101,7 +101,7 @@ class Book:
             self.note(f"{job.id} ({kind}) is blamed for a fault: {job.failure}")
 
     async def follow(self, client: RolloutClient, gate: asyncio.Semaphore) -> None:
-        """Take outcomes as the front logs them."""
+        """Check outcomes as the front logs them."""
         cursor = "0"
         while True:
             try:

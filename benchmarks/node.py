@@ -32,7 +32,7 @@ from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 
 
 AT_A_TIME = 4
-"""Starts and ends in flight."""
+"""Number of concurrent starts and ends."""
 PART_TIMEOUT_S = 400.0
 GONE_TIMEOUT_S = 60.0
 OURS = "ours"
@@ -44,7 +44,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Amounts.
+    """Amounts of work.
 
     Attributes:
         starts: sandboxes started one after another.
@@ -75,7 +75,7 @@ class Bench:
     scale: Scale
 
     def opening(self, name: str) -> contextlib.AbstractAsyncContextManager[Action]:
-        """Open one sandbox of ours or of a peer."""
+        """Open one sandbox of this package or of a peer."""
         return contextlib.asynccontextmanager(SUBJECTS[name])(self.image, self.runtime)
 
 
@@ -221,7 +221,7 @@ async def own(bench: Bench, count: int) -> None:
 
 
 async def main() -> None:
-    """Measure and publish."""
+    """Measure and publish the results."""
     options = parser(__doc__)
     options.add_argument("--own", type=int, help="for the benchmark itself: own so many sandboxes until killed")
     arguments = options.parse_args()

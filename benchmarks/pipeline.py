@@ -194,7 +194,7 @@ async def measure(*, quick: bool) -> list[Row]:
 
 
 def main() -> None:
-    """Measure and publish."""
+    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     publish("pipeline", asyncio.run(measure(quick=quick)), packages=("nemo-gym", "aiohttp", "fastapi"), quick=quick)
 

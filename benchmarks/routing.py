@@ -27,9 +27,9 @@ from benchmarks.traces import Fleet, Incident, Outcome, agent_trace, best_hit_ra
 
 
 TUNING_SEEDS, TUNING_DRAWS = (0,), range(6)
-"""For ``--quick`` and for changes of a router; never published."""
+"""Seeds for ``--quick`` and for tuning a router; never published."""
 SEEDS, DRAWS = {16: (101, 102, 103, 104, 105), 64: (101, 102, 103)}, range(1000, 1100)
-"""Published, by the number of engines; a router is never tuned with them."""
+"""Seeds of published figures, by the number of engines; never used for tuning a router."""
 BOUND = "<= 1.02"
 """Within 2 % of the best peer counts as equal: the order of equal choices moves a figure as much."""
 HIT_RATE = ">= 0.98"
@@ -168,7 +168,7 @@ def measure(seeds: dict[int, tuple[int, ...]], draws: range) -> list[Row]:
 
 
 def main() -> None:
-    """Replay and publish."""
+    """Replay and publish the results."""
     quick = parser(__doc__).parse_args().quick
     seeds, draws = ({8: TUNING_SEEDS}, TUNING_DRAWS) if quick else (SEEDS, DRAWS)
     publish("routing", measure(seeds, draws), quick=quick)

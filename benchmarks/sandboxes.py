@@ -26,7 +26,7 @@ Action = Callable[[], Awaitable[str]]
 
 
 async def our_shell(image: Path, runtime: Runtime) -> AsyncIterator[Action]:
-    """A shell session of ours."""
+    """Open a shell session of this package."""
     container = await Container.start(ContainerSpec(image=image), runtime)
     async with container, await Shell.start(container) as shell:
 
@@ -37,7 +37,7 @@ async def our_shell(image: Path, runtime: Runtime) -> AsyncIterator[Action]:
 
 
 async def our_exec(image: Path, runtime: Runtime) -> AsyncIterator[Action]:
-    """A sandbox of ours without a shell session."""
+    """Open a sandbox of this package without a shell session."""
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
 
         async def action() -> str:
@@ -47,7 +47,7 @@ async def our_exec(image: Path, runtime: Runtime) -> AsyncIterator[Action]:
 
 
 async def gym_apptainer(image: Path, _runtime: Runtime | None = None) -> AsyncIterator[Action]:
-    """A container of NeMo Gym's own provider."""
+    """Open a container of NeMo Gym's own provider."""
     provider = ApptainerProvider(create={"extra_start_args": ["--writable-tmpfs"]})
     handle = await provider.create(SandboxSpec(image=str(image)))
 
@@ -61,7 +61,7 @@ async def gym_apptainer(image: Path, _runtime: Runtime | None = None) -> AsyncIt
 
 
 async def swe_rex(_image: Path, _runtime: Runtime | None = None) -> AsyncIterator[Action]:
-    """A session of SWE-ReX, without a container."""
+    """Open a session of SWE-ReX, without a container."""
     from swerex.runtime.abstract import BashAction, CreateBashSessionRequest
     from swerex.runtime.local import LocalRuntime
 
@@ -78,7 +78,7 @@ async def swe_rex(_image: Path, _runtime: Runtime | None = None) -> AsyncIterato
 
 
 async def tmux(_image: Path, _runtime: Runtime) -> AsyncIterator[Action]:
-    """A tmux pane, captured until the end of the command shows, without a container."""
+    """Open a tmux pane without a container; the pane is captured until the end of the command shows."""
     base = ["tmux", "-L", f"prorl-bench-{os.getpid()}"]
     await run_program([*base, "new-session", "-d", "-x", "200", "-y", "50", "bash", "--norc", "--noprofile"])
     count = 0
@@ -105,7 +105,7 @@ async def run_program(argv: list[str]) -> str:
 
 
 async def latencies(action: Action, count: int) -> list[float]:
-    """Return milliseconds of each call; the answer is checked."""
+    """Return milliseconds of each call, and check each answer."""
     taken = []
     for _ in range(count):
         begin = time.perf_counter()

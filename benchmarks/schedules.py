@@ -7,20 +7,20 @@ from __future__ import annotations
 from collections import deque
 
 from benchmarks.sampling_clock import PROMPTS, RUN, SLOTS
-from nemo_gym_prorl.dapo.contract import Batch, Decision, Scored, Submission
-from nemo_gym_prorl.dapo.group import Fate, Fates, Usage
+from nemo_gym_prorl.dapo.contract import Batch, BatchRollout, Decision, Submission
+from nemo_gym_prorl.dapo.group import OutcomeTotals, RolloutOutcome, Usage
 
 
 class Replenished:
     """Base of the peers: a batch is the first complete groups with variance, whatever the order of prompts."""
 
     def __init__(self, size: int) -> None:
-        self.fates = Fates()
+        self.outcomes = OutcomeTotals()
         self._size = size
         self._asked = self._emitted = self._version = self._fresh = 0
         self._tries: dict[int, int] = {}
         self._begun: dict[int, int] = {}
-        """Versions of groups that run."""
+        """Weight versions of running groups."""
         self._scores: dict[int, dict[str, tuple[float, Usage]]] = {}
         self._ready: list[int] = []
         self._decision = Decision()
@@ -34,7 +34,7 @@ class Replenished:
         self._version = version
 
     def scored(self, rollout: str, reward: float, usage: Usage) -> None:
-        """Take the reward of a rollout."""
+        """Note the reward of a rollout."""
         number = int(rollout.split(":")[1])
         group = self._scores[number]
         group[rollout] = (reward, usage)
@@ -43,11 +43,11 @@ class Replenished:
         if len({reward for reward, _ in group.values()}) > 1:
             self._ready.append(number)
         else:
-            self._end(number, Fate.NO_VARIANCE)
+            self._end(number, RolloutOutcome.NO_VARIANCE)
 
     def cancelled(self, rollout: str, usage: Usage) -> None:
-        """Take the end of a cancelled rollout."""
-        self.fates.add(Fate.CANCELLED, usage)
+        """Note the end of a cancelled rollout."""
+        self.outcomes.add(RolloutOutcome.CANCELLED, usage)
 
     def _begin(self, number: int) -> None:
         self._tries[number] = tries = self._tries.get(number, -1) + 1
@@ -58,10 +58,10 @@ class Replenished:
             for place in range(self._size)
         ]
 
-    def _end(self, number: int, fate: Fate) -> None:
+    def _end(self, number: int, outcome: RolloutOutcome) -> None:
         del self._begun[number]
         for _, usage in self._scores.pop(number).values():
-            self.fates.add(fate, usage)
+            self.outcomes.add(outcome, usage)
 
     def _batch(self) -> Batch | None:
         if self._emitted == self._asked or len(self._ready) < PROMPTS:
@@ -69,9 +69,10 @@ class Replenished:
         batch = Batch(self._emitted, self._emitted, {})
         for number in self._ready[:PROMPTS]:
             batch.groups[number] = [
-                Scored(rollout, reward, self._begun[number]) for rollout, (reward, _) in self._scores[number].items()
+                BatchRollout(rollout, reward, self._begun[number])
+                for rollout, (reward, _) in self._scores[number].items()
             ]
-            self._end(number, Fate.EMITTED)
+            self._end(number, RolloutOutcome.EMITTED)
         del self._ready[:PROMPTS]
         self._emitted += 1
         return batch
@@ -99,7 +100,7 @@ class EarlyTermination(Replenished):
                 rollouts = [f"{RUN}:{number}:{place}:{tries}" for place in range(self._size)]
                 self._decision.cancel += [rollout for rollout in rollouts if rollout not in self._scores[number]]
             for number in [*left, *self._ready]:
-                self._end(number, Fate.STALE)
+                self._end(number, RolloutOutcome.STALE)
             self._ready = []
             self._first.extendleft(sorted(left, reverse=True))
         elif self._emitted < self._asked:
@@ -128,7 +129,7 @@ class Rounds(Replenished):
             if (batch := self._batch()) is not None:
                 self._decision.batches.append(batch)
                 for number in self._ready:
-                    self._end(number, Fate.STALE)
+                    self._end(number, RolloutOutcome.STALE)
                 self._ready = []
             else:
                 for _ in range(self._multiplier * PROMPTS):

@@ -153,7 +153,7 @@ async def _starts(image: Path, runtime: Runtime, count: int, text: str, goal: st
 
 
 async def main() -> None:
-    """Measure and publish."""
+    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     processes.subreaper()
     runtime = ensure_runtime(print)

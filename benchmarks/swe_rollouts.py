@@ -133,7 +133,7 @@ class StagedHandler:
 
 
 async def staged(meter: Meter, rows: Sequence[Row], slots: int) -> list[float | None]:
-    """Roll out our way; return the rewards."""
+    """Run the rollouts in stages; return the rewards."""
     pools = PoolSizes(init=2, ready=max(1, slots // 4), run=slots, eval=max(1, slots // 4))
     pipeline = Pipeline(Environments.of(StagedHandler(meter)), PipelineSettings(stages=pools))
     jobs = [pipeline.submit(JobRequest(dict(row))) for row in rows]
@@ -142,7 +142,7 @@ async def staged(meter: Meter, rows: Sequence[Row], slots: int) -> list[float | 
 
 
 async def in_tree(meter: Meter, rows: Sequence[Row], slots: int) -> list[float | None]:
-    """Roll out the peer's way; return the rewards."""
+    """Run the rollouts as the peer does; return the rewards."""
     task, places = make_task(), asyncio.Semaphore(slots)
 
     async def rollout(row: Row) -> float:

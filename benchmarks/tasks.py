@@ -60,7 +60,7 @@ for test in job["tests"]:
     assert said.stdout.split() == test[1].split(), said
 print("passed")
 """
-"""The peer's grader."""
+"""Grader of the peer."""
 
 
 def problem_of(source: str, tests: int) -> CodeProblem:
@@ -72,7 +72,7 @@ def problem_of(source: str, tests: int) -> CodeProblem:
 
 
 async def by_us(sandbox: StartedSandbox, problem: CodeProblem, source: str) -> None:
-    """Grade as the server does."""
+    """Grade a program as the server does."""
     grade = await grade_in(sandbox, problem, source, CodeLimits(), "/sandbox")
     if not isinstance(grade, Grade) or not grade.passed:
         raise RuntimeError(f"a right program was not rewarded: {grade}")
@@ -132,7 +132,7 @@ async def software_engineering(starter: Starter, rows: Sequence[Mapping[str, Any
 
 
 async def main() -> None:
-    """Measure and publish."""
+    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     processes.subreaper()
     ensure_runtime(print).activate()

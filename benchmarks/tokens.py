@@ -138,7 +138,7 @@ def rows_of(runs: dict[Way, list[Played]], lengths: dict[str, int]) -> list[Row]
 
 
 def main() -> None:
-    """Measure and publish."""
+    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     lengths, rounds = (QUICK_LENGTHS, 1) if quick else (LENGTHS, ROUNDS)
     publish("tokens", asyncio.run(measure(lengths, rounds)), quick=quick)

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Everything from nothing: warm starts, a rollout service, a training for each seed.
+"""Complete training runs of a tiny policy: warm starts, a rollout service, and a training for each seed.
 
     python -m examples.tiny_dapo
 
-The service is a Gym deployment like any other. A training knows it by its URLs: it serves its policy at a port, where
-the model server finds it, takes batches from the service by way of ``nemo_gym_prorl.dapo``, trains, and announces each
-new version of the weights. A training that is logged in the output folder already is not done again.
+The service is a Gym deployment. A training only knows the service's URLs: it serves its policy at a port for the model
+server, takes batches from ``nemo_gym_prorl.dapo``, trains, and announces each new weight version. Trainings with a log
+in the output folder are skipped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GROUPS, GROUP_SIZE = 8, 8
 IN_FLIGHT = 64
 STALENESS = 2
 LEARNING_RATE, LAST_SHARE = 5e-4, 0.1
-"""It falls to that share of itself, in equal steps: the last few per cent want small ones."""
+"""Learning rate, and the share of it at the end of its linear decay."""
 HELD_OUT, TRAINING = 150, 2000  # riddles of each seed
 
 
@@ -73,7 +73,7 @@ def warm_start(tokenizer: Tokenizer, seed: int, file: Path, steps: int = IMITATI
 async def train(
     service_url: str, model_server: str, port: int, tokenizer: Tokenizer, start: Path, seed: int, steps: int
 ) -> dict[str, Any]:
-    """Train from the weights in ``start``, in so many batches; return the log."""
+    """Train on ``steps`` batches from the weights in ``start``; return the log."""
     torch.manual_seed(seed)
     rng, began = random.Random(seed), time.monotonic()
     vocabulary = tokenizer.get_vocab_size()
@@ -114,20 +114,20 @@ async def train(
 
 
 async def success(service: RolloutClient, riddles: Sequence[Riddle]) -> float:
-    """Measure success on riddles that nothing was trained on: one rollout each, sampled as in training."""
-    run = f"tiny-{time.time_ns():x}"  # ids that no other training has had
+    """Return the success rate on held-out riddles, with one rollout each, sampled as in training."""
+    run = f"tiny-{time.time_ns():x}"  # services remember ids, so each run needs its own
     for number, riddle in enumerate(riddles):
         await service.submit(riddle.row(), id=f"{run}-{number}", client="evaluation", priority=1)
     ended = [await service.wait(f"{run}-{number}") for number in range(len(riddles))]
     scored = [job.reward for job in ended if job.reward is not None]
     if not scored:
         why = ended[0].failure.reason if ended[0].failure else ended[0].state.value
-        raise RuntimeError(f"none of {len(riddles)} held-out riddles could be tried: {why}")
+        raise RuntimeError(f"no rollout of {len(riddles)} held-out riddles has a reward: {why}")
     return sum(scored) / len(scored)
 
 
 async def train_all(logs: dict[int, Path], steps: int, out: Path, tokenizer: Tokenizer) -> None:
-    """Train one seed after the other before one rollout service, and write their logs."""
+    """Train the seeds one after another with one rollout service, and write their logs."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = probe.getsockname()[1]
     model = str((out / "model").resolve()).replace("'", "\\'")
@@ -158,14 +158,14 @@ async def train_all(logs: dict[int, Path], steps: int, out: Path, tokenizer: Tok
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m examples.tiny_dapo", description="DAPO on a laptop")
-    parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
-    parser.add_argument("--steps", type=int, default=40, help="batches of a training (default: 40)")
+    parser.add_argument("--seeds", type=int, default=3, help="number of trainings (default: 3)")
+    parser.add_argument("--steps", type=int, default=40, help="number of batches of a training (default: 40)")
     parser.add_argument("--out", type=Path, default=ROOT / "out/tiny_dapo", help="folder of logs and weights")
     options = parser.parse_args()
     if min(options.seeds, options.steps) < 1:
         parser.error("--seeds and --steps: must be at least 1")
     out: Path = options.out
-    torch.set_num_threads(1)  # the other core is the sandboxes'
+    torch.set_num_threads(1)  # leaves other cores to sandboxes
     logs = {seed: out / f"seed{seed}-steps{options.steps}.json" for seed in range(options.seeds)}
     todo = {seed: file for seed, file in logs.items() if not file.exists()}
     tokenizer = make_tokenizer(out / "model")
@@ -177,7 +177,9 @@ def main() -> None:
         try:
             asyncio.run(train_all(todo, options.steps, out, tokenizer))
         except KeyboardInterrupt:
-            raise SystemExit("ended before all trainings were done; what is logged is not done again") from None
+            raise SystemExit(
+                "interrupted; run the command again to continue with the trainings without a log"
+            ) from None
     for seed, file in logs.items():
         log = json.loads(file.read_text())
         minutes, batches = log["seconds"] / 60, len(log["steps"])

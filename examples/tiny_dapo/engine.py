@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's inference endpoint: tokens in, tokens out, in vLLM's wire protocol.
+"""Inference endpoint of the trainer, with token ids as input and output, in vLLM's wire protocol.
 
-A task samples a token of every sequence in flight at a time, in a thread; new sequences join between two tokens, as do
-new weights, under which sequences in flight go on.
+A background task samples one token of every sequence in flight at a time, in a thread. New sequences and new weights
+take effect between two tokens; sequences in flight continue under the new weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nemo_gym_prorl.http.applications import served
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A prompt, how many tokens may follow it, and those that have been sampled."""
+    """Prompt, maximum number of tokens, and tokens sampled so far."""
 
     prompt: list[int]
     max_tokens: int
@@ -37,12 +37,12 @@ class Sequence:
 
 
 class Engine:
-    """Samples at temperature 1.
+    """Engine that samples at temperature 1.
 
     Args:
-        model: of the policy's size; its weights come by :meth:`load`.
-        tokenizer: for the end of a turn, and for callers who compare theirs.
-        seed: of what is sampled, up to the order in which requests come.
+        model: model of the policy's size; :meth:`load` sets its weights.
+        tokenizer: tokenizer of the policy, which model servers compare with theirs.
+        seed: seed of sampling; results also depend on the order of requests.
     """
 
     def __init__(self, model: TinyModel, tokenizer: Tokenizer, seed: int = 0) -> None:
@@ -54,7 +54,7 @@ class Engine:
         self._random = torch.Generator().manual_seed(seed)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Sample from these from the next token on."""
+        """Sample from these weights from the next token on."""
         self._weights = {name: value.clone() for name, value in weights.items()}
 
     @contextlib.asynccontextmanager
@@ -86,7 +86,7 @@ class Engine:
         if not isinstance(prompt, list) or not 0 < len(prompt) < CONTEXT or not all(t in known for t in prompt):
             wrong = f"prompt must be ids of the vocabulary, at least one and fewer than {CONTEXT}"
         elif type(wanted) is not int or wanted < 1 or body.get("temperature") not in (None, 1):
-            wrong = "max_tokens must be at least 1, and temperature 1, of which the trainer's log-probs are"
+            wrong = "max_tokens must be at least 1, and temperature must be 1, which the trainer assumes"
         if wrong:
             error = {"message": wrong, "type": "BadRequestError", "param": None, "code": 400}
             return Response(orjson.dumps({"error": error}), status_code=400, media_type="application/json")

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the policy imitates before it learns by itself, and the tokenizer that its words are made of.
+"""Demonstrations for the warm start, and the tokenizer of the policy.
 
-Demonstrations are written down, with what the sandbox would say (``tests/examples`` holds them against a real one). At
-each decision the demonstrator may fall into the trap of the riddle's kind or mistake a name, so that about two of
-five demonstrations end well. The policy learns all of that: what is right is among what it does, and which of it is
-right it has to find out.
+Demonstrations are synthetic and include the sandbox's output, which tests compare with a real sandbox. At each
+decision the demonstrator may make the typical mistake of the riddle's kind or confuse a name, so that about two of
+five demonstrations succeed. After imitation the policy produces right and wrong behaviour, and must learn from rewards
+which is right.
 
-The tokenizer is a byte-level BPE over the demonstrations. It may merge across words, so that the constant part of a
-tool call is a few tokens; codes and names, being random, stay in pieces. Tool calls are written as Qwen's models do.
+The tokenizer is a byte-level BPE over the demonstrations that merges across words, so the constant part of a tool call
+is a few tokens. Tool calls have the format of Qwen models.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Carelessness:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation: question, and turns with what each observed (nothing behind the last)."""
+    """Conversation: question, and turns with the observation after each (empty after the last)."""
 
     question: str
     turns: list[tuple[str, str]]
@@ -65,7 +65,7 @@ class Demonstration:
 
 
 def demonstrate(riddle: Riddle, rng: random.Random, careless: Carelessness) -> Demonstration:
-    """Return one try at a riddle."""
+    """Return a demonstration of a riddle."""
     turns: list[tuple[str, str]] = []
 
     def end(answer: str) -> Demonstration:
@@ -103,7 +103,7 @@ def demonstrate(riddle: Riddle, rng: random.Random, careless: Carelessness) -> D
 
 
 def lesson(demonstration: Demonstration, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Return the demonstration's tokens, and which of them the policy writes: its turns, their end included."""
+    """Return the tokens of a demonstration, and a mask of the policy's turns with their end tokens."""
     ids: list[int] = tokenizer.encode(demonstration.text(), add_special_tokens=False).ids
     opening, end = tokenizer.token_to_id(ASSISTANT), tokenizer.token_to_id(END)
     mask, writes = [], False
@@ -114,7 +114,7 @@ def lesson(demonstration: Demonstration, tokenizer: Tokenizer) -> tuple[list[int
 
 
 def make_tokenizer(folder: Path) -> Tokenizer:
-    """Learn the tokenizer, the same for all seeds; write it with the chat template, as a model server loads both."""
+    """Train the tokenizer, which is the same for all seeds, and write it with the chat template for a model server."""
     rng, texts = random.Random("tokenizer"), list[str]()
     for _ in range(TEXTS):
         shown = demonstrate(Riddle.draw(rng), rng, Carelessness())

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The policy, and the two ways in which it learns.
+"""Policy, imitation learning, and DAPO's loss (arXiv 2503.14476).
 
-It is a decoder of 370,000 parameters, so small that it needs no cache: it reads all anew for each token. First it
-imitates demonstrations (the warm start), then it learns by DAPO's loss (arXiv 2503.14476) on the tokens that were
-sampled.
+The policy is a decoder of 370,000 parameters without a key-value cache: it reads the whole sequence for each token.
+Imitation of demonstrations is the warm start; then DAPO's loss trains on sampled tokens.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from nemo_gym_prorl.rollout.rows import Turn
 CONTEXT = 256
 
 BATCH, PEAK_RATE = 32, 3e-3
-"""Lessons of a step of imitation, and its highest learning rate."""
+"""Batch size and maximum learning rate of imitation."""
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 MINI_BATCHES = 4
 
 
 class Block(nn.Module):
-    """Attention with rotary positions, and a feed-forward part."""
+    """Transformer block: attention with rotary positions, and a feed-forward layer."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -53,7 +52,7 @@ class Block(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """The decoder; input and output share their embedding."""
+    """Decoder whose input and output share the embedding."""
 
     angles: Tensor
 
@@ -68,8 +67,15 @@ class TinyModel(nn.Module):
         self.register_buffer("angles", torch.arange(CONTEXT)[:, None] * frequencies, persistent=False)
 
     def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:
-        """Return logits ``[batch, tokens, vocabulary]`` of what follows each of the ids ``[batch, tokens]`` (int64);
-        with ``places`` ``[batch]`` only those at one place of each sequence, ``[batch, vocabulary]``."""
+        """Return logits of the next tokens.
+
+        Args:
+            ids: token ids ``[batch, tokens]``, int64.
+            places: one position in each sequence ``[batch]``; ``None``: all positions.
+
+        Returns:
+            Logits ``[batch, tokens, vocabulary]``, or ``[batch, vocabulary]`` with ``places``.
+        """
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, self.angles[: ids.shape[1]])
@@ -79,27 +85,27 @@ class TinyModel(nn.Module):
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Return rotary positions; ``angles`` is ``[tokens, half the width of a head]``."""
+    """Apply rotary positions; ``angles`` is ``[tokens, half the width of a head]``."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
 def log_probs_of(model: TinyModel, ids: Tensor) -> Tensor:
-    """Return log-probabilities ``[batch, tokens - 1]`` of each token after those before it."""
+    """Return log-probabilities ``[batch, tokens - 1]`` of all tokens but the first."""
     logits = model(ids[:, :-1])
     return -F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A rollout to learn from.
+    """Rollout to train on.
 
     Attributes:
-        ids: the whole conversation.
-        mask: which of them the policy sampled.
-        log_probs: of each of those, in order, under the weights that sampled it.
-        advantage: of the rollout in its group.
+        ids: tokens of the whole conversation.
+        mask: whether the policy sampled each token.
+        log_probs: log-probabilities of the sampled tokens under the weights that sampled them.
+        advantage: advantage of the rollout in its group.
     """
 
     ids: list[int]
@@ -109,7 +115,7 @@ class Sample:
 
 
 def imitate(model: TinyModel, lessons: Iterator[tuple[list[int], list[bool]]], steps: int, name: str) -> None:
-    """Teach the model in place what the policy writes in lessons: tokens, and which of them it wrote, without end."""
+    """Train the model in place to imitate the policy's turns in an endless stream of lessons (tokens and masks)."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=PEAK_RATE, total_steps=steps, pct_start=0.1)
     for _ in track(range(steps), description=name):
@@ -119,7 +125,7 @@ def imitate(model: TinyModel, lessons: Iterator[tuple[list[int], list[bool]]], s
 
 
 def padded(sequences: Sequence[tuple[list[int], list[bool]]]) -> tuple[Tensor, Tensor]:
-    """Return ids and mask ``[batch, longest]``, filled up with zeros."""
+    """Return ids and masks ``[batch, longest]``, padded with zeros."""
     longest = max(len(ids) for ids, _ in sequences)
     ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
     mask = torch.zeros(len(sequences), longest)
@@ -130,10 +136,10 @@ def padded(sequences: Sequence[tuple[list[int], list[bool]]]) -> tuple[Tensor, T
 
 
 def sample_of(turns: Sequence[Turn], advantage: float) -> Sample:
-    """Return a rollout's tokens as the service hands them out.
+    """Return the training sample of a rollout's turns.
 
     Raises:
-        ValueError: a turn's prompt is not the continuation of what was before it.
+        ValueError: the prompt of a turn does not begin with the tokens before the turn.
     """
     ids: list[int] = []
     mask: list[bool] = []
@@ -142,7 +148,7 @@ def sample_of(turns: Sequence[Turn], advantage: float) -> Sample:
         if not turn.sampled:
             continue
         if turn.kept != len(ids):
-            raise ValueError("the tokens of a turn do not continue those before it")
+            raise ValueError("the tokens of a turn do not continue the turn before")
         mask += [False] * len(turn.observed) + [True] * len(turn.sampled)
         ids += [*turn.observed, *turn.sampled]
         log_probs += turn.log_probs
@@ -175,7 +181,7 @@ def learn(model: TinyModel, optimiser: torch.optim.Optimizer, samples: list[Samp
         advantage = torch.tensor([sample.advantage for sample in part])[:, None]
         ratio = (log_probs_of(model, ids) - old).exp()
         clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-        # Each token counts the same, in however long a rollout it stands.
+        # All tokens have equal weight, whatever the length of their rollout.
         loss = -(torch.minimum(ratio * advantage, clipped * advantage) * mask).sum() / mask.sum().clamp(min=1)
         _descend(model, optimiser, loss)
         losses.append(loss.item())

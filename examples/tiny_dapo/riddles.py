@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks: find out, with a shell, a code of four characters that is somewhere in a folder.
+"""Riddles: find a code of four characters in a folder with a shell.
 
-Three kinds, each with a trap for a policy that does not look at what the shell says:
+Three kinds of riddles, each with a typical mistake of a policy that ignores the shell's output:
 
-- **read**: a file holds the code. Trap: to answer without having looked.
-- **follow**: a file names another one, which holds the code. Trap: to answer with that name.
-- **repair**: a script fails, since a file that it prints is missing; the file is there under another name. Trap: to
-  give up at the error.
+- **read**: a file contains the code. Mistake: answer without reading the file.
+- **follow**: a file names another file, which contains the code. Mistake: answer with that name.
+- **repair**: a script fails because a file is missing, which exists under another name. Mistake: give up at the error.
 
-Codes and names are drawn, so nothing but the shell can tell a code, and a held-out task is one that was never seen.
+Codes and names are random, so only the shell reveals a code, and held-out riddles are new to the policy.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, ClassVar
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT
 from nemo_gym_prorl.servers.task_server import TaskServer
-from nemo_gym_prorl.tasks.final_answer import final_message
+from nemo_gym_prorl.tasks.final_answer import last_message_text
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench, workbench_schemas
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
@@ -32,28 +31,28 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 QUESTIONS = {"read": "What does %s say?", "follow": "Where does %s lead?", "repair": "What does running %s print?"}
 GAVE_UP = "none"
 MAX_TURN_TOKENS = 64
-"""Longest turn; a right one takes a third of it."""
+"""Maximum length of a turn, three times that of a right one."""
 
 
 def draw_name(rng: random.Random) -> str:
-    """Draw a file's name: a letter and a digit, between which no tokenizer of ours has a merge."""
+    """Draw a file name of a letter and a digit, which the tokenizer does not merge."""
     return rng.choice(string.ascii_lowercase) + rng.choice(string.digits)
 
 
 def draw_code(rng: random.Random) -> str:
-    """Draw a code, of two such pairs."""
+    """Draw a code of two pairs of a letter and a digit."""
     return draw_name(rng) + draw_name(rng)
 
 
 @dataclass(frozen=True, slots=True)
 class Riddle:
-    """One task.
+    """Riddle.
 
     Attributes:
-        kind: a key of :data:`QUESTIONS`.
-        name: the file that the question names.
-        other: the file that it leads to; not there if it is to be repaired.
-        code: the answer.
+        kind: key of :data:`QUESTIONS`.
+        name: file that the question names.
+        other: file that the first file names or prints; missing in riddles of kind ``repair``.
+        code: answer.
     """
 
     kind: str
@@ -63,7 +62,7 @@ class Riddle:
 
     @classmethod
     def draw(cls, rng: random.Random) -> Riddle:
-        """Draw any riddle."""
+        """Draw a riddle of any kind."""
         name = other = draw_name(rng)
         while other == name:
             other = draw_name(rng)
@@ -71,12 +70,12 @@ class Riddle:
 
     @property
     def question(self) -> str:
-        """What the policy is asked."""
+        """Question to the policy."""
         return QUESTIONS[self.kind] % self.name
 
     @property
     def files(self) -> dict[str, str]:
-        """What is in the folder: text by path."""
+        """Files in the folder: text by path."""
         code = self.code + "\n"
         return {
             "read": {self.name: code},
@@ -95,7 +94,7 @@ class Riddle:
 
 
 def draw_riddles(count: int, seed: str) -> list[Riddle]:
-    """Draw so many riddles, each with a code of its own."""
+    """Draw riddles with different codes."""
     rng, riddles = random.Random(seed), dict[str, Riddle]()
     while len(riddles) < count:
         riddle = Riddle.draw(rng)
@@ -104,7 +103,7 @@ def draw_riddles(count: int, seed: str) -> list[Riddle]:
 
 
 class Riddles:
-    """The task."""
+    """Task of riddles, graded by the last message."""
 
     def __init__(self, limits: ToolLimits) -> None:
         self.tools = Workbench(("bash",), "/sandbox", limits)
@@ -117,18 +116,18 @@ class Riddles:
         await tools.write(_riddle(row).files)
 
     async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> None:
-        """None: the answer is in what the policy says."""
+        """Return nothing, because only the last message is graded."""
 
     async def grade(
         self, row: Mapping[str, Any], artefacts: None, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
-        said, code = final_message(response).strip(), _riddle(row).code
+        said, code = last_message_text(response).strip(), _riddle(row).code
         verdict = "right" if said == code else "wrong" if said else "no_answer"
-        return Grade(float(said == code), verdict, f"it said {said[:40]!r}, the code is {code}")
+        return Grade(float(said == code), verdict, f"the answer is {said[:40]!r}, the code is {code}")
 
 
 class RiddleServer(TaskServer):
-    """The server."""
+    """Gym server of riddles."""
 
     own_image: ClassVar[str] = DEFAULT
 
@@ -142,4 +141,4 @@ def _riddle(row: Mapping[str, Any]) -> Riddle:
         _ = riddle.question
         return riddle
     except (KeyError, TypeError) as error:
-        raise CallerError(f"it must have kind, name, other and code: {error}", field="riddle") from error
+        raise CallerError(f"must have kind, name, other and code: {error}", field="riddle") from error

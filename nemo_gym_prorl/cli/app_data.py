@@ -43,9 +43,9 @@ def math(file: Source, output: Output = None, data_source: DataSource = None, dr
     from nemo_gym_prorl.tasks.extras import require_extras
 
     require_extras("math")  # first: the next import needs it
-    from nemo_gym_prorl.tasks.math.task import requiring_readable, row_of
+    from nemo_gym_prorl.tasks.math.task import require_readable_answers, row_of
 
-    with requiring_readable(row_of) as readable_row_of:
+    with require_readable_answers(row_of) as readable_row_of:
         _convert(file, output, readable_row_of, data_source, dry_run)
 
 

@@ -1,21 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what is trained on is what the policy samples, measured against first tries that always run to their end.
+"""Sampling bias: compare rollouts that are trained on with first tries that ran to their end. Pure.
 
-A schedule that drops, redraws or passes over rollouts because they take long trains on short ones, and what it dropped
-can't tell: its length is that of the part that ran. So a random share of prompts, drawn before anything of them is
-known, are *references*: each of their first tries runs to its end, whatever the schedule thinks of it. What the policy
-samples is then known of two kinds of prompts: those whose first tries ran to their end anyway, and, by a random sample
-of them, those whose first tries were cut off. The bias is the mean of the rollouts that were trained on over that
-of the first tries of the same prompts that the filter lets pass, in tokens and in accuracy. 1 is unbiased. The
-interval is of that sample, and of what was sampled again; where nothing was, the bias is known. Of a rollout that
-machines broke nobody knows how long it would have been: its next try stands for it, so where machines break long ones
-the meter does not see it.
+A schedule that cancels or resamples slow rollouts trains on short ones, and cannot tell from the cancelled rollouts,
+whose full length is unknown. Therefore a random share of prompts, drawn before any of their rollouts begins, are
+*references*: the first try of each member runs to its end, even if no batch can use its result.
 
-Only prompts are compared that nothing is outstanding of, and none behind one that something is: else the references
-that are still running, the longest, would be left out of the truth.
+The policy's distribution is then known from two kinds of prompts: prompts whose first tries all ended by themselves,
+and a random sample of the prompts whose first tries were cut off. The bias is a ratio of two means, in tokens or in
+accuracy: rollouts that were trained on, over the first tries that pass the filter. 1 is unbiased. The confidence
+interval covers the sampling of references and resampled groups; without either the bias is known exactly.
 
-Pure.
+Invariant: only prompts are compared that have no outstanding first try and come before every prompt that has one.
+Otherwise the longest references, which are still running, would be missing from the comparison.
+
+Limit: the next try replaces a rollout that infrastructure broke. If infrastructure breaks long rollouts more often
+than short ones, the measurement misses that bias.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from typing import Any
 
 
 _WINDOW = 4096
-"""Prompts that are compared: policies change, and so does what they sample."""
-_FEW = 5
-"""References of what was cut off, below which their spread is taken from what was not, and doubled."""
-_Z = 1.96
+"""Number of latest prompts that are compared, because the policy changes during training."""
+_MIN_REFERENCES = 5
+"""Below this number of finished references, their spread is estimated as twice that of prompts without a cut."""
+_Z = 1.96  # standard normal quantile of a 95 % interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class Estimate:
     """A ratio with its 95 % confidence interval.
 
     Attributes:
-        value: the ratio.
-        low: of the interval.
-        high: of the interval.
-        end: it is of prompts before this one.
+        value: ratio.
+        low: lower end of the interval.
+        high: upper end of the interval.
+        end: number of the first group that was not compared.
     """
 
     value: float
@@ -51,19 +51,19 @@ class Estimate:
     high: float
     end: int
 
-    def told(self) -> Iterator[tuple[str, float]]:
-        """For a log: the ratio and its ends, with what their names end in."""
+    def by_suffix(self) -> Iterator[tuple[str, float]]:
+        """Return the ratio and the ends of its interval, with the suffixes of their metric names."""
         return zip(("", "_low", "_high"), (self.value, self.low, self.high), strict=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """Of the rollouts of one group that the filter lets pass; nothing, where it does not.
+class GroupSums:
+    """Sums over the rollouts of one group; zeros for a group that does not pass the filter.
 
     Attributes:
-        rollouts: how many.
-        length: of what the policy wrote, in tokens.
-        accuracy: as the filter reads it.
+        rollouts: number of rollouts.
+        length: sampled tokens.
+        accuracy: sum of accuracies.
     """
 
     rollouts: int = 0
@@ -71,36 +71,36 @@ class Sums:
     accuracy: float = 0.0
 
     @classmethod
-    def of(cls, rollouts: Iterable[tuple[float, float]]) -> Sums:
-        """Of lengths and accuracies."""
+    def of(cls, rollouts: Iterable[tuple[float, float]]) -> GroupSums:
+        """Return the sums of lengths and accuracies."""
         known = [*rollouts]
         return cls(len(known), sum(length for length, _ in known), sum(accuracy for _, accuracy in known))
 
 
 class BiasMeter:
-    """See the module.
+    """Measurement of the sampling bias in length and in accuracy; see the module.
 
     Args:
-        share: of prompts that are references, 0 to 1.
-        run: name of the run; which prompts are references follows from it and their numbers.
+        share: share of prompts that are references, 0 to 1.
+        run: name of the run, which together with a group's number decides whether its prompt is a reference.
     """
 
     def __init__(self, share: float, run: str) -> None:
         self._share, self._run = share, run
         self._open: dict[int, list[tuple[float, float] | None]] = {}
-        """Lengths and accuracies of first tries, by prompt and place; ``None`` while one is outstanding."""
-        self._whole: dict[int, Sums] = {}
-        """Prompts whose first tries have all ended."""
+        """Length and accuracy of each member's first try, by group number; ``None`` while the try is outstanding."""
+        self._whole: dict[int, GroupSums] = {}
+        """Groups whose first tries have all ended."""
         self._cut: set[int] = set()
-        """Prompts whose first tries were cut off, or would have been if they were no references."""
-        self._emitted: dict[int, Sums] = {}
+        """Groups whose first tries were cut off, or would have been if they were not references."""
+        self._emitted: dict[int, GroupSums] = {}
 
     def opened(self, number: int, size: int) -> None:
-        """A prompt is about to be sampled for the first time."""
+        """Note a group that is about to be sampled for the first time."""
         self._open[number] = [None] * size
 
     def ended(self, number: int, place: int, length: float, accuracy: float) -> None:
-        """An outcome. All but the first of a member say nothing here."""
+        """Note the outcome of a member; outcomes after the member's first are ignored."""
         tries = self._open.get(number)
         if tries is None or tries[place] is not None:
             return
@@ -108,10 +108,10 @@ class BiasMeter:
         known = [one for one in tries if one is not None]
         if len(known) == len(tries):
             del self._open[number]
-            self._whole[number] = Sums.of(known) if len({right for _, right in known}) > 1 else Sums()
+            self._whole[number] = GroupSums.of(known) if len({right for _, right in known}) > 1 else GroupSums()
 
     def cut(self, number: int, place: int) -> bool:
-        """A rollout that runs is of no use any more: whether it is to run to its end all the same."""
+        """Note that no batch can use a running rollout; return whether it is a reference and runs to its end."""
         if number not in self._open or self._open[number][place] is not None:
             return False
         self._cut.add(number)
@@ -121,11 +121,11 @@ class BiasMeter:
         return False
 
     def gave_up(self, number: int, unless_heard: int | None = None) -> None:
-        """First tries that can't be had: the machines', or the row's, fault. Nothing is said of this prompt.
+        """Exclude a group whose first tries cannot all be scored, because of infrastructure or of its row.
 
         Args:
-            number: of the prompt.
-            unless_heard: place of a member that has ended; if its outcome was heard, this is none.
+            number: group number.
+            unless_heard: index of an ended member; the group stays if the outcome of that member was noted.
         """
         if unless_heard is not None and (number not in self._open or self._open[number][unless_heard] is not None):
             return
@@ -133,26 +133,26 @@ class BiasMeter:
         self._cut.discard(number)
 
     def emitted(self, number: int, rollouts: Iterable[tuple[float, float]]) -> None:
-        """Lengths and accuracies of what is trained on of a group."""
-        self._emitted[number] = Sums.of(rollouts)
+        """Note the lengths and accuracies of a group's rollouts that are trained on."""
+        self._emitted[number] = GroupSums.of(rollouts)
         for numbers in (self._emitted, self._whole):
             for old in [known for known in numbers if known < number - 2 * _WINDOW]:
                 del numbers[old]
         self._cut = {known for known in self._cut if known >= number - 2 * _WINDOW}
 
     def length(self, settled: int) -> Estimate | None:
-        """Mean length of what is trained on over that of first tries.
+        """Return the mean length of trained rollouts over that of first tries.
 
         Args:
-            settled: prompts before this one are trained on, or dropped for good.
+            settled: number of the first group that may still be trained on.
         """
         return self._ratio(settled, lambda sums: sums.length)
 
     def accuracy(self, settled: int) -> Estimate | None:
-        """Mean accuracy of what is trained on over that of first tries; ``None`` where either is not above 0."""
+        """Return the mean accuracy of trained rollouts over that of first tries; ``None`` if one is not above 0."""
         return self._ratio(settled, lambda sums: sums.accuracy)
 
-    def _ratio(self, settled: int, of: Callable[[Sums], float]) -> Estimate | None:
+    def _ratio(self, settled: int, of: Callable[[GroupSums], float]) -> Estimate | None:
         end = min([settled, *self._open])
         begin = end - _WINDOW
         trained = {number: sums for number, sums in self._emitted.items() if begin <= number < end}
@@ -162,39 +162,39 @@ class BiasMeter:
         weight = len(cut) / len(sample) if sample else 0.0
         rollouts = sum(s.rollouts for s in whole.values()) + weight * sum(s.rollouts for s in sample)
         total = sum(map(of, whole.values())) + weight * sum(map(of, sample))
-        learnt = sum(map(of, trained.values()))
-        if total <= 0 or learnt <= 0:  # no ratio: nobody said a length, say, or what was right is masked
+        trained_total = sum(map(of, trained.values()))
+        if total <= 0 or trained_total <= 0:  # services gave no lengths, or all correct rollouts are masked
             return None
         true = total / rollouts
-        ratio = learnt / sum(sums.rollouts for sums in trained.values()) / true
+        ratio = trained_total / sum(sums.rollouts for sums in trained.values()) / true
 
-        def spread(known: Iterable[Sums]) -> float:
+        def spread(known: Iterable[GroupSums]) -> float:
             return statistics.stdev(of(sums) - true * sums.rollouts for sums in known)
 
-        # Of what was sampled again: another sample has another mean, without any bias.
+        # Variance of resampled groups: a second sample has another mean without being biased.
         mean, count = true * ratio, sum(sums.rollouts for sums in trained.values())
         redrawn = 0.0
         for number in trained.keys() | whole.keys():
-            ours, first = trained.get(number, Sums()), whole.get(number, Sums())
+            ours, first = trained.get(number, GroupSums()), whole.get(number, GroupSums())
             redrawn += (
                 (of(ours) - mean * ours.rollouts) / (count * mean) - (of(first) - true * first.rollouts) / total
             ) ** 2
         error = _Z * math.sqrt(redrawn)
-        if len(cut) > len(sample) and len(sample) >= _FEW:
+        if len(cut) > len(sample) and len(sample) >= _MIN_REFERENCES:
             freedom = len(sample) - 1
             quantile = _Z + (_Z**3 + _Z) / (4 * freedom)  # Student's t, Cornish and Fisher's expansion
             unseen = 1 - len(sample) / len(cut)
             unknown = quantile * len(cut) * spread(sample) * math.sqrt(unseen / len(sample)) / total
             error = math.hypot(error, unknown)
         elif len(cut) > len(sample):
-            if len(whole) < _FEW:
+            if len(whole) < _MIN_REFERENCES:
                 return None
             unknown = 2 * _Z * len(cut) * spread(whole.values()) / math.sqrt(max(len(sample), 1)) / total
             error = math.hypot(error, unknown)
         return Estimate(ratio, ratio * math.exp(-error), ratio * math.exp(error), end)
 
     def state(self) -> dict[str, Any]:
-        """It as JSON."""
+        """Return the measurement as JSON."""
         return {
             "open": [[number, tries] for number, tries in self._open.items()],
             "whole": [[number, *astuple(sums)] for number, sums in self._whole.items()],
@@ -203,9 +203,9 @@ class BiasMeter:
         }
 
     def restore(self, state: Mapping[str, Any], run: str) -> None:
-        """Goes on from there."""
+        """Continue from a saved state."""
         self._run = run
         self._open = {number: [tuple(one) if one else None for one in tries] for number, tries in state["open"]}
-        self._whole = {number: Sums(*sums) for number, *sums in state["whole"]}
+        self._whole = {number: GroupSums(*sums) for number, *sums in state["whole"]}
         self._cut = set(state["cut"])
-        self._emitted = {number: Sums(*sums) for number, *sums in state["emitted"]}
+        self._emitted = {number: GroupSums(*sums) for number, *sums in state["emitted"]}

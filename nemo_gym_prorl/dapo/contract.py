@@ -1,48 +1,50 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer may ask of the sampler, and what the sampler decides."""
+"""Settings of the sampler, and the types of its decisions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from nemo_gym_prorl.dapo.prefixes import Prefix
+from nemo_gym_prorl.dapo.group import Prefix
 from nemo_gym_prorl.failures import CallerError
 
 
 class AgentFailures(StrEnum):
-    """What becomes of a rollout that the policy itself brought to a bad end: it used up its time, its turns or its
-    tokens, or gave nothing that can be scored. It is an outcome, never a reason to sample again: what is redrawn until
-    it fits is as short as the budget."""
+    """Treatment of agent failures: a rollout that exceeds its time, turn or token limit, or gives no scorable result.
+
+    An agent failure is an outcome and is never sampled again: resampling until a rollout fits its budget would train
+    on short rollouts only.
+    """
 
     ZERO = "zero"
     """Reward and accuracy 0, trained on."""
     MASK = "mask"
-    """No loss, and no part in variance and baseline of the group: trained rollouts are shorter than sampled ones."""
+    """No loss and no part in variance or baseline of the group; trained rollouts get shorter than sampled ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerConfig:
-    """What a trainer wants.
+    """Settings of :class:`~nemo_gym_prorl.dapo.sampler.DynamicSampler`.
 
     Attributes:
         groups_per_batch: prompts of a batch.
-        group_size: rollouts of each prompt, at least 2: one alone has no variance.
-        max_in_flight: rollouts that may be submitted and have no outcome, at least a group: what the services run at
-            once, if it is known. ``None``: as many as can still be trained on.
-        max_staleness: weight versions between a rollout's first token and the batch that uses it.
-        max_failures: tries of a member that the machines may break; one more drops its group.
-        filter_on: the field of a verdict that says how good a rollout was, by which groups vary. ``None``: the reward,
-            where it is 0 or 1, and an error where it is not (:mod:`nemo_gym_prorl.dapo.outcome`).
-        agent_failures: what a rollout counts as that the policy brought to a bad end.
-        reference_share: of prompts whose first tries always run to their end, as what bias is measured against, 0 to
-            1. They cost what would have been cancelled of them.
-        max_fruitless: so many groups in a row without variance end the training.
-        max_dropped: so many groups in a row that can't be run end it, too.
-        first_version: weights of the first batch.
-        prefix_tries: groups that begin at a prefix after one without variance, at most. Faster where most have none,
-            and **trains on other prompts and states** (:mod:`nemo_gym_prorl.dapo.prefixes`).
+        group_size: rollouts of each prompt, at least 2; a single rollout has no variance.
+        max_in_flight: maximum number of submitted rollouts without an outcome, at least ``group_size``. ``None``: as
+            many as can still be trained on.
+        max_staleness: maximum number of weight versions between a rollout's first token and the batch that uses it.
+        max_failures: tries of a member that infrastructure may break; one more failure drops its group.
+        filter_on: verdict field that is the accuracy, by which groups vary. ``None``: the reward, which must be 0 or 1
+            (:mod:`nemo_gym_prorl.dapo.scoring`).
+        agent_failures: treatment of agent failures.
+        reference_share: share of prompts whose first tries always run to their end, to measure bias, 0 to 1.
+            References cost the work that cancelling their rollouts would have saved.
+        max_fruitless: number of consecutive zero-variance groups that ends the training.
+        max_dropped: number of consecutive groups that cannot be run that ends the training.
+        first_version: weight version of the first batch.
+        prefix_tries: maximum number of groups that begin at a prefix after a zero-variance group. Prefix groups
+            **change the training distribution** (:mod:`nemo_gym_prorl.dapo.prefixes`).
     """
 
     groups_per_batch: int
@@ -60,9 +62,9 @@ class SamplerConfig:
 
     def __post_init__(self) -> None:
         if self.agent_failures not in (names := [*AgentFailures]):
-            raise CallerError(f"it must be one of {', '.join(names)}", field="agent_failures")
+            raise CallerError(f"must be one of {', '.join(names)}", field="agent_failures")
         if not isinstance(self.reference_share, int | float) or not 0 <= self.reference_share <= 1:
-            raise CallerError("it must be a share, from 0 to 1", field="reference_share")
+            raise CallerError("must be a number from 0 to 1", field="reference_share")
         least = {"groups_per_batch": 1, "group_size": 2, "max_in_flight": 1, "max_fruitless": 1, "max_dropped": 1}
         for name in ("max_staleness", "max_failures", "prefix_tries"):
             least[name] = 0
@@ -71,18 +73,18 @@ class SamplerConfig:
             if value is None and name == "max_in_flight":
                 continue
             if type(value) is not int or value < bound:
-                raise CallerError(f"it must be a whole number, at least {bound}", field=name)
+                raise CallerError(f"must be an integer of at least {bound}", field=name)
         if self.max_in_flight is not None and self.max_in_flight < self.group_size:
-            # Where a verifier compares siblings, those that are there would wait for the others for ever.
+            # A verifier that compares siblings would wait forever for members that are never submitted.
             raise CallerError(
-                f"{self.max_in_flight} rollouts are fewer than a group of {self.group_size}; at least "
-                f"{self.group_size} (group_size): what the services do not run at once waits there",
+                f"{self.max_in_flight} is less than group_size ({self.group_size}); set at least {self.group_size}: "
+                "a service queues rollouts that it cannot run at once",
                 field="max_in_flight",
             )
 
 
 class NothingToLearn(CallerError):
-    """No group has had variance for long, none can be run, or the curriculum leaves every prompt out."""
+    """No recent group has variance or could be run, or the curriculum skips every prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,12 @@ class Submission:
     """A rollout to submit.
 
     Attributes:
-        rollout: its id.
-        group: the id that its siblings share.
-        prompt: number of its prompt in the stream.
-        version: weights of now.
-        urgent: whether siblings wait for it already.
-        prefix: where it begins, if not at the prompt.
+        rollout: rollout id.
+        group: id that all rollouts of the group share.
+        prompt: number of the prompt in the stream of prompts.
+        version: current weight version.
+        urgent: whether siblings of the rollout are scored already.
+        prefix: prefix at which the rollout begins; ``None`` if it begins at the prompt.
     """
 
     rollout: str
@@ -107,14 +109,14 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """A rollout of a batch.
+class BatchRollout:
+    """A scored rollout of a batch.
 
     Attributes:
-        rollout: its id.
-        reward: raw, as its environment gave it.
-        version: weights that it began under.
-        masked: whether it gets no loss, and does not enter the baseline of its group.
+        rollout: rollout id.
+        reward: raw reward of the environment.
+        version: weight version under which the rollout began.
+        masked: whether the rollout gets no loss and does not enter the baseline of its group.
     """
 
     rollout: str
@@ -125,30 +127,30 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Groups to train on, each with variance, and of equal size.
+    """Groups of equal size to train on, each with variance.
 
     Attributes:
-        number: of the batch, from 0.
-        version: weights that it is meant for.
-        groups: by group's number, its rollouts in the order of members.
-        prompts: by group's number, that of its prompt in the stream.
+        number: batch number, from 0.
+        version: weight version that the batch trains.
+        groups: rollouts in the order of members, by group number.
+        prompts: prompt numbers by group number.
     """
 
     number: int
     version: int
-    groups: dict[int, list[Scored]]
+    groups: dict[int, list[BatchRollout]]
     prompts: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Decision:
-    """What is to be done now.
+    """Actions that the sampler asks its runner for.
 
     Attributes:
-        submit: rollouts, those that others wait for first.
-        cancel: ids of rollouts whose outcome nobody needs; it must be told all the same.
-        forget: ids of scored rollouts that are of no use any more.
-        batches: those that became complete.
+        submit: rollouts to submit, in order of urgency.
+        cancel: ids of rollouts to cancel. The sampler must still be given their outcomes.
+        forget: ids of scored rollouts whose results can be deleted.
+        batches: batches that became complete.
     """
 
     submit: list[Submission] = field(default_factory=list)

@@ -1,51 +1,50 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rollouts of one prompt on their way to a batch, and the fate of each rollout. Pure.
+"""Groups of rollouts, prefixes from which rollouts may begin, and counts of rollout outcomes. Pure.
 
-A group has as many members as the batch wants rollouts of a prompt. A member is tried until it is scored; each try is
-a rollout with an id of its own, under the weights of its time.
+Invariants:
 
-Each submitted rollout has one fate, and the sums tell what was wasted. How that changes the lengths that are trained
-on is measured by :mod:`nemo_gym_prorl.dapo.bias`.
+- A group has one member for each rollout that a batch needs of its prompt.
+- A member is tried until it has a reward. Each try is a rollout with its own id and weight version.
+- Each submitted rollout is counted under exactly one :class:`RolloutOutcome`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from nemo_gym_prorl.dapo.prefixes import NOTHING_KEPT, Helper, Kept, Search
 
-
-class Fate(StrEnum):
-    """The end of a rollout, as the trainer sees it."""
+class RolloutOutcome(StrEnum):
+    """Use that the trainer made of a submitted rollout."""
 
     EMITTED = "emitted"
+    """Scored and handed to the trainer."""
     NO_VARIANCE = "no_variance"
-    """Scored, but all of its group have the same reward: nothing to learn."""
+    """Scored, in a group whose members all have the same accuracy."""
     STALE = "stale"
-    """Scored, but under weights too old for the batch to come."""
+    """Scored under weights that are too old for the next batch."""
     GROUP_FAILED = "group_failed"
-    """Scored, but one of its group never was."""
+    """Scored, in a group of which another member could not be run."""
     LEFT_OVER = "left_over"
-    """Scored, when training ended."""
+    """Scored, and not yet in a batch when training ended."""
     CANCELLED = "cancelled"
-    """Ended by us, since nothing of it could be used."""
+    """Cancelled by the sampler, because no batch could use its result."""
     FAILED = "failed"
-    """Never scored: a machine's or the row's doing."""
+    """Never scored, because of infrastructure or of its row."""
     REFERENCE = "reference"
-    """Of no use any more, and run to its end all the same, to measure bias."""
+    """Run to its end to measure bias, although no batch could use its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a rollout cost.
+    """Cost of a rollout.
 
     Attributes:
-        seconds: that stages worked on it.
-        length: of what the policy wrote, in tokens.
+        seconds: time that the stages worked on the rollout.
+        length: tokens that the policy sampled.
     """
 
     seconds: float = 0.0
@@ -53,51 +52,150 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Tally:
-    """Rollouts of one fate, and sums of what they cost."""
+class UsageTotal:
+    """Number of rollouts with one outcome, and the sum of their costs."""
 
     rollouts: int = 0
     seconds: float = 0.0
     length: float = 0.0
 
     def add(self, usage: Usage) -> None:
-        """One more."""
+        """Add the cost of one rollout."""
         self.rollouts += 1
         self.seconds += usage.seconds
         self.length += usage.length
 
 
-class Fates:
-    """Tallies by fate.
+class OutcomeTotals:
+    """Totals of rollouts and of their costs for each outcome.
 
     Args:
-        saved: what :meth:`state` gave.
+        saved: return value of :meth:`state`, if totals are restored.
     """
 
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
-        self._tallies = {fate: Tally(**(saved or {}).get(fate.value, {})) for fate in Fate}
+        self._totals = {outcome: UsageTotal(**(saved or {}).get(outcome.value, {})) for outcome in RolloutOutcome}
 
-    def __getitem__(self, fate: Fate) -> Tally:
-        return self._tallies[fate]
+    def __getitem__(self, outcome: RolloutOutcome) -> UsageTotal:
+        return self._totals[outcome]
 
-    def add(self, fate: Fate, usage: Usage) -> None:
-        """A rollout met its fate."""
-        self._tallies[fate].add(usage)
+    def add(self, outcome: RolloutOutcome, usage: Usage) -> None:
+        """Count one rollout under its outcome."""
+        self._totals[outcome].add(usage)
 
     @property
     def rollouts(self) -> int:
-        """All that have met theirs."""
-        return sum(tally.rollouts for tally in self._tallies.values())
+        """Number of rollouts that have an outcome."""
+        return sum(total.rollouts for total in self._totals.values())
 
     @property
     def wasted(self) -> float:
-        """Share of all time that went into rollouts that were not emitted, 0 to 1."""
-        spent = sum(tally.seconds for tally in self._tallies.values())
-        return 1 - self._tallies[Fate.EMITTED].seconds / spent if spent else 0.0
+        """Share of all working time spent on rollouts that were not emitted, 0 to 1."""
+        spent = sum(total.seconds for total in self._totals.values())
+        return 1 - self._totals[RolloutOutcome.EMITTED].seconds / spent if spent else 0.0
 
     def state(self) -> dict[str, Any]:
-        """The tallies as JSON, by fate."""
-        return {fate.value: asdict(tally) for fate, tally in self._tallies.items()}
+        """Return the totals as JSON, by outcome."""
+        return {outcome.value: asdict(total) for outcome, total in self._totals.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRef:
+    """Checkpoints of an ended rollout, from which other rollouts can be forked.
+
+    Attributes:
+        node: URL of the service that keeps the checkpoints.
+        turns: turns after which there is a checkpoint, in ascending order.
+    """
+
+    node: str | None
+    turns: Sequence[int]
+
+
+NO_CHECKPOINTS = CheckpointRef(None, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """First turns of an ended rollout, from which another rollout begins.
+
+    Attributes:
+        rollout: id of the ended rollout.
+        turn: number of turns that are taken over.
+        node: URL of the service that keeps the checkpoint.
+    """
+
+    rollout: str
+    turn: int
+    node: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """An ended rollout from whose turns other rollouts of its prompt may begin."""
+
+    rollout: str
+    accuracy: float
+    checkpoints: CheckpointRef
+
+
+@dataclass(slots=True)
+class PrefixSearch:
+    """Bisection for a turn of a source rollout from which a group varies.
+
+    Attributes:
+        source: rollout that provides the prefix.
+        accuracy: accuracy of all members of the group that began at the prompt.
+        early: index of the last checkpoint from which a group still ended with that accuracy.
+        late: index of the first checkpoint from which a group ended with the source's accuracy.
+        tries: groups that were begun from a prefix.
+    """
+
+    source: PrefixSource
+    accuracy: float
+    early: int
+    late: int
+    tries: int = 1
+
+    @classmethod
+    def of_saved(cls, saved: Mapping[str, Any]) -> Self:
+        """Return the search that :meth:`state` gave."""
+        source = saved["helper"]
+        checkpoints = CheckpointRef(**source["kept"])
+        return cls(
+            PrefixSource(source["rollout"], source["accuracy"], checkpoints),
+            **{name: saved[name] for name in ("accuracy", "early", "late", "tries")},
+        )
+
+    @property
+    def prefix(self) -> Prefix:
+        """Prefix from which the next group begins."""
+        checkpoints = self.source.checkpoints
+        return Prefix(self.source.rollout, checkpoints.turns[self._middle], checkpoints.node)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no untried turn is left."""
+        return self._middle == self.early
+
+    @property
+    def _middle(self) -> int:
+        return (self.early + self.late) // 2
+
+    def narrow(self, accuracy: float) -> None:
+        """Continue after a group whose members all ended with one accuracy."""
+        if accuracy == self.accuracy:
+            self.early = self._middle
+        else:
+            self.late = self._middle
+        self.tries += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return the search as JSON."""
+        source = self.source
+        saved = {"rollout": source.rollout, "accuracy": source.accuracy, "kept": asdict(source.checkpoints)}
+        numbers = {name: getattr(self, name) for name in ("accuracy", "early", "late", "tries")}
+        return {"helper": saved, **numbers}
 
 
 @dataclass(slots=True)
@@ -105,15 +203,15 @@ class Member:
     """One rollout of a group, over all its tries.
 
     Attributes:
-        place: among the members.
-        tries: ids that were given out for it.
-        rollout: the id that runs or was scored; ``None`` while the member waits to be submitted.
-        version: weights under which that one was submitted.
-        reward: raw, as its environment gave it; ``None`` until then.
-        accuracy: what the filter looks at.
-        masked: whether it gets no loss.
-        usage: of the scored rollout.
-        kept: where that one can be gone on from.
+        place: index among the members.
+        tries: number of rollout ids that were used.
+        rollout: id of the running or scored rollout; ``None`` while the member waits for submission.
+        version: weight version under which that rollout was submitted.
+        reward: raw reward of the environment; ``None`` until the rollout is scored.
+        accuracy: value that the variance filter compares.
+        masked: whether the rollout gets no loss.
+        usage: cost of the scored rollout.
+        checkpoints: checkpoints of the scored rollout.
         failures: tries that ended without a reward.
     """
 
@@ -125,33 +223,46 @@ class Member:
     accuracy: float = 0.0
     masked: bool = False
     usage: Usage = field(default_factory=Usage)
-    kept: Kept = NOTHING_KEPT
+    checkpoints: CheckpointRef = NO_CHECKPOINTS
     failures: int = 0
+
+    @classmethod
+    def of_saved(cls, saved: Mapping[str, Any]) -> Self:
+        """Return the member that :meth:`state` gave."""
+        fields = dict(saved)
+        checkpoints, usage = CheckpointRef(**fields.pop("kept")), Usage(**fields.pop("usage"))
+        return cls(**fields, usage=usage, checkpoints=checkpoints)
 
     @property
     def waits(self) -> bool:
-        """Whether it is to be submitted."""
+        """Whether the member is still to be submitted."""
         return self.rollout is None
 
     @property
     def runs(self) -> bool:
-        """Whether it was submitted and has no outcome."""
+        """Whether the member was submitted and has no outcome yet."""
         return self.rollout is not None and self.reward is None
 
     def begin(self, rollout: str, version: int) -> None:
-        """Another try."""
+        """Start another try."""
         self.tries += 1
         self.rollout = rollout
         self.version = version
 
     def reset(self) -> None:
-        """The try is void; the member waits again."""
+        """Discard the current try, so that the member waits for submission again."""
         self.rollout = None
         self.reward = None
         self.accuracy = 0.0
         self.masked = False
         self.usage = Usage()
-        self.kept = NOTHING_KEPT
+        self.checkpoints = NO_CHECKPOINTS
+
+    def state(self) -> dict[str, Any]:
+        """Return the member as JSON."""
+        saved = asdict(self)
+        saved["kept"] = saved.pop("checkpoints")
+        return saved
 
 
 @dataclass(slots=True)
@@ -159,27 +270,24 @@ class Group:
     """The members of one prompt.
 
     Attributes:
-        number: its place in the order of groups; those with lower ones are older.
-        prompt: its prompt's place in the stream.
-        key: its prompt's name.
-        members: as many as the batch wants of a prompt.
-        search: where they begin, if not at the prompt.
+        number: position in the order of groups; older groups have lower numbers.
+        prompt: number of the prompt in the stream of prompts.
+        key: name of the prompt.
+        members: one for each rollout that a batch needs of a prompt.
+        search: search for the prefix from which the members begin; ``None`` if they begin at the prompt.
     """
 
     number: int
     prompt: int
     key: str
     members: list[Member]
-    search: Search | None = None
+    search: PrefixSearch | None = None
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """The group that :meth:`state` told of."""
-        members = [
-            Member(**(member | {"usage": Usage(**member["usage"]), "kept": Kept(**member["kept"])}))
-            for member in saved["members"]
-        ]
-        search = Search.of_saved(saved["search"]) if saved["search"] else None
+        """Return the group that :meth:`state` gave."""
+        members = [Member.of_saved(member) for member in saved["members"]]
+        search = PrefixSearch.of_saved(saved["search"]) if saved["search"] else None
         return cls(saved["number"], saved["prompt"], saved["key"], members, search)
 
     @property
@@ -194,29 +302,31 @@ class Group:
 
     @property
     def varies(self) -> bool:
-        """Whether two accuracies differ, as they are: a standard deviation of equal floats need not be 0."""
+        """Whether two accuracies differ. Exact comparison: the standard deviation of equal floats need not be 0."""
         return len({member.accuracy for member in self.scored}) > 1
 
     @property
-    def teaches(self) -> bool:
-        """Return whether the accuracies of two members with a loss differ: others do not enter the baseline."""
+    def is_trainable(self) -> bool:
+        """Whether two members with a loss differ in accuracy; masked members do not enter the baseline."""
         return len({member.accuracy for member in self.scored if not member.masked}) > 1
 
     @property
     def version(self) -> int:
-        """The oldest weights that any of its rollouts began under; there must be one."""
+        """Oldest weight version of the group's rollouts, of which there must be one."""
         return min(member.version for member in self.members if not member.waits)
 
     @property
-    def helpers(self) -> list[Helper]:
-        """Its rollouts that are worth a loss, as others may begin from them."""
+    def prefix_sources(self) -> list[PrefixSource]:
+        """Scored rollouts with a loss, from which other rollouts may begin."""
         scored = [member for member in self.scored if not member.masked]
-        return [Helper(str(member.rollout), member.accuracy, member.kept) for member in scored]
+        return [PrefixSource(str(member.rollout), member.accuracy, member.checkpoints) for member in scored]
 
     def older_than(self, version: int) -> Iterator[Member]:
-        """Members whose rollout began under older weights."""
+        """Return members whose rollout began under weights before this version."""
         return (member for member in self.members if not member.waits and member.version < version)
 
     def state(self) -> dict[str, Any]:
-        """It as JSON."""
-        return asdict(self)
+        """Return the group as JSON."""
+        members = [member.state() for member in self.members]
+        search = self.search.state() if self.search else None
+        return {"number": self.number, "prompt": self.prompt, "key": self.key, "members": members, "search": search}

@@ -1,179 +1,98 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix sampling (arXiv 2605.05112): after a group without variance comes one that begins part of the way along a
-rollout that ended otherwise.
+"""Prefix sampling (arXiv 2605.05112): follow a zero-variance group with a group that begins inside a rollout. Pure.
 
-Where all failed, that is a rollout of the same prompt that succeeded: its first turns are a head start. Where all
-succeeded it is one that failed, and they are a handicap. So who can help is never of the group itself, which has
-nothing but equals: it is of an earlier epoch. A group's own prefix is no help: from there the outcome is surer than
-from the start, for all that is known, so where no other is known, or its checkpoints are erased, nothing comes of the
-group, as it would be.
+If all members failed, the new group begins inside a rollout of the same prompt that succeeded, whose first turns are a
+head start. If all members succeeded, the new group begins inside a rollout that failed, whose first turns are a
+handicap. The source rollout is of an earlier epoch, since all members of the group itself ended alike. Without a
+source that has checkpoints, no group follows.
 
-From the start the prompt ends in one way, from the end of the helping rollout in the other. Somewhere between both
-come about, and bisection finds it: a group that is still as the first one was began too early, one that is all as the
-helping rollout is began too late. It is given up after so many tries, or where there is no turn left between.
+A group at the prompt ends with one accuracy, and a group at the end of the source with the other. Bisection over the
+source's checkpoints finds a turn from which both occur. The search ends after a bounded number of groups, or when no
+untried turn is left.
 
-All members begin there, and are compared among each other: what sets them apart came after, and a baseline of first
-tries would credit them with what the prefix did. The prefix was chosen by nobody but the rollout it is of, which was
-trained on in its own group, if that had variance; so it gets no loss here.
+All members of a group begin at the same prefix and are compared with each other. Inherited turns get no loss, since
+the baseline covers only differences after the prefix, and the source was trained on in its own group.
 
-**Bias.** This trains on other prompts than the filter lets pass, and on states that the policy reaches seldom: it is
-not the gradient of dynamic sampling, and no weight makes it so, since the turns of the prefix get nothing.
-:mod:`~nemo_gym_prorl.dapo.bias` counts such groups in.
-
-Pure.
+**Bias.** Prefix groups train on prompts that the filter rejects, and on states that the policy rarely reaches. The
+result is not the gradient of dynamic sampling, and no weighting makes it so, because inherited turns get no loss.
+:mod:`~nemo_gym_prorl.dapo.bias` includes prefix groups in its measurement.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from nemo_gym_prorl.dapo.group import Group, PrefixSearch, PrefixSource
 
 
-if TYPE_CHECKING:
-    from nemo_gym_prorl.dapo.group import Group
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Where a rollout that ended can be gone on from.
-
-    Attributes:
-        node: who keeps it.
-        turns: after which, in ascending order.
-    """
-
-    node: str | None
-    turns: Sequence[int]
-
-
-NOTHING_KEPT = Kept(None, ())
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Where a rollout begins.
-
-    Attributes:
-        rollout: whose turns it takes over.
-        turn: how many.
-        node: who keeps them.
-    """
-
-    rollout: str
-    turn: int
-    node: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Helper:
-    """A rollout of a prompt, from whose turns others may begin."""
-
-    rollout: str
-    accuracy: float
-    kept: Kept
-
-
-@dataclass(slots=True)
-class Search:
-    """For the turn from which both outcomes come about.
-
-    Attributes:
-        helper: whose turns.
-        accuracy: of all the first tries.
-        early: place of the last turn that is known to be too early.
-        late: of the first one that is known to be too late.
-        tries: groups that were begun.
-    """
-
-    helper: Helper
-    accuracy: float
-    early: int
-    late: int
-    tries: int = 1
-
-    @classmethod
-    def of_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """The search that was written as JSON."""
-        helper = saved["helper"]
-        return cls(**{**saved, "helper": Helper(**{**helper, "kept": Kept(**helper["kept"])})})
-
-    @property
-    def prefix(self) -> Prefix:
-        """Where the members begin now."""
-        kept = self.helper.kept
-        return Prefix(self.helper.rollout, kept.turns[self._place], kept.node)
-
-    @property
-    def over(self) -> bool:
-        """Whether there is no turn left to try."""
-        return self._place == self.early
-
-    @property
-    def _place(self) -> int:
-        return (self.early + self.late) // 2
-
-    def ended(self, accuracy: float) -> None:
-        """All members ended alike again."""
-        if accuracy == self.accuracy:
-            self.early = self._place
-        else:
-            self.late = self._place
-        self.tries += 1
-
-
-class Prefixes:
-    """Who could help, of all prompts, and what came of it.
+class PrefixSampling:
+    """Sources of prefixes for every prompt, and counts of prefix groups.
 
     Args:
-        tries: groups that may come after one; 0 for none.
+        tries: prefix groups that may follow one zero-variance group; 0 for none.
     """
 
     def __init__(self, tries: int) -> None:
         self._tries = tries
-        self._helpers: dict[str, list[Helper]] = {}
-        """The worst and the best of each prompt, of equals the newest."""
+        self._sources: dict[str, list[PrefixSource]] = {}
+        """Worst and best rollout of each prompt; among equals the newest."""
         self.counts: Counter[str] = Counter()
         """Groups: ``begun`` from a prefix, ``helped`` to variance by it, ``given_up``, ``refused`` by the service."""
+        self.backlog: deque[tuple[int, str, PrefixSearch]] = deque()
+        """Prompt number, prompt name and search of prefix groups that are still to be opened."""
 
-    def after(self, group: Group) -> Search | None:
-        """A group is complete: where one is to begin that comes after it, for its want of variance."""
+    def plan(self, group: Group, usable: Sequence[Group]) -> None:
+        """Add the prefix group that follows a complete group to the backlog, if one follows.
+
+        Args:
+            group: complete group.
+            usable: groups that are open or ready.
+        """
+        planned = [it.prompt for it in usable if it.search is not None and it is not group]
+        planned += [prompt for prompt, *_ in self.backlog]
+        if group.search is None and group.prompt in planned:
+            return  # the group is complete for the second time, because it was started again as stale
+        if (search := self.next_search(group)) is not None:
+            self.backlog.append((group.prompt, group.key, search))
+
+    def next_search(self, group: Group) -> PrefixSearch | None:
+        """Return where the group that follows a complete group begins; ``None`` if no prefix group follows."""
         accuracy = group.members[0].accuracy
         if group.search is not None:
-            if group.teaches:
+            if group.is_trainable:
                 self.counts["helped"] += 1
-            return group.search if not group.varies and self._goes_on(group.search, accuracy) else None
+            return group.search if not group.varies and self._continues(group.search, accuracy) else None
         search = self._search(group.key, accuracy) if self._tries and not group.varies else None
-        self._saw(group.key, group.helpers)
+        self._add_sources(group.key, group.prefix_sources)
         return search
 
-    def refused(self, key: str, search: Search) -> None:
-        """Nothing is kept of it any more."""
+    def refused(self, key: str, search: PrefixSearch) -> None:
+        """Forget a source whose checkpoints are gone."""
         self.counts["refused"] += 1
-        helpers = [helper for helper in self._helpers.pop(key, ()) if helper.rollout != search.helper.rollout]
-        self._saw(key, helpers)
+        sources = [source for source in self._sources.pop(key, ()) if source.rollout != search.source.rollout]
+        self._add_sources(key, sources)
 
-    def _saw(self, key: str, ended: Sequence[Helper]) -> None:
-        for helper in ended if self._tries else ():
-            if helper.kept.turns:
-                worst, best = self._helpers.get(key, [helper, helper])
-                worst = helper if helper.accuracy <= worst.accuracy else worst
-                best = helper if helper.accuracy >= best.accuracy else best
-                self._helpers[key] = [worst, best]
+    def _add_sources(self, key: str, sources: Sequence[PrefixSource]) -> None:
+        for source in sources if self._tries else ():
+            if source.checkpoints.turns:
+                worst, best = self._sources.get(key, [source, source])
+                worst = source if source.accuracy <= worst.accuracy else worst
+                best = source if source.accuracy >= best.accuracy else best
+                self._sources[key] = [worst, best]
 
-    def _search(self, key: str, accuracy: float) -> Search | None:
-        others = [helper for helper in self._helpers.get(key, ()) if helper.accuracy != accuracy]
+    def _search(self, key: str, accuracy: float) -> PrefixSearch | None:
+        others = [source for source in self._sources.get(key, ()) if source.accuracy != accuracy]
         if not others:
             return None
-        helper = max(others, key=lambda other: abs(other.accuracy - accuracy))
+        source = max(others, key=lambda other: abs(other.accuracy - accuracy))
         self.counts["begun"] += 1
-        return Search(helper, accuracy, -1, len(helper.kept.turns))
+        return PrefixSearch(source, accuracy, -1, len(source.checkpoints.turns))
 
-    def _goes_on(self, search: Search, accuracy: float) -> bool:
-        search.ended(accuracy)
-        if search.tries > self._tries or search.over:
+    def _continues(self, search: PrefixSearch, accuracy: float) -> bool:
+        search.narrow(accuracy)
+        if search.tries > self._tries or search.exhausted:
             self.counts["given_up"] += 1
             return False
         self.counts["begun"] += 1

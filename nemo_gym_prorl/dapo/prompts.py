@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where prompts come from: a numbered stream, so that a place in it is all that there is to save.
-
-Pure.
-"""
+"""Prompts as a numbered stream, whose position is its only state. Pure."""
 
 from __future__ import annotations
 
@@ -18,28 +15,29 @@ from nemo_gym_prorl.failures import CallerError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A dataset row, and the name by which it is known in every epoch."""
+    """A dataset row with the name that it has in every epoch."""
 
     key: str
     row: Mapping[str, Any]
 
 
 class Epochs:
-    """The rows of a dataset again and again, each time in another order.
+    """Endless or bounded repetition of a dataset, with another shuffle in each epoch.
 
-    Prompts are known by their number, from 0. The same number is the same prompt, also after a restart.
+    Prompts have numbers from 0. Invariant: a number is the same prompt, also after a restart.
 
     Args:
-        rows: the dataset. ``key`` names a field with a row's own name; without one a row's place is its name.
-        seed: of the orders. ``None`` keeps the dataset's own.
-        epochs: how often; ``None`` for ever.
+        rows: dataset rows.
+        key: field that holds the name of a row; ``None``: the row's index is its name.
+        seed: seed of the shuffles; ``None`` keeps the dataset's order.
+        epochs: number of repetitions; ``None`` for an endless stream.
 
     Raises:
-        CallerError: there are no rows, or two of them have one name.
+        CallerError: there are no rows, or two rows have the same name.
     """
 
-    _KEPT = 4
-    """Orders that are remembered: groups that are still open may be of an epoch before."""
+    _CACHED_ORDERS = 4
+    """Number of shuffles in memory; open groups may belong to earlier epochs."""
 
     def __init__(
         self,
@@ -54,18 +52,18 @@ class Epochs:
         self._prompts = [Prompt(str(place if key is None else row.get(key)), row) for place, row in enumerate(rows)]
         twice = [name for name, times in Counter(prompt.key for prompt in self._prompts).items() if times > 1]
         if twice:
-            raise CallerError(f"it must name each row; several are named {twice[0]!r}", field=key)
+            raise CallerError(f"must be unique in each row; several rows have {twice[0]!r}", field=key)
         self._seed = seed
         self._epochs = epochs
         self._orders: OrderedDict[int, list[int]] = OrderedDict()
 
     @property
     def size(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self._prompts)
 
     def __getitem__(self, number: int, /) -> Prompt | None:
-        """The prompt of this number, or ``None`` behind the last epoch."""
+        """Return the prompt with this number, or ``None`` after the last epoch."""
         epoch, place = divmod(number, self.size)
         if self._epochs is not None and epoch >= self._epochs:
             return None
@@ -76,58 +74,58 @@ class Epochs:
             order = [*range(self.size)]
             random.Random(f"{self._seed}:{epoch}").shuffle(order)
             self._orders[epoch] = order
-            if len(self._orders) > self._KEPT:
+            if len(self._orders) > self._CACHED_ORDERS:
                 self._orders.popitem(last=False)
         self._orders.move_to_end(epoch)
         return self._orders[epoch]
 
 
 class Curriculum(Protocol):
-    """Which prompts are worth their rollouts. What it knows must be JSON, to be saved with the sampler."""
+    """Selection of prompts. A curriculum's state must be JSON, because the sampler saves it."""
 
     def skips(self, key: str) -> bool:
-        """Whether to leave this prompt out now."""
+        """Return whether to skip this prompt now."""
 
     def saw(self, key: str, rewards: Sequence[float]) -> None:
-        """A group of this prompt is complete."""
+        """Note the rewards of a complete group of this prompt."""
 
     def state(self) -> dict[str, Any]:
-        """What it knows, as JSON."""
+        """Return the state as JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Knows what was saved."""
+        """Continue from a saved state."""
 
 
 class SkipSolved:
-    """Leaves out prompts that all rollouts of a group solved, several times in a row.
+    """Curriculum that skips prompts that every rollout of several consecutive groups solved.
 
     Args:
-        times: how often in a row.
-        solved: the least reward of a solution.
+        times: number of consecutive groups.
+        solved: minimum reward of a solution.
     """
 
     def __init__(self, times: int, solved: float = 1.0) -> None:
         if times < 1:
-            raise CallerError("it must be at least 1", field="times")
+            raise CallerError("must be at least 1", field="times")
         self._times = times
         self._solved = solved
         self._in_a_row: Counter[str] = Counter()
 
     def skips(self, key: str) -> bool:
-        """Whether it was solved often enough."""
+        """Return whether enough consecutive groups solved the prompt."""
         return self._in_a_row[key] >= self._times
 
     def saw(self, key: str, rewards: Sequence[float]) -> None:
-        """Counts, or begins anew."""
+        """Count a solved group, or reset the count of its prompt."""
         if min(rewards) >= self._solved:
             self._in_a_row[key] += 1
         else:
             self._in_a_row.pop(key, None)
 
     def state(self) -> dict[str, Any]:
-        """Times in a row, by prompt."""
+        """Return the number of consecutive solved groups by prompt."""
         return {"in_a_row": dict(self._in_a_row)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Continue from a saved state."""
         self._in_a_row = Counter(state["in_a_row"])

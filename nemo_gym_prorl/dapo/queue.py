@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The groups on their way to a batch, how many there may be, and the rollouts in flight. Pure.
+"""Groups that are not in a batch yet, admission of new groups, and rollouts in flight. Pure.
 
-**Admission.** A group that begins under weights ``v`` is of use to batches up to that for ``v + max_staleness``. So
-there is room for the groups of so many batches, of which some are complete already, some will be, and some will turn
-out to have no variance. Those are estimated by the share of the groups before them: else every group would have to be
-taken for one with variance, and the service would stand empty where few are. Too many is dearer than too few: a group
-that becomes too old before its turn comes begins again, right where the next batch waits for it. So the count is
-chosen that is hardly ever exceeded. With ``max_staleness`` 0 everything behind a batch begins again anyway, and it is
-the count that hardly ever falls short. The room is that of AReaL's and SkyRL's staleness control, which count every
-group that runs as one to be trained on.
+**Admission.** A group that begins under weights ``v`` can be used by batches up to the one for ``v + max_staleness``.
+The number of batches bounds the groups with variance that may be ready or open, as in the staleness control of AReaL
+and SkyRL. The number of open groups that will have variance is estimated from the share of earlier groups with
+variance. Counting every open group as one with variance would leave services idle when variance is rare.
 
-**In flight.** Some rollouts without an outcome are waited for; the others are of no use any more. Most of these are
-cancelled, and some run to their end all the same, as references of bias.
+An excess of groups costs more than a lack: a group that becomes too old before its batch starts again, and the next
+batch waits for it. Therefore the estimate is an upper bound of two standard deviations. With ``max_staleness`` 0 all
+groups after a batch start again anyway, and the estimate is a lower bound.
+
+**In flight.** A batch may still need a rollout in flight, or no batch can use it. Rollouts without use are cancelled,
+except the references of :mod:`~nemo_gym_prorl.dapo.bias`, which run to their end.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_gym_prorl.dapo.bias import BiasMeter
-from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig, Submission
-from nemo_gym_prorl.dapo.group import Fate, Fates, Group, Member, Usage
+from nemo_gym_prorl.dapo.contract import Decision, NothingToLearn, SamplerConfig, Submission
+from nemo_gym_prorl.dapo.group import Group, Member, OutcomeTotals, RolloutOutcome, Usage
 
 
-class Queue:
-    """A group is in one of three places, and a member that is to be submitted waits besides.
+class GroupQueue:
+    """Groups by progress, and a heap of members that wait for submission. A group is in exactly one of the three.
 
     Attributes:
         open: groups that are not complete.
-        ready: complete, with variance, in the order in which that came.
-        fruitless: complete without variance, of which it is not settled that a batch passes over them.
+        ready: complete groups with variance, in order of completion.
+        zero_variance: complete groups without variance that a batch may still be cut before.
     """
 
     def __init__(self) -> None:
         self.open: dict[int, Group] = {}
         self.ready: dict[int, Group] = {}
-        self.fruitless: dict[int, Group] = {}
+        self.zero_variance: dict[int, Group] = {}
         self._waiting: list[tuple[int, int]] = []
-        """A heap of group and place of the members that wait."""
+        """Heap of group number and member index of members that wait for submission."""
 
     def put(self, group: Group) -> None:
-        """It is open, for the first time or again; those of its members wait that have no rollout."""
+        """Open or reopen a group, and queue its members without a rollout."""
         self.drop(group.number)
         self.open[group.number] = group
         for member in group.members:
@@ -52,12 +52,12 @@ class Queue:
                 heapq.heappush(self._waiting, (group.number, member.place))
 
     def drop(self, number: int) -> None:
-        """It is nowhere any more."""
-        for groups in (self.open, self.ready, self.fruitless):
+        """Remove a group."""
+        for groups in (self.open, self.ready, self.zero_variance):
             groups.pop(number, None)
 
     def next_waiting(self) -> tuple[Group, Member] | None:
-        """The first member that waits, of the oldest group."""
+        """Remove and return the first waiting member of the oldest group."""
         while self._waiting:
             number, place = heapq.heappop(self._waiting)
             group = self.open.get(number)
@@ -66,53 +66,53 @@ class Queue:
         return None
 
     @property
-    def kept(self) -> list[Group]:
-        """Groups whose results are of use."""
+    def usable(self) -> list[Group]:
+        """Groups whose results a batch may use."""
         return [*self.open.values(), *self.ready.values()]
 
     @property
     def scored(self) -> list[Member]:
-        """Members whose results are."""
-        return [member for group in self.kept for member in group.scored]
+        """Scored members of usable groups."""
+        return [member for group in self.usable for member in group.scored]
 
-    def first_open(self, otherwise: float = math.inf) -> float:
-        """The oldest group that is not complete."""
-        return min(self.open, default=otherwise)
+    def first_open(self) -> float:
+        """Return the number of the oldest group that is not complete; infinity if there is none."""
+        return min(self.open, default=math.inf)
 
     def older_than(self, version: int) -> Iterator[Group]:
-        """Groups with a member that began under older weights."""
-        groups = [*self.ready.values(), *self.open.values(), *self.fruitless.values()]
+        """Return groups with a member that began under weights before this version."""
+        groups = [*self.ready.values(), *self.open.values(), *self.zero_variance.values()]
         return (group for group in groups if any(group.older_than(version)))
 
     def state(self) -> dict[str, Any]:
-        """It as JSON."""
+        """Return the groups as JSON."""
         return {
             name: [group.state() for group in groups.values()]
-            for name, groups in (("open", self.open), ("ready", self.ready), ("fruitless", self.fruitless))
+            for name, groups in (("open", self.open), ("ready", self.ready), ("fruitless", self.zero_variance))
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
-        for groups, saved in ((self.ready, state["ready"]), (self.fruitless, state["fruitless"])):
+        """Continue from a saved state."""
+        for groups, saved in ((self.ready, state["ready"]), (self.zero_variance, state["fruitless"])):
             for group in map(Group.of_saved, saved):
                 groups[group.number] = group
         for group in map(Group.of_saved, state["open"]):
             self.put(group)
 
 
-_MEMORY = 256
-"""Groups over which the share is averaged."""
-_LEAST = 1 / 8
-"""Share below which nothing more is begun for being rare: most of it would be thrown away if that changes."""
-_CAUTION = 2.0
-"""Standard deviations between the expected count and the one that is reckoned with."""
+_AVERAGED_GROUPS = 256
+"""Number of latest groups over which the share with variance is averaged."""
+_MIN_SHARE = 1 / 8
+"""Lower bound of the estimated share, so that a share that rises again leaves few surplus groups."""
+_DEVIATIONS = 2.0
+"""Standard deviations between the expected number of groups with variance and the number that admission assumes."""
 
 
-class Admission:
-    """The room, and the share of groups with variance.
+class GroupAdmission:
+    """Bound on the number of groups, and estimate of the share of groups with variance.
 
     Args:
-        config: what the trainer wants.
+        config: settings of the sampler.
     """
 
     def __init__(self, config: SamplerConfig) -> None:
@@ -120,101 +120,147 @@ class Admission:
         self.groups = 0
         self.share = 0.5
 
-    def settled(self, *, taught: bool) -> None:
-        """A group is complete, and its turn has come."""
+    def settled(self, *, trainable: bool) -> None:
+        """Update the estimate with a complete group whose result is final."""
         self.groups += 1
-        self.share += (taught - self.share) / min(self.groups + 2, _MEMORY)
+        self.share += (trainable - self.share) / min(self.groups + 2, _AVERAGED_GROUPS)
 
     def admits(self, ready: int, running: int, behind: int) -> bool:
-        """Whether another group would be of use.
+        """Return whether a batch could use another group.
 
         Args:
-            ready: groups with variance that no batch has taken.
-            running: groups that are not complete.
-            behind: versions that the weights of now are behind the batch that is being filled.
+            ready: number of groups with variance that are in no batch yet.
+            running: number of groups that are not complete.
+            behind: weight versions between the current weights and those of the batch that is being filled.
         """
         room = self._config.groups_per_batch * (self._config.max_staleness + 1 - behind)
-        share = max(self.share, _LEAST)
-        caution = _CAUTION if self._config.max_staleness else -_CAUTION
-        return ready + share * running + caution * math.sqrt(running * share * (1 - share)) < room
+        share = max(self.share, _MIN_SHARE)
+        deviations = _DEVIATIONS if self._config.max_staleness else -_DEVIATIONS
+        return ready + share * running + deviations * math.sqrt(running * share * (1 - share)) < room
 
 
-class Flight:
-    """See the module.
+class StopConditions:
+    """Numbers of consecutive groups of no use, which end the training.
 
-    Args:
-        run: begins all ids.
-        bias: told of each first outcome.
-        fates: told of those that are of no use.
+    Attributes:
+        zero_variance: consecutive complete groups without variance.
+        not_run: consecutive groups that could not be run.
+        reason: failure of the last group that could not be run.
     """
 
-    def __init__(self, run: str, bias: BiasMeter, fates: Fates) -> None:
-        self._run, self._bias, self._fates = run, bias, fates
+    def __init__(self, config: SamplerConfig) -> None:
+        self._config = config
+        self.zero_variance = self.not_run = 0
+        self.reason = ""
+
+    def completed_group(self, *, trainable: bool) -> None:
+        """Count a complete group."""
+        self.not_run = 0
+        self.zero_variance = 0 if trainable else self.zero_variance + 1
+
+    def not_run_group(self, reason: str) -> None:
+        """Count a group that could not be run."""
+        self.not_run += 1
+        self.reason = reason
+
+    def check(self) -> None:
+        """Refuse to begin another group after too many groups of no use.
+
+        Raises:
+            NothingToLearn: a bound is reached.
+        """
+        if self.not_run >= self._config.max_dropped:
+            raise self.nothing_runs()
+        if self.zero_variance >= self._config.max_fruitless:
+            raise NothingToLearn(
+                f"{self.zero_variance} groups in a row had rewards without variance: the task is too easy or too hard "
+                "for the policy, or its rewards are broken",
+                field="max_fruitless",
+            )
+
+    def nothing_runs(self) -> NothingToLearn:
+        """Return the error for groups that cannot be run."""
+        return NothingToLearn(
+            f"{self.not_run} groups in a row could not be run; failure of the last: {self.reason}", field="max_dropped"
+        )
+
+
+class InFlightRollouts:
+    """Rollouts that are submitted and have no outcome: running, being cancelled, or references.
+
+    Args:
+        run: prefix of all rollout ids.
+        bias: measurement that is given each member's first outcome.
+        outcomes: totals in which rollouts without use are counted.
+    """
+
+    def __init__(self, run: str, bias: BiasMeter, outcomes: OutcomeTotals) -> None:
+        self._run, self._bias, self._outcomes = run, bias, outcomes
         self.running: dict[str, tuple[Group, Member]] = {}
-        self._ending: set[str] = set()
-        """Cancelled."""
+        self._cancelling: set[str] = set()
         self._references: dict[str, tuple[int, int]] = {}
-        """Versions and prompts."""
+        """Weight version and prompt number by rollout id."""
 
     def __len__(self) -> int:
-        return len(self.running) + len(self._ending) + len(self._references)
+        return len(self.running) + len(self._cancelling) + len(self._references)
 
     @property
     def abandoned(self) -> bool:
-        """Whether anything runs that is of no use."""
-        return bool(self._ending or self._references)
+        """Whether a rollout is in flight that no batch can use."""
+        return bool(self._cancelling or self._references)
 
     def begin(self, group: Group, member: Member, rollout: str, version: int) -> Submission:
-        """Another try of a member."""
+        """Start another try of a member."""
         member.begin(rollout, version)
         self.running[rollout] = (group, member)
         return self._submission(rollout, group, version)
 
-    def heard(self, rollout: str, length: float, accuracy: float) -> None:
-        """An outcome came: for the meter, if it is the first of a member."""
+    def record_score(self, rollout: str, length: float, accuracy: float) -> None:
+        """Give a score to the bias measurement, unless an earlier try of the member still runs as a reference."""
         if rollout not in self._references and rollout not in self.running:
             return
-        place = place_of(rollout)
+        place = group_and_member_of(rollout)
         others = self._references.keys() - {rollout}
-        if rollout in self._references or place not in map(place_of, others):  # else it is a later try
+        if rollout in self._references or place not in map(group_and_member_of, others):
             self._bias.ended(*place, length, accuracy)
 
-    def landed(self, rollout: str, usage: Usage) -> tuple[Group, Member] | None:
-        """It ended. Whose it was, if it was waited for; it may be a reward that comes too late."""
+    def remove(self, rollout: str, usage: Usage) -> tuple[Group, Member] | None:
+        """Remove an ended rollout; return its group and member, or ``None`` if no batch can use the rollout."""
         if self._references.pop(rollout, None) is not None:
-            self._bias.gave_up(place_of(rollout)[0], unless_heard=place_of(rollout)[1])
-            self._fates.add(Fate.REFERENCE, usage)
-        elif rollout in self._ending:
-            self._ending.discard(rollout)
-            self._fates.add(Fate.CANCELLED, usage)
+            number, place = group_and_member_of(rollout)
+            self._bias.gave_up(number, unless_heard=place)
+            self._outcomes.add(RolloutOutcome.REFERENCE, usage)
+        elif rollout in self._cancelling:
+            self._cancelling.discard(rollout)
+            self._outcomes.add(RolloutOutcome.CANCELLED, usage)
         return self.running.pop(rollout, None)
 
     def abandon(self, group: Group, member: Member) -> list[str]:
-        """A member's rollout is of no use any more: it is to be cancelled, unless it is a reference."""
+        """Give up a member's running rollout; return its id if it is to be cancelled, not kept as a reference."""
         rollout = str(member.rollout)
         del self.running[rollout]
         if self._bias.cut(group.number, member.place):
             self._references[rollout] = (member.version, group.prompt)
             return []
-        self._ending.add(rollout)
+        self._cancelling.add(rollout)
         return [rollout]
 
-    def end_references(self) -> list[str]:
-        """They are to be cancelled, too."""
+    def cancel_references(self) -> list[str]:
+        """Turn all references into rollouts that are being cancelled; return their ids."""
         rollouts = [*self._references]
-        self._ending.update(rollouts)
+        self._cancelling.update(rollouts)
         self._references.clear()
         return rollouts
 
     def state(self) -> dict[str, Any]:
-        """What groups do not say of themselves, as JSON."""
-        return {"ending": sorted(self._ending), "references": self._references}
+        """Return as JSON what the state of groups does not contain."""
+        return {"ending": sorted(self._cancelling), "references": self._references}
 
     def restore(self, state: Mapping[str, Any], groups: list[Group]) -> Decision:
-        """Goes on from there: what is to be submitted again under its id, and cancelled again."""
-        self._ending = set(state["ending"])
+        """Continue from a saved state; return which rollouts to submit again and which to cancel again."""
+        self._cancelling = set(state["ending"])
         self._references = {rollout: (version, prompt) for rollout, (version, prompt) in state["references"].items()}
-        decision = Decision(cancel=sorted(self._ending))
+        decision = Decision(cancel=sorted(self._cancelling))
         for group in groups:
             for member in group.members:
                 if member.runs:
@@ -222,7 +268,7 @@ class Flight:
         for rollout, (group, member) in self.running.items():
             decision.submit.append(self._submission(rollout, group, member.version))
         for rollout, (version, prompt) in self._references.items():
-            group_id = self._group_id(place_of(rollout)[0])
+            group_id = self._group_id(group_and_member_of(rollout)[0])
             decision.submit.append(Submission(rollout, group_id, prompt, version, urgent=False))
         return decision
 
@@ -235,7 +281,7 @@ class Flight:
         return f"{self._run}:{number}"
 
 
-def place_of(rollout: str) -> tuple[int, int]:
-    """Numbers of the group and of the member: ids are ``run:group:member:try``."""
+def group_and_member_of(rollout: str) -> tuple[int, int]:
+    """Return group number and member index of a rollout id, which has the form ``run:group:member:try``."""
     _, number, place, _ = rollout.rsplit(":", 3)
     return int(number), int(place)

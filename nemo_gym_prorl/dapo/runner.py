@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for a trainer from running rollout services: carries out what the sampler decides.
+"""Runner between the sampler and rollout services: carries out decisions, and hands batches to the trainer.
 
     services = [RolloutClient(url) for url in urls]
     async with Runner(DynamicSampler(config, prompts), prompts, services) as runner:
@@ -8,8 +8,8 @@
             train(batch)
             runner.weights(batch.version + 1)
 
-Between :meth:`Runner.batch` and the next call rollouts go on in the background, as far as ``max_staleness`` allows.
-The trainer loads its weights into the engines before it announces them here.
+Rollouts go on in the background between calls of :meth:`Runner.batch`, as far as ``max_staleness`` allows. The trainer
+must load weights into the engines before it announces them with :meth:`Runner.weights`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any, Self
 import orjson
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, Submission
-from nemo_gym_prorl.dapo.outcome import Outcome, RolloutMetrics, inherited, outcome_of, usage_of
-from nemo_gym_prorl.dapo.prefixes import Kept
+from nemo_gym_prorl.dapo.group import CheckpointRef
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
+from nemo_gym_prorl.dapo.scoring import RolloutMetrics, Score, inherited_turns, score_of, usage_of
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Origin
 from nemo_gym_prorl.fleet.carrier import FORK, Loss
 from nemo_gym_prorl.fleet.dispatcher import Dispatcher
@@ -43,13 +43,12 @@ from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 
 LOG = logging.getLogger(__name__)
 
-CLOSE_S = 30.0
-"""How long to wait for the sandboxes of what is cancelled at the end."""
-STALL_S = 900.0  # as long as the servers of a rollout wait for one that does not answer (unreachable_s)
+CLOSE_S = 30.0  # to remove the sandboxes of cancelled rollouts at the end
+STALL_S = 900.0  # the agent waits as long for a server that does not answer (unreachable_s)
 
 
 class StalledError(InfrastructureError):
-    """Nothing that a batch waits for has moved for too long."""
+    """No rollout that a batch waits for has changed its state for too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +56,14 @@ class TrainedRollout:
     """A rollout to train on.
 
     Attributes:
-        id: of the rollout.
-        prompt: its row.
-        reward: raw.
-        version: weights it began under.
-        masked: whether it gets no loss, and does not enter the baseline of its group.
-        tokens: of each turn of the policy.
-        inherited: so many turns, the first ones, are those of the rollout from whose prefix it began, and get no loss.
-        body: the result as JSON: thousands are held, and as objects they would take several times the memory.
+        id: rollout id.
+        prompt: dataset row.
+        reward: raw reward of the environment.
+        version: weight version under which the rollout began.
+        masked: whether the rollout gets no loss and does not enter the baseline of its group.
+        tokens: tokens of each policy turn.
+        inherited: number of first turns that were taken over from a prefix and get no loss.
+        body: result as JSON bytes, because thousands of parsed results would take several times the memory.
     """
 
     id: str
@@ -78,7 +77,7 @@ class TrainedRollout:
 
     @property
     def result(self) -> dict[str, Any]:
-        """What the environment's ``/verify`` answered, without the tokens; parsed anew with each call."""
+        """Response of the environment's ``/verify`` without tokens, parsed on each access."""
         return dict(orjson.loads(self.body))
 
 
@@ -87,9 +86,9 @@ class TrainingBatch:
     """Groups with variance, of equal size.
 
     Attributes:
-        number: of the batch, from 0.
-        version: weights to train, whose successor is to be announced as ``version + 1``.
-        groups: the rollouts of each prompt.
+        number: batch number, from 0.
+        version: weight version to train; the trainer announces the result as ``version + 1``.
+        groups: rollouts of each prompt.
     """
 
     number: int
@@ -98,18 +97,20 @@ class TrainingBatch:
 
 
 class Runner:
-    """See the module. An async context manager: on leaving, what is left is cancelled, and its sandboxes waited for.
+    """Source of training batches; see the module.
+
+    An async context manager. On exit the runner cancels rollouts in flight and waits until their sandboxes are gone.
 
     Args:
-        sampler: a new one, or one whose state is given as ``state``.
-        prompts: those of the sampler.
-        services: clients that are not open yet; the runner opens and closes them.
-        client: under which the services share their slots among callers.
-        options: more for each submission: ``environment``, ``budgets``, ``max_attempts``, ``run``. A rollout of a run
-            is data only if each span of it was sampled by weights of that run, whose labels are versions as numbers.
-        state: what :meth:`state` of an earlier runner gave. What ran at services that are gone is sampled again.
-        stall_s: how long :meth:`batch` waits while no rollout moves and no service takes any. Where one does, or the
-            next weights are awaited, the longest budget of a stage is added: a stage may work for that long.
+        sampler: new sampler.
+        prompts: prompts of the sampler.
+        services: clients of rollout services, not yet open; the runner opens and closes them.
+        client: client name under which services share their slots among callers.
+        options: further fields of each submission: ``environment``, ``budgets``, ``max_attempts``, ``run``. With
+            ``run`` a rollout is valid only if weights of that run, labelled with version numbers, sampled every span.
+        state: return value of :meth:`state` of an earlier runner. Rollouts at lost services are sampled again.
+        stall_s: seconds that :meth:`batch` waits while no rollout changes its state and no service accepts rollouts.
+            If a service accepts rollouts, or weights are awaited, the longest budget of a stage is added.
     """
 
     def __init__(
@@ -134,25 +135,25 @@ class Runner:
             tokens=TokenForm.PACKED,
             ended=self._ended,
             lost=self._lost,
-            broke=self._broke,
+            broke=self._service_failed,
             say=LOG.warning,
             moved=lambda rollout, state: self._note_progress(),
             placed=self._placed,
         )
         self._stall_s = stall_s
-        self._moved_at = -math.inf
-        """When a rollout moved, or weights were announced, by the event loop's clock."""
-        self._out: set[str] = set()
-        """Services that refuse us."""
-        self._at: dict[str, str | None] = {}
-        """Services by rollout, while it is in flight or its result is kept here; ``None`` where it waits for one."""
+        self._last_progress = -math.inf
+        """Event loop time at which a rollout last changed its state or weights were last announced."""
+        self._refusing: set[str] = set()
+        """Services that refuse this runner's requests."""
+        self._service_of: dict[str, str | None] = {}
+        """Service of each rollout in flight or with a result; ``None`` until a service has accepted the rollout."""
         self._resumed: set[str] = set()
-        """Rollouts that were in flight when the state was saved from which this runner goes on."""
+        """Rollouts that were in flight when the restored state was saved."""
         self._results: dict[str, tuple[list[Turn], int, bytes]] = {}
-        """Tokens, inherited turns, and body of those that may be trained on."""
+        """Tokens, number of inherited turns, and body of rollouts that may be trained on."""
         self._batches: asyncio.Queue[TrainingBatch | None] = asyncio.Queue()
         self._handed_over = sampler.emitted
-        self._broken: BaseException | None = None
+        self._error: BaseException | None = None
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -163,38 +164,42 @@ class Runner:
         except BaseException:
             await self._services.close()
             raise
-        self._pump()
+        self._apply_decisions()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._carry_out(self.sampler.close())
+            self._apply(self.sampler.close())
             async with asyncio.timeout(CLOSE_S):
-                while any(node not in self._out for node in self._at.values()):
+                while any(node not in self._refusing for node in self._service_of.values()):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            LOG.warning("%d rollouts are not known to have ended", self.sampler.in_flight)
+            LOG.warning(
+                "%d rollouts have not ended %g s after their cancellation; services end them",
+                self.sampler.in_flight,
+                CLOSE_S,
+            )
         finally:
             await self._services.close()
 
     async def batch(self) -> TrainingBatch | None:
-        """The next batch, as soon as it is complete; ``None`` if there are not prompts enough for another one.
+        """Wait for the next batch and return it; ``None`` if the prompts do not suffice for another batch.
 
         Raises:
-            NothingToLearn: groups have no variance, for long, or cannot be run.
-            ApiError: a service refuses this runner, not just a row.
-            StalledError: no rollout moves. A further call waits again.
+            NothingToLearn: too many consecutive groups have no variance or cannot be run.
+            ApiError: a service refuses this runner's requests, not a single row.
+            StalledError: no rollout has changed its state for too long. Another call waits again.
         """
         started = asyncio.get_running_loop().time()
         if self.sampler.asked <= self._handed_over:
             self.sampler.ask()
-            self._pump()
+            self._apply_decisions()
         while self._batches.empty():
-            if self._broken is not None:
-                raise self._broken
+            if self._error is not None:
+                raise self._error
             if self.sampler.finished:
                 return None
             await self._change(started)
@@ -202,51 +207,57 @@ class Runner:
         return self._batches.get_nowait()
 
     def weights(self, version: int) -> None:
-        """The engines sample from these weights now."""
+        """Announce the weight version from which the engines sample now."""
         self.sampler.weights(version)
         self._note_progress()
-        self._pump()
+        self._apply_decisions()
 
     def state(self) -> dict[str, Any]:
-        """What a new runner goes on from, as JSON; for a checkpoint that is written between two batches.
+        """Return the state for a new runner as JSON, for a checkpoint between two batches.
 
         Raises:
-            CallerError: a batch is complete that nobody has taken, as after a call of :meth:`batch` was given up. It
-                would be lost.
+            CallerError: a complete batch was not taken, as after a cancelled call of :meth:`batch`, and would be lost.
         """
         if not self._batches.empty():
-            raise CallerError("a batch waits to be taken: call batch() first", field="state")
-        return {"sampler": self.sampler.state(), "services": dict(self._at)}
+            raise CallerError("a complete batch would be lost: call batch() before state()", field="state")
+        return {"sampler": self.sampler.state(), "services": dict(self._service_of)}
 
     async def _change(self, started: float) -> None:
-        """Wait for something to happen, unless nothing has for too long since a batch was first waited for."""
+        """Wait for a change.
+
+        Raises:
+            StalledError: no rollout has changed its state since ``started`` or the last change for too long.
+        """
         troubles, now = self._services.troubles(), asyncio.get_running_loop().time()
         stuck = not self.sampler.awaits_weights and len(troubles) == len(self._services.nodes)
         bound = self._stall_s + (0.0 if stuck else self._longest_stage())
-        left = max(started, self._moved_at) + bound - now
+        left = max(started, self._last_progress) + bound - now
         if left <= 0:
-            raise StalledError(f"no rollout has moved for {bound:g} s: {self._stall_reason(troubles)}")
+            raise StalledError(f"no rollout has changed its state for {bound:g} s: {self._stall_reason(troubles)}")
         self._changed.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(min(left, self._stall_s / 10)):  # since the bound may be another one by then
+            # The bound depends on the services, so it is computed again ten times before it is reached.
+            async with asyncio.timeout(min(left, self._stall_s / 10)):
                 await self._changed.wait()
 
     def _note_progress(self) -> None:
-        self._moved_at = asyncio.get_running_loop().time()
+        self._last_progress = asyncio.get_running_loop().time()
 
     def _longest_stage(self) -> float:
-        """The longest budget of a stage, seconds: no rollout may be expected to move sooner."""
+        """Return the longest budget of a stage in seconds; a rollout may keep its state for that long."""
         environments = [it for status in self._services.statuses.values() for it in status.environments.values()]
-        said = [budget for environment in environments for budget in environment.budgets.values()]
-        return max([*said, *(self._options.get("budgets") or {}).values()], default=0.0)
+        budgets = [budget for environment in environments for budget in environment.budgets.values()]
+        return max([*budgets, *(self._options.get("budgets") or {}).values()], default=0.0)
 
     def _stall_reason(self, troubles: Mapping[str, str]) -> str:
         if self.sampler.awaits_weights:
             return f"weights {self.sampler.version + 1} are awaited; announce them by weights()"
-        places = Counter(node or "no service" for rollout, node in self._at.items() if rollout not in self._results)
-        told = [f"{self.sampler.in_flight} rollouts are in flight"]
-        told += [f"{count} at {node}" for node, count in places.items()]
-        return "; ".join([*told, *(f"{node}: {why}" for node, why in troubles.items())])
+        places = Counter(
+            node or "no service" for rollout, node in self._service_of.items() if rollout not in self._results
+        )
+        reasons = [f"{self.sampler.in_flight} rollouts are in flight"]
+        reasons += [f"{count} at {node}" for node, count in places.items()]
+        return "; ".join([*reasons, *(f"{node}: {why}" for node, why in troubles.items())])
 
     async def _resume(self, state: Mapping[str, Any]) -> None:
         again = self.sampler.restore(state["sampler"])
@@ -255,7 +266,7 @@ class Runner:
         await asyncio.gather(*(self._fetch_result(rollout, places.get(rollout)) for rollout in self.sampler.results()))
         for rollout in again.cancel:
             if rollout in places:
-                self._at[rollout] = places[rollout]
+                self._service_of[rollout] = places[rollout]
                 self._services.cancel_unknown(rollout, places[rollout])
             else:
                 self.sampler.cancelled(rollout)
@@ -265,94 +276,102 @@ class Runner:
 
     async def _fetch_result(self, rollout: str, node: str | None) -> None:
         try:
-            self._results[rollout] = _kept(await self._services.result(rollout, node))
-            self._at[rollout] = node
+            self._results[rollout] = _result_of(await self._services.result(rollout, node))
+            self._service_of[rollout] = node
         except InfrastructureError as error:
-            LOG.warning("%s is sampled again, its result is lost: %s", rollout, error)
+            LOG.warning("result of rollout %s is lost, sampling it again: %s", rollout, error)
             self.sampler.lost(rollout)
 
-    # What services tell
+    # Events of services
 
     def _ended(self, job: JobView) -> None:
         self._note_progress()
         self.rollout_metrics.add(job)
         usage = usage_of(job)
         if job.state is JobState.CANCELLED and job.id in self._resumed:
-            LOG.warning("%s was ended since the state was saved: all that no batch has had begins again", job.id)
+            LOG.warning(
+                "rollout %s was cancelled after the state was saved: all groups that are in no batch start again",
+                job.id,
+            )
             self.sampler.interrupted(job.id, usage)
-            self._gone(job.id)
-            self._pump()
+            self._forget(job.id)
+            self._apply_decisions()
             return
         try:
-            outcome = outcome_of(job, self.sampler.config.filter_on)
+            score = score_of(job, self.sampler.config.filter_on)
         except CallerError as error:
-            self._broken = self._broken or error
-            outcome = Origin.CALLER
+            self._error = self._error or error
+            score = Origin.CALLER
         why = job.failure.reason if job.failure else ""
-        counts = isinstance(outcome, Outcome) or outcome is Origin.AGENT
-        if counts and (foreign := self._foreign(job)) is not None:
-            LOG.warning("%s is sampled again: %s", job.id, foreign)
-            outcome, why, counts = Origin.INFRASTRUCTURE, foreign, False
+        counts = isinstance(score, Score) or score is Origin.AGENT
+        if counts and (foreign := self._foreign_weights(job)) is not None:
+            LOG.warning("rollout %s is no data of this run, sampling it again: %s", job.id, foreign)
+            score, why, counts = Origin.INFRASTRUCTURE, foreign, False
         if self.sampler.wants(job.id) and counts:
-            self._results[job.id] = _kept(job)
-        if isinstance(outcome, Outcome):
-            kept = Kept(self._at[job.id], () if job.forked_from else job.checkpoints)
-            accuracy, masked = outcome.accuracy, outcome.masked
-            self.sampler.scored(job.id, outcome.reward, usage, accuracy=accuracy, masked=masked, kept=kept)
+            self._results[job.id] = _result_of(job)
+        if isinstance(score, Score):
+            self.sampler.scored(
+                job.id,
+                score.reward,
+                usage,
+                accuracy=score.accuracy,
+                masked=score.masked,
+                checkpoints=CheckpointRef(self._service_of[job.id], () if job.forked_from else job.checkpoints),
+            )
         else:
-            self.sampler.failed(job.id, outcome, usage, why=why)
+            self.sampler.failed(job.id, score, usage, why=why)
         if job.id not in self._results:
-            self._gone(job.id)
-        self._pump()
+            self._forget(job.id)
+        self._apply_decisions()
 
-    def _foreign(self, job: JobView) -> str | None:
-        """Why a rollout of a run is no data: who sampled it is not known, or was not this run's policy."""
+    def _foreign_weights(self, job: JobView) -> str | None:
+        """Return why a rollout is invalid: weights that are unknown or of another run sampled it."""
         run = self._options.get("run")
         if run is None:
             return None
         if job.run != run:
-            return f"it is of run {job.run!r}, not of {run!r}"
-        # The next version is labelled a moment before it is announced here.
+            return f"the rollout belongs to run {job.run!r}, not to {run!r}"
+        # Engines are labelled with the next version shortly before that version is announced to this runner.
         newest = self.sampler.version + 1
         for label in job.weight_versions or ([None] if job.turns and job.state is JobState.SUCCEEDED else []):
             if label is None or not label.isdecimal() or int(label) > newest:
-                return f"weights {label!r} sampled it, which are none of run {run!r}"
+                return f"weights {label!r}, which are not of run {run!r}, sampled the rollout"
         return None
 
     def _lost(self, rollout: str, loss: Loss, why: str) -> None:
-        # An id that is another run's is that of an earlier life of this one, which other weights sampled.
+        # A taken id counts as infrastructure: an earlier start of this trainer, with other weights, used the id.
         refused = loss in (Loss.REFUSED, Loss.CANCELLED, Loss.UNFORKABLE)
         origin = Origin.CALLER if refused else Origin.INFRASTRUCTURE
-        LOG.warning("%s has no outcome: %s", rollout, why)
+        LOG.warning("rollout %s has no outcome: %s", rollout, why)
         if rollout in self._resumed and origin is Origin.INFRASTRUCTURE:
             self.sampler.interrupted(rollout)
         else:
             self.sampler.failed(rollout, origin, why=why)
-        self._gone(rollout)
-        self._pump()
+        self._forget(rollout)
+        self._apply_decisions()
 
-    def _broke(self, node: str, error: BaseException) -> None:
-        self._out.add(node)
-        LOG.error("the runner can't go on: %s", error)
-        self._broken = self._broken or error
+    def _service_failed(self, node: str, error: BaseException) -> None:
+        self._refusing.add(node)
+        LOG.error("service %s refuses the runner, which cannot go on: %s", node, error)
+        self._error = self._error or error
         self._changed.set()
 
-    # What the sampler decides
+    # Decisions of the sampler
 
-    def _pump(self) -> None:
+    def _apply_decisions(self) -> None:
         try:
             while (decision := self.sampler.decide()) != Decision():
-                self._carry_out(decision)
+                self._apply(decision)
         except CallerError as error:
-            self._broken = self._broken or error
+            self._error = self._error or error
         self._changed.set()
 
-    def _carry_out(self, decision: Decision) -> None:
+    def _apply(self, decision: Decision) -> None:
         for batch in decision.batches:
             self._batches.put_nowait(self._training_batch(batch))
         for rollout in decision.forget:
             self._results.pop(rollout, None)
-            self._gone(rollout)
+            self._forget(rollout)
         for rollout in decision.cancel:
             self._services.cancel(rollout)
         for submission in decision.submit:
@@ -364,20 +383,20 @@ class Runner:
             raise AssertionError(f"there is no prompt {submission.prompt}")
         options = self._options
         if (prefix := submission.prefix) is not None:
-            # Environment and run are those of the rollout that is forked.
+            # A fork inherits environment and run.
             options = {name: value for name, value in options.items() if name not in ("environment", "run")}
             options[FORK] = {"rollout_id": prefix.rollout, "turn": prefix.turn}
             node = prefix.node
         body = {"row": prompt.row, "group": submission.group, "client": self._client, **options}
-        self._at[submission.rollout] = None
+        self._service_of[submission.rollout] = None
         self._services.submit(submission.rollout, body | {"priority": int(submission.urgent)}, node=node)
 
     def _placed(self, rollout: str, node: str) -> None:
-        self._at[rollout] = node
+        self._service_of[rollout] = node
 
-    def _gone(self, rollout: str) -> None:
-        """A rollout left: it has no outcome to come, and no result to keep."""
-        del self._at[rollout]
+    def _forget(self, rollout: str) -> None:
+        """Forget a rollout that has ended and has no result to keep."""
+        del self._service_of[rollout]
 
     def _training_batch(self, batch: Batch) -> TrainingBatch:
         groups = []
@@ -386,13 +405,15 @@ class Runner:
             row = prompt.row if prompt else {}
             group = []
             for member in members:
-                kept = self._results.pop(member.rollout)
-                self._gone(member.rollout)
-                group.append(TrainedRollout(member.rollout, row, member.reward, member.version, member.masked, *kept))
+                result = self._results.pop(member.rollout)
+                self._forget(member.rollout)
+                group.append(
+                    TrainedRollout(member.rollout, row, member.reward, member.version, member.masked, *result)
+                )
             groups.append(group)
         return TrainingBatch(batch.number, batch.version, groups)
 
 
-def _kept(job: JobView) -> tuple[list[Turn], int, bytes]:
+def _result_of(job: JobView) -> tuple[list[Turn], int, bytes]:
     turns = [Turn.unpacked(turn.model_dump()) for turn in job.tokens or ()]
-    return turns, inherited(job), orjson.dumps(job.result or {})
+    return turns, inherited_turns(job), orjson.dumps(job.result or {})

@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo RL's trainers over our rollout services: recipes, the checks before a start, and what they put in place."""
+"""Training with NeMo RL: recipes, checks before a start, and replacements for parts of its controller."""

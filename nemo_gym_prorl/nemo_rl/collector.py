@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The DAPO runner in a thread of its own, for a trainer that has an event loop which it may block.
+"""DAPO runner in its own thread, for a trainer that blocks its event loop.
 
-NeMo RL's controller turns groups into tensors on its event loop, and ends without asking anybody whether there is
-something to clean up. Here rollouts are submitted and cancelled whatever that loop does, and :meth:`Collector.close`
-can be waited for from anywhere: when it returns, no sandbox of this run lives.
+NeMo RL's controller converts groups to tensors on its event loop, and ends without a hook for cleanup. The collector
+submits and cancels rollouts independently of that loop. Invariant: when :meth:`Collector.close` returns, no sandbox of
+the run exists.
 
     collector = Collector(plan)
-    collector.weights(0)            # the engines have them: rollouts begin
+    collector.weights(0)            # the engines have weights 0: rollouts begin
     group = await asyncio.wrap_future(collector.take())
     collector.weights(1)            # the batch of weights 0 was trained on
     collector.close()
 
-The batch for weights ``v`` is asked for when they are announced: it is as young as ``max_staleness`` lets it be.
+The collector asks for the batch of weights ``v`` when ``v`` is announced, so that the batch is as fresh as possible.
 """
 
 from __future__ import annotations
@@ -29,45 +29,43 @@ from typing import Any
 
 from nemo_gym_prorl.background import PROCESS_LOOPS
 from nemo_gym_prorl.dapo.contract import SamplerConfig
-from nemo_gym_prorl.dapo.group import Fate
+from nemo_gym_prorl.dapo.group import RolloutOutcome
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.runner import CLOSE_S, Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.groups import Group, Shape, group_of, with_loss
+from nemo_gym_prorl.nemo_rl.groups import RewardFunction, TrainingGroup, training_group, with_loss
 from nemo_gym_prorl.nemo_rl.services import Servers
-from nemo_gym_prorl.nemo_rl.validation import Validation, validated
+from nemo_gym_prorl.nemo_rl.validation import Validation, validate
 from nemo_gym_prorl.rollout.client import RolloutClient
 
 
 LOG = logging.getLogger(__name__)
 
-JOIN_S = CLOSE_S + 30.0
-"""How long to wait for the thread at the end: the runner's own patience, and what its connections need."""
-REMIND_S = 10.0
-"""How often model servers that run elsewhere are told of engines and weights that they should know."""
+JOIN_S = CLOSE_S + 30.0  # for the thread to end: the runner's own limit, and time to close its connections
+REMIND_S = 10.0  # between announcements to external model servers, which lose engines and weights in a restart
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is to be collected; goes to another process as a pickle.
+class CollectionPlan:
+    """Settings of a collector; pickled for another process.
 
     Attributes:
-        rows: the data set, ready to be sampled.
-        sampler: what is asked of the sampler, but for the first version.
-        servers: where.
-        shape: rewards as they are trained on.
-        seed: of the order of prompts; ``None`` keeps that of the data set.
-        skip_solved: leave out prompts that were solved so often.
-        client: under which rollouts are submitted. They can be ended by it, if it is no other run's.
-        validation: of which weights, and on which rows.
-        state: what :meth:`Collector.state` of an earlier run gave.
+        rows: dataset rows with sampling parameters.
+        sampler: settings of the sampler, without the first version.
+        servers: rollout services and model servers.
+        reward_of: scaling and shaping of rewards.
+        seed: seed of the shuffles of prompts; ``None`` keeps the dataset's order.
+        skip_solved: number of consecutive solved groups after which a prompt is skipped; ``None`` for never.
+        client: client name of the submissions, by which rollouts of the run can be cancelled; unique to the run.
+        validation: rows and schedule of validations.
+        state: return value of :meth:`Collector.state` of an earlier run.
     """
 
     rows: Sequence[Mapping[str, Any]]
     sampler: SamplerConfig
     servers: Servers
-    shape: Shape
+    reward_of: RewardFunction
     seed: int | None = 0
     skip_solved: int | None = None
     client: str = "nemo-rl"
@@ -75,10 +73,10 @@ class Plan:
     state: Mapping[str, Any] | None = None
 
     def runner(self, version: int) -> Runner:
-        """What collects, not yet begun.
+        """Return a runner that is not entered yet.
 
         Args:
-            version: that the engines sample from first.
+            version: weight version from which the engines sample first.
         """
         prompts = Epochs(self.rows, seed=self.seed)
         curriculum = SkipSolved(self.skip_solved) if self.skip_solved else None
@@ -88,11 +86,11 @@ class Plan:
             sampler, prompts, self._services(), client=self.client, options=self._options(), state=self.state
         )
 
-    async def validated(self, version: int) -> dict[str, float]:
-        """Metrics of the weights that the engines have; none, if they are not due."""
+    async def validate(self, version: int) -> dict[str, float]:
+        """Validate a weight version and return the metrics; none if the version is not due."""
         if self.validation is None or not self.validation.is_due(version):
             return {}
-        return await validated(version, self.validation.rows, self._services(), self.client, self._options())
+        return await validate(version, self.validation.rows, self._services(), self.client, self._options())
 
     def _options(self) -> dict[str, Any]:
         return {"run": self.servers.run} if self.servers.run else {}
@@ -102,25 +100,25 @@ class Plan:
 
 
 def metrics_of(runner: Runner) -> dict[str, float]:
-    """What became of rollouts so far, and what they were like, for a trainer's logger."""
+    """Return metrics of the runner's rollouts for a trainer's logger."""
     sampler = runner.sampler
-    found = {f"prorl/rollouts/{fate.value}": float(sampler.fates[fate].rollouts) for fate in Fate}
+    found = {
+        f"prorl/rollouts/{outcome.value}": float(sampler.outcomes[outcome].rollouts) for outcome in RolloutOutcome
+    }
     found |= {f"prorl/dropped_groups/{why}": float(count) for why, count in [*sampler.dropped.items()]}
     found |= {f"prorl/prefix_groups/{what}": float(count) for what, count in [*sampler.prefixes.counts.items()]}
     found["prorl/in_flight"] = float(sampler.in_flight)
-    found["prorl/wasted_share"] = sampler.fates.wasted
+    found["prorl/wasted_share"] = sampler.outcomes.wasted
     for name, bias in (("length", sampler.length_bias), ("accuracy", sampler.accuracy_bias)):
         if bias is not None:
-            found |= {f"prorl/{name}_bias{end}": value for end, value in bias.told()}
+            found |= {f"prorl/{name}_bias{end}": value for end, value in bias.by_suffix()}
     return found | runner.rollout_metrics.metrics()
 
 
-class _Announced:
-    """What the model servers were told last. One that begins a new life knows no engines of a run, and a batch may
-    wait for just these: so they are told again, every :data:`REMIND_S`, while this is entered.
+class _WeightAnnouncer:
+    """Announcements of weights to model servers, repeated every :data:`REMIND_S` while the announcer is entered.
 
-    Args:
-        servers: which.
+    A model server that was restarted has no engines of the run, and a batch may wait for turns of that server.
     """
 
     def __init__(self, servers: Servers) -> None:
@@ -130,7 +128,7 @@ class _Announced:
         self._reminding: asyncio.Task[None] | None = None
 
     async def weights(self, version: int, *, needed: bool = False) -> None:
-        """Tell them; see :meth:`.Servers.announce`."""
+        """Announce a weight version; see :meth:`.Servers.announce`."""
         async with self._lock:
             self._version = version
             await asyncio.to_thread(self._servers.announce, version, needed=needed)
@@ -149,13 +147,17 @@ class _Announced:
 
 
 class Collector:
-    """See the module. All methods may be called from any thread, and none of them but :meth:`close` waits."""
+    """Runner in its own thread; see the module. All methods are thread-safe.
 
-    def __init__(self, plan: Plan) -> None:
+    :meth:`close` and :meth:`finish_validation` block, and so does the first call of :meth:`weights` for the start of
+    the thread.
+    """
+
+    def __init__(self, plan: CollectionPlan) -> None:
         self._plan = plan
         self._lock = threading.Lock()
-        self._groups: deque[Group] = deque()
-        self._takers: deque[Future[Group]] = deque()
+        self._groups: deque[TrainingGroup] = deque()
+        self._takers: deque[Future[TrainingGroup]] = deque()
         self._states: dict[int, dict[str, Any]] = {}
         self._error: BaseException | None = None
         self._closed = False
@@ -167,10 +169,10 @@ class Collector:
         self._validating: asyncio.Task[dict[str, float]] | None = None
         self._validated = threading.Event()
         self._validated.set()
-        self._found: dict[str, float] = {}
+        self._validation_metrics: dict[str, float] = {}
 
     def weights(self, version: int) -> None:
-        """The engines sample from these weights now. The first call begins."""
+        """Announce the weight version from which the engines sample now; the first call starts the thread."""
         if self._closed:
             return
         if self._thread is None:
@@ -179,12 +181,12 @@ class Collector:
             self._thread.start()
             started.wait()
         elif self._loop is not None and self._versions is not None:
-            with contextlib.suppress(RuntimeError):  # its loop is closed: takers are told why
+            with contextlib.suppress(RuntimeError):  # the loop is closed; takers get the error
                 self._loop.call_soon_threadsafe(self._versions.put_nowait, version)
 
-    def take(self) -> Future[Group]:
-        """The next group, whoever asks first gets it first. Fails when there will be none, with what ended it."""
-        taker: Future[Group] = Future()
+    def take(self) -> Future[TrainingGroup]:
+        """Return a future of the next group, in order of calls; the future fails with the error that ends the run."""
+        taker: Future[TrainingGroup] = Future()
         with self._lock:
             if self._error is not None:
                 taker.set_exception(self._error)
@@ -194,38 +196,42 @@ class Collector:
         return taker
 
     def close(self) -> None:
-        """Cancel what is left, and wait until its sandboxes are gone."""
+        """Cancel the remaining rollouts and wait until their sandboxes are gone."""
         with self._lock:
             self._closed = True
         self._end(CallerError("training is over"))
         if self._thread is not None and self._loop is not None and self._work is not None:
-            with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended already
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the work has ended already
                 self._loop.call_soon_threadsafe(self._work.cancel)
             self._thread.join(JOIN_S)
             if self._thread.is_alive():
-                LOG.warning("rollouts were still being cancelled after %s s", JOIN_S)
+                LOG.warning("rollouts were still being cancelled after %s s; services end them", JOIN_S)
 
     def state(self, version: int) -> dict[str, Any] | None:
-        """What a new run goes on from, as JSON: of when the batch for these weights was complete, and the next not
-        begun. Of the last two such batches, so that a checkpoint may be written while the next batch is collected."""
+        """Return the state for a new run as JSON, taken when the batch of this version was complete.
+
+        The states of the last two batches are kept, so that a checkpoint can be written while the next batch is
+        collected.
+        """
         with self._lock:
             return self._states.get(version)
 
     def metrics(self) -> dict[str, float]:
-        """What became of rollouts until the last batch was complete, for a trainer's logger; what a validation found,
-        once."""
+        """Return metrics up to the last complete batch; each validation's metrics are returned once."""
         with self._lock:
-            found, self._found = self._found, {}
-        if found:
+            metrics, self._validation_metrics = self._validation_metrics, {}
+        if metrics:
             self._validated.set()
-        return self._metrics | found
+        return self._metrics | metrics
 
     def finish_validation(self) -> None:
-        """Wait until the engines may have other weights: none are validated any more, and what was found is told. A
-        trainer that logs now and then would else not have what was found since the last time before its end."""
+        """Wait until no validation runs and :meth:`metrics` has returned the results of the last one.
+
+        Without the wait the results of the last validation would be lost, because the trainer only logs at intervals.
+        """
         self._validated.wait()
 
-    # In the thread
+    # In the collector's thread
 
     def _run(self, version: int, started: threading.Event) -> None:
         try:
@@ -242,34 +248,36 @@ class Collector:
                 return
             self._work = asyncio.create_task(self._collect(version, self._versions))
         started.set()
-        with contextlib.suppress(asyncio.CancelledError):  # closed
+        with contextlib.suppress(asyncio.CancelledError):  # by close()
             await self._work
 
     async def _collect(self, version: int, versions: asyncio.Queue[int]) -> None:
         plan = self._plan
-        announced = _Announced(plan.servers)
-        await announced.weights(version, needed=True)
-        async with plan.runner(version) as runner, announced, self._validation():
+        announcer = _WeightAnnouncer(plan.servers)
+        await announcer.weights(version, needed=True)
+        async with plan.runner(version) as runner, announcer, self._validation():
             self._validate(version)
             if plan.state:
                 runner.weights(version)
             while (batch := await runner.batch()) is not None:
                 self._remember(version, runner.state())
-                groups = await asyncio.to_thread(lambda: [group_of(group, plan.shape) for group in batch.groups])
+                groups = await asyncio.to_thread(
+                    lambda: [training_group(group, plan.reward_of) for group in batch.groups]
+                )
                 runner.rollout_metrics.train(with_loss(groups))
                 self._metrics = metrics_of(runner)
                 with self._lock:
                     self._groups.extend(groups)
                 self._hand_over()
                 version = await versions.get()
-                await announced.weights(version)
+                await announcer.weights(version)
                 self._validate(version)
                 runner.weights(version)
-        self._end(CallerError("there are no prompts left", field="data.train"))
+        self._end(CallerError("the prompts are used up; raise grpo.max_num_epochs or add rows", field="data.train"))
 
     def _validate(self, version: int) -> None:
         self._validated.clear()
-        self._validating = asyncio.create_task(self._plan.validated(version), name=f"validation of weights {version}")
+        self._validating = asyncio.create_task(self._plan.validate(version), name=f"validation of weights {version}")
         self._validating.add_done_callback(self._has_validated)
 
     def _has_validated(self, task: asyncio.Task[dict[str, float]]) -> None:
@@ -277,23 +285,23 @@ class Collector:
             self._end(error)
         elif not task.cancelled() and task.result():
             with self._lock:
-                self._found = task.result()
-            return  # until it is told
+                self._validation_metrics = task.result()
+            return  # metrics() sets the event
         self._validated.set()
 
     @contextlib.asynccontextmanager
     async def _validation(self) -> AsyncIterator[None]:
-        """No rollout of a validation outlives this."""
+        """Cancel the rollouts of a running validation on exit."""
         try:
             yield
         finally:
             if self._validating is not None and not self._validating.done():
-                LOG.warning("the %s is cancelled: the run has ended", self._validating.get_name())
+                LOG.warning("the %s is cancelled because the run has ended", self._validating.get_name())
                 self._validating.cancel()
-                await asyncio.to_thread(self._plan.servers.end_all, self._plan.client)
+                await asyncio.to_thread(self._plan.servers.cancel_all, self._plan.client)
             self._validated.set()
 
-    # Between the threads
+    # Shared by the threads
 
     def _remember(self, version: int, state: dict[str, Any]) -> None:
         with self._lock:

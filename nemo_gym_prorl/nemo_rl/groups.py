@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""From a finished group to what NeMo RL trains on: tokens as they were sampled, and which of them the policy chose.
+"""Conversion of groups to NeMo RL's training records.
 
-Each turn's prompt begins with all tokens before it; so a conversation is one sequence, in which prompts and what tools
-answered alternate with what was sampled. NeMo RL knows the latter by its log-probabilities: a message without them is
-not trained on.
+Pure, except for :func:`record_of`, which needs NeMo RL and torch.
 
-A rollout without a loss is masked, or has no tokens that can be trusted. Such a rollout has no turns here. Its reward
-stays in the metrics, and does not enter the baseline of its siblings (``GroupAdvantages``). What a
-rollout has of the one from whose prefix it began belongs to its prompt: nothing of it is trained on. NeMo RL tells
-groups apart by their prompts, so that rollout is not taken for one that began elsewhere. A group in which no rollout
-has tokens is a deployment that does not keep them, and an error.
+Invariants:
 
-Pure, but for :func:`record_of`, which needs NeMo RL and torch.
+- A rollout is one token sequence, because the prompt of each turn begins with all tokens before it. Observed tokens
+  (prompts, tool results) alternate with sampled ones.
+- NeMo RL trains on a message if the message has log-probabilities; only sampled tokens have them here.
+- A rollout that is masked or has no valid tokens has no turns here and gets no loss. Its reward stays in the metrics
+  and does not enter the baseline of its siblings (:class:`~.controller_parts.GroupAdvantages`).
+- Turns that a rollout inherited from a prefix become part of its prompt, so nothing of them is trained on.
+- A group of which no rollout has tokens is an error: the deployment does not keep tokens.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-type Shape = Callable[[float, int], float]
-"""The reward to train on, of a raw reward and the number of tokens that the policy sampled."""
+type RewardFunction = Callable[[float, int], float]
+"""Reward to train on, from a raw reward and the length of the whole sequence in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """One rollout of a group, as it is trained on.
+class TrainingMember:
+    """One rollout of a training group.
 
     Attributes:
-        rollout: its id.
-        turns: none, if it is not to be trained on.
-        reward: after scaling and shaping.
-        version: weights that it began under.
+        rollout: rollout id.
+        turns: turns to train on; empty if the rollout gets no loss.
+        reward: reward after scaling and shaping.
+        version: weight version under which the rollout began.
     """
 
     rollout: str
@@ -56,50 +56,54 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TrainingGroup:
     """The rollouts of one prompt.
 
     Attributes:
         prompt: tokens of the first prompt.
-        members: as many as ``grpo.num_generations_per_prompt``.
-        row: of the data set.
+        members: ``grpo.num_generations_per_prompt`` rollouts.
+        row: dataset row.
     """
 
     prompt: Sequence[int]
-    members: tuple[Sampled, ...]
+    members: tuple[TrainingMember, ...]
     row: Mapping[str, Any]
 
     @property
     def version(self) -> int:
-        """The oldest weights among those that its rollouts began under."""
+        """Oldest weight version under which a rollout of the group began."""
         return min(member.version for member in self.members)
 
 
 def turns_of(tokens: Sequence[Turn], inherited: int = 0) -> tuple[Turn, ...]:
-    """The turns in which something was sampled; of the first one, all that was inherited counts as observed.
+    """Return the turns with sampled tokens; inherited turns become observed tokens of the first turn after them.
+
+    Args:
+        tokens: turns of a rollout.
+        inherited: number of first turns that were taken over from a prefix.
 
     Raises:
-        ValueError: there are none, or they are not one sequence.
+        ValueError: no turn has sampled tokens, or the turns are not one sequence.
     """
     turns: list[Turn] = []
-    seen, taken_over = 0, 0
+    seen, inherited_turns = 0, 0
     for place, turn in enumerate(tokens):
         if not turn.sampled:
             continue
         if turn.kept != seen:
             raise ValueError(f"the prompt of response.output.{turn.item} does not begin with the tokens before it")
         turns.append(turn)
-        taken_over += place < inherited
+        inherited_turns += place < inherited
         seen += len(turn.observed) + len(turn.sampled)
-    if taken_over:
-        turns[: taken_over + 1] = _as_prompt(turns[:taken_over], turns[taken_over:])
+    if inherited_turns:
+        turns[: inherited_turns + 1] = _as_prompt(turns[:inherited_turns], turns[inherited_turns:])
     if not turns:
-        raise ValueError("no item of response.output has ids that were sampled, with a log-probability for each")
+        raise ValueError("no item of response.output has sampled token ids with log-probabilities")
     return tuple(turns)
 
 
 def _as_prompt(inherited: Sequence[Turn], others: Sequence[Turn]) -> list[Turn]:
-    """The first of the other turns, if there is one, with all tokens that were inherited as part of its prompt."""
+    """Return the first of the other turns, if there is one, with the inherited tokens as part of its prompt."""
     if not others:
         return []
     prompt, experts = array[int]("i"), None
@@ -111,11 +115,15 @@ def _as_prompt(inherited: Sequence[Turn], others: Sequence[Turn]) -> list[Turn]:
     return [replace(others[0], kept=0, observed=prompt, routed_experts=experts)]
 
 
-def group_of(rollouts: Sequence[TrainedRollout], shape: Shape) -> Group:
-    """A group of the sampler's, with rewards as they are trained on.
+def training_group(rollouts: Sequence[TrainedRollout], reward_of: RewardFunction) -> TrainingGroup:
+    """Convert a group of a batch.
+
+    Args:
+        rollouts: rollouts of one prompt.
+        reward_of: scaling and shaping of rewards.
 
     Raises:
-        CallerError: none of its rollouts has tokens to train on.
+        CallerError: no rollout has tokens to train on.
     """
     members, prompts, why = [], [], ""
     for rollout in rollouts:
@@ -123,32 +131,32 @@ def group_of(rollouts: Sequence[TrainedRollout], shape: Shape) -> Group:
             turns = turns_of(rollout.tokens, rollout.inherited)
         except ValueError as error:
             why = str(error)
-            LOG.warning("%s gets no loss: %s", rollout.id, why)
+            LOG.warning("rollout %s gets no loss: %s", rollout.id, why)
             turns = ()
         length = sum(len(turn.observed) + len(turn.sampled) for turn in turns)
         prompts += [turn.observed for turn in turns[:1]]
         trained = () if rollout.masked else turns
-        members.append(Sampled(rollout.id, trained, shape(rollout.reward, length), rollout.version))
+        members.append(TrainingMember(rollout.id, trained, reward_of(rollout.reward, length), rollout.version))
     if not prompts:
         raise CallerError(
-            f"the rollouts of a group have no tokens to train on ({why}); the model server must keep them "
-            "(return_token_id_information: true)",
+            f"the rollouts of a group have no tokens to train on ({why}); set return_token_id_information: true "
+            "at the model server",
             field="response.output",
         )
-    return Group(prompts[0], tuple(members), rollouts[0].prompt)
+    return TrainingGroup(prompts[0], tuple(members), rollouts[0].prompt)
 
 
-def with_loss(groups: Iterable[Group]) -> list[bool]:
-    """Of each rollout, whether it is trained on."""
+def with_loss(groups: Iterable[TrainingGroup]) -> list[bool]:
+    """Return for each rollout whether it gets a loss."""
     return [bool(member.turns) for group in groups for member in group.members]
 
 
-def record_of(group: Group, number: int) -> PromptGroupRecord:
-    """The group in NeMo RL's terms.
+def record_of(group: TrainingGroup, number: int) -> PromptGroupRecord:
+    """Convert a training group to NeMo RL's record.
 
     Args:
-        group: of as many rollouts as NeMo RL expects.
-        number: of the group in this run.
+        group: training group with the number of rollouts that NeMo RL expects.
+        number: number of the group in this run.
     """
     from nemo_rl.experience.interfaces import Completion, PromptGroupRecord
 
@@ -171,7 +179,7 @@ def record_of(group: Group, number: int) -> PromptGroupRecord:
     )
 
 
-def _message_log(member: Sampled, prompt: Sequence[int]) -> list[dict[str, Any]]:
+def _message_log(member: TrainingMember, prompt: Sequence[int]) -> list[dict[str, Any]]:
     if not member.turns:
         return [_message("user", prompt)]
     messages: list[dict[str, Any]] = []
@@ -184,21 +192,24 @@ def _message_log(member: Sampled, prompt: Sequence[int]) -> list[dict[str, Any]]
 
 
 def add_experts(messages: list[dict[str, Any]], turn: Turn) -> None:
-    """Give a turn's two messages, which are the last, the experts of their tokens; the token before gets those with
-    which it was read, since it had none while it was the last that was sampled."""
+    """Set the experts of the last two messages, which are those of ``turn``.
+
+    The last token of the turn before gets its experts here too. An engine routes a token when it reads the token,
+    which for the last sampled token of a turn happens in the next turn.
+    """
     import torch
 
     assert turn.routed_experts is not None
     before = messages[-3].get("routed_experts") if len(messages) > 2 else None
-    seam, own = int(before is not None), len(turn.observed) + len(turn.sampled)
-    told = RoutedExperts.read(turn.routed_experts)
-    rows = torch.frombuffer(bytearray(told.last(own + seam)), dtype=getattr(torch, told.numbers))
-    rows = rows.reshape(own + seam, told.layers, told.top)
+    shared, own = int(before is not None), len(turn.observed) + len(turn.sampled)
+    experts = RoutedExperts.read(turn.routed_experts)
+    rows = torch.frombuffer(bytearray(experts.last(own + shared)), dtype=getattr(torch, experts.numbers))
+    rows = rows.reshape(own + shared, experts.layers, experts.top)
     if before is not None:
         before[-1] = rows[0]
     messages[-2]["routed_experts"], messages[-1]["routed_experts"] = (
-        rows[seam : seam + len(turn.observed)],
-        rows[seam + len(turn.observed) :],
+        rows[shared : shared + len(turn.observed)],
+        rows[shared + len(turn.observed) :],
     )
 
 

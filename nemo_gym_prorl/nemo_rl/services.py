@@ -1,13 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The servers behind a training run: where they are, which engines they sample from, which weights those have.
+"""Servers behind a training run: addresses, registered engines, and announced weight versions.
 
-With ``rollouts: gym`` NeMo RL's actor has started them, and its head server knows their addresses; their engines are
-the trainer's from the start. With ``rollouts: service`` they run elsewhere already, and know nothing of this trainer,
-which may be one of several: its engines are registered there as backends of a run of its own, and taken away again
-when it ends.
+With ``rollouts: gym`` NeMo RL's actor has started the servers, its head server lists their addresses, and their
+engines are the trainer's from the start. With ``rollouts: service`` the servers run already and may serve several
+trainers. The trainer registers its engines there as backends of its own run, and removes them when it ends.
 
-What is asked of them here is small and rare, so the calls block; whoever has an event loop makes them in a thread.
+The calls are small and rare, so they block; callers with an event loop run them in a thread.
 """
 
 from __future__ import annotations
@@ -39,26 +38,24 @@ from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 
 LOG = logging.getLogger(__name__)
 
-CALL_S = 30.0
-"""How long a server may take to answer."""
-TRIES = 3
-_AT_ONCE = 64
-"""Model servers that are called at a time."""
-PAUSE_S = 1.0
-"""Of an announcement: how often it is made, and the pause before it is made again."""
+CALL_S = 30.0  # for the response of a server; a loaded server may pause for many seconds
+ANNOUNCEMENT_TRIES = 3
+_MAX_CONCURRENT_CALLS = 64
+PAUSE_S = 1.0  # between two tries of an announcement
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Where the rollout services and the model servers behind them are.
+    """Addresses of the rollout services and of the model servers behind them.
 
     Attributes:
-        services: URLs of ``prorl_agent``.
-        models: URLs of ``prorl_model``.
-        key_env: name of the environment variable with their key; the key itself goes nowhere with this.
-        node: Ray's id of the node that they can be called from; ``None``: from anywhere.
-        engines: URLs of the trainer's engines, where the model servers have to be told of them.
-        run: under which that is; of this start of the trainer and no other, since weights of the same number differ.
+        services: URLs of ``prorl_agent`` servers.
+        models: URLs of ``prorl_model`` servers.
+        key_env: name of the environment variable with the servers' key; the key itself is not part of the object.
+        node: Ray node id of the only node that can reach the servers; ``None``: every node can.
+        engines: URLs of the trainer's engines, if they must be registered at the model servers.
+        run: run name of the engines. Each start of a trainer needs its own, since equal version numbers of two starts
+            mean different weights.
     """
 
     services: tuple[str, ...]
@@ -70,87 +67,87 @@ class Servers:
 
     @property
     def key(self) -> str | None:
-        """The control token.
+        """Control token of the servers.
 
         Raises:
-            CallerError: the variable is not set.
+            CallerError: the environment variable is not set.
         """
         if self.key_env is None:
             return None
         key = os.environ.get(self.key_env)
         if not key:
-            raise CallerError(f"the environment variable {self.key_env} is not set", field="prorl.key_env")
+            raise CallerError(
+                f"the environment variable {self.key_env} is not set; export the control token of the servers",
+                field="prorl.key_env",
+            )
         return key
 
     def announce(self, version: int, *, needed: bool = False) -> None:
-        """Tell the model servers which weights the engines have. Nothing is drained; turns in flight go on.
+        """Announce the engines' weight version to the model servers, without draining turns in flight.
 
-        A server that has begun a new life meanwhile is given the engines again. One that does not answer is told
-        again, and then left: labels are for those who read the rows later, and training goes by the sampler's own.
+        A model server that was restarted gets the engines again. An announcement that fails is tried again and then
+        given up: labels only inform readers of the rows, and training uses the sampler's own versions.
 
         Args:
-            version: of the weights.
-            needed: a server that cannot be told is an error: it does not know any engine yet.
+            version: weight version.
+            needed: whether a failure is an error, because no engine is registered yet.
 
         Raises:
-            CallerError: a server refuses that, and it is needed.
-            InfrastructureError: it does not answer, and it is needed.
+            CallerError: a server refuses the announcement, and it is needed.
+            InfrastructureError: a server does not answer, and the announcement is needed.
         """
 
-        def tell(url: str) -> None:
+        def announce(url: str) -> None:
             try:
-                self._tell(url, str(version))
+                self._announce_at(url, str(version))
             except RolloutError as error:
                 if needed:
                     raise
-                LOG.warning("weights %d are not announced: %s", version, error)
+                LOG.warning("could not announce weights %d, labels of rows may be old: %s", version, error)
 
-        self._at_once(tell)
+        self._call_all_models(announce)
 
-    def end_all(self, client: str) -> None:
-        """Cancel every rollout of a client, whoever submitted it; returns when their sandboxes are gone.
+    def cancel_all(self, client: str) -> None:
+        """Cancel all rollouts of a client and wait until their sandboxes are gone; failures are logged."""
 
-        A service that can't be asked is told of, and left.
-        """
+        async def cancel() -> None:
+            await asyncio.gather(*(self._cancel_at(url, client) for url in self.services))
 
-        async def at_all() -> None:
-            await asyncio.gather(*(self._end_at(url, client) for url in self.services))
+        asyncio.run(cancel())
 
-        asyncio.run(at_all())
-
-    async def _end_at(self, url: str, client: str) -> None:
+    async def _cancel_at(self, url: str, client: str) -> None:
         try:
             async with asyncio.timeout(CLOSE_S), RolloutClient(url, self.key) as service:
                 running = [job.id async for job in service.every() if job.client == client and not job.state.terminal]
                 for first in range(0, len(running), 1000):
                     await service.cancel(running[first : first + 1000])
         except (ApiError, RolloutError, aiohttp.ClientError, OSError, ValueError) as error:
-            LOG.warning("rollouts of %s at %s may go on: %s", client, url, error or type(error).__name__)
+            LOG.warning("rollouts of client %s at %s may go on: %s", client, url, error or type(error).__name__)
 
     def withdraw(self) -> None:
-        """The engines that :meth:`announce` registered are backends no more."""
+        """Remove the engines that :meth:`announce` registered from the model servers; failures are logged."""
 
         def withdraw(url: str) -> None:
             try:
                 _call("DELETE", self._backends(url), self.key)
             except RolloutError as error:
-                LOG.warning("an engine of this trainer is left behind as a backend: %s", error)
+                LOG.warning("engines of this trainer remain registered at %s: %s", url, error)
 
         if self.engines:
-            self._at_once(withdraw)
+            self._call_all_models(withdraw)
 
-    def _at_once(self, call: Callable[[str], None]) -> None:
-        """At all model servers: one that does not answer holds up no other."""
-        with ThreadPoolExecutor(min(len(self.models), _AT_ONCE) or 1) as threads:
+    def _call_all_models(self, call: Callable[[str], None]) -> None:
+        """Call all model servers concurrently, so that one that hangs does not delay the others."""
+        with ThreadPoolExecutor(min(len(self.models), _MAX_CONCURRENT_CALLS) or 1) as threads:
             for _ in threads.map(call, self.models):
                 pass
 
-    def _tell(self, url: str, version: str) -> None:
-        for _ in range(TRIES - 1):
+    def _announce_at(self, url: str, version: str) -> None:
+        for _ in range(ANNOUNCEMENT_TRIES - 1):
             try:
                 self._label(url, version)
             except InfrastructureError as error:
-                LOG.warning("weights %s are announced again: %s", version, error)
+                LOG.warning("announcing weights %s again: %s", version, error)
                 time.sleep(PAUSE_S)
             else:
                 return
@@ -171,25 +168,24 @@ class Servers:
         _call("POST", route, self.key, body)
 
     def _backends(self, url: str) -> str:
-        """This run's, at a model server."""
+        """Return the URL of this run's backends at a model server."""
         return f"{url}/v1/backends?run={quote(self.run or '', safe='')}"
 
 
-def started_by_gym(gym: Any, settings: ProrlSettings) -> Servers:
-    """The servers that NeMo RL's Gym actor has started, or those of its shards, as newer versions have them.
+def gym_servers(gym: Any, settings: ProrlSettings) -> Servers:
+    """Return the servers that NeMo RL's Gym actor, or each shard of it in newer versions, has started.
 
     Args:
-        gym: its handle, or what has those of the shards.
-        settings: which agent is meant, if there are several.
+        gym: handle of the actor, or the object with the handles of its shards.
+        settings: the block ``prorl:``, which names the agent if there are several.
 
     Raises:
-        CallerError: there is no such agent, or no model server of ours, or servers of several nodes are to be called
-            that listen on loopback.
+        CallerError: the agent or a model server is missing, or the servers of several nodes listen on loopback.
     """
     import ray
 
     def place(actor: Any) -> tuple[str, int, str]:
-        # Goes to the actor by value, whose interpreter need not have this package.
+        # Ray sends the function by value, since the actor's interpreter need not have this package.
         import ray
 
         return actor.node_ip, actor.head_server_port, ray.get_runtime_context().get_node_id()
@@ -198,21 +194,26 @@ def started_by_gym(gym: Any, settings: ProrlSettings) -> Servers:
     places = ray.get([actor.__ray_call__.remote(place) for actor in actors])
     instances = [one for host, port, _ in places for one in _call("GET", f"http://{host}:{port}/server_instances")]
     first, *others = {node for *_, node in places}
-    servers = servers_among(instances, settings, first)
+    servers = select_servers(instances, settings, first)
     if others and any(is_loopback(urlsplit(url).hostname) for url in servers.services + servers.models):
         raise CallerError(
-            f"its shards are on {1 + len(others)} nodes, and their servers listen on loopback; give each a host and a "
-            "control_token, or take rollouts: service",
+            f"the shards are on {1 + len(others)} nodes, and their servers listen on loopback; give each server a "
+            "host and a control_token, or use rollouts: service",
             field="env.nemo_gym.shards",
         )
     return replace(servers, node=None) if others else servers
 
 
-def servers_among(instances: Sequence[Mapping[str, Any]], settings: ProrlSettings, node: str | None) -> Servers:
-    """Ours among the servers of a Gym deployment, as its head server lists them.
+def select_servers(instances: Sequence[Mapping[str, Any]], settings: ProrlSettings, node: str | None) -> Servers:
+    """Return the agents and model servers among the servers of a Gym deployment.
+
+    Args:
+        instances: servers as Gym's head server lists them.
+        settings: the block ``prorl:``, which names the agent if there are several.
+        node: Ray node id of the only node that can reach the servers.
 
     Raises:
-        CallerError: there is no such agent, or no model server of ours.
+        CallerError: the agent or a model server is missing.
     """
     agents: dict[str, list[str]] = {}
     for one in instances:
@@ -221,28 +222,28 @@ def servers_among(instances: Sequence[Mapping[str, Any]], settings: ProrlSetting
     models = tuple(i["url"] for i in instances if i["name"] == "prorl_model")
     if settings.agent is None and len(agents) != 1:
         found = ", ".join(sorted(agents)) or "none"
-        raise CallerError(f"it must name one of the prorl_agent servers in env.nemo_gym: {found}", field="prorl.agent")
+        raise CallerError(f"must name one of the prorl_agent servers in env.nemo_gym: {found}", field="prorl.agent")
     name = settings.agent or next(iter(agents))
     if name not in agents:
         raise CallerError(
-            f"{name!r} is none of the prorl_agent servers in env.nemo_gym: {', '.join(sorted(agents)) or 'none'}",
+            f"{name!r} is no prorl_agent server in env.nemo_gym; name one of: {', '.join(sorted(agents)) or 'none'}",
             field="prorl.agent",
         )
     if not models:
         raise CallerError(
-            "env.nemo_gym has no prorl_model, without which tokens are not what was sampled; add "
+            "env.nemo_gym has no prorl_model, which keeps the sampled tokens; add "
             "responses_api_models/prorl_model/configs/prorl_model.yaml",
             field="env.nemo_gym.config_paths",
         )
     return Servers(tuple(agents[name]), models, settings.key_env, node)
 
 
-def already_running(settings: ProrlSettings) -> Servers:
-    """Those that the configuration names. Each is asked, so that a wrong address is met before anything starts.
+def configured_servers(settings: ProrlSettings) -> Servers:
+    """Return the servers that the configuration names, after one request to each that verifies address and key.
 
     Raises:
-        CallerError: the key is not there, one refuses it, or is something else.
-        InfrastructureError: one does not answer.
+        CallerError: the key is not set, or a server refuses the request.
+        InfrastructureError: a server does not answer.
     """
     servers = Servers(settings.services, settings.models, settings.key_env)
     key = servers.key
@@ -254,15 +255,20 @@ def already_running(settings: ProrlSettings) -> Servers:
 
 
 def with_engines(servers: Servers, engines: Sequence[str | None], run: str) -> Servers:
-    """The same, to be told of the engines of a run.
+    """Return the servers with the engines that :meth:`Servers.announce` registers.
+
+    Args:
+        servers: servers without engines.
+        engines: base URLs of the generation workers; ``None`` for a worker without an HTTP server.
+        run: run name of the engines.
 
     Raises:
-        CallerError: there are no engines that could be called over HTTP.
+        CallerError: no engine has an HTTP server.
     """
     urls = tuple(checked_url(url) for url in engines if url)
     if not urls:
         raise CallerError(
-            "the generation workers have no HTTP server; set async_engine and expose_http_server",
+            "the generation workers have no HTTP server; set async_engine and expose_http_server to true",
             field="policy.generation.vllm_cfg",
         )
     return replace(servers, engines=urls, run=run)
@@ -275,12 +281,12 @@ def _call(method: str, url: str, key: str | None = None, body: Any = None) -> An
         with urlopen(Request(url, data, headers, method=method), timeout=CALL_S) as response:
             return json.load(response)
     except HTTPError as error:
-        detail = f"{method} {url} was answered with {error.code}: {error.read(2000).decode(errors='replace')}"
+        detail = f"{method} {url} failed with status {error.code}: {error.read(2000).decode(errors='replace')}"
         if error.code < 500:
             raise CallerError(detail) from error
         raise InfrastructureError(detail, kind=FailureKind.TRANSPORT_UNREACHABLE) from error
     except (URLError, TimeoutError, ConnectionError, HTTPException, ValueError) as error:
-        # The last two: half of an answer, or one of something else that listens there.
+        # HTTPException and ValueError: a truncated response, or the response of a server of another kind.
         raise InfrastructureError(
-            f"{method} {url} is not answered: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
+            f"{method} {url} failed without a response: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
         ) from error

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The block ``prorl:`` of a NeMo RL configuration: where rollouts come from, which are trained on, with which rewards.
+"""Block ``prorl:`` of a NeMo RL configuration: source of rollouts, selection of groups, and shaping of rewards.
 
-It stands beside NeMo RL's own blocks, whose models let unknown top-level keys pass. What those already say is not said
-again here: prompts of a batch are ``grpo.num_prompts_per_step``, rollouts of a group
-``grpo.num_generations_per_prompt``, groups in flight ``async_rl.max_inflight_prompts``.
+NeMo RL accepts the block as an unknown top-level key. Sizes come from NeMo RL's own blocks: the prompts of a batch
+from ``grpo.num_prompts_per_step``, the rollouts of a group from ``grpo.num_generations_per_prompt``, the groups in
+flight from ``async_rl.max_inflight_prompts``.
 
-Rewards are shaped after the filter, which looks at what the environment gave: else a group of wrong answers of
-different lengths would be one that teaches brevity.
+Invariant: rewards are shaped after the variance filter, which reads the environment's rewards. Otherwise a group of
+wrong answers of different lengths would pass the filter, and training on it would only shorten answers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from nemo_gym_prorl.dapo.contract import AgentFailures, SamplerConfig
 
 
-class Rollouts(StrEnum):
-    """Whose the rollout services are."""
+class RolloutSource(StrEnum):
+    """Owner of the rollout services."""
 
     GYM = "gym"
-    """NeMo RL's Gym actor starts the servers beside the trainer."""
+    """NeMo RL's Gym actor starts the servers next to the trainer."""
     SERVICE = "service"
-    """They run elsewhere already; the trainer starts no server."""
+    """The servers run already; the trainer starts none."""
 
 
 class _Block(BaseModel):
@@ -36,15 +36,15 @@ class _Block(BaseModel):
 
 
 class Overlong(_Block):
-    """DAPO's overlong shaping: a rollout loses more and more inside the buffer, and ``penalty`` beyond it.
+    """DAPO's overlong penalty, which grows linearly inside the buffer and is constant beyond it.
 
-    Its length is that of the whole sequence, prompt and tools' answers included: what the agent's
-    ``max_total_sequence_length`` and the engine's context count, by which a rollout is cut.
+    The length of a rollout is that of the whole sequence, including prompt and tool results. The agent's
+    ``max_total_sequence_length`` and the engine's context limit count the same tokens.
 
     Attributes:
-        max_sequence_length: tokens from which on the whole penalty is due.
-        buffer_length: so many tokens before that it begins.
-        penalty: what is taken off the reward at most.
+        max_sequence_length: tokens from which on the whole penalty applies.
+        buffer_length: tokens below ``max_sequence_length`` over which the penalty grows from 0.
+        penalty: maximum deduction from the reward.
     """
 
     max_sequence_length: int = Field(ge=1)
@@ -54,12 +54,15 @@ class Overlong(_Block):
     @model_validator(mode="after")
     def _buffer_inside(self) -> Self:
         if self.buffer_length > self.max_sequence_length:
-            raise ValueError(f"buffer_length ({self.buffer_length}) is more than max_sequence_length")
+            raise ValueError(
+                f"buffer_length ({self.buffer_length}) is more than max_sequence_length ({self.max_sequence_length}); "
+                "lower it"
+            )
         return self
 
 
 class RewardScaling(_Block):
-    """Rewards of the source's range become those of the target's, linearly; what is outside is its nearest end."""
+    """Linear scaling of rewards from the source range to the target range; rewards outside the source are clamped."""
 
     source_min: float = Field(0.0, allow_inf_nan=False)
     source_max: float = Field(1.0, allow_inf_nan=False)
@@ -70,7 +73,7 @@ class RewardScaling(_Block):
     def _ranges(self) -> Self:
         for name in ("source", "target"):
             if getattr(self, f"{name}_min") >= getattr(self, f"{name}_max"):
-                raise ValueError(f"{name}_min must be less than {name}_max")
+                raise ValueError(f"{name}_min must be less than {name}_max; correct one")
         return self
 
 
@@ -78,29 +81,30 @@ class ProrlSettings(_Block):
     """The block ``prorl:``.
 
     Attributes:
-        rollouts: whose the rollout services are.
-        agent: name of the ``prorl_agent`` server in ``env.nemo_gym``; ``None``: the only one there is.
+        rollouts: owner of the rollout services.
+        agent: name of the ``prorl_agent`` server in ``env.nemo_gym``; ``None``: the only one.
         services: URLs of ``prorl_agent`` servers, for ``rollouts: service``.
-        models: URLs of the ``prorl_model`` servers that those use; the trainer's engines are registered there.
+        models: URLs of the ``prorl_model`` servers of those agents; the trainer registers its engines there.
         key_env: name of the environment variable with the control token of those servers.
-        max_staleness: weight versions between a rollout's first token and the step that trains on it. 0: on-policy.
-        mini_batches: optimizer steps of a batch, each of as many of its groups. From the second on the policy is not
-            that any more whose log-probabilities the loss compares with, and its clip acts.
-        max_failures: tries of a member that may end without a score; one more drops its group.
-        max_fruitless: so many groups in a row without variance end the training.
-        max_dropped: so many groups in a row that can't be run end it, too.
-        filter_on: the field of a verdict that says how good a rollout was, by which groups vary; the reward, where it
-            is 0 or 1.
-        agent_failures: what a rollout counts as that the policy brought to a bad end.
-        reference_share: of prompts whose first tries always run to their end, as what bias is measured against.
-        prefix_tries: groups that are begun from a prefix in place of one without variance, at most. Not dynamic
-            sampling's gradient (docs/dapo.md).
-        overlong: shaping of rewards by length; after the filter, which looks at what the environment gave.
-        reward_scaling: scaling of rewards; after the filter, and before the shaping.
-        skip_solved: a prompt that all of a group solved this often is not sampled any more.
+        max_staleness: maximum number of weight versions between a rollout's first token and the step that trains on
+            it; 0 is on-policy.
+        mini_batches: optimizer steps of a batch, each on an equal part of its groups. From the second step on the
+            policy differs from the one of the log-probabilities in the loss, so the clip takes effect.
+        max_failures: tries of a member that may end without a score; one more failure drops its group.
+        max_fruitless: number of consecutive zero-variance groups that ends the training.
+        max_dropped: number of consecutive groups that cannot be run that ends the training.
+        filter_on: verdict field that is the accuracy, by which groups vary; ``None``: the reward, which must be 0 or
+            1.
+        agent_failures: treatment of agent failures.
+        reference_share: share of prompts whose first tries always run to their end, to measure bias.
+        prefix_tries: maximum number of groups that begin at a prefix after a zero-variance group. Their gradient is
+            not that of dynamic sampling (docs/dapo.md).
+        overlong: penalty for long rollouts, applied after the filter.
+        reward_scaling: scaling of rewards, applied after the filter and before the penalty.
+        skip_solved: number of consecutive solved groups after which a prompt is skipped.
     """
 
-    rollouts: Rollouts = Rollouts.GYM
+    rollouts: RolloutSource = RolloutSource.GYM
     agent: str | None = None
     services: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
@@ -123,20 +127,20 @@ class ProrlSettings(_Block):
     def _urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is no URL; it begins with http:// or https://")
+                raise ValueError(f"{url!r} is no URL; it must begin with http:// or https://")
         if len(set(urls)) < len(urls):
-            raise ValueError("an address stands there twice")
+            raise ValueError("a URL is listed twice; remove one")
         return tuple(url.rstrip("/") for url in urls)
 
     @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def _urls_match_source(self) -> Self:
         for name in ("services", "models"):
-            if bool(getattr(self, name)) is not (self.rollouts is Rollouts.SERVICE):
-                raise ValueError(f"{name} are for rollouts: service, which needs them, and for no other")
+            if bool(getattr(self, name)) is not (self.rollouts is RolloutSource.SERVICE):
+                raise ValueError(f"{name} must be set for rollouts: service, and must not be set otherwise")
         return self
 
     def sampler(self, groups_per_batch: int, group_size: int, max_in_flight: int, first_version: int) -> SamplerConfig:
-        """What is asked of the sampler; NeMo RL's blocks give the sizes."""
+        """Return the sampler's settings, with sizes from NeMo RL's blocks."""
         return SamplerConfig(
             groups_per_batch=groups_per_batch,
             group_size=group_size,
@@ -154,24 +158,21 @@ class ProrlSettings(_Block):
 
 
 def settings_of(config: Mapping[str, Any]) -> ProrlSettings:
-    """The block of a resolved configuration; without one, everything is as it is by default."""
+    """Return the block ``prorl:`` of a resolved configuration; the defaults if there is none."""
     block = config.get("prorl")
     return ProrlSettings.model_validate({} if block is None else block)
 
 
-__all__ = ["Overlong", "ProrlSettings", "RewardScaling", "Rollouts", "settings_of"]
-
-
 @dataclass(frozen=True, slots=True)
-class Shaping:
-    """Scaling, then what is taken off for length. Called with a reward and the number of tokens of the sequence."""
+class RewardShaping:
+    """Scaling of a reward, followed by the overlong penalty. Called with a reward and a sequence length in tokens."""
 
     scaling: RewardScaling | None = None
     overlong: Overlong | None = None
 
     @classmethod
     def of(cls, settings: ProrlSettings) -> Self:
-        """As the block ``prorl:`` says."""
+        """Return the shaping that the block ``prorl:`` configures."""
         return cls(settings.reward_scaling, settings.overlong)
 
     def __call__(self, reward: float, length: int) -> float:
@@ -181,13 +182,13 @@ class Shaping:
 
 
 def scaled(reward: float, scaling: RewardScaling) -> float:
-    """The reward in the target's range; one outside of the source's is its nearest end."""
+    """Return the reward, clamped to the source range and scaled to the target range."""
     inside = min(max(reward, scaling.source_min), scaling.source_max)
     share = (inside - scaling.source_min) / (scaling.source_max - scaling.source_min)
     return scaling.target_min + share * (scaling.target_max - scaling.target_min)
 
 
 def overlong_penalty(length: int, overlong: Overlong) -> float:
-    """What is taken off: nothing below the buffer, then more with each token, and the whole penalty behind it."""
+    """Return the penalty: 0 below the buffer, linear inside the buffer, and the whole penalty beyond it."""
     into = length - (overlong.max_sequence_length - overlong.buffer_length)
     return overlong.penalty * min(max(into / overlong.buffer_length, 0.0), 1.0)

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous DAPO on NeMo RL's SingleController: its controller, buffer, loss and trainer, with our rollouts.
+"""Asynchronous DAPO on NeMo RL's SingleController, with rollouts from this package's services.
 
-NeMo RL builds everything that its controller needs as one value, whose fields may be replaced before the controller
-starts. The rollout manager is; the advantage estimator is told what a group is, the weight synchronizer gets a
-farewell, the trainer several optimizer steps of a batch, the data loader another state for checkpoints. The sampler is
-ours by NeMo RL's own hook. Nothing is patched.
+NeMo RL builds the arguments of its controller as one object, whose fields may be replaced before the controller
+starts. :func:`replace_parts` replaces the rollout manager, and wraps advantage estimator, weight synchronizer, trainer
+and data loader (:mod:`~nemo_gym_prorl.nemo_rl.controller_parts`). NeMo RL loads the buffer sampler by its own hook. No
+code of NeMo RL is patched.
 
-With ``rollouts: service`` NeMo RL must not start Gym servers, so it is configured without Gym, and its data set names
-an environment that does nothing.
+With ``rollouts: service`` NeMo RL must not start Gym servers. Its configuration is then without Gym, and its dataset
+names an environment that does nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
-from nemo_gym_prorl.nemo_rl.collector import Plan
-from nemo_gym_prorl.nemo_rl.rollouts import (
+from nemo_gym_prorl.nemo_rl.collector import CollectionPlan
+from nemo_gym_prorl.nemo_rl.controller_parts import (
     ClosingSynchronizer,
     GroupAdvantages,
     MiniBatches,
@@ -31,28 +31,27 @@ from nemo_gym_prorl.nemo_rl.rollouts import (
     SavingDataLoader,
     saved_state,
 )
-from nemo_gym_prorl.nemo_rl.services import Servers, already_running, started_by_gym, with_engines
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts, Shaping, settings_of
-from nemo_gym_prorl.nemo_rl.validation import Validation, sampled_row, validation_of
+from nemo_gym_prorl.nemo_rl.services import Servers, configured_servers, gym_servers, with_engines
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RewardShaping, RolloutSource, settings_of
+from nemo_gym_prorl.nemo_rl.validation import Validation, validation_of, with_sampling_params
 
 
 LOG = logging.getLogger(__name__)
 
 ENVIRONMENT = "prorl"
-"""The name under which a data set of ``rollouts: service`` has an environment, since NeMo RL wants one."""
-_NO_ENVIRONMENT = "nemo_gym_prorl.nemo_rl.sampler.NoEnvironment"
-SHUTDOWN_S = 30.0
-"""How long NeMo RL's Gym actor may take to end its servers."""
+"""Name of the environment of datasets with ``rollouts: service``, because NeMo RL requires one."""
+_NO_ENVIRONMENT = "nemo_gym_prorl.nemo_rl.plugins.NoEnvironment"
+SHUTDOWN_S = 30.0  # for NeMo RL's Gym actor to end its servers
 
 
 def run(config: Mapping[str, Any]) -> dict[str, Any]:
     """Train until ``grpo.max_num_steps``.
 
     Args:
-        config: a whole configuration, resolved and checked.
+        config: complete configuration, resolved and checked.
 
     Returns:
-        What the controller says at the end.
+        Result of the controller.
     """
     from nemo_rl.algorithms.single_controller_utils import MasterConfig, setup_single_controller
     from nemo_rl.algorithms.utils import get_tokenizer
@@ -60,21 +59,21 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     from nemo_rl.environments.nemo_gym import setup_nemo_gym_config
     from nemo_rl.utils.logger import get_next_experiment_dir
 
-    from nemo_gym_prorl.nemo_rl.sampler import configured
+    from nemo_gym_prorl.nemo_rl.plugins import sampler_block
 
     settings = settings_of(config)
-    if settings.rollouts is Rollouts.SERVICE:
+    if settings.rollouts is RolloutSource.SERVICE:
         register_no_environment()
     own = copy.deepcopy(dict(config))
     own["logger"]["log_dir"] = get_next_experiment_dir(own["logger"]["log_dir"])
-    own["async_rl"]["sampler"] = configured(own["async_rl"].get("sampler"), settings)
+    own["async_rl"]["sampler"] = sampler_block(own["async_rl"].get("sampler"), settings)
     master = MasterConfig(**own)
     init_ray()
     tokenizer = get_tokenizer(master.policy["tokenizer"])
     configure_generation(master, tokenizer)
-    # Also without Gym: services elsewhere call the engines over HTTP as well.
+    # Without Gym too, since external services call the engines over HTTP.
     setup_nemo_gym_config(master, tokenizer)
-    # Ours, which NeMo RL's setup would refuse.
+    # NeMo RL's setup refuses validation; this package validates by itself.
     master.grpo.val_period, master.grpo.val_at_start = 0, False
     arguments, timings = setup_single_controller(master, tokenizer)
     return train(master, arguments, timings, settings, validation_of(config))
@@ -93,7 +92,7 @@ def configure_generation(master: Any, tokenizer: Any) -> None:
 
 
 def register_no_environment() -> None:
-    """Make NeMo RL know the environment that data sets of ``rollouts: service`` name."""
+    """Register the environment that datasets of ``rollouts: service`` name at NeMo RL."""
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
     from nemo_rl.environments.utils import ENV_REGISTRY, register_env
@@ -106,25 +105,25 @@ def register_no_environment() -> None:
 def train(
     master: Any, arguments: Any, timings: Any, settings: ProrlSettings, validation: Validation | None = None
 ) -> dict[str, Any]:
-    """Put our rollouts in place, and have the controller train with them.
+    """Replace parts of the controller and train.
 
     Args:
         master: NeMo RL's ``MasterConfig``.
-        arguments: what its controller is made of; changed here.
-        timings: of the setup, for its logger.
+        arguments: arguments of NeMo RL's controller; modified.
+        timings: timings of the setup, for the controller's logger.
         settings: the block ``prorl:``.
-        validation: beside it.
+        validation: rows and schedule of validations.
     """
     try:
         client = f"nemo-rl-{uuid.uuid4().hex[:8]}"
         servers = _servers(arguments, settings, client)
-        put_in_place(master, arguments, settings, servers, client, validation)
+        replace_parts(master, arguments, settings, servers, client, validation)
         try:
-            return _controlled(master, arguments, timings, servers)
+            return _run_controller(master, arguments, timings, servers)
         except BaseException as error:
-            # The controller may not have come to end them itself.
-            servers.end_all(client)
-            if (cause := cause_of(error)) in (None, error):
+            # A controller that was killed has not cancelled its rollouts.
+            servers.cancel_all(client)
+            if (cause := rollout_error_in(error)) in (None, error):
                 raise
             raise cause from error
         finally:
@@ -133,59 +132,59 @@ def train(
         shut_down(arguments.env_handles, (arguments.gen_handle, arguments.trainer_handle))
 
 
-def _controlled(master: Any, arguments: Any, timings: Any, servers: Servers) -> dict[str, Any]:
+def _run_controller(master: Any, arguments: Any, timings: Any, servers: Servers) -> dict[str, Any]:
     import ray
     from nemo_rl.algorithms.single_controller import SingleControllerActor
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     options = {}
     if servers.node is not None:
-        # Our servers listen on loopback only, unless they have keys.
+        # Servers without keys listen on loopback only.
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(servers.node, soft=False)
     controller = SingleControllerActor.options(**options).remote(
         master_config=master, actor_args=arguments, setup_timing_metrics=timings
     )
     try:
-        return _watched(controller, master.async_rl.stall_watchdog)
+        return _result_of(controller, master.async_rl.stall_watchdog)
     except BaseException:
         ray.kill(controller)
         raise
 
 
-def cause_of(error: BaseException | None) -> RolloutError | None:
-    """What of ours it was, behind Ray's errors and those of the controller's tasks."""
+def rollout_error_in(error: BaseException | None) -> RolloutError | None:
+    """Return the rollout error that caused an error of Ray or of the controller's tasks, if there is one."""
     if error is None or isinstance(error, RolloutError):
         return error
     inner = [*error.exceptions] if isinstance(error, BaseExceptionGroup) else []
-    return next(filter(None, map(cause_of, [*inner, getattr(error, "cause", None), error.__cause__])), None)
+    return next(filter(None, map(rollout_error_in, [*inner, getattr(error, "cause", None), error.__cause__])), None)
 
 
 def shut_down(environments: Mapping[str, Any], engines: Iterable[Any]) -> None:
-    """As NeMo RL's own launcher: environments before the engines that they ask.
+    """Shut down environments, then the engines that they call, as NeMo RL's own launcher does.
 
     Args:
-        environments: handles of actors by name.
-        engines: what samples, and what trains.
+        environments: actor handles by name.
+        engines: handles of generation and of training.
     """
     import ray
 
     for name, actor in environments.items():
-        if not hasattr(actor.shutdown, "remote"):  # the actors of Gym's shards, which NeMo RL ends by itself
+        if not hasattr(actor.shutdown, "remote"):  # an object with Gym's shards, whose actors NeMo RL ends
             actor.shutdown()
             continue
         try:
             ray.get(actor.shutdown.remote(), timeout=SHUTDOWN_S)
         except Exception as error:
-            LOG.warning("environment %s did not shut down, and is killed: %s", name, error)
+            LOG.warning("environment %s failed to shut down and is killed: %s", name, error)
             ray.kill(actor)
-    for what in engines:
+    for engine in engines:
         try:
-            what.shutdown()
+            engine.shutdown()
         except Exception as error:
-            LOG.warning("%s did not shut down: %s", type(what).__name__, error)
+            LOG.warning("%s failed to shut down: %s", type(engine).__name__, error)
 
 
-def put_in_place(
+def replace_parts(
     master: Any,
     arguments: Any,
     settings: ProrlSettings,
@@ -193,44 +192,44 @@ def put_in_place(
     client: str,
     validation: Validation | None = None,
 ) -> None:
-    """Replace what is ours among the controller's arguments."""
+    """Replace and wrap parts among the controller's arguments."""
     grpo = master.grpo
     size = grpo.num_generations_per_prompt
     lines = [json.loads(line) for line in arguments.dataloader.dataset.dataset["extra_env_info"]]
     sampling = {name: master.policy["generation"][name] for name in ("temperature", "top_p", "max_new_tokens")}
-    rows = [sampled_row(line, sampling) for line in lines]
-    plan = Plan(
+    rows = [with_sampling_params(line, sampling) for line in lines]
+    plan = CollectionPlan(
         rows=rows,
         sampler=settings.sampler(grpo.num_prompts_per_step, size, master.async_rl.max_inflight_prompts * size, 0),
         servers=servers,
-        shape=Shaping.of(settings),
+        reward_of=RewardShaping.of(settings),
         client=client,
         seed=grpo.seed if master.data["shuffle"] else None,
         skip_solved=settings.skip_solved,
         validation=validation,
         state=saved_state(arguments.last_checkpoint_path, lines, sampling),
     )
-    # Groups that a checkpoint has beside are in that state, too, and must not be trained on twice.
+    # The state contains the groups of a saved buffer, which must not be trained on twice.
     arguments.last_checkpoint_path = None
     arguments.rollout_manager = ProrlRollouts(plan, arguments.tq_buffer, arguments.rollout_manager)
     arguments.dataloader = SavingDataLoader(arguments.dataloader, arguments.rollout_manager, lines, sampling)
     arguments.advantage_estimator = GroupAdvantages(arguments.advantage_estimator, size)
-    arguments.advantage_actors = []  # newer versions may have copies of NeMo RL's estimator there
+    arguments.advantage_actors = []  # newer versions of NeMo RL may keep copies of its estimator here
     if settings.mini_batches > 1:
         arguments.trainer_handle = MiniBatches(arguments.trainer_handle, settings.mini_batches)
     arguments.weight_synchronizer = ClosingSynchronizer(arguments.weight_synchronizer, arguments.rollout_manager)
 
 
 def _servers(arguments: Any, settings: ProrlSettings, run: str) -> Servers:
-    if settings.rollouts is Rollouts.GYM:
+    if settings.rollouts is RolloutSource.GYM:
         if "nemo_gym" not in arguments.env_handles:
-            raise CallerError("rollouts: gym needs env.should_use_nemo_gym: true", field="env.should_use_nemo_gym")
-        return started_by_gym(arguments.env_handles["nemo_gym"], settings)
-    return with_engines(already_running(settings), arguments.gen_handle.dp_openai_server_base_urls or (), run)
+            raise CallerError("must be true for rollouts: gym", field="env.should_use_nemo_gym")
+        return gym_servers(arguments.env_handles["nemo_gym"], settings)
+    return with_engines(configured_servers(settings), arguments.gen_handle.dp_openai_server_base_urls or (), run)
 
 
-def _watched(controller: Any, watchdog: Any) -> dict[str, Any]:
-    """The controller's result. Its own watchdog runs on the event loop that may hang, so it is pinged from here."""
+def _result_of(controller: Any, watchdog: Any) -> dict[str, Any]:
+    """Return the controller's result. The controller is pinged, since its own watchdog hangs with its event loop."""
     import ray
 
     running = controller.run.remote()
@@ -244,6 +243,6 @@ def _watched(controller: Any, watchdog: Any) -> dict[str, Any]:
             ray.get(controller.ping.remote(), timeout=watchdog.interval_s)
             answered = time.monotonic()
         except ray.exceptions.GetTimeoutError as error:
-            silent = time.monotonic() - answered
-            if silent > watchdog.stall_timeout_s:
-                raise InfrastructureError(f"NeMo RL's controller has not answered for {silent:.0f} s") from error
+            unanswered_s = time.monotonic() - answered
+            if unanswered_s > watchdog.stall_timeout_s:
+                raise InfrastructureError(f"NeMo RL's controller has not answered for {unanswered_s:.0f} s") from error

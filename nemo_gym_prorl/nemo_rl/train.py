@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Trains by a recipe, after a look at everything that can be known before anything heavy starts.
+"""Command that trains with a recipe, after all checks that need no Ray, engines or servers.
 
     python -m nemo_gym_prorl.nemo_rl.train --config dapo-swe-qwen3-4b data.train.data_path=rows.jsonl
 
-Everything that is wrong is told at once, with exit code 2; then Ray, engines and servers have not been started.
+The command reports all errors of a configuration at once, with exit code 2, before it starts Ray, engines or servers.
 """
 
 from __future__ import annotations
@@ -21,50 +21,57 @@ from pydantic import ValidationError
 from nemo_gym_prorl.deployment.config_files import ROOTS_VARIABLE
 from nemo_gym_prorl.deployment.venvs import running_installation, shared_folder
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.nemo_rl import upstream
-from nemo_gym_prorl.nemo_rl.checks import Finding, at, check, of_validation
-from nemo_gym_prorl.nemo_rl.configuration import ROOT_VARIABLE, checkout, names_of, read
-from nemo_gym_prorl.nemo_rl.services import already_running
+from nemo_gym_prorl.nemo_rl.checks import Finding, check, findings_of_validation, value_at
+from nemo_gym_prorl.nemo_rl.configuration import (
+    RECIPE_NAMES,
+    ROOT_VARIABLE,
+    TRAINING_NAMES,
+    check_nemo_rl,
+    checkout,
+    names_of,
+    read,
+)
+from nemo_gym_prorl.nemo_rl.services import configured_servers
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 
 
 REFUSED = 2
-"""Exit code of a configuration that was not even tried."""
+"""Exit code of a configuration that was refused."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; gives its exit code."""
+    """Run the command and return its exit code."""
     given, overrides = _parser().parse_known_args(arguments)
     try:
         _require_nemo_rl()
-        upstream.check(upstream.RECIPES)
+        check_nemo_rl(RECIPE_NAMES)
         config = read(given.config, given.variants, overrides)
     except CallerError as error:
-        return _tell([_refused(error)])
+        return _report([_refused(error)])
     complete(config)
     findings = find(config)
-    code = _tell(findings)
+    code = _report(findings)
     if code or given.check:
-        print("" if code else "Nothing stands against a start.", flush=True)
+        print("" if code else "No errors found: training can start.", flush=True)
         return code
     return _run(config)
 
 
 def find(config: Mapping[str, Any]) -> list[Finding]:
-    """Every finding there is: ours, those of NeMo RL's models, and what of ours runs elsewhere already.
+    """Return all findings: of this package's checks, of NeMo RL's models, and of requests to external servers.
 
     Args:
-        config: as it would be started.
+        config: complete configuration.
     """
     try:
         settings = settings_of(config)
     except ValidationError as error:
-        # What the others look for depends on it.
-        return [*of_validation("prorl", error)]
+        # The other checks depend on these settings.
+        return [*findings_of_validation("prorl", error)]
     try:
-        upstream.check(upstream.TRAINING)
+        check_nemo_rl(TRAINING_NAMES)
     except CallerError as error:
-        # Whatever else were found would be of a NeMo RL that is not known.
+        # Further findings about an unknown version of NeMo RL would mislead.
         return [_refused(error)]
     from nemo_rl.algorithms.single_controller_utils import MasterConfig
 
@@ -72,52 +79,52 @@ def find(config: Mapping[str, Any]) -> list[Finding]:
     try:
         validated = MasterConfig(**config)
     except ValidationError as error:
-        return [*findings, *of_validation("", error)]
-    return [*(findings or _cross_check(validated)), *_running(settings)]
+        return [*findings, *findings_of_validation("", error)]
+    return [*(findings or _cross_check(validated)), *_check_servers(settings)]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m nemo_gym_prorl.nemo_rl.train",
-        description="Train by a recipe. Settings are changed by Hydra's overrides, e.g. grpo.max_num_steps=10.",
+        description="Train with a recipe. Change settings by Hydra overrides, e.g. grpo.max_num_steps=10.",
         epilog=f"Recipes: {', '.join(names_of())}. Variants: {', '.join(names_of('variants'))}.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, metavar="RECIPE", help="a recipe's name, or a file")
+    parser.add_argument("--config", required=True, metavar="RECIPE", help="name of a recipe, or path of a file")
     parser.add_argument(
         "--with",
         dest="variants",
         action="append",
         default=[],
         metavar="VARIANT",
-        help="a variant's name, or a file whose settings go over the recipe's; may be given several times",
+        help="name of a variant, or path of a file, that overrides the recipe; may be repeated",
     )
-    parser.add_argument("--check", action="store_true", help="look whether it could start, and start nothing")
+    parser.add_argument("--check", action="store_true", help="check the configuration without starting anything")
     return parser
 
 
 def _require_nemo_rl() -> None:
-    """Refuse to go on without NeMo RL.
+    """Require an importable NeMo RL.
 
     Raises:
-        CallerError: its checkout is not named, or not importable.
+        CallerError: the environment variable names no checkout, or the checkout cannot be imported.
     """
     root = checkout()
     if root is None:
-        said = os.environ.get(ROOT_VARIABLE)
-        what = f"there is no NeMo RL in {said}" if said else "it is not set"
+        named = os.environ.get(ROOT_VARIABLE)
+        what = f"there is no NeMo RL in {named}" if named else "the environment variable is not set"
         raise CallerError(f"{what}; export the folder of the NeMo RL checkout", field=ROOT_VARIABLE)
     if importlib.util.find_spec("nemo_rl") is None:
         raise CallerError(
-            f"nemo_rl can't be imported by {sys.executable}; use the Python of NeMo RL's environment, or put "
-            f"{root} on PYTHONPATH",
+            f"{sys.executable} cannot import nemo_rl; use the Python of NeMo RL's environment, or put {root} on "
+            "PYTHONPATH",
             field=ROOT_VARIABLE,
         )
 
 
 def complete(config: dict[str, Any]) -> None:
-    """What follows from where this is installed: servers' environments, and where Gym finds our servers."""
-    gym = at(config, "env.nemo_gym")
+    """Add settings that depend on the installation: environments and folders of Gym servers."""
+    gym = value_at(config, "env.nemo_gym")
     if not isinstance(gym, dict):
         return
     if gym.get("uv_venv_dir") is None:
@@ -135,24 +142,24 @@ def _cross_check(validated: Any) -> list[Finding]:
     try:
         validate_single_controller_config(validated)
     except ValueError as error:
-        return [Finding("NeMo RL", str(error).rstrip("."), "Change what it names")]
+        return [Finding("NeMo RL", str(error).rstrip("."), "Change the setting that the message names")]
     return []
 
 
-def _running(settings: ProrlSettings) -> list[Finding]:
-    """The servers' key is there, and services that run elsewhere answer to it."""
+def _check_servers(settings: ProrlSettings) -> list[Finding]:
+    """Check that the key is set and that external servers accept it."""
     try:
-        already_running(settings)
+        configured_servers(settings)
     except RolloutError as error:
-        return [Finding(error.field or "prorl.services", error.reason, "Start it, or correct this")]
+        return [Finding(error.field or "prorl.services", error.reason, "Start the server, or correct the setting")]
     return []
 
 
 def _refused(error: CallerError) -> Finding:
-    return Finding(error.field or "--config", error.complaint.rstrip("."), "Correct it")
+    return Finding(error.field or "--config", error.complaint.rstrip("."), "Correct the setting")
 
 
-def _tell(findings: Sequence[Finding]) -> int:
+def _report(findings: Sequence[Finding]) -> int:
     for finding in findings:
         print(f"error: {finding}", file=sys.stderr)
     if findings:

@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Validation on NeMo RL's SingleController, which has none: rows that are never trained on, by the rollout services.
+"""Validation by the rollout services, since NeMo RL's SingleController has none.
 
-It begins when the engines have weights that are due, ahead of what else is in the queues, and goes on beside training.
-The next weights wait for it and until it is told, so one policy has sampled all of it, and none is lost at the end.
+A validation begins when the engines have a weight version that is due, takes precedence in the services' queues, and
+runs concurrently with training. The next weights wait until its rollouts have ended and its metrics are logged.
+Therefore one policy samples the whole validation, and no result is lost at the end of training.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """What is validated on, and when; goes to another process as a pickle.
+    """Rows and schedule of validations; pickled for another process.
 
     Attributes:
-        rows: ready to be sampled.
-        period: of weight versions that are due.
-        at_start: the first ones are, too.
-        last: weights of the end, which nobody would be told about.
+        rows: rows with sampling parameters.
+        period: weight versions between two validations.
+        at_start: whether version 0 is validated.
+        last: final weight version, which is not validated because its metrics would not be logged.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -46,14 +47,14 @@ class Validation:
     last: int
 
     def is_due(self, version: int) -> bool:
-        """Whether these weights are to be validated."""
+        """Return whether a weight version is to be validated."""
         if not version:
             return self.at_start
         return bool(self.period) and version % self.period == 0 and version < self.last
 
 
 def validation_of(config: Mapping[str, Any]) -> Validation | None:
-    """What a resolved configuration asks for in NeMo RL's own words; ``None`` if it has no rows or no occasion."""
+    """Return the validation that a resolved configuration asks for; ``None`` without rows or without a schedule."""
     grpo, generation = config["grpo"], config["policy"]["generation"]
     data = config["data"].get("validation")
     if not data or not (grpo["val_period"] or grpo.get("val_at_start")):
@@ -61,12 +62,12 @@ def validation_of(config: Mapping[str, Any]) -> Validation | None:
     lines = [line for line in Path(data["data_path"]).read_text().splitlines() if line.strip()]
     sampling = {name: generation.get(f"val_{name}", generation[name]) for name in ("temperature", "top_p")}
     sampling["max_new_tokens"] = generation["max_new_tokens"]
-    rows = [sampled_row(json.loads(line), sampling) for line in lines] * int(data.get("repeat", 1))
+    rows = [with_sampling_params(json.loads(line), sampling) for line in lines] * int(data.get("repeat", 1))
     return Validation(rows, grpo["val_period"], bool(grpo.get("val_at_start")), grpo["max_num_steps"])
 
 
-def sampled_row(row: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a data set with the sampling parameters that NeMo RL's engines insist on."""
+def with_sampling_params(row: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dataset row with the sampling parameters that NeMo RL's engines require."""
     params = dict(row["responses_create_params"])
     longest = params.get("max_output_tokens")
     own = generation["max_new_tokens"]
@@ -75,21 +76,21 @@ def sampled_row(row: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[s
     return {**row, "responses_create_params": params}
 
 
-async def validated(
+async def validate(
     version: int,
     rows: Sequence[Mapping[str, Any]],
     services: Sequence[RolloutClient],
     client: str,
     options: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Metrics of a policy, when each row has its outcome.
+    """Run one rollout of each row and return the metrics.
 
     Args:
-        version: its weights.
-        rows: one rollout of each.
-        services: clients that are not open yet.
-        client: under which they are submitted.
-        options: more for each submission.
+        version: weight version of the policy.
+        rows: validation rows.
+        services: clients of rollout services, not yet open.
+        client: client name of the submissions.
+        options: further fields of each submission.
     """
     async with AsyncExitStack() as stack:
         for service in services:
@@ -99,12 +100,12 @@ async def validated(
             service = services[place % len(services)]
             group = f"{client}:validation-{version}:{place}"
             try:
-                # Ahead of what else waits there: the next weights wait for it.
-                about = {"group": group, "client": client, "priority": 1, **options}
-                await service.submit(dict(rows[place]), id=f"{group}:0", **about)
+                # Before training rollouts in the queue, since the next weights wait for the validation.
+                fields = {"group": group, "client": client, "priority": 1, **options}
+                await service.submit(dict(rows[place]), id=f"{group}:0", **fields)
                 return await service.wait(f"{group}:0")
             except (ApiError, InfrastructureError, aiohttp.ClientError, OSError) as error:
-                LOG.warning("row %d of the validation has no reward: %s", place, error or type(error).__name__)
+                LOG.warning("validation row %d has no reward: %s", place, error or type(error).__name__)
                 return None
 
         jobs = await asyncio.gather(*map(outcome, range(len(rows))))
@@ -122,7 +123,7 @@ async def validated(
 
 
 def _reward_of(job: JobView) -> float | None:
-    """An agent's bad end is worth 0: a mean of those that came to an end would be that of the quick ones."""
+    """Return the reward of a job; 0 for an agent failure, since leaving those out would favour quick rollouts."""
     if job.failure is not None and job.failure.origin is Origin.AGENT:
         return 0.0
     return job.reward if job.state is JobState.SUCCEEDED else None

@@ -1,19 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""Extract the final answer from a policy's last message, and add the braces that its TeX omits. Pure, linear time.
+r"""Extraction of the final answer from a policy's last message. Pure, and linear in the text's length.
 
-Only the last message counts, and only if it contains no tool call and no tool call follows. Earlier messages and
-reasoning are ignored.
+All task families share these rules:
 
-The answer is the content of the last ``\boxed{...}``. Several boxes separated only by commas, "and" or "or" form one
-list. Without a box the answer is the text after the last ``Answer:`` at the start of a line, or after the last
-``answer is`` in the last lines. That text ends with the sentence. If the policy corrects itself ("no, wait, 6"), the
-text after the correction counts. The line below a heading "Final Answer" and the content of the last ``<answer>`` tag
-are answers too. For multiple choice a letter stated after the box counts, also as "option B is correct". A bare number
-elsewhere in the message is ignored.
+- Only the last message counts, and only if no tool call follows. Reasoning up to ``</think>`` is ignored.
+- The answer is the content of the last ``\boxed{...}``. Boxes with only commas, "and" or "or" between them are one
+  list.
+- Without a box, the answer follows the last ``Answer:`` at the beginning of a line, or the last ``answer is`` of the
+  last lines, up to the end of the sentence. A revision ("no, wait, 6") replaces what comes before it.
+- The line below a heading "Final Answer" and the content of the last ``<answer>`` tag are answers, too.
+- In a multiple choice, a letter that is stated after the box counts instead, also as "option B is correct".
+- A bare number elsewhere in the message is ignored.
 
-TeX allows arguments without braces; ``math-verify`` mostly requires them, so ``\frac\pi2`` becomes ``\frac{\pi}{2}``.
-``{a \over b}`` becomes a fraction, and a braced single symbol (``{g}_{k}``) loses its braces.
+The module also adds braces to TeX, because ``math-verify`` needs braces around most arguments, and TeX does not:
+``\frac\pi2`` becomes ``\frac{\pi}{2}``. ``{a \over b}`` becomes a fraction, and ``{g}_{k}`` becomes ``g_{k}``.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from typing import Any
 
 
 MAX_DEPTH = 50
-"""Groups nested deeper are copied unchanged. Readable answers nest less, and each level takes a stack frame."""
+"""Maximum nesting of groups that get braces: readable answers stay far below, and each level takes a stack frame."""
 
 OPENED_BOX = re.compile(r"\\f?boxe?d?\s*\{")
-"""Matches up to the opening brace."""
+"""Beginning of a box, with its brace."""
 
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\s+|.", re.DOTALL)
 _ALIASES = {"cfrac": "frac", "dfrac": "frac", "tfrac": "frac", "xfrac": "frac", "nicefrac": "frac", "sfrac": "frac",
@@ -38,23 +39,21 @@ _VERBATIM = re.compile(
     r"|(?:wide)?(?:vec|hat|bar|tilde)|d?dot|(?:over|under)[a-z]+|boldsymbol|bm)\*?"
 )
 _RAISED = re.compile(r"\s*(?:\{|\\(?:[a-z]*frac|[dt]?binom|sqrt|surd)(?![a-zA-Z]))")
-"""Arguments of a power or an index that may need braces; a single letter or digit never does."""
+"""Beginning of an argument of a power or an index that is more than a single letter or digit."""
 
 _INFIX = {r"\over": "frac", r"\choose": "binom"}
 _ONE_SYMBOL = re.compile(r"\s*(?:[a-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})?)\s*")
 _NOT_ONE_SIDE = re.compile(r"[=<>,;&]|\\\\|\\[lg]eq?(?![a-zA-Z])")
-"""Separators of several sides of an expression. ``\\over`` outside braces would apply to one side only."""
+"""Sign of several sides outside all braces; ``\\over`` then belongs to one of them and is not converted."""
 
 
 def with_braces(text: str) -> str:
-    """Return the text with braces around each argument of a fraction, root, binomial, power or index."""
-    return _written(text, 0)
+    """Return a text with braces around each argument of a fraction, root, binomial, power or index."""
+    return _braced(text, 0)
 
 
 def closed_from(text: str, start: int, end: int | None = None) -> str | None:
-    """Return the text from ``start`` to the matching closing brace, searching up to ``end``; ``None`` if there is
-    none.
-    """
+    """Return the text from ``start`` to the brace that closes the group, or ``None`` without one before ``end``."""
     depth = 1
     for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, len(text) if end is None else end):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -64,18 +63,18 @@ def closed_from(text: str, start: int, end: int | None = None) -> str | None:
 
 
 def argument_from(text: str, start: int) -> tuple[str, int] | None:
-    """Return the TeX argument at a position, with braces around its own arguments, and the end position."""
+    """Return the argument that TeX reads at ``start``, with braces around its own arguments, and its end."""
     return _argument(text, start, 0)
 
 
-def _written(text: str, depth: int) -> str:
+def _braced(text: str, depth: int) -> str:
     parts: list[str] = []
     at = 0
     while (found := _TOKEN.match(text, at)) is not None:
         token, at = found[0], found.end()
         name = _ALIASES.get(token[1:], token[1:]) if token[0] == "\\" else ""
         if token in _INFIX and (depth or not _NOT_ONE_SIDE.search(text)):
-            above, below = "".join(parts).strip(), _written(text[at:], depth).strip()
+            above, below = "".join(parts).strip(), _braced(text[at:], depth).strip()
             return rf"\{_INFIX[token]}{{{above}}}{{{below}}}"
         if name in _ARGUMENTS:
             made = _command(name, text, at, depth)
@@ -85,7 +84,7 @@ def _written(text: str, depth: int) -> str:
         elif token in "^_" and _RAISED.match(text, at) and (made := _argument(text, at, depth)) is not None:
             part, at = f"{token}{{{made[0]}}}", made[1]
         elif token == "{" and depth < MAX_DEPTH and (group := _group(text, at - 1)) is not None:
-            inner, at = _written(group[0], depth + 1), group[1]
+            inner, at = _braced(group[0], depth + 1), group[1]
             base = _ONE_SYMBOL.fullmatch(inner) and text[at : at + 1] in ("^", "_")
             part = inner if base else f"{{{inner}}}"
         else:
@@ -95,10 +94,10 @@ def _written(text: str, depth: int) -> str:
 
 
 def _command(name: str, text: str, at: int, depth: int) -> tuple[str, int] | None:
-    """Return a command with braced arguments and the end position; ``None`` if an argument is missing."""
+    """Return a command with its arguments in braces, and their end; ``None`` if an argument is missing."""
     written = f"\\{name}"
     if name == "sqrt" and (degree := re.compile(r"\s*\[([^][]*)\]").match(text, at)):
-        written, at = f"{written}[{_written(degree[1], depth + 1)}]", degree.end()
+        written, at = f"{written}[{_braced(degree[1], depth + 1)}]", degree.end()
     for _ in range(_ARGUMENTS[name]):
         argument = _argument(text, at, depth)
         if argument is None:
@@ -111,7 +110,7 @@ def _argument(text: str, at: int, depth: int) -> tuple[str, int] | None:
     if depth >= MAX_DEPTH:
         return None
     if (group := _group(text, at)) is not None:
-        return _written(group[0], depth + 1), group[1]
+        return _braced(group[0], depth + 1), group[1]
     found = re.compile(r"\s*(\\[a-zA-Z]+|[^\W_])").match(text, at)
     if found is None:
         return None
@@ -124,20 +123,20 @@ def _argument(text: str, at: int, depth: int) -> tuple[str, int] | None:
 
 
 def _group(text: str, at: int) -> tuple[str, int] | None:
-    """Return the content of the braces at a position, after optional spaces, and the end position."""
+    """Return the content of the braces that begin at ``at``, after spaces, and their end."""
     opened = re.compile(r"\s*\{").match(text, at)
     content = None if opened is None else closed_from(text, opened.end())
     return None if opened is None or content is None else (content, opened.end() + len(content) + 1)
 
 
 MAX_ANSWER_CHARS = 1000
-"""Longer answers are ignored; published answers are far shorter."""
+"""Maximum length of an answer; published answers are far shorter."""
 
 SEEN_CHARS = 20_000
-"""Characters at the end of a message that are searched, to bound the time."""
+"""Length of the end of a message that is searched, so that a flood of text costs bounded time."""
 
 LAST_LINES = 3
-"""Number of last non-empty lines in which "answer is" and corrections are searched."""
+"""Number of last non-empty lines in which "answer is" and its revisions are recognised."""
 
 _BOX = re.compile(
     r"\\f?boxe?d?(?![a-zA-Z])\s*(?:(?P<brace>\{)|(?P<bare>-?\d[\d.,]*(?<=\d)|[a-zA-Z](?![a-zA-Z])|\\(?=[a-z])))"
@@ -152,7 +151,7 @@ _LABELLED = re.compile(
 _HEADING = re.compile(r"(?i)^(?:[\s>#-]*(?:the\s+|my\s+)?(?:final|correct)|\s*#+)\s+answer\s*$")
 _CHOSEN = re.compile(r"(?i)\b(?:option|choice)\s+[(\[]?([A-Z])[)\]]?\s+is\s+(?:the\s+)?(?:correct|right)\b")
 _DISPLAY = re.compile(r"\s*(?:\$\$|\\\[|\\\])?\s*")
-"""Blank lines and lines with only a display-math delimiter."""
+"""Empty line, or line with only a delimiter of displayed mathematics."""
 
 _EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])|(?<!\w)__|__(?!\w)|`")
 _SENTENCE = re.compile(r"(?<!\b[SDM][trs])\.\s+(?![A-Z](?:[.),]|$))(?=[A-Z$\\(\"'*\[]).*$")
@@ -176,13 +175,13 @@ _CLOSING = re.compile(rf"(?i)(?<=\S)(?:\s*\\text\s*\{{\s*{_WHAT}\}}|\s+{_WHAT}(?
 _LETTER = re.compile(r"\s*(?:(?:option|choice)\s+)?[$(\[]*([A-Z])[$)\].:]*(?:\s.*)?")
 
 
-def final_answer(message: str, letters: str = "") -> str | None:
-    """Return the answer in a message as written; ``None`` if there is none.
+def extract_final_answer(message: str, letters: str = "") -> str | None:
+    """Return the final answer of a message as written, or ``None`` if there is none.
 
     Args:
-        message: the policy's last message.
-        letters: option letters of a multiple-choice question. A letter stated after the last box then takes precedence
-            over the box.
+        message: last message of the policy.
+        letters: letters of the options in a multiple choice; a letter stated after the last box then overrides the
+            box.
     """
     message = message[-SEEN_CHARS:]
     boxes = list(_BOX.finditer(message))[-MAX_ANSWER_CHARS:]
@@ -197,7 +196,7 @@ def final_answer(message: str, letters: str = "") -> str | None:
 
 
 def without_lead_in(answer: str) -> str:
-    """Return an answer without a leading "The correct answer is" or trailing "is the correct answer"."""
+    """Return an answer without "The correct answer is" before it and "is the correct answer" after it."""
     text = _LEAD_IN.sub(lambda found: found["kept"] or "", answer, count=1)
     return _CLOSING.sub(lambda found: found["kept"] or "", text)
 
@@ -230,7 +229,7 @@ def _stated(message: str, letters: str) -> str | None:
             below = lines[place + 1 :] if near_end else lines[place + 1 : place + 2]
             said = found["said"].strip(" :$") and found["said"]
             said = _last_said("\n".join([said, *(below if near_end else [])] if said else below))
-            # In multiple choice, "B. Smith" is the letter B and a sentence, never a name.
+            # A letter of a multiple choice may be followed by a sentence, but is not the initial of a name.
             is_name = not letters and _NAME_WITH_INITIALS.fullmatch(said)
             return (said if is_name else _SENTENCE.sub("", said).strip()) or None
         if _HEADING.search(line):
@@ -242,7 +241,7 @@ def _stated(message: str, letters: str) -> str | None:
 
 
 def _tagged(message: str) -> str | None:
-    """Return the content of the last closed ``<answer>`` tag; ``None`` if missing or empty."""
+    """Return the content of the last closed ``<answer>`` tag; ``None`` without a tag or content."""
     before, closed, _ = message.rpartition("</answer>")
     _, opened, content = before.rpartition("<answer>")
     if not (closed and opened) or len(content) > MAX_ANSWER_CHARS:
@@ -251,22 +250,22 @@ def _tagged(message: str) -> str | None:
 
 
 def _last_said(said: str) -> str:
-    """Return the first line, or the first line after the last self-correction."""
+    """Return the first line of a statement, after its last revision."""
     if revisions := list(_REVISION.finditer(said)):
         said = _IT_IS.sub("", said[revisions[-1].end() :])
     return said.strip().partition("\n")[0].strip()
 
 
-_TOOLS = ("function_call", "function_call_output")
+_TOOL_ITEMS = ("function_call", "function_call_output")
 
 
-def final_message(response: Mapping[str, Any]) -> str:
-    """Return the text of a Responses object's last message after its last tool call; empty if there is none."""
+def last_message_text(response: Mapping[str, Any]) -> str:
+    """Return the text of the last message of a Responses object; empty if a tool call follows or there is none."""
     text = ""
     for item in response.get("output") or ():
         if not isinstance(item, Mapping):
             continue
-        if item.get("type") in _TOOLS:
+        if item.get("type") in _TOOL_ITEMS:
             text = ""
         elif item.get("type") == "message" and item.get("role", "assistant") == "assistant":
             text = _text_of(item.get("content"))

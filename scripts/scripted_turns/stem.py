@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from nemo_gym_prorl.cli.scripted.turns import Script, Turn, call, script_of, turn
-from nemo_gym_prorl.tasks.stem.problems import Problem
+from nemo_gym_prorl.tasks.stem.problems import StemProblem
 
 
-def script_for(problem: Problem, variant: str) -> Script:
+def script_for(problem: StemProblem, variant: str) -> Script:
     """Return the script of a variant.
 
     Raises:
@@ -19,7 +19,7 @@ def script_for(problem: Problem, variant: str) -> Script:
     return script_of(VARIANTS, problem, variant)
 
 
-def _oracle(problem: Problem) -> list[Turn]:
+def _oracle(problem: StemProblem) -> list[Turn]:
     """Search, use a Python variable in a second call, and answer."""
     return [
         turn("I look it up.", call("search", query=problem.question[:100])),
@@ -29,13 +29,13 @@ def _oracle(problem: Problem) -> list[Turn]:
     ]
 
 
-def _null(problem: Problem) -> list[Turn]:
+def _null(problem: StemProblem) -> list[Turn]:
     return [turn("I do not know.")]
 
 
-def _guess(problem: Problem) -> list[Turn]:
+def _guess(problem: StemProblem) -> list[Turn]:
     return [turn("Without looking anything up: \\boxed{0.123}")]
 
 
-VARIANTS: Mapping[str, Callable[[Problem], list[Turn]]] = {"oracle": _oracle, "null": _null, "guess": _guess}
+VARIANTS: Mapping[str, Callable[[StemProblem], list[Turn]]] = {"oracle": _oracle, "null": _null, "guess": _guess}
 """Turns by variant; only ``oracle`` may earn a reward."""

@@ -21,7 +21,7 @@ from nemo_gym_prorl.agent.gym_environments import ServiceConfig
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
-from nemo_gym_prorl.dapo.outcome import inherited, usage_of
+from nemo_gym_prorl.dapo.scoring import inherited_turns, usage_of
 from nemo_gym_prorl.http.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
@@ -207,7 +207,7 @@ async def test_siblings_share_what_was_and_nothing_of_what_comes(stage: Stage) -
         assert [step["items"] for step in jobs[0]["steps"][:10]] == [step["items"] for step in parent["steps"][:10]]
         # A trainer is told whose turns they are, and takes the others' tokens.
         packed = [await service.packed(job["id"]) for job in [parent, *jobs]]
-        assert [inherited(job) for job in packed] == [0] + [10] * 8
+        assert [inherited_turns(job) for job in packed] == [0] + [10] * 8
         assert all(job.tokens and packed[0].tokens and job.tokens[:10] == packed[0].tokens[:10] for job in packed)
         whole = usage_of(packed[0]).length
         assert all(0 < usage_of(job).length < whole / 2 for job in packed[1:]), "what it took over is not counted"

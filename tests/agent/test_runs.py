@@ -21,10 +21,10 @@ from nemo_gym_prorl.agent.gym_http import Address, GymServer, HttpClient
 from nemo_gym_prorl.dapo.contract import SamplerConfig
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl import collector as collecting
-from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
-from nemo_gym_prorl.nemo_rl.groups import Group
+from nemo_gym_prorl.nemo_rl.collector import CollectionPlan, Collector
+from nemo_gym_prorl.nemo_rl.groups import TrainingGroup
 from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
-from nemo_gym_prorl.nemo_rl.settings import Shaping
+from nemo_gym_prorl.nemo_rl.settings import RewardShaping
 from nemo_gym_prorl.rollout.job import Job, JobState
 from tests.agent.crowd import TURNS, Crowd, Engine, crowd, in_thread, model_server, row
 from tests.policy.model_process import Server, started
@@ -74,8 +74,8 @@ class Trainer:
         self.servers = with_engines(Servers((at.url,), tuple(model.url for model in at.models)), [url], name)
         config = SamplerConfig(GROUPS, SIZE, 40, max_staleness=1)
         rows = [row(name) | {"number": number} for number in range(200)]
-        self.collector = Collector(Plan(rows, config, self.servers, Shaping(), client=name))
-        self.groups: list[Group] = []
+        self.collector = Collector(CollectionPlan(rows, config, self.servers, RewardShaping(), client=name))
+        self.groups: list[TrainingGroup] = []
 
     async def batch(self, version: int) -> None:
         """The engine has these weights: announce them, and train on a batch."""

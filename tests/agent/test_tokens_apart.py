@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.dapo.outcome import usage_of
+from nemo_gym_prorl.dapo.scoring import usage_of
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.rows import Turn, is_masked, masked, unmasked
 from nemo_gym_prorl.rollout.schemas import TokenForm

@@ -31,16 +31,16 @@ from tests.rollout.handlers import Bench
 
 
 READ_S = 180.0
-"""What :data:`.client._TIMEOUT` allows an answer."""
+"""Seconds that :data:`.client._TIMEOUT` allows a response."""
 LATENCY_S = 0.001
 
 
 class Machine:
-    """A rollout service at one address.
+    """Rollout service at one address.
 
     Attributes:
-        late_s: how much longer each answer takes.
-        answers: the path's beginning and the status that a proxy answers there; ``None`` if the service does.
+        late_s: delay of each response in seconds.
+        answers: path prefix and status of a proxy that answers instead of the service; ``None`` without a proxy.
     """
 
     def __init__(self, name: str, settings: PipelineSettings = SETTINGS) -> None:
@@ -52,7 +52,7 @@ class Machine:
         self.begin()
 
     def begin(self) -> None:
-        """A new life, which remembers nothing."""
+        """Restart without memory of rollouts."""
         self.handler = Scorer()
         self.pipeline: Pipeline = Bench(self._settings, self.handler).pipeline()
         self._app = FastAPI()
@@ -61,13 +61,13 @@ class Machine:
         self.up, self._broken = True, asyncio.Event()
 
     async def die(self) -> None:
-        """Forget everything."""
+        """Break connections and forget all rollouts."""
         self.up = False
         self._broken.set()
         await self.pipeline.close()
 
     async def fail(self, how: str, seconds: float | None) -> None:
-        """Fail as ``how`` says, and come back after ``seconds``, if ever."""
+        """Fail as ``how`` says, and recover after ``seconds``, or never."""
         match how:
             case "dies":
                 await self.die()
@@ -86,7 +86,7 @@ class Machine:
             self.begin()
 
     async def request(self, method: str, path: str, query: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and content of an answer."""
+        """Return status, headers and content of a response."""
         if not self.up:
             raise aiohttp.ServerDisconnectedError
         async with asyncio.timeout(READ_S):
@@ -102,7 +102,7 @@ class Machine:
                     task.cancel()
 
     async def events(self) -> AsyncIterator[Transition]:
-        """Of the service's rollouts, until the connection breaks."""
+        """Yield transitions of rollouts until the connection breaks."""
         if not self.up:
             raise aiohttp.ServerDisconnectedError
         seen = self.pipeline.store.events(None)
@@ -153,7 +153,7 @@ class Machine:
 
 
 class Line(RolloutClient):
-    """A client whose connections are calls."""
+    """Client whose connections are calls."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine.url)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the sampler trains on is what the policy samples, and what it says of that, held against the truth."""
+"""Bias of the trained rollouts, and its estimate, compared with the true distribution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_is_trained_on_is_what_is_sampled(world: dict[str, float], stalenes
     ours = sampler(of, staleness, prompts=8)
     run = drive(of, 40, ours)
     assert max(run.lags) <= staleness
-    # With 0 what was cut off is sampled again, and two samples of 200 groups differ by more than what is to be shown.
+    # With staleness 0 groups are resampled, and two samples of 200 groups differ by more than 3 %.
     near = 0.03 if staleness else 0.1
     assert run.bias(of) == (pytest.approx(1, abs=near), pytest.approx(1, abs=near))
     estimate = ours.length_bias
@@ -44,7 +44,7 @@ def test_where_nothing_is_cut_off_the_bias_is_known(tries: list[tuple[float, flo
         meter.opened(number, 2)
         for place in (0, 1):
             meter.ended(number, place, *tries[number + place])
-            meter.ended(number, place, 10**6, 1.0)  # another try says nothing
+            meter.ended(number, place, 10**6, 1.0)  # only the first try counts
     trained = [number for number in varying if number in short]
     for number in trained:
         meter.emitted(number, tries[number : number + 2])
@@ -65,7 +65,7 @@ def test_where_nothing_is_cut_off_the_bias_is_known(tries: list[tuple[float, flo
 
 @pytest.mark.parametrize(("right", "wrong"), [(1.0, 0.0), (-0.5, -1.0)])
 def test_accuracies_of_which_there_is_no_ratio_have_no_bias(right: float, wrong: float) -> None:
-    """All that was right is masked, or what groups are filtered on is a penalty."""
+    """All correct rollouts are masked, or the accuracy is a penalty."""
     meter = BiasMeter(0.1, "run")
     meter.opened(0, 2)
     meter.ended(0, 0, 10.0, right)

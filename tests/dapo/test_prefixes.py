@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which groups begin again where, and when that is given up; the sampler's part with what it decides."""
+"""Prefix sampling: choice of sources, bisection, and the sampler's decisions about prefix groups."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig, Submission
-from nemo_gym_prorl.dapo.group import Group, Member, Usage
-from nemo_gym_prorl.dapo.prefixes import Kept, Prefixes
+from nemo_gym_prorl.dapo.group import CheckpointRef, Group, Member, Usage
+from nemo_gym_prorl.dapo.prefixes import PrefixSampling
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 
 
 def group(*ended: tuple[str, float], key: str = "p", turns: Sequence[int] = (1, 2, 3)) -> Group:
-    """A complete one, of rollouts with their accuracies."""
+    """Return a complete group of rollouts with these accuracies."""
     members = [
-        Member(place, rollout=rollout, reward=accuracy, accuracy=accuracy, kept=Kept("node", turns))
+        Member(place, rollout=rollout, reward=accuracy, accuracy=accuracy, checkpoints=CheckpointRef("node", turns))
         for place, (rollout, accuracy) in enumerate(ended)
     ]
     return Group(0, 0, key, members)
@@ -36,14 +36,14 @@ def group(*ended: tuple[str, float], key: str = "p", turns: Sequence[int] = (1, 
 def test_the_turn_from_which_both_come_about_is_found(
     turns: list[int], ends: list[int], failed: bool, tries: int
 ) -> None:
-    """Before the first place all end as the first tries did, from the second on as the helper did."""
+    """Below the first index all end as the first tries did, from the second on as the source did."""
     early, late = ends
     ours, its = (0.0, 1.0) if failed else (1.0, 0.0)
-    prefixes = Prefixes(tries)
-    assert prefixes.after(group(("it", its), ("like us", ours), turns=turns)) is None
+    prefixes = PrefixSampling(tries)
+    assert prefixes.next_search(group(("it", its), ("like us", ours), turns=turns)) is None
     asked: list[int] = []
     at_prefix = group(("a", ours), ("b", ours))
-    while (search := prefixes.after(at_prefix)) is not None:
+    while (search := prefixes.next_search(at_prefix)) is not None:
         assert search.prefix.rollout == "it"
         asked.append(search.prefix.turn)
         place = turns.index(asked[-1])
@@ -64,31 +64,31 @@ def test_the_turn_from_which_both_come_about_is_found(
 
 
 def test_who_helps_ended_otherwise_and_is_the_newest_of_those_that_did_so_most() -> None:
-    prefixes = Prefixes(1)
+    prefixes = PrefixSampling(1)
 
     def helper(accuracy: float, key: str = "p") -> str | None:
-        search = prefixes.after(group(("x", accuracy), ("y", accuracy), key=key, turns=()))
-        return search and search.helper.rollout
+        search = prefixes.next_search(group(("x", accuracy), ("y", accuracy), key=key, turns=()))
+        return search and search.source.rollout
 
     assert helper(0.0) is None
-    prefixes.after(group(("a", 0.0), ("b", 1.0), ("c", 0.5)))
-    prefixes.after(group(("keeps nothing", 1.0), ("at all", 0.0), turns=()))
-    prefixes.after(group(("d", 1.0), ("e", 0.5)))
-    prefixes.after(group(("f", 1.0), ("g", 1.0), key="q"))
+    prefixes.next_search(group(("a", 0.0), ("b", 1.0), ("c", 0.5)))
+    prefixes.next_search(group(("keeps nothing", 1.0), ("at all", 0.0), turns=()))
+    prefixes.next_search(group(("d", 1.0), ("e", 0.5)))
+    prefixes.next_search(group(("f", 1.0), ("g", 1.0), key="q"))
     assert [helper(0.0), helper(0.4), helper(1.0)] == ["d", "d", "a"]
     assert helper(1.0, "q") is None, "all are alike"
-    found = prefixes.after(group(("x", 0.0), ("y", 0.0), turns=()))
+    found = prefixes.next_search(group(("x", 0.0), ("y", 0.0), turns=()))
     assert found is not None
     prefixes.refused("p", found)
     assert helper(0.0) is None
     assert helper(1.0) == "a", "who failed is still kept"
 
 
-KEPT = Kept("node", (1, 2, 3))
+CHECKPOINTS = CheckpointRef("node", (1, 2, 3))
 
 
 class Service:
-    """Does what the sampler says, with two rollouts a group of one prompt."""
+    """Driver of a sampler with one prompt and groups of two rollouts."""
 
     def __init__(
         self,
@@ -109,15 +109,15 @@ class Service:
         self.decision = self.sampler.decide()
 
     def end(self, *rewards: float, masked: bool = False) -> list[Submission]:
-        """What is to be submitted, when those before have these rewards."""
+        """Score the last submissions, and return the next ones."""
         for submission, reward in zip(self.decision.submit, rewards, strict=True):
-            self.sampler.scored(submission.rollout, reward, Usage(1.0, 9.0), kept=KEPT, masked=masked)
+            self.sampler.scored(submission.rollout, reward, Usage(1.0, 9.0), checkpoints=CHECKPOINTS, masked=masked)
         self.decision: Decision = self.sampler.decide()
         return self.decision.submit
 
 
 def begun(submissions: list[Submission]) -> list[tuple[int, str, int] | int]:
-    """Prompts' numbers, with the prefixes."""
+    """Return prompt numbers, with prefixes where there are some."""
     return [(it.prompt, it.prefix.rollout, it.prefix.turn) if it.prefix else it.prompt for it in submissions]
 
 
@@ -131,7 +131,7 @@ def test_failed_groups_are_followed_by_a_head_start_and_solved_ones_by_a_handica
     [batch] = service.decision.batches
     assert [scored.rollout for scored in batch.groups[3]] == ["dapo:3:0:0", "dapo:3:1:0"]
     assert batch.prompts == {3: 1}
-    # First tries are remembered, and forks never.
+    # Only first tries are sources, never forks.
     assert begun(service.end(1, 1)) == [(2, "dapo:1:1:0", 2)] * 2
     assert begun(service.end(1, 1)) == [(2, "dapo:1:1:0", 3)] * 2
     assert begun(service.end(1, 1)) == [3, 3], "it is given up"
@@ -139,33 +139,20 @@ def test_failed_groups_are_followed_by_a_head_start_and_solved_ones_by_a_handica
     assert service.sampler.dropped == {"no_variance": 5}
 
 
-def test_the_curriculum_hears_of_first_tries_only() -> None:
-    service = Service(2, SkipSolved(2))
-    service.end(0, 1)
-    service.end(1, 1)  # solved once
-    assert [it.prefix is not None for it in service.end(1, 1)] == [True, True], "solved from a handicap"
-    service.end(0, 1)
-    assert service.sampler._curriculum is not None
-    assert not service.sampler._curriculum.skips("0")
-    service.end(1, 1)
-    service.end(0, 1)
-    assert service.sampler._curriculum.skips("0"), "solved twice"
-
-
 @pytest.mark.parametrize("ends", [(), (0, 1), (1, 1)], ids=["it runs", "it varies", "it was too late"])
 def test_a_group_that_is_too_old_begins_again_where_it_began(ends: tuple[int, ...]) -> None:
-    """It, and the one that it came after, which nothing follows for a second time."""
+    """A stale prefix group starts again, and so does the group before it, which gets no second prefix group."""
     service = Service(2, staleness=0, groups=2, in_flight=6)
     sampler, first = service.sampler, service.decision.submit
     assert [number_of(it) for it in first] == [0, 0, 1, 1, 2, 2]
     for it, reward in zip(first[:2] + first[4:], (0, 1, 0, 0), strict=True):
-        sampler.scored(it.rollout, reward, kept=KEPT)
+        sampler.scored(it.rollout, reward, checkpoints=CHECKPOINTS)
     at_prefix = [it for it in sampler.decide().submit if it.prefix]
     assert begun(at_prefix) == [(2, "dapo:0:1:0", 2)] * 2
     for it, reward in zip(at_prefix if ends else [], ends, strict=True):
-        sampler.scored(it.rollout, reward, kept=KEPT)
+        sampler.scored(it.rollout, reward, checkpoints=CHECKPOINTS)
     for it, reward in zip(first[2:4], (0, 1), strict=True):
-        sampler.scored(it.rollout, reward, kept=KEPT)
+        sampler.scored(it.rollout, reward, checkpoints=CHECKPOINTS)
     decision = sampler.decide()
     assert [[*batch.groups] for batch in decision.batches] == [[0, 1]]
     for rollout in decision.cancel:
@@ -180,32 +167,12 @@ def test_a_group_that_is_too_old_begins_again_where_it_began(ends: tuple[int, ..
     unlucky = [it for it in again if it.prompt == 2 and it.prefix is None]
     assert len(unlucky) == 2
     for it in unlucky:
-        sampler.scored(it.rollout, 0, kept=KEPT)
+        sampler.scored(it.rollout, 0, checkpoints=CHECKPOINTS)
     assert sampler.prefixes.counts["begun"] == before
 
 
 def number_of(submission: Submission) -> int:
     return int(submission.rollout.split(":")[1])
-
-
-def test_a_search_goes_on_where_the_prompts_have_ended() -> None:
-    service = Service(1, staleness=0, in_flight=6, epochs=3)
-    sampler = service.sampler
-    service.decision.submit = service.decision.submit[:2]
-    service.end(0, 1)
-    for rollout in service.decision.cancel:
-        sampler.cancelled(rollout)
-    sampler.weights(1)
-    service.decision = sampler.decide()
-    assert begun(service.decision.submit) == [1, 1, 2, 2]
-    assert service.end(0, 0, 0, 1) == []
-    assert [[*batch.groups] for batch in service.decision.batches] == [[2]]
-    assert not sampler.finished
-    sampler.weights(2)
-    service.decision = sampler.decide()
-    assert begun(service.decision.submit) == [(1, "dapo:0:1:0", 2)] * 2
-    service.end(0, 1)
-    assert sampler.finished
 
 
 def test_a_group_that_varies_but_teaches_nothing_is_followed_by_none() -> None:

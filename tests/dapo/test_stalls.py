@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer never waits for ever: in virtual time, whatever becomes of its services, and whenever."""
+"""No trainer waits forever, whatever its services do; in virtual time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOW = ("dies", "freezes", "drains", *PROXY)
 BATCHES = 4
 
 type Fault = tuple[float, str, float | None]
-"""When a machine fails, how, and for how many seconds."""
+"""Time of a failure, its kind, and its duration in seconds."""
 
 faults = st.tuples(
     st.floats(0.0, 60.0), st.sampled_from(HOW), st.none() | st.sampled_from([0.01, 1.0, 20.0, 130.0, 400.0])
@@ -42,7 +42,7 @@ faults = st.tuples(
 
 
 async def train(machines: list[Machine], schedule: list[tuple[int, Fault]], staleness: int, **fields: Any) -> int:
-    """Batches until the training ends; no wait is longer than its bound.
+    """Train, check the bounds of all waits, and return the number of batches.
 
     Raises:
         StalledError: as the runner.
@@ -76,8 +76,8 @@ async def train(machines: list[Machine], schedule: list[tuple[int, Fault]], stal
 
 
 @given(st.lists(faults, max_size=3), st.integers(0, 2))
-@example([(0.0, "/v1/rollouts 429", None)], 1)  # as a queue that others keep full
-@example([(0.0, "dies", None)], 0)  # it was never there
+@example([(0.0, "/v1/rollouts 429", None)], 1)  # a queue that other clients keep full
+@example([(0.0, "dies", None)], 0)  # never up
 @example([(0.2, "freezes", None)], 0)
 @settings(max_examples=100 if LONG else 6)
 def test_a_service_that_works_is_enough(schedule: list[Fault], staleness: int) -> None:
@@ -105,15 +105,13 @@ def test_a_training_goes_on_or_says_why_not(schedule: list[tuple[int, Fault]], s
         (2.0, "dies", "Server disconnected"),
         (2.0, "freezes", "TimeoutError|no answer"),
         (2.0, "drains", "takes no new rollouts|it drains"),
-        (2.0, "/ 502", "HTTP 502"),
         (0.0, "/status 503", "it has not said how large it is"),
-        (2.0, "/v1/rollouts 503", "HTTP 503"),
-        (2.0, "/v1/rollouts 429", ""),  # as a full queue answers
+        (2.0, "/v1/rollouts 429", ""),  # a full queue
     ],
 )
 def test_what_never_comes_back_is_a_stall_with_its_reason(at: float, how: str, why: str) -> None:
     async def play() -> None:
-        with pytest.raises(StalledError, match=f"no rollout has moved for .*http://a:1.*({why})"):
+        with pytest.raises(StalledError, match=f"no rollout has changed its state for .*http://a:1.*({why})"):
             await train([Machine("a", SETTINGS)], [(0, (at, how, None))], 1)
         assert asyncio.get_running_loop().time() <= 2 * STALL_S + 2 * RUN_S
 

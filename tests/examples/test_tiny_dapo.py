@@ -86,26 +86,6 @@ async def test_a_sandbox_says_what_the_demonstrations_say(base_url: str) -> None
         assert (verdict["reward"], verdict["verdict"]) == (0.0, "wrong")
 
 
-@pytest.mark.sandbox
-async def test_a_row_without_a_riddle_is_refused_by_its_field(base_url: str) -> None:
-    async with Client(base_url) as client:
-        for riddle in (None, {}, {"kind": "joke", "name": "a1", "other": "b2", "code": "c"}):
-            row = draw_riddles(1, "test")[0].row() | {"riddle": riddle}
-            status, problem, _ = await client.post("/seed_session", row)
-            assert status == 422, problem
-            assert problem["errors"][0]["field"] == "riddle"
-
-
-@given(seed=st.integers(0, 10**9))
-@settings(max_examples=50)
-def test_a_careful_demonstrator_is_right_and_a_careless_one_now_and_then(seed: int) -> None:
-    rng = random.Random(seed)
-    riddle = Riddle.draw(rng)
-    assert demonstrate(riddle, rng, NEVER).turns[-1] == (riddle.code, "")
-    ends = {demonstrate(riddle, rng, HALF).turns[-1][0] == riddle.code for _ in range(60)}
-    assert ends == ({True} if riddle.kind == "read" else {True, False})
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Path]:
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -159,25 +139,6 @@ def test_a_rollout_is_learnt_from_as_it_was_sampled() -> None:
     turns[2]["prompt_token_ids"] = [1, 2, 9, 4, 5]
     with pytest.raises(ValueError, match="do not continue"):
         sample_of(take_tokens({"output": turns}), 0.5)
-
-
-def test_what_is_sampled_beside_longer_ones_has_the_log_probs_of_training(made: tuple[Tokenizer, Path]) -> None:
-    torch = pytest.importorskip("torch", reason="the extra 'tiny' is not installed")
-    from examples.tiny_dapo.engine import Engine, Sequence
-    from examples.tiny_dapo.policy import TinyModel, log_probs_of
-
-    torch.manual_seed(0)
-    model = TinyModel(made[0].get_vocab_size(), width=32, heads=2, layers=2)
-    engine = Engine(model, made[0])
-    sequences = [Sequence(torch.randint(0, 50, (length,)).tolist(), 9) for length in (12, 7, 9)]
-    for _ in range(5):
-        for sequence, (token, log_prob) in zip(sequences, engine._sample(sequences), strict=True):
-            sequence.ids.append(token)
-            sequence.log_probs.append(log_prob)
-    for one in sequences:
-        with torch.no_grad():
-            mine = log_probs_of(model, torch.tensor([[*one.prompt, *one.ids]]))[0, -len(one.ids) :]
-        assert torch.allclose(mine, torch.tensor(one.log_probs), atol=1e-5)
 
 
 def test_the_loss_prefers_what_had_the_advantage_and_stops_at_the_clip() -> None:

@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo RL's real actor, if there is a checkout of NeMo RL and an environment that can import it.
+"""NeMo RL's real actor, if ``NRL_ROOT`` names a checkout that the tests' interpreter can import.
 
-NeMo RL is no package that could be installed: ``NRL_ROOT`` names a checkout, and the interpreter that runs the tests
-has what ``docs/nemo_rl.md`` lists.
+NeMo RL cannot be installed as a package; ``docs/nemo_rl.md`` lists what the interpreter needs.
 """
 
 import functools
@@ -36,7 +35,7 @@ VENVS = "/opt/prorl/venvs"
 
 
 def documented(language: str) -> list[str]:
-    """The snippets of ``docs/nemo_rl.md``."""
+    """Return the snippets of ``docs/nemo_rl.md`` in a language."""
     text = (REPOSITORY / "docs/nemo_rl.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
@@ -52,7 +51,7 @@ def _reason_to_skip() -> str | None:
 
 @pytest.fixture(scope="session")
 def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """NeMo RL can be imported and Ray runs on loopback; gives the driver's working directory."""
+    """Make NeMo RL importable and start Ray on loopback; give the driver's working directory."""
     reason = _reason_to_skip()
     if reason:
         pytest.skip(reason)
@@ -77,7 +76,7 @@ def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             num_cpus=4,
             include_dashboard=False,
             object_store_memory=80 * 1024 * 1024,
-            # Stands in for the address of a node: another one than that on which servers listen by themselves.
+            # Address of a node, which differs from the default address of servers.
             _node_ip_address=NODE_ADDRESS,
             _temp_dir=str(sockets),
         )
@@ -90,7 +89,7 @@ def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def engine(nemo_rl: Path) -> Iterator["Engine"]:
-    """The engine behind the session's servers, with the parser that a recipe names."""
+    """Engine behind the session's servers, with the parser of a recipe."""
     from tests.nemo_rl.engine import Engine
 
     vllm = OmegaConf.load(RECIPES / "models/qwen3-4b.yaml").policy.generation.vllm_cfg
@@ -100,7 +99,7 @@ def engine(nemo_rl: Path) -> Iterator["Engine"]:
 
 @pytest.fixture(scope="session")
 def engine_url(engine: "Engine") -> Iterator[str]:
-    """Where that engine is."""
+    """Base URL of the engine."""
     from tests.nemo_rl.engine import serving
 
     with serving(engine) as base_url:
@@ -108,7 +107,7 @@ def engine_url(engine: "Engine") -> Iterator[str]:
 
 
 def documented_trainer(folder: Path, engine_url: str, environments: str) -> "Trainer":
-    """What ``docs/nemo_rl.md`` configures, and a counting environment; servers' environments are in a folder of it."""
+    """Start what ``docs/nemo_rl.md`` configures, and a counting environment."""
     from tests.nemo_rl.trainer import Trainer
 
     venvs = str(folder / environments)
@@ -121,7 +120,7 @@ def documented_trainer(folder: Path, engine_url: str, environments: str) -> "Tra
 
 @pytest.fixture(scope="session")
 def trainer(nemo_rl: Path, engine_url: str, state: Path) -> Iterator["Trainer"]:
-    """An actor with what ``docs/nemo_rl.md`` configures, a counting environment besides, and a key for one agent."""
+    """Actor with the servers of ``docs/nemo_rl.md``, a counting environment, and a key for one agent."""
     trainer = documented_trainer(nemo_rl, engine_url, "venvs")
     try:
         yield trainer

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What NeMo RL's controller is made of, where there is no GPU: all of it is NeMo RL's own but four stand-ins.
+"""Arguments of NeMo RL's controller without a GPU: NeMo RL's own parts, and four stand-ins.
 
-The policy is a small model on the CPU behind the trainer's interface, which writes down what it was given; weights are
-synchronised by doing nothing; the engine is :mod:`tests.nemo_rl.engine`; the data plane is NeMo RL's own in memory.
+The policy is a small model on the CPU behind the trainer's interface, which records its input. Weight synchronization
+does nothing. The engine is :mod:`tests.nemo_rl.engine`, and the data plane NeMo RL's own in memory.
 """
 
 import json
@@ -39,7 +39,7 @@ from tokenizers.models import WordLevel
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
-from nemo_gym_prorl.nemo_rl.sampler import configured
+from nemo_gym_prorl.nemo_rl.plugins import sampler_block
 from nemo_gym_prorl.nemo_rl.settings import settings_of
 from nemo_gym_prorl.nemo_rl.single_controller import train
 from nemo_gym_prorl.nemo_rl.validation import validation_of
@@ -62,7 +62,7 @@ FIELDS = [
 
 
 class Policy:
-    """Two layers that know the token before; in place of NeMo RL's ``TQPolicy``."""
+    """Model of two layers that sees one token, in place of NeMo RL's ``TQPolicy``."""
 
     def __init__(self, data_plane: Any, folder: Path, router_replay: bool = False) -> None:
         self.data_plane = data_plane
@@ -129,7 +129,7 @@ class Policy:
     def save_checkpoint(self, *, weights_path: str, **_: Any) -> None:
         Path(weights_path).parent.mkdir(parents=True, exist_ok=True)
         torch.save(self.model.state_dict(), weights_path)
-        time.sleep(2)  # weights take their time, in which the next batch gets ready
+        time.sleep(2)  # time in which the next batch becomes complete
 
     def finalize_async_save(self) -> None:
         pass
@@ -154,7 +154,7 @@ class Policy:
 
 @dataclass
 class Generation:
-    """What the controller knows of its engines."""
+    """Generation interface of the controller."""
 
     dp_openai_server_base_urls: list[str]
     requires_kv_scale_sync: bool = False
@@ -168,7 +168,7 @@ class Generation:
 
 
 class Synchronizer:
-    """The weights are where they should be."""
+    """Weight synchronizer that does nothing."""
 
     def sync_weights(self, *, timer: Any = None, kv_scales: Any = None) -> None:
         pass
@@ -179,7 +179,7 @@ class Synchronizer:
 
 @dataclass
 class Lent:
-    """An environment actor that goes on to live when it is told to end."""
+    """Environment actor that survives its shutdown."""
 
     actor: Any
     told_to_end: bool = False
@@ -203,7 +203,7 @@ class Lent:
 
 @dataclass
 class Shards:
-    """Gym actors as newer versions of NeMo RL have them, by the members that those have; none ends."""
+    """Several Gym actors, with the interface of newer versions of NeMo RL; all survive their shutdown."""
 
     all_handles: list[Any]
     told_to_end: bool = False
@@ -213,7 +213,7 @@ class Shards:
 
 
 def configuration(rows: Sequence[Mapping[str, Any]], folder: Path, **overrides: Any) -> dict[str, Any]:
-    """NeMo RL's own example for its controller, made small; ``overrides`` are dotted, ``__`` for the dots."""
+    """Return NeMo RL's own example for its controller, made small; ``__`` in ``overrides`` stands for a dot."""
     data = folder / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     register_omegaconf_resolvers()
@@ -243,7 +243,7 @@ def configuration(rows: Sequence[Mapping[str, Any]], folder: Path, **overrides: 
         "prorl": {},
     }
     given |= {key.replace("__", "."): value for key, value in overrides.items()}
-    given["prorl"] = {"filter_on": "reward", **given["prorl"]}  # tenths, where rows count
+    given["prorl"] = {"filter_on": "reward", **given["prorl"]}  # rewards of the counting environment are tenths
     for name, value in given.items():
         OmegaConf.update(config, name, value, merge=False)
     resolved = OmegaConf.to_container(config, resolve=True)
@@ -253,11 +253,11 @@ def configuration(rows: Sequence[Mapping[str, Any]], folder: Path, **overrides: 
 
 @dataclass
 class Trained:
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
-        result: what the controller says.
-        steps: the groups that the policy was given in each.
+        result: result of the controller.
+        steps: groups that the policy got in each step.
     """
 
     result: dict[str, Any]
@@ -266,15 +266,15 @@ class Trained:
 
 @dataclass
 class TrainedGroup:
-    """A group as the policy was given it.
+    """Group in the form that the policy gets.
 
     Attributes:
-        rewards: of its rollouts.
-        advantages: of each token of each.
-        tokens: of each rollout, without padding.
-        masks: which of them are trained on.
-        log_probs: as they were when they were sampled.
-        version: that NeMo RL has for it.
+        rewards: rewards of the rollouts.
+        advantages: advantages by rollout and token.
+        tokens: tokens by rollout, without padding.
+        masks: masks of trained tokens by rollout.
+        log_probs: log-probabilities of sampling by rollout.
+        version: weight version of NeMo RL.
     """
 
     rewards: list[float]
@@ -285,7 +285,7 @@ class TrainedGroup:
     version: int
 
     def sampled(self, member: int) -> bytes:
-        """All that the mask leaves of a rollout."""
+        """Return the trained tokens of a rollout."""
         return bytes(token for token, on in zip(self.tokens[member], self.masks[member], strict=True) if on)
 
 
@@ -296,7 +296,7 @@ def trained(
     environments: Mapping[str, Any] | None = None,
     router: Any = None,
 ) -> Trained:
-    """Train, by what ``single_controller.run`` does when NeMo RL has set everything up.
+    """Train as ``single_controller.run`` does after NeMo RL's setup.
 
     Args:
         config: see :func:`configuration`.
@@ -306,7 +306,7 @@ def trained(
         router: NeMo RL's, if there is one.
     """
     settings = settings_of(config)
-    sampler = configured(config["async_rl"]["sampler"], settings)
+    sampler = sampler_block(config["async_rl"]["sampler"], settings)
     master = MasterConfig(**{**config, "async_rl": {**config["async_rl"], "sampler": sampler}})
     setup_nemo_gym_config(master, None)
     arguments = arguments_of(master, folder, engines, environments, router)
@@ -315,7 +315,7 @@ def trained(
 
 
 def logged(folder: Path) -> dict[str, list[float]]:
-    """What NeMo RL's logger wrote of a run, by name, in the order of steps."""
+    """Return the metrics that NeMo RL's logger wrote, by name, in the order of steps."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found: dict[str, list[float]] = {}
@@ -329,7 +329,7 @@ def logged(folder: Path) -> dict[str, list[float]]:
 def arguments_of(
     master: Any, folder: Path, engines: Sequence[str], environments: Mapping[str, Any] | None, router: Any = None
 ) -> SingleControllerActorArgs:
-    """What NeMo RL's ``setup_single_controller`` gives where there are GPUs."""
+    """Return the result that NeMo RL's ``setup_single_controller`` has with GPUs."""
     if environments is None:
         dataset, _, environments, _ = setup_response_data(tokenizer(), master.data, env_configs=master.env)
     else:
@@ -370,7 +370,7 @@ def arguments_of(
 
 
 def steps_in(folder: Path, mini_batches: int = 1) -> list[list[TrainedGroup]]:
-    """What the policy of a run was given, by the controller's steps, of so many optimizer steps each."""
+    """Return the groups that the policy got, by the controller's steps of ``mini_batches`` optimizer steps each."""
     files = [folder / f"step-{number}.pt" for number in range(len([*folder.glob("step-*.pt")]))]
     parts = [[group for chunk in torch.load(file, weights_only=False) for group in _groups(chunk)] for file in files]
     return [[group for part in step for group in part] for step in batched(parts, mini_batches)]
@@ -397,13 +397,13 @@ def _groups(chunk: dict[str, Any]) -> Iterator[TrainedGroup]:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """NeMo RL insists on one, and asks it for little: prompts are rendered by the engine."""
+    """Return a minimal tokenizer; the engine renders prompts."""
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"?": 0}, "?")), eos_token="?")
 
 
 @contextmanager
 def routed(model_url: str, engine_url: str) -> Iterator[Any]:
-    """The engine behind NeMo RL's router meanwhile, as the model server sees it; gives the router's handle."""
+    """Put the engine behind NeMo RL's router, and give the router's handle."""
     master = MasterConfig.model_construct(async_rl=AsyncRLConfig(generation_router={"enabled": True}))
     router = _maybe_start_generation_router(Generation([engine_url]), master)
     swap_engines(model_url, [ray.get(router.base_url.remote())])
@@ -415,14 +415,14 @@ def routed(model_url: str, engine_url: str) -> Iterator[Any]:
 
 
 def swap_engines(model_url: str, engines: Sequence[str]) -> None:
-    """The model server has these engines and no others."""
+    """Replace all engines of the model server."""
     call("DELETE", f"{model_url}/v1/backends")
     for engine in engines:
         call("POST", f"{model_url}/v1/backends", {"url": engine})
 
 
 def call(method: str, url: str, body: Any = None) -> Any:
-    """A control route's answer."""
+    """Call a control route and return its response."""
     data = None if body is None else json.dumps(body).encode()
     with urlopen(Request(url, data, {"Content-Type": "application/json"}, method=method)) as response:
         return json.load(response)

@@ -1,12 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for the HTTP server of NeMo RL's generation workers; samples what a row's script says.
+"""Stand-in for the HTTP server of NeMo RL's generation workers, which samples the script of a row.
 
-It has that server's routes and no others (neither ``/health`` nor ``/v1/completions``), its check of the sampling
-parameters, whose failure is a plain 500, and its repair of prompts, which is NeMo RL's own function. Calls are taken
-out of what is sampled by vLLM's own parser, if there is one. The tokens are bytes. Each turn is sampled with a space
-at its end that is not in the text, so that a prompt which was rendered from text continues other tokens than those
-that were sampled.
+The server has the same routes (neither ``/health`` nor ``/v1/completions``), the same check of sampling parameters
+(failure: 500), and NeMo RL's own repair of prompts. vLLM's own parser, if given, extracts calls. Tokens are bytes.
+Each turn ends with a sampled space that its text lacks, so a prompt rendered from text differs from the sampled
+tokens.
 """
 
 import asyncio
@@ -43,18 +42,16 @@ class Engine:
 
     Attributes:
         requests: bodies of all chat requests.
-        in_flight: requests that are being worked on.
-        aborted: requests whose caller hung up.
+        in_flight: number of requests in progress.
 
     Args:
-        parser: without one calls stay in the text, as with NeMo RL's server.
+        parser: parser of tool calls; without one calls stay text.
     """
 
     def __init__(self, parser: CallParser | None) -> None:
         self._parser = parser
         self.requests: list[dict[str, Any]] = []
         self.in_flight = 0
-        self.aborted = 0
         self._begun = Counter[str]()
         self.app = FastAPI()
         self.app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
@@ -87,7 +84,7 @@ class Engine:
         return JSONResponse(answer)
 
     def _turn(self, written: str, index: int) -> text.ScriptTurn:
-        """A script may have several beginnings (``openings``), which rollouts get in turn: so they differ."""
+        """Return a turn of a script; first turns rotate through ``openings``, so that rollouts differ."""
         openings = json.loads(written).get("openings") if index == 0 else None
         if openings:
             number = self._begun[written]
@@ -104,7 +101,6 @@ class Engine:
         except TimeoutError:
             return False
         else:
-            self.aborted += 1
             return True
         finally:
             self.in_flight -= 1
@@ -116,7 +112,7 @@ class Engine:
 
 
 def _prompt(body: dict[str, Any]) -> list[int]:
-    """As in NeMo RL: the template's rendering, its beginning replaced by the ids that it has to continue."""
+    """Render a prompt and replace its beginning by the earlier ids, as NeMo RL does."""
     messages, tools = body["messages"], body.get("tools")
     rendered = list(text.render_prompt(messages, tools))
     prefix = body.get("required_prefix_token_ids")
@@ -174,7 +170,7 @@ def _error(status: int, message: str) -> Response:
 
 @contextlib.contextmanager
 def serving(engine: Engine) -> Iterator[str]:
-    """Serve from a thread, as NeMo RL does; gives the base URL."""
+    """Serve from a thread, as NeMo RL does; give the base URL."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     server = uvicorn.Server(uvicorn.Config(engine.app, log_level="critical", timeout_keep_alive=120))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration that nothing stands against, and mistakes that one may make in it, with the field that each is in.
-
-The same mistakes are made in the recipes that ship with the package, where NeMo RL is there to read them.
-"""
+"""Valid configuration, and a table of mistakes with the field that a finding must name."""
 
 import copy
 from collections.abc import Mapping
@@ -17,7 +14,7 @@ DEADLINE = "async_rl.rollout_failure.nemo_gym.rollout_timeout_s"
 
 
 class Removed:
-    """Its name is part of tests' names, which must be the same in every process."""
+    """Marker with a fixed name, since test ids must be equal in all processes."""
 
     def __repr__(self) -> str:
         return "removed"
@@ -25,16 +22,18 @@ class Removed:
 
 _MODE = "policy.generation.vllm_cfg.logprobs_mode"
 REMOVED = Removed()
-"""In place of a value: the key is taken out."""
+"""Value that removes its key."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """Attributes:
-    changes: value by path.
-    field: that the finding must name; by default the only one that changes.
-    says: a part of the finding.
-    variant: in which this is a mistake.
+    """Mistake in a configuration.
+
+    Attributes:
+        changes: values by path.
+        field: field that the finding must name; by default the first changed one.
+        says: part of the finding.
+        variant: variant in which the change is a mistake.
     """
 
     changes: Mapping[str, Any]
@@ -60,9 +59,9 @@ MISTAKES = [
     one("prorl.runtime", "synchronous", "not permitted"),
     one("prorl.overlong.buffer_length", 10**6, "more than max_sequence_length", field="prorl.overlong"),
     one("prorl.overlong.max_response_length", 3000, "not permitted"),
-    one("prorl.services", ["http://127.0.0.1:1"], "for rollouts: service", field="prorl"),
-    one("prorl.services", [], "for rollouts: service", variant="service", field="prorl"),
-    one("prorl.models", [], "for rollouts: service", variant="service", field="prorl"),
+    one("prorl.services", ["http://127.0.0.1:1"], "must be set for rollouts: service", field="prorl"),
+    one("prorl.services", [], "must be set for rollouts: service", variant="service", field="prorl"),
+    one("prorl.models", [], "must be set for rollouts: service", variant="service", field="prorl"),
     # Groups and the baseline
     one("policy.generation.temperature", 0.0, "the same"),
     one("grpo.use_leave_one_out_baseline", True, "without itself"),
@@ -71,12 +70,12 @@ MISTAKES = [
     one("token_capture.enabled", True, "NeMo RL would sample by itself"),
     one("grpo.reward_scaling.enabled", True, "prorl.reward_scaling"),
     one("grpo.reward_shaping.enabled", True, "prorl.overlong"),
-    one("grpo.overlong_filtering", True, "it is ignored"),
+    one("grpo.overlong_filtering", True, "has no effect"),
     # Loss
     one("loss_fn.use_importance_sampling_correction", False, "weight versions old"),
     one("loss_fn.token_level_loss", False, "all tokens"),
     one("loss_fn.force_on_policy_ratio", True, "not 1"),
-    one("loss_fn.disable_ppo_ratio", True, "no ratio to clip"),
+    one("loss_fn.disable_ppo_ratio", True, "nothing to clip"),
     one("prorl.mini_batches", 1, "the loss's ratio is 1"),
     # Log-probs of another distribution than the one that is sampled from
     *(
@@ -89,18 +88,18 @@ MISTAKES = [
         for mode in ("raw_logprobs", REMOVED)
     ),
     # Lengths
-    one("policy.generation.vllm_cfg.max_model_len", 10**6, "the trainer takes"),
-    one("prorl.overlong.max_sequence_length", 10**6, "the trainer takes"),
-    one(f"{AGENT}.max_total_sequence_length", REMOVED, "no such bound as the trainer's"),
-    one(f"{AGENT}.max_total_sequence_length", 10**6, "no such bound as the trainer's"),
+    one("policy.generation.vllm_cfg.max_model_len", 10**6, "exceeds the trainer's"),
+    one("prorl.overlong.max_sequence_length", 10**6, "exceeds the trainer's"),
+    one(f"{AGENT}.max_total_sequence_length", REMOVED, "limit exceeds the trainer's"),
+    one(f"{AGENT}.max_total_sequence_length", 10**6, "limit exceeds the trainer's"),
     # SingleController
     one("async_rl.recompute_kv_cache_after_weight_updates", False, "of any earlier version"),
     one("async_rl.recompute_kv_cache_after_weight_updates", REMOVED, "of any earlier version"),
-    one("async_rl.min_groups_for_streaming_train", 4, "mini-batches are made of all"),
+    one("async_rl.min_groups_for_streaming_train", 4, "mini-batches need all"),
     one(DEADLINE, None, "that hangs"),
     one(DEADLINE, 600, "3 attempts of"),
     # Gym's servers
-    one("prorl.agent", "prorl_sve_agent", "there is no such prorl_agent, or it is not"),
+    one("prorl.agent", "prorl_sve_agent", "is missing or ambiguous"),
     one(f"{MODEL}.policy.engine", "vllm", "the trainer's engine is NeMo RL's"),
     one(f"{MODEL}.policy.engine", REMOVED, "the trainer's engine is NeMo RL's"),
     one("env.nemo_gym.config_paths", ["no/such.yaml"], "there is no no/such.yaml", field="env.nemo_gym"),
@@ -109,7 +108,7 @@ MISTAKES = [
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with values at paths."""
+    """Return a copy with values at paths."""
     copied: dict[str, Any] = copy.deepcopy(dict(config))
     for path, value in changes.items():
         *above, last = path.split(".")
@@ -124,7 +123,7 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def good(variant: str | None = None) -> dict[str, Any]:
-    """A configuration in which nothing is wrong, as small as it can be."""
+    """Return a minimal valid configuration."""
     config = changed(_GOOD, {})
     if variant == "service":
         config = changed(

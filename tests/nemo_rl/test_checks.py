@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is looked at before a start, without NeMo RL: each mistake is found, and by the name of its field."""
+"""Checks of a configuration without NeMo RL: each mistake is reported by its field."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nemo_gym_prorl.nemo_rl.checks import Finding, check, check_rows, gym_blocks, of_validation
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Shaping, settings_of
+from nemo_gym_prorl.nemo_rl.checks import Finding, check, check_rows, findings_of_validation
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RewardShaping, settings_of
 from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed, good
 
 
@@ -20,7 +20,7 @@ def findings_of(config: dict[str, Any]) -> list[Finding]:
     try:
         return check(config, settings_of(config))
     except ValidationError as error:
-        return [*of_validation("prorl", error)]
+        return [*findings_of_validation("prorl", error)]
 
 
 @pytest.mark.parametrize("variant", [None, "service"])
@@ -43,18 +43,8 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert {finding.field for finding in findings_of(config)} == {*several}
 
 
-def test_gyms_files_are_merged_with_those_that_they_name_and_with_the_block(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(
-        f"config_paths: [{tmp_path / 'b.yaml'}]\nagent: {{x: {{steps: 1, url: '${{policy_base_url}}'}}}}\n"
-    )
-    (tmp_path / "b.yaml").write_text("other: {key: 1}\n")
-    own = {"config_paths": [str(tmp_path / "a.yaml")], "agent": {"x": {"steps": 2}}}
-    blocks = gym_blocks({"env": {"nemo_gym": own}})
-    assert (blocks["agent"], blocks["other"]) == ({"x": {"steps": 2, "url": ""}}, {"key": 1})
-
-
 def test_shards_of_gym_are_looked_at_with_what_they_add() -> None:
-    """As newer versions of NeMo RL have them."""
+    """Newer versions of NeMo RL have shards."""
     block = good()["env"]["nemo_gym"]
     shard = {"name": "swe", "config_paths": block.pop("config_paths"), "overrides": block, "replicas": 2}
     assert findings_of(changed(good(), {"env.nemo_gym": {"shards": [shard]}})) == []
@@ -110,21 +100,21 @@ def test_rows_with_tools_need_parsers(tmp_path: Path, said: Any, lacking: list[s
     assert found() == [f"{field}.{name}" for name in lacking]
 
 
-# Shaping
+# Shaping of rewards
 
 
 @given(reward=st.floats(-3, 3), length=st.integers(0, 5000))
 def test_shaping_of_rewards(reward: float, length: int) -> None:
     block = {"overlong": {"max_sequence_length": 1000, "buffer_length": 200, "penalty": 0.5}, "reward_scaling": {}}
-    scaled = Shaping(ProrlSettings.model_validate(block).reward_scaling)(reward, length)
-    shaped = Shaping.of(ProrlSettings.model_validate(block))(reward, length)
+    scaled = RewardShaping(ProrlSettings.model_validate(block).reward_scaling)(reward, length)
+    shaped = RewardShaping.of(ProrlSettings.model_validate(block))(reward, length)
     assert -1 <= scaled <= 1
     assert scaled - 0.5 <= shaped <= scaled
     if length <= 800:
         assert shaped == scaled
     if length >= 1000:
         assert shaped == scaled - 0.5
-    assert Shaping()(reward, length) == reward
+    assert RewardShaping()(reward, length) == reward
 
 
 @pytest.mark.parametrize(
@@ -132,15 +122,11 @@ def test_shaping_of_rewards(reward: float, length: int) -> None:
 )
 def test_shaping_by_hand(reward: float, length: int, trained: float) -> None:
     block = {"overlong": {"max_sequence_length": 1000, "buffer_length": 200, "penalty": 0.5}, "reward_scaling": {}}
-    assert Shaping.of(ProrlSettings.model_validate(block))(reward, length) == trained
-
-
-def test_no_block_is_the_default() -> None:
-    assert settings_of({}) == settings_of({"prorl": None}) == ProrlSettings()
+    assert RewardShaping.of(ProrlSettings.model_validate(block))(reward, length) == trained
 
 
 def places(config: Any, path: str = "") -> Iterator[str]:
-    """Every key, of blocks and of values."""
+    """Yield the path of every block and value."""
     for key, value in config.items():
         here = f"{path}.{key}" if path else key
         yield here
@@ -153,7 +139,7 @@ def places(config: Any, path: str = "") -> Iterator[str]:
 def test_anything_anywhere_gives_findings_and_no_traceback(variant: str | None, garbage: Any) -> None:
     config = good(variant)
     if variant != "service":
-        config = changed(config, {"env.nemo_gym.config_paths": []})  # to read files takes the longest
+        config = changed(config, {"env.nemo_gym.config_paths": []})  # reading files dominates the run time
     for path in places(config):
         found = findings_of(changed(config, {path: garbage}))
         assert all(finding.field and finding.what and finding.fix for finding in found)

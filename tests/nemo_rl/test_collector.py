@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The runner in its thread, over real services, without NeMo RL."""
+"""The collector with real services, without NeMo RL."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ import pytest
 
 from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
-from nemo_gym_prorl.nemo_rl.groups import Group
+from nemo_gym_prorl.nemo_rl.collector import CollectionPlan, Collector
+from nemo_gym_prorl.nemo_rl.groups import TrainingGroup
 from nemo_gym_prorl.nemo_rl.services import Servers
-from nemo_gym_prorl.nemo_rl.settings import Shaping
+from nemo_gym_prorl.nemo_rl.settings import RewardShaping
 from nemo_gym_prorl.nemo_rl.validation import Validation
 from tests.dapo.test_runner import Node, nodes, rows
 
 
-def plan(node: Node, dataset: list[dict[str, Any]], config: SamplerConfig, **more: Any) -> Plan:
+def plan(node: Node, dataset: list[dict[str, Any]], config: SamplerConfig, **more: Any) -> CollectionPlan:
     servers = Servers((node.url,), (), more.pop("key_env", None))
-    # As it comes to the controller's process.
-    made = Plan(dataset, config, servers, Shaping(), seed=None, **more)
-    again: Plan = pickle.loads(pickle.dumps(made))
+    # The controller's process gets a pickle.
+    made = CollectionPlan(dataset, config, servers, RewardShaping(), seed=None, **more)
+    again: CollectionPlan = pickle.loads(pickle.dumps(made))
     return again
 
 
-async def taken(collector: Collector, count: int) -> list[Group]:
+async def taken(collector: Collector, count: int) -> list[TrainingGroup]:
     async with asyncio.timeout(20):
         return await asyncio.gather(*(asyncio.wrap_future(collector.take()) for _ in range(count)))
 
@@ -68,20 +68,6 @@ async def test_groups_come_while_weights_are_announced_and_nothing_is_left() -> 
             await taken(collector, 1)
 
 
-async def test_strictly_on_policy_nothing_runs_between_two_batches() -> None:
-    async with nodes() as [node]:
-        collector = Collector(plan(node, rows(40), SamplerConfig(2, 4, 16, max_staleness=0)))
-        try:
-            for version in (7, 8, 9):
-                collector.weights(version)
-                assert [group.version for group in await taken(collector, 2)] == [version, version]
-                async with asyncio.timeout(20):
-                    while live(node):
-                        await asyncio.sleep(0.01)
-        finally:
-            await asyncio.to_thread(collector.close)
-
-
 async def test_whoever_waits_is_told_what_ended_it() -> None:
     async with nodes() as [node]:
         collector = Collector(plan(node, rows(8, rewards=[1]), SamplerConfig(1, 2, 4, max_fruitless=5)))
@@ -94,8 +80,10 @@ async def test_whoever_waits_is_told_what_ended_it() -> None:
 
 @pytest.mark.parametrize("temperature", [None, 0.6])
 async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last(temperature: float | None) -> None:
-    """The old one had the next batch ready when the checkpoint was written; it is not trained on twice, nor lost.
-    Rollouts that it had under way are sampled anew by rows of another temperature."""
+    """The next batch was complete when the checkpoint was written; it is neither trained on twice nor lost.
+
+    Rollouts in flight are sampled again with another temperature.
+    """
     dataset = rows(40)
     for number, row in enumerate(dataset):
         row["number"] = number
@@ -125,7 +113,7 @@ async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last(tempera
 
 @contextlib.asynccontextmanager
 async def watched(collector: Collector) -> AsyncIterator[list[dict[str, float]]]:
-    """What NeMo RL's watchdog is told of validations, which looks at the metrics now and then."""
+    """Collect the validation metrics that NeMo RL's watchdog reads at intervals."""
     told: list[dict[str, float]] = []
 
     async def look() -> None:
@@ -142,10 +130,10 @@ async def watched(collector: Collector) -> AsyncIterator[list[dict[str, float]]]
 
 
 async def test_validation_is_told_once_and_is_not_trained_on() -> None:
-    """Weights that are due are validated beside the sampling, and others have to wait for it."""
+    """Validation runs concurrently with sampling, and the next weights wait for its metrics."""
     held = [{**row, "rewards": [place % 2], "number": "held out"} for place, row in enumerate(rows(7))]
     held[5] = {"responses_create_params": None}  # refused
-    held[6]["plan"] = {"run": [{"how": "agent"}]}  # its agent's bad end is worth 0, and no reason to leave it out
+    held[6]["plan"] = {"run": [{"how": "agent"}]}  # an agent failure counts as 0
     validation = Validation([{**row, "late": [0], "late_s": 0.3} for row in held], period=2, at_start=False, last=4)
     async with nodes() as [node]:
         collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 8, max_staleness=1), validation=validation))
@@ -167,24 +155,6 @@ async def test_validation_is_told_once_and_is_not_trained_on() -> None:
     assert "prorl/in_flight" in collector.metrics()
 
 
-async def test_weights_wait_until_a_validation_is_told() -> None:
-    """NeMo RL logs every 30 s: what is found after the last time before the end, or before more is
-    found, would be told to nobody."""
-    async with nodes() as [node]:
-        validation = Validation(rows(3), period=1, at_start=True, last=10)
-        collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 4), validation=validation))
-        try:
-            collector.weights(0)
-            await taken(collector, 2)
-            waiting = asyncio.ensure_future(asyncio.to_thread(collector.finish_validation))
-            await asyncio.sleep(1.0)  # it takes a few hundredths
-            assert not waiting.done()
-            assert collector.metrics()["validation/weight_version"] == 0
-            await asyncio.wait_for(waiting, 5)
-        finally:
-            await asyncio.to_thread(collector.close)
-
-
 async def test_no_rollout_of_a_validation_outlives_a_run(caplog: pytest.LogCaptureFixture) -> None:
     long = [{**row, "late": [0, 1], "late_s": 3600.0} for row in rows(3)]
     async with nodes() as [node]:
@@ -198,27 +168,7 @@ async def test_no_rollout_of_a_validation_outlives_a_run(caplog: pytest.LogCaptu
         await asyncio.to_thread(collector.close)
         await waiting
         assert not live(node)
-    assert "the validation of weights 0 is cancelled: the run has ended" in caplog.text
-
-
-async def test_a_service_that_hangs_holds_the_end_up_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_gym_prorl.dapo.runner.CLOSE_S", 0.5)
-    async with nodes() as [node]:
-        collector = Collector(plan(node, rows(8, late=[0, 1], late_s=600.0), SamplerConfig(1, 2, 4)))
-        collector.weights(0)
-        async with asyncio.timeout(20):
-            while len(live(node)) < 4:
-                await asyncio.sleep(0.01)
-
-        async def never(method: str, path: str) -> int | None:
-            await asyncio.sleep(600)
-            return None
-
-        node.fault = never
-        started = time.monotonic()
-        await asyncio.to_thread(collector.close)
-        assert time.monotonic() - started < 10
-        node.fault = None
+    assert "the validation of weights 0 is cancelled because the run has ended" in caplog.text
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Groups for NeMo RL, without it: which tokens the policy chose, and what becomes of rollouts that have none."""
+"""Training groups without NeMo RL: sampled tokens, prefixes, and rollouts without valid tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.groups import group_of, turns_of
+from nemo_gym_prorl.nemo_rl.groups import training_group, turns_of
 from nemo_gym_prorl.rollout.rows import take_tokens
 
 
@@ -21,7 +21,7 @@ tokens = st.lists(st.integers(0, 999), min_size=1, max_size=5)
 
 
 def result(*pieces: tuple[list[int], list[int]]) -> dict[str, Any]:
-    """Of turns, each as what was observed before it and what was sampled; with items that are no turns between."""
+    """Return the result of a rollout of (observed, sampled) turns, with other output items between."""
     seen: list[int] = []
     output: list[dict[str, Any]] = []
     for observed, sampled in pieces:
@@ -56,7 +56,7 @@ def test_what_was_taken_over_is_prompt(pieces: list[tuple[list[int], list[int]]]
     assert [[*turn.observed] for turn in others] == [observed for observed, _ in pieces[inherited + 1 :]]
     assert [[*turn.log_probs] for turn in (first, *others)] == [[-float(token) for token in said] for said in own]
     fork = TrainedRollout("dapo:0:0:0", {}, 1.0, 3, False, take_tokens(result(*pieces)["response"]), inherited)
-    group = group_of([fork, fork], lambda raw, length: -length)
+    group = training_group([fork, fork], lambda raw, length: -length)
     assert [member.turns for member in group.members] == [(first, *others)] * 2
     assert [*group.prompt] == [*first.observed], "by which NeMo RL tells it from a group that began elsewhere"
     assert group.members[0].reward == -sum(map(len, sum(pieces, ())))
@@ -66,7 +66,7 @@ def test_what_was_taken_over_is_prompt(pieces: list[tuple[list[int], list[int]]]
 
 def test_rewards_are_shaped_by_the_whole_sequence() -> None:
     long = result(([1, 2], [3, 4, 5]), ([6], [7, 8]))
-    group = group_of(
+    group = training_group(
         [rollout(1.0, long, 4), rollout(0.0, result(([1, 2], [9])))], lambda raw, length: raw - length / 10
     )
     assert [member.reward for member in group.members] == [pytest.approx(0.2), pytest.approx(-0.3)]
@@ -86,39 +86,26 @@ def broken(**changes: Any) -> dict[str, Any]:
         broken(prompt_token_ids=[1, 9, 3, 4]),
         broken(generation_log_probs=[]),
         broken(generation_log_probs=[math.nan]),
+        broken(generation_token_ids=["token_id:5"]),
+        {"response": {"output": [None]}},
         {},
     ],
-    ids=["retokenised", "no log-probability", "not a number", "no response"],
+    ids=["retokenised", "no log-probability", "not a number", "ids as text", "no item", "no response"],
 )
 def test_a_rollout_whose_tokens_cannot_be_trusted_keeps_its_reward_and_gets_no_loss(content: dict[str, Any]) -> None:
-    group = group_of([rollout(1.0, content), rollout(0.0, result(([1], [2])))], lambda raw, length: raw)
+    group = training_group([rollout(1.0, content), rollout(0.0, result(([1], [2])))], lambda raw, length: raw)
     assert [(member.reward, len(member.turns)) for member in group.members] == [(1.0, 0), (0.0, 1)]
     assert [*group.prompt] == [1]
 
 
 def test_a_masked_rollout_keeps_its_reward_and_gets_no_loss() -> None:
     masked, other = rollout(0.0, result(([1], [2, 3])), masked=True), rollout(1.0, result(([1], [2])))
-    group = group_of([masked, other], lambda raw, length: raw - length)
+    group = training_group([masked, other], lambda raw, length: raw - length)
     assert [(member.reward, len(member.turns)) for member in group.members] == [(-3.0, 0), (-1.0, 1)]
 
 
 def test_a_group_without_tokens_is_a_deployment_that_does_not_keep_them() -> None:
     plain = {"response": {"output": [{"type": "message", "content": "hello"}]}}
     with pytest.raises(CallerError, match="return_token_id_information: true") as error:
-        group_of([rollout(1.0, plain), rollout(0.0, plain)], lambda raw, length: raw)
+        training_group([rollout(1.0, plain), rollout(0.0, plain)], lambda raw, length: raw)
     assert error.value.field == "response.output"
-
-
-@pytest.mark.parametrize(
-    "item",
-    [
-        None,
-        {"prompt_token_ids": [1], "generation_token_ids": ["token_id:5"], "generation_log_probs": [-1.0]},
-    ],
-    ids=["no item", "ids as text"],
-)
-def test_odd_tokens_get_no_loss_and_end_nothing(item: Any) -> None:
-    odd = rollout(1.0, {"response": {"output": [item]}})
-    group = group_of([odd, rollout(0.0, result(([1], [2])))], lambda raw, length: raw)
-    assert [len(member.turns) for member in group.members] == [0, 1]
-    assert [member.reward for member in group.members] == [1.0, 0.0]

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What NeMo RL makes of rows: its own payload, advantages and loss against arithmetic of ours, and whether the loss's
-clip does anything. Neither Ray nor servers: rows in, optimizer steps out."""
+"""NeMo RL's payload, advantages and loss of rows, compared with plain arithmetic; without Ray and servers."""
 
 import asyncio
 import copy
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nemo_gym_prorl.dapo.runner import TrainedRollout
-from nemo_gym_prorl.nemo_rl.groups import group_of, record_of
-from nemo_gym_prorl.nemo_rl.rollouts import GroupAdvantages, MiniBatches
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Shaping, settings_of
+from nemo_gym_prorl.nemo_rl.controller_parts import GroupAdvantages, MiniBatches
+from nemo_gym_prorl.nemo_rl.groups import record_of, training_group
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RewardShaping, settings_of
 from nemo_gym_prorl.rollout.rows import take_tokens
 from tests.nemo_rl.conftest import ROOT, _reason_to_skip
 
@@ -41,11 +40,11 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclasses.dataclass
 class Row:
-    """A rollout as its environment answers it, and what a test knows of it.
+    """Rollout as its environment returns it, with its tokens.
 
     Attributes:
-        tokens: of the whole sequence.
-        sampled: for each, its log-probability if the policy chose it.
+        tokens: tokens of the whole sequence.
+        sampled: log-probability of each sampled token; ``None`` for observed tokens.
     """
 
     reward: float
@@ -63,7 +62,7 @@ class Row:
 
 
 def rows_of(seed: int, groups: int, size: int, turns: int, longest: int) -> list[list[Row]]:
-    """Groups of conversations of several turns; two of them have the same prompt."""
+    """Return groups of conversations of several turns; two groups have the same prompt."""
     draw = random.Random(seed)
 
     def ids(least: int) -> list[int]:
@@ -87,7 +86,7 @@ def rows_of(seed: int, groups: int, size: int, turns: int, longest: int) -> list
 
 @dataclasses.dataclass
 class Trained:
-    """An optimizer step: the samples and weights that its loss was computed of, and the loss."""
+    """Optimizer step: samples, weights before the step, and loss."""
 
     samples: list[str]
     weights: dict[str, Any]
@@ -95,7 +94,7 @@ class Trained:
 
 
 def recorded(policy: "Policy") -> list[Trained]:
-    """What the stand-in for NeMo RL's trainer will have done, in double precision."""
+    """Return the list of steps that a policy will record, in double precision."""
     done: list[Trained] = []
     policy.model.double()
     train = policy.train_microbatches_from_meta
@@ -110,13 +109,13 @@ def recorded(policy: "Policy") -> list[Trained]:
 
 
 def rollout_of(row: Row, name: str) -> TrainedRollout:
-    """As the runner has it."""
+    """Return the runner's form of a rollout."""
     tokens = take_tokens({"output": copy.deepcopy(row.output)})
     return TrainedRollout(name, {}, row.reward, 0, False, tokens)
 
 
 def batch(rows: list[list[Row]], shape: Any, plane: Any) -> tuple[Any, list[str]]:
-    """Through our groups into NeMo RL's own buffer: the meta-data of a whole batch, and its samples in order."""
+    """Commit training groups to NeMo RL's own buffer; return meta-data and sample ids of the batch."""
     from nemo_rl.algorithms.async_utils.replay_buffer import TQReplayBuffer
 
     from tests.nemo_rl.controller import FIELDS, PARTITION
@@ -129,7 +128,7 @@ def batch(rows: list[list[Row]], shape: Any, plane: Any) -> tuple[Any, list[str]
         found = []
         for number, group in enumerate(rows):
             rollouts = [rollout_of(row, f"g{number}:{member}:0") for member, row in enumerate(group)]
-            record = record_of(group_of(rollouts, shape), number)
+            record = record_of(training_group(rollouts, shape), number)
             slot = buffer.reserve(weight_version=0, target_step=0)
             found.append(await buffer.commit(slot, record, start_weight_version=0, end_weight_version=0))
         return found
@@ -140,7 +139,7 @@ def batch(rows: list[list[Row]], shape: Any, plane: Any) -> tuple[Any, list[str]
 
 
 def prepared(policy: Any, plane: Any, meta: Any, master: Any, size: int) -> Any:
-    """What NeMo RL's controller does to a batch before it trains, by its own code for advantages."""
+    """Prepare a batch with the code of NeMo RL's controller."""
     from nemo_rl.algorithms.grpo import _create_advantage_estimator
     from nemo_rl.algorithms.single_controller import SingleControllerActor
     from nemo_rl.algorithms.single_controller_utils.config import AdvantageConfig
@@ -163,7 +162,7 @@ def prepared(policy: Any, plane: Any, meta: Any, master: Any, size: int) -> Any:
 
 
 def stepped(trainer: Any, meta: Any, loss: Any) -> dict[str, Any]:
-    """A step as the controller takes it; gives its metrics."""
+    """Take a step as the controller does; return its metrics."""
     from nemo_rl.algorithms.single_controller_utils.utils import aggregate_step_metrics
 
     trainer.begin_train_step(loss)
@@ -171,8 +170,8 @@ def stepped(trainer: Any, meta: Any, loss: Any) -> dict[str, Any]:
     return aggregate_step_metrics(trainer.finish_train_step())
 
 
-def configured(variant: str | None = None) -> tuple[Any, ProrlSettings, dict[str, Any]]:
-    """What a recipe that ships says: NeMo RL's model of it, our block, and all of it."""
+def recipe_of(variant: str | None = None) -> tuple[Any, ProrlSettings, dict[str, Any]]:
+    """Return a shipped recipe as NeMo RL's model, as the block ``prorl:``, and as a whole."""
     from nemo_rl.algorithms.single_controller_utils import MasterConfig
 
     from nemo_gym_prorl.nemo_rl.configuration import read
@@ -183,7 +182,7 @@ def configured(variant: str | None = None) -> tuple[Any, ProrlSettings, dict[str
 
 
 def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) -> None:
-    """64 rows of 16 groups in 4 optimizer steps, with the loss of a recipe, from the rows as servers answer them."""
+    """64 rows of 16 groups in 4 optimizer steps, with the loss of a recipe."""
     import torch
     from nemo_rl.algorithms.loss import ClippedPGLossFn
     from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
@@ -191,8 +190,8 @@ def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) ->
     from tests.nemo_rl.controller import PARTITION, Policy
 
     torch.manual_seed(0)
-    master, settings, _ = configured()
-    shape = Shaping.of(settings.model_copy(update={"overlong": settings.overlong.model_copy(update=SHORT)}))
+    master, settings, _ = recipe_of()
+    shape = RewardShaping.of(settings.model_copy(update={"overlong": settings.overlong.model_copy(update=SHORT)}))
     rows = rows_of(7, GROUPS, SIZE, turns=6, longest=200)
     plane = NoOpDataPlaneClient()
     policy = Policy(plane, tmp_path)
@@ -228,7 +227,7 @@ def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) ->
         ]
         assert one.loss == pytest.approx(math.fsum(terms) / len(terms), abs=1e-7)
     assert metrics["loss"] == pytest.approx(math.fsum(one.loss for one in done) / 4)
-    # The last part is trained on under other weights than those that its log-probabilities are of.
+    # The last part is trained under other weights than those of its log-probabilities.
     assert metrics["probs_ratio_min"] < 0.99
     assert metrics["probs_ratio_max"] > 1.01
     assert metrics["global_valid_toks"] == sum(chosen is not None for row in flat for chosen in row.sampled)
@@ -254,7 +253,7 @@ NO_TOKENS, MASKED, UNTRUSTED = "an infrastructure failure", "an agent failure", 
 def test_a_row_without_loss_does_not_shift_the_baseline_of_its_siblings(
     without_loss: dict[int, str], leave_one_out: bool
 ) -> None:
-    """By NeMo RL's own estimator: advantages are those of a group in which that row never was."""
+    """With NeMo RL's own estimator the advantages equal those of a group without that row."""
     import torch
     from nemo_rl.algorithms.advantage_estimator import AdvEstimatorConfig, GRPOAdvantageEstimator
 
@@ -274,7 +273,7 @@ def test_a_row_without_loss_does_not_shift_the_baseline_of_its_siblings(
                 row.output[1]["prompt_token_ids"][0] += 1
             masked = without.get(place) in (NO_TOKENS, MASKED)
             rollouts.append(dataclasses.replace(rollout_of(row, f"g{number}:{place}"), masked=masked))
-        group = group_of(rollouts, lambda raw, length: raw)
+        group = training_group(rollouts, lambda raw, length: raw)
         flat += [member.reward for member in group.members]
         for completion in record_of(group, number).completions:
             prompts.append([*group.prompt] + [0] * (padded - len(group.prompt)))
@@ -297,7 +296,7 @@ SHORT = {"max_sequence_length": 1200, "buffer_length": 600}
 
 
 def reward_of(row: Row) -> float:
-    """Of 0 to 1, -1 to 1; and 1 less the longer it is."""
+    """Scale a reward to -1 to 1, and subtract the overlong penalty of up to 1."""
     return 2 * row.reward - 1 - min(max((len(row.tokens) - 600) / 600, 0), 1)
 
 
@@ -308,7 +307,7 @@ def normalized(rewards: list[float]) -> list[float]:
 
 
 def log_probs(weights: Any, tokens: list[int]) -> list[float]:
-    """Of each token but the first, by the stand-in's two layers, in numpy."""
+    """Return the log-probabilities of all tokens but the first by the stand-in's layers, in numpy."""
     import numpy as np
 
     embedding, layer, bias = (weights[name].numpy() for name in ("0.weight", "1.weight", "1.bias"))
@@ -319,53 +318,10 @@ def log_probs(weights: Any, tokens: list[int]) -> list[float]:
 
 
 def term(current: float, proximal: float, sampled: float, advantage: float) -> float:
-    """As docs/recipes.md writes it: a token's share of the loss."""
+    """Return the loss of a token by the formula in docs/recipes.md."""
     ratio = math.exp(current - proximal)
     clipped = min(max(ratio, 1 - 0.2), 1 + 0.28)
     weight = min(math.exp(proximal - sampled), 2.0)
     towards = proximal - current  # the reference is the policy as it was
     divergence = math.exp(towards) - towards - 1
     return -weight * min(ratio * advantage, clipped * advantage) + 1e-4 * divergence
-
-
-CLIPS: list[dict[str, float]] = [
-    {},  # as the recipe says
-    {"ratio_clip_min": 0.999999, "ratio_clip_max": 1e9},
-    {"ratio_clip_min": 1e-6, "ratio_clip_max": 1e-6},
-]
-
-
-@pytest.mark.parametrize("variant", [None, "on-policy"])
-def test_the_clip_of_a_recipe_acts(tmp_path: Path, variant: str | None) -> None:
-    assert len(weights_after(tmp_path, variant)) == 3
-
-
-def test_in_a_single_optimizer_step_no_clip_acts(tmp_path: Path) -> None:
-    """Why a start with mini_batches: 1 is refused."""
-    assert len(weights_after(tmp_path, None, parts=1)) == 1
-
-
-def weights_after(folder: Path, variant: str | None, parts: int | None = None) -> set[float]:
-    """A number of the weights after a step with each clip, at a large rate: as many as there are different ones."""
-    import torch
-    from nemo_rl.algorithms.loss import ClippedPGLossFn
-    from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
-
-    from tests.nemo_rl import controller
-
-    torch.manual_seed(0)
-    master, settings, config = configured(variant)
-    prompts, size = config["grpo"]["num_prompts_per_step"], config["grpo"]["num_generations_per_prompt"]
-    plane = NoOpDataPlaneClient()
-    sampled = controller.Policy(plane, folder)
-    meta, _ = batch(rows_of(11, prompts, size, turns=2, longest=6), Shaping.of(settings), plane)
-    meta = prepared(sampled, plane, meta, master, size)
-    found = set()
-    for clip in CLIPS:
-        loss = ClippedPGLossFn(master.loss_fn.model_copy(update=clip))
-        policy = controller.Policy(plane, folder)
-        policy.model.load_state_dict(sampled.model.state_dict())
-        policy.optimizer.param_groups[0]["lr"] = 0.1
-        stepped(MiniBatches(policy, parts or settings.mini_batches), meta, loss)
-        found.add(float(sum(weights.detach().double().square().sum() for weights in policy.model.parameters())))
-    return found

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.nemo_rl.settings import Shaping, settings_of
+from nemo_gym_prorl.nemo_rl.settings import RewardShaping, settings_of
 from tests.nemo_rl import tiny
 from tests.nemo_rl.conftest import REPOSITORY, ROOT, VENVS, documented
 from tests.policy.engines import answers, begin, free_port, kill
@@ -252,7 +252,7 @@ def test_the_first_steps_of_a_recipe(case: Case, counter: Deployment, tmp_path: 
     assert told["prorl/without_loss_share"][-1] == 0
     assert told["prorl/reward/counting"][-1] > 0
 
-    tokenizer, shape = AutoTokenizer.from_pretrained(counter.model), Shaping.of(settings_of(config))
+    tokenizer, shape = AutoTokenizer.from_pretrained(counter.model), RewardShaping.of(settings_of(config))
     replay = config["policy"].get("router_replay", {}).get("enabled", False)
     on_policy = settings_of(config).max_staleness == 0
     # vLLM refuses a reset while a request holds blocks; that of the last sync precedes no sampled token.

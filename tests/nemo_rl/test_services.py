@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Servers behind a run, without NeMo RL: which are ours, what they are told, what is said of a wrong setup."""
+"""Servers behind a run, without NeMo RL: selection, registration of engines, and refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastapi import FastAPI, HTTPException, Request
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.nemo_rl import services
-from nemo_gym_prorl.nemo_rl.services import Servers, already_running, servers_among, started_by_gym, with_engines
+from nemo_gym_prorl.nemo_rl.services import Servers, configured_servers, gym_servers, select_servers, with_engines
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
 from tests.rollout.serving import serve
 
@@ -23,7 +23,7 @@ ENGINES = ("http://10.0.0.1:8000/v1", "http://10.0.0.2:8000/v1")
 
 
 class Model:
-    """The control routes of a model server; ``failures`` calls are answered with 503 first."""
+    """Control routes of a model server, whose first ``failures`` listings fail with 503."""
 
     def __init__(self, *others: str) -> None:
         self.backends = {url: {"id": f"other{place}", "url": url, "run": None} for place, url in enumerate(others)}
@@ -48,7 +48,7 @@ class Model:
         url = body["url"]
         assert url not in self.backends
         self.backends[url] = {"id": f"b{len(self.backends)}", "url": url, "run": body["run"]}
-        self.labels[url] = body["weight_version"]  # no turn may come before it has one
+        self.labels[url] = body["weight_version"]  # an engine must be labelled before its first turn
         return self.backends[url]
 
     async def clear(self, run: str) -> dict[str, Any]:
@@ -80,7 +80,7 @@ async def test_engines_are_registered_once_labelled_and_taken_away() -> None:
             await asyncio.to_thread(servers.announce, version, needed=True)
             assert set(model.backends) == {"http://10.9.9.9/v1", *ENGINES}
             assert model.labels == dict.fromkeys(ENGINES, str(version)), "what others have there is not ours to label"
-        model.backends.clear()  # it was started again
+        model.backends.clear()  # restarted
         await asyncio.to_thread(servers.announce, 5)
         assert set(model.backends) == set(ENGINES)
         await asyncio.to_thread(servers.withdraw)
@@ -103,7 +103,7 @@ async def test_a_server_is_told_again_and_then_left() -> None:
 
 
 async def test_all_servers_are_told_at_once_and_of_each_other() -> None:
-    """One that carries connections and says nothing holds up its own label only."""
+    """A server that accepts connections and never answers delays no other."""
     slow, models = asyncio.Event(), [Model(), Model()]
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -124,19 +124,6 @@ async def test_all_servers_are_told_at_once_and_of_each_other() -> None:
     assert [model.shares for model in models] == [[{"parts": 3, "run": "run"}]] * 2
 
 
-async def test_a_service_that_is_gone_keeps_no_other_from_being_asked() -> None:
-    asked, app = [], FastAPI()
-
-    @app.get("/v1/rollouts")
-    async def rollouts() -> dict[str, Any]:
-        asked.append(1)
-        return {"odd": 1}
-
-    async with serve(app) as url:
-        await asyncio.to_thread(Servers(("http://127.0.0.1:1", url, url), ()).end_all, "client")
-    assert len(asked) == 2
-
-
 def instance(process: str, name: str) -> dict[str, Any]:
     return {"process_name": process, "name": name, "url": f"http://127.0.0.1/{process}"}
 
@@ -146,9 +133,9 @@ CODE, MATH = instance("code_agent", "prorl_agent"), instance("math_agent", "pror
 
 
 def test_ours_among_the_servers_of_a_deployment() -> None:
-    found = servers_among([instance("code", "prorl_code"), CODE, POLICY], ProrlSettings(key_env="KEY"), "node")
+    found = select_servers([instance("code", "prorl_code"), CODE, POLICY], ProrlSettings(key_env="KEY"), "node")
     assert found == Servers(("http://127.0.0.1/code_agent",), ("http://127.0.0.1/policy_model",), "KEY", "node")
-    found = servers_among([CODE, MATH, POLICY], ProrlSettings(agent="math_agent"), None)
+    found = select_servers([CODE, MATH, POLICY], ProrlSettings(agent="math_agent"), None)
     assert found.services == ("http://127.0.0.1/math_agent",)
 
 
@@ -156,7 +143,7 @@ def test_ours_among_the_servers_of_a_deployment() -> None:
 async def test_shards_of_gym_are_called_where_they_can_be(
     monkeypatch: pytest.MonkeyPatch, nodes: tuple[str, str]
 ) -> None:
-    """By the members that newer versions of NeMo RL have of several Gym actors."""
+    """Newer versions of NeMo RL have several Gym actors."""
     monkeypatch.setattr("ray.get", lambda given: given)
 
     def head(number: int) -> FastAPI:
@@ -169,7 +156,7 @@ async def test_shards_of_gym_are_called_where_they_can_be(
         urls = [urlsplit(url) for url in (first, second)]
         places = [(url.hostname, url.port, node) for url, node in zip(urls, nodes, strict=True)]
         actors = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _, at=at: at)) for at in places]
-        asked = asyncio.to_thread(started_by_gym, SimpleNamespace(all_handles=actors), ProrlSettings())
+        asked = asyncio.to_thread(gym_servers, SimpleNamespace(all_handles=actors), ProrlSettings())
         if len({*nodes}) > 1:
             with pytest.raises(CallerError, match="on 2 nodes, and their servers listen on loopback") as error:
                 await asked
@@ -186,7 +173,7 @@ async def test_shards_of_gym_are_called_where_they_can_be(
     [
         ([CODE, MATH, POLICY], {}, "prorl.agent", "code_agent, math_agent"),
         ([POLICY], {}, "prorl.agent", "none"),
-        ([CODE, POLICY], {"agent": "cod_agent"}, "prorl.agent", "'cod_agent' is none of"),
+        ([CODE, POLICY], {"agent": "cod_agent"}, "prorl.agent", "'cod_agent' is no prorl_agent server"),
         ([CODE], {}, "env.nemo_gym.config_paths", "prorl_model.yaml"),
     ],
 )
@@ -194,7 +181,7 @@ def test_a_deployment_that_does_not_fit_is_told_by_its_field(
     instances: list[dict[str, Any]], settings: dict[str, Any], field: str, says: str
 ) -> None:
     with pytest.raises(CallerError, match=says) as error:
-        servers_among(instances, ProrlSettings(**settings), None)
+        select_servers(instances, ProrlSettings(**settings), None)
     assert error.value.field == field
 
 
@@ -212,14 +199,19 @@ async def test_services_elsewhere_are_asked_before_anything_starts(monkeypatch: 
 
         async def asked(*services: str, key_env: str | None = "PRORL_ANY_KEY") -> None:
             elsewhere = ProrlSettings(rollouts="service", services=services, models=(url,), key_env=key_env)
-            await asyncio.to_thread(already_running, elsewhere)
+            await asyncio.to_thread(configured_servers, elsewhere)
 
         monkeypatch.setenv("PRORL_ANY_KEY", "right")
         await asked(url)
         for services, key_env, error, says in (
-            ((url, "http://127.0.0.1:1"), "PRORL_ANY_KEY", InfrastructureError, "1:1/status is not answered"),
-            ((f"{url}/other",), "PRORL_ANY_KEY", CallerError, "other/status was answered with 404"),
-            ((url,), None, CallerError, "answered with 401: .*send the key"),
+            (
+                (url, "http://127.0.0.1:1"),
+                "PRORL_ANY_KEY",
+                InfrastructureError,
+                "1:1/status failed without",
+            ),
+            ((f"{url}/other",), "PRORL_ANY_KEY", CallerError, "other/status failed with status 404"),
+            ((url,), None, CallerError, "status 401: .*send the key"),
             ((url,), "PRORL_NO_SUCH_KEY", CallerError, "PRORL_NO_SUCH_KEY is not set"),
         ):
             with pytest.raises(error, match=says):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""DAPO on NeMo RL's SingleController: its real controller, buffer, loss and Gym actor, with our servers."""
+"""DAPO on NeMo RL's SingleController: its real controller, buffer, loss and Gym actor, with this package's servers."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ NUMBER = re.compile(rb'"number": ?(\d+)')
 
 
 def counting(*numbers: int, name: str = "", **extra: Any) -> dict[str, Any]:
-    """A prompt whose rollouts begin with one of these numbers each; a tenth of it is the reward."""
+    """Return a prompt whose rollouts begin with these numbers in turn; the reward is a tenth of the number."""
     from tests.nemo_rl.trainer import counting_row, turn
 
     row = counting_row(turn(None, 0), turn("Done."), **extra)
@@ -48,7 +48,7 @@ def counting(*numbers: int, name: str = "", **extra: Any) -> dict[str, Any]:
 
 
 def check(group: "TrainedGroup") -> None:
-    """A group has variance, and everything in it is what was sampled and scored."""
+    """Check that a group has variance, and that its content was sampled and scored."""
     assert len(set(group.rewards)) > 1
     for member, reward in enumerate(group.rewards):
         sampled, tokens, mask = group.sampled(member), group.tokens[member], group.masks[member]
@@ -70,7 +70,7 @@ def check(group: "TrainedGroup") -> None:
 
 @pytest.mark.parametrize("router", [False, True], ids=["engines", "router"])
 def test_asynchronous(trainer: "Trainer", engine_url: str, tmp_path: Path, router: bool) -> None:
-    """Prompts without variance are left out; a failure of the infrastructure is tried again, and is no reward."""
+    """Zero-variance groups are dropped; infrastructure failures are retried and give no reward."""
     from tests.nemo_rl.controller import STEPS, Lent, configuration, routed, trained
 
     rows = []
@@ -96,8 +96,10 @@ def test_asynchronous(trainer: "Trainer", engine_url: str, tmp_path: Path, route
 
 
 def test_strictly_on_policy(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
-    """Each step trains on what its own weights have sampled, and the model server has been told of all of them. Also
-    where NeMo RL has several Gym actors, of which there is one twice here."""
+    """Each step trains on samples of its own weights, and the model server is labelled with each version.
+
+    NeMo RL has several Gym actors here, which are one actor twice.
+    """
     from tests.nemo_rl.controller import STEPS, Shards, call, configuration, trained
 
     rows = [counting(10, 0, number=number) if number % 3 else counting(4, number=number) for number in range(9)]
@@ -119,44 +121,10 @@ def test_strictly_on_policy(trainer: "Trainer", engine_url: str, tmp_path: Path)
     assert backend["weight_version"] == str(STEPS)
 
 
-def test_services_that_run_elsewhere(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
-    """The trainer knows two URLs and starts no Gym server; the services know its engines while it runs."""
-    from nemo_gym_prorl.nemo_rl.single_controller import ENVIRONMENT, register_no_environment
-    from tests.nemo_rl.controller import STEPS, call, configuration, swap_engines, trained
-
-    servers = trainer.server_urls()
-    rows = [counting(10, 0, number=number) for number in range(6)]
-    config = configuration(
-        rows,
-        tmp_path,
-        prorl={
-            "rollouts": "service",
-            "services": [servers["counting_agent"]],
-            "models": [servers["policy_model"]],
-            "max_staleness": 1,
-        },
-        env={"should_use_nemo_gym": False, ENVIRONMENT: {}},
-        data__default={"env_name": ENVIRONMENT, "processor": "nemo_gym_data_processor"},
-    )
-    register_no_environment()
-    swap_engines(servers["policy_model"], [])
-    try:
-        got = trained(config, tmp_path, [engine_url])
-        assert call("GET", f"{servers['policy_model']}/v1/backends")["backends"] == []
-    finally:
-        swap_engines(servers["policy_model"], [engine_url])
-    assert got.result["train_steps"] == STEPS
-    for step, groups in enumerate(got.steps):
-        for group in groups:
-            check(group)
-            assert 0 <= step - group.version <= 1
-
-
 def test_a_run_that_is_resumed_goes_on_with_the_next_prompts(
     trainer: "Trainer", engine_url: str, tmp_path: Path
 ) -> None:
-    """By NeMo RL's own checkpoints: what was trained on is not sampled again, what was ready is not lost; also where
-    the temperature is another now."""
+    """With NeMo RL's own checkpoints no prompt is trained on twice or lost, also with another temperature."""
     from tests.nemo_rl.controller import Lent, configuration, trained
 
     rows = [counting(10, 0, name=f" Prompt {number}.") for number in range(20)]
@@ -229,7 +197,7 @@ def test_no_sandbox_outlives_a_controller_that_dies(
 def test_the_command_trains_by_a_recipe_that_ships(
     trainer: "Trainer", engine_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str | None
 ) -> None:
-    """From the command line to the last step, but for what needs GPUs: NeMo RL's own setup is not called."""
+    """From the command line to the last step, without NeMo RL's own setup, which needs GPUs."""
     from nemo_rl.algorithms import single_controller_utils
     from nemo_rl.algorithms.metric_utils import SetupTimingMetrics
     from nemo_rl.distributed import virtual_cluster
@@ -302,7 +270,7 @@ SMALLER = [
     "++checkpointing.enabled=false",
     "++logger.tensorboard_enabled=false",
     "++logger.monitor_gpus=false",
-    # So that it bites: a rollout here has some 70 tokens.
+    # Rollouts here have some 70 tokens.
     "++prorl.overlong={max_sequence_length:90,buffer_length:60,penalty:0.5}",
 ]
 
@@ -320,7 +288,7 @@ def recipe(folder: Path, *overrides: str) -> dict[str, Any]:
 
 
 def test_without_its_parser_nothing_is_scored(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
-    """Else every rollout would end with its first turn, and be trained on."""
+    """Without an error every rollout would end with its first turn, and be trained on."""
     from tests.nemo_rl.controller import Lent, swap_engines, trained
     from tests.nemo_rl.engine import Engine, serving
 
@@ -340,7 +308,7 @@ def test_without_its_parser_nothing_is_scored(trainer: "Trainer", engine_url: st
 
 
 def test_validation_on_the_single_controller(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
-    """By NeMo RL's own settings; its log has what the environment gave, and no step has such a row."""
+    """NeMo RL's own settings configure validation; its log has the rewards, and no step trains on such a row."""
     from tests.nemo_rl.controller import STEPS, Lent, logged, trained
 
     held = tmp_path / "held.jsonl"
@@ -364,10 +332,7 @@ def test_validation_on_the_single_controller(trainer: "Trainer", engine_url: str
 
 
 def gone(before: set[str]) -> float:
-    """Seconds until no sandbox is left of a run that has ended, though its servers live.
-
-    What was running is gone when the run ends. What was being started or graded follows at once.
-    """
+    """Return the seconds until no sandbox of an ended run is left; its servers keep running."""
     began = time.monotonic()
     while left := containers.instances() - before:
         assert time.monotonic() - began < 5, left
@@ -376,7 +341,7 @@ def gone(before: set[str]) -> float:
 
 
 def solving(number: int) -> dict[str, Any]:
-    """A prompt that every other rollout solves, in a sandbox."""
+    """Return a prompt that every other rollout solves, in a sandbox."""
     row: dict[str, Any] = json.loads(EXAMPLES.read_text().splitlines()[0])
     turns = json.loads(row["responses_create_params"]["metadata"]["script"])["turns"]
     script = {"turns": turns, "openings": [turns[0], {"content": "I give up."}], "number": number}
@@ -384,7 +349,7 @@ def solving(number: int) -> dict[str, Any]:
 
 
 def thinking() -> dict[str, Any]:
-    """A prompt whose rollouts open a sandbox, and then think for longer than anybody waits."""
+    """Return a prompt whose rollouts open a sandbox, and then think for an hour."""
     call = {"name": "bash", "arguments": {"command": "echo $PWD"}}
     turns = [{"tool_calls": [call]}, {"content": "I give up.", "latency_s": 3600}]
     return _in_code(humaneval_row(problems()["HumanEval/2"]), {"turns": turns})
@@ -402,7 +367,7 @@ def without_router() -> Iterator[None]:
 
 
 def jobs(url: str, key: str | None = None) -> list[JobView]:
-    """All that a service remembers."""
+    """Return all jobs that a service lists."""
 
     async def listed() -> list[JobView]:
         async with RolloutClient(url, key) as client:

@@ -15,13 +15,13 @@ import pytest
 import ray
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl import upstream
-from nemo_gym_prorl.nemo_rl.rollouts import ProrlRollouts
+from nemo_gym_prorl.nemo_rl import configuration
+from nemo_gym_prorl.nemo_rl.controller_parts import ProrlRollouts
 from tests.nemo_rl.test_recipes import ROOT, needs_nemo_rl
 
 
-ROOM = Path(upstream.__file__).parent
-TABLE = {**upstream.RECIPES, **upstream.TRAINING}
+ROOM = Path(configuration.__file__).parent
+TABLE = {**configuration.RECIPE_NAMES, **configuration.TRAINING_NAMES}
 
 
 def imported() -> Iterator[str]:
@@ -72,14 +72,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_missing_names_are_named(place: str, names: str, missing: list[str]) -> None:
-    assert [*upstream.missing_names({place: names})] == missing
+    assert [*configuration.missing_names({place: names})] == missing
     if not missing:
-        upstream.check({place: names})
+        configuration.check_nemo_rl({place: names})
         return
     with pytest.raises(CallerError) as refused:
-        upstream.check({place: names})
+        configuration.check_nemo_rl({place: names})
     assert refused.value.field == "NRL_ROOT"
-    for part in ("/checkout/nemo_rl (9.9)", upstream.TRIED, *missing):
+    for part in ("/checkout/nemo_rl (9.9)", configuration.TESTED_VERSION, *missing):
         assert part in refused.value.complaint
 
 
@@ -87,7 +87,7 @@ def test_missing_names_are_named(place: str, names: str, missing: list[str]) -> 
 def test_this_nemo_rl_has_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.setenv("NO_VCS_VERSION", "1")
-    assert [*upstream.missing_names(TABLE)] == []
+    assert [*configuration.missing_names(TABLE)] == []
 
 
 def test_what_is_not_about_rollouts_is_answered_by_nemo_rls_own_manager() -> None:

@@ -53,11 +53,11 @@ ADD_TOOL = {
 
 @dataclass(slots=True)
 class Stream:
-    """What came out of one call of the actor.
+    """Results of one call of the actor.
 
     Attributes:
-        results: what arrived, by the row's index.
-        error: what ended the stream, if anything did.
+        results: results by row index.
+        error: error that ended the stream; ``None`` at a regular end.
     """
 
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Stream:
 
     @property
     def verdict(self) -> FailureClass | None:
-        """What NeMo RL takes the error for."""
+        """NeMo RL's classification of the error."""
         return None if self.error is None else classify_rollout_failure(self.error)
 
 
@@ -124,7 +124,7 @@ class Trainer:
             return {server["process_name"]: server["url"] for server in json.load(response)}
 
     def start(self, rows: list[dict[str, Any]]) -> Any:
-        """Have the actor run rows; gives the stream, in which they arrive as they end."""
+        """Have the actor run rows; return the stream of results."""
         _prepare_nemo_gym_rows(rows, GENERATION, GenerationSamplingParams.from_generation_config(GENERATION))  # type: ignore[arg-type]
         return self.actor.run_rollouts.options(num_returns="streaming").remote(rows, "timing")
 
@@ -136,7 +136,7 @@ class Trainer:
             for reference in stream:
                 index, result, _ = ray.get(reference)
                 got.results[index] = result
-        except Exception as error:  # whatever it is, NeMo RL classifies it
+        except Exception as error:  # NeMo RL classifies any error
             got.error = error
         return got
 
@@ -158,7 +158,7 @@ class Trainer:
         )
 
     async def group(self, row: dict[str, Any], generations: int) -> tuple[PromptGroupRecord, int]:
-        """A prompt's group by the code of NeMo RL's SingleController, and how many rows it dispatched again."""
+        """Run a group as NeMo RL's SingleController does; return it and the number of rows dispatched again."""
         stats = RolloutStats()
         rollouts = AsyncNemoGymRolloutImpl(
             tokenizer=ByteTokenizer(),  # type: ignore[arg-type]

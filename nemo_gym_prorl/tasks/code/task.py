@@ -25,7 +25,7 @@ from nemo_gym_prorl.tasks.code.code_rows import (
     read_problem,
 )
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, CodeVerdict, RewardRule, failed, grade
-from nemo_gym_prorl.tasks.final_answer import final_message
+from nemo_gym_prorl.tasks.final_answer import last_message_text
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ExtractedFile, ToolLimits, Workspace
@@ -159,7 +159,7 @@ class ProgrammingProblems:
         except UnicodeDecodeError:
             return failed(CodeVerdict.NO_SOLUTION, f"{SOLUTION_FILE} is not UTF-8 text")
         if not _has_tools(row):
-            source = program_in(final_message(response))
+            source = program_in(last_message_text(response))
         if not source.strip():
             return failed(CodeVerdict.NO_SOLUTION, artefacts.problem or f"{SOLUTION_FILE} holds no Python")
         problem = await asyncio.to_thread(read_problem, read_metadata(row), self._tests_folder)

@@ -1,16 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""Whether what a policy said is the expected answer, decided in processes that may be lost.
+r"""Comparison of a policy's answer with the expected answer, in worker processes with bounded CPU time and memory.
 
-Comparing is done by ``math-verify`` and sympy (:mod:`.comparison`), which some answers keep busy for ever or have eat
-all memory; so it happens in workers (:mod:`nemo_gym_prorl.tasks.workers`), off the event loop and within bounds of CPU
-time and memory. Nothing of a policy's sandbox comes near them: an answer is text.
+``math-verify`` and sympy (:mod:`.comparison`) may run forever or use all memory on a hostile answer. Therefore workers
+(:mod:`nemo_gym_prorl.tasks.workers`) run the comparison off the event loop. An answer is text, and nothing of a
+policy's sandbox reaches the workers.
 
-A comparison that ends without a word is blamed as code is in ``tasks/code/grading.py``. What no answer can bring
-about (a worker is gone, a process was killed from outside, nothing came long after the CPU time was over) is the
-machine's. Anything else the answer may have done: it is compared once more, unless it has used up its CPU time, and
-then the expected answer with itself. If that is fine, the answer is to blame and has no reward; if not, nobody could
-be graded on the row.
+A comparison that ends without a result is attributed as follows:
+
+- Causes that no answer can bring about are infrastructure failures: a worker is gone, a process was killed from
+  outside, or no result came long after the CPU limit.
+- Otherwise the answer is compared once more, unless it used up its CPU time, and then the expected answer is compared
+  with itself. If that succeeds, the answer gets no reward; if not, the row is at fault (:class:`TaskError`).
 """
 
 from __future__ import annotations
@@ -20,39 +21,40 @@ from enum import StrEnum
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
 from nemo_gym_prorl.tasks.extras import require_extras
-from nemo_gym_prorl.tasks.final_answer import MAX_ANSWER_CHARS, final_answer
+from nemo_gym_prorl.tasks.final_answer import MAX_ANSWER_CHARS, extract_final_answer
 from nemo_gym_prorl.tasks.math.spelling import unwrapped
 from nemo_gym_prorl.tasks.workers import JobLost, WorkerPool
 
 
-TRIES = 2
-"""So often an answer may break its comparison, and so often the machine may."""
+MAX_TRIES = 2
+"""Maximum number of comparisons of an answer that may be lost, for each of the two causes."""
 
-_CONTROLLED = 10_000
+_CACHED_ANSWERS = 10_000
+"""Number of expected answers that are remembered as gradeable."""
 
 ANOTHER_VALUE = "another value"
-"""Why an answer is wrong if both could be read, and are not the same."""
+"""Detail of a wrong answer where both answers could be read and differ in value."""
 
 
-class Verdict(StrEnum):
-    """What became of an answer; only the first has a reward."""
+class MathVerdict(StrEnum):
+    """Verdict on an answer; only ``RIGHT`` has a reward."""
 
     RIGHT = "right"
     WRONG = "wrong"
     NO_ANSWER = "no_answer"
-    """The message has none."""
+    """The message has no answer."""
     UNREADABLE = "unreadable"
-    """It is no mathematics that can be read, or too long, or broke the reader."""
+    """The answer cannot be parsed, is too long, or broke the parser."""
     UNFINISHED = "unfinished"
-    """It leaves the work to the reader, or repeats the question."""
+    """The answer leaves a computation to the reader, or repeats the question."""
     CONTRADICTORY = "contradictory"
-    """It says two things."""
+    """The answer states two different values."""
     TIMED_OUT = "timed_out"
-    """Comparing it took longer than is allowed."""
+    """The comparison exceeded its CPU time."""
 
 
-Judged = tuple[Verdict, str]
-"""What an answer is worth, and why, for a person."""
+Judgement = tuple[MathVerdict, str]
+"""Verdict and a human-readable reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,9 @@ class CheckLimits:
     """Bounds of comparisons.
 
     Attributes:
-        cpu_s: CPU seconds of one.
-        memory_mib: address space of one, in MiB; sympy alone takes about 150.
-        workers: how many run at a time.
+        cpu_s: CPU seconds of a comparison.
+        memory_mib: address space of a comparison in MiB; sympy alone takes about 150.
+        workers: number of concurrent comparisons.
     """
 
     cpu_s: int = 5
@@ -71,93 +73,93 @@ class CheckLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """What became of an answer.
+class CheckedAnswer:
+    """Verdict on a message.
 
     Attributes:
-        verdict: a word of :class:`.Verdict`.
-        extracted: the answer as it stands in the message; empty if there is none.
-        detail: why, for a person.
+        verdict: verdict on the answer.
+        extracted: answer as written in the message; empty if there is none.
+        detail: human-readable reason.
     """
 
-    verdict: Verdict
+    verdict: MathVerdict
     extracted: str
     detail: str = ""
 
     @property
     def right(self) -> bool:
-        """Whether it is the expected one."""
-        return self.verdict is Verdict.RIGHT
+        """Whether the answer is the expected one."""
+        return self.verdict is MathVerdict.RIGHT
 
 
 class MathChecker:
-    """Compares answers; starts its workers when it is first asked.
+    """Comparison of answers in workers, which start with the first comparison.
 
     Raises:
-        InfrastructureError: ``math-verify`` is not installed; says how to get it.
+        InfrastructureError: ``math-verify`` is not installed; the message names the extra to install.
     """
 
     def __init__(self, limits: CheckLimits | None = None) -> None:
         require_extras("math")
         self._limits = limits or CheckLimits()
         self._workers = WorkerPool("nemo_gym_prorl.tasks.math.comparison", self._limits.workers)
-        self._controlled: set[str] = set()
+        self._gradeable: set[str] = set()
 
-    async def check(self, expected: str, said: str, question: str = "") -> Checked:
-        """Whether a message gives the expected answer, which :func:`.final_answer.final_answer` finds in it.
+    async def check(self, expected: str, said: str, question: str = "") -> CheckedAnswer:
+        """Compare the final answer of a message with the expected answer.
 
         Args:
-            expected: the right answer, in LaTeX, with or without delimiters or a box around it.
-            said: the policy's last message.
-            question: what was asked. An answer that repeats a part of it which is to be worked out is none.
+            expected: expected answer in LaTeX, with or without delimiters or a box.
+            said: last message of the policy.
+            question: question text; an answer that only repeats an unsolved part of the question is ``UNFINISHED``.
 
         Raises:
-            TaskError: the expected answer can't be compared with itself.
-            InfrastructureError: ``verifier_error``, nothing could be compared.
+            TaskError: the expected answer cannot be compared with itself.
+            InfrastructureError: ``verifier_error``, no comparison succeeds.
         """
-        answer = final_answer(said)
+        answer = extract_final_answer(said)
         if answer is None:
-            return Checked(Verdict.NO_ANSWER, "", r"there is no \boxed{...} and no line with an answer")
+            return CheckedAnswer(MathVerdict.NO_ANSWER, "", r"there is no \boxed{...} and no line with an answer")
         if len(answer) > MAX_ANSWER_CHARS:
             shown = answer[:MAX_ANSWER_CHARS]
-            return Checked(Verdict.UNREADABLE, shown, f"it is longer than {MAX_ANSWER_CHARS} characters")
+            return CheckedAnswer(MathVerdict.UNREADABLE, shown, f"it is longer than {MAX_ANSWER_CHARS} characters")
         outcome = await self._compared(expected, answer, question)
         if isinstance(outcome, JobLost):
             await self.require_gradeable(expected)
-            verdict = Verdict.TIMED_OUT if outcome.timed_out else Verdict.UNREADABLE
-            return Checked(verdict, answer, f"the comparison was lost: {outcome}")
-        return Checked(outcome[0], answer, outcome[1])
+            verdict = MathVerdict.TIMED_OUT if outcome.timed_out else MathVerdict.UNREADABLE
+            return CheckedAnswer(verdict, answer, f"the comparison was lost: {outcome}")
+        return CheckedAnswer(outcome[0], answer, outcome[1])
 
     async def require_gradeable(self, expected: str) -> None:
-        """See that the expected answer, if a policy gave it, would be right. Remembered.
+        """Check that the expected answer itself would get the verdict ``RIGHT``; successes are cached.
 
         Raises:
-            TaskError: it would not.
-            InfrastructureError: ``verifier_error``, nothing could be compared.
+            TaskError: the expected answer would not be right.
+            InfrastructureError: ``verifier_error``, no comparison succeeds.
         """
-        if expected in self._controlled:
+        if expected in self._gradeable:
             return
         answer = unwrapped(expected)
-        outcome = await self._compared(expected, answer, "", control=True) if answer else (Verdict.NO_ANSWER, "")
+        outcome = await self._compared(expected, answer, "", control=True) if answer else (MathVerdict.NO_ANSWER, "")
         if isinstance(outcome, JobLost):
             raise TaskError(f"the expected answer can't be compared with itself: {outcome}")
-        if outcome[0] is not Verdict.RIGHT:
+        if outcome[0] is not MathVerdict.RIGHT:
             raise TaskError(f"the expected answer is not right itself: {outcome[0]}, {outcome[1]}")
-        if len(self._controlled) >= _CONTROLLED:
-            self._controlled.clear()
-        self._controlled.add(expected)
+        if len(self._gradeable) >= _CACHED_ANSWERS:
+            self._gradeable.clear()
+        self._gradeable.add(expected)
 
     async def aclose(self) -> None:
-        """End the workers. Comparisons that run are lost."""
+        """Stop the workers; comparisons in progress are lost."""
         await self._workers.aclose()
 
     async def _compared(
         self, expected: str, answer: str, question: str, *, control: bool = False
-    ) -> tuple[Verdict, str] | JobLost:
-        """One comparison, tried again if it is lost; a loss is the answer's doing.
+    ) -> tuple[MathVerdict, str] | JobLost:
+        """Compare, and try again if the comparison is lost; return a loss that the answer caused.
 
         Raises:
-            InfrastructureError: the machine lost it.
+            InfrastructureError: infrastructure lost the comparison.
         """
         job = {"expected": expected, "said": answer, "question": question, "control": control}
         cpu_s, memory_mib = self._limits.cpu_s, self._limits.memory_mib
@@ -165,12 +167,12 @@ class MathChecker:
         while True:
             try:
                 verdict, why = await self._workers.ask(job, cpu_s=cpu_s, memory_mib=memory_mib)
-                return Verdict(verdict), why
+                return MathVerdict(verdict), why
             except JobLost as loss:
                 losses[loss.by_machine] += 1
-                if losses[loss.by_machine] < TRIES and (loss.by_machine or not loss.timed_out):
+                if losses[loss.by_machine] < MAX_TRIES and (loss.by_machine or not loss.timed_out):
                     continue
                 if not loss.by_machine:
                     return loss
-                reason = f"no answer could be compared: {loss}"
+                reason = f"workers lost {MAX_TRIES} comparisons: {loss}"
                 raise InfrastructureError(reason, kind=FailureKind.VERIFIER_ERROR) from loss

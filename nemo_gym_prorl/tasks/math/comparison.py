@@ -1,19 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""Whether an answer is the expected one, by ``math-verify``, and where that is too generous.
+r"""Comparison of two mathematical answers with ``math-verify`` and stricter rules; runs in a worker process.
 
-It may run for ever or eat all memory: answers are other people's programs for sympy. So it runs in workers
-(:mod:`nemo_gym_prorl.tasks.workers`), and what it raises ends the worker's child.
+The comparison may run forever or use all memory, because an answer is in effect a program for sympy. Therefore it runs
+in workers (:mod:`nemo_gym_prorl.tasks.workers`), and an exception ends the worker's child process.
 
-``math-verify`` compares values. That is not enough for a reward, so these are told from the right answer:
+``math-verify`` only compares values, which is too lenient for a reward. These answers are wrong as well:
 
-- what is of another kind, in another order, or has other members (:mod:`.shapes`);
-- other units, words and bases (:mod:`.measures`), and words of the same letters;
-- what is left to be worked out (:mod:`.values`), or is as it stands in the question;
-- what contradicts itself: ``6 = 5`` or ``6 \approx 5`` for 5;
-- what is only near, and relations without solutions (:mod:`.values`).
+- answers of another kind, in another order, or with other members (:mod:`.shapes`);
+- other units, words or bases (:mod:`.measures`, :mod:`.words`);
+- unfinished computations (:mod:`.values`), and copies of the question;
+- contradictions: ``6 = 5`` or ``6 \approx 5`` for 5;
+- values that are only near, and relations without solutions (:mod:`.values`).
 
-And it is too strict with sets of numbers (:mod:`.shapes`).
+``math-verify`` is too strict with sets of numbers, which :mod:`.shapes` compares.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify.parser import get_last_eq, should_treat_as_complex
 
 from nemo_gym_prorl.tasks.math import shapes
-from nemo_gym_prorl.tasks.math.checker import ANOTHER_VALUE, Judged, Verdict
+from nemo_gym_prorl.tasks.math.checker import ANOTHER_VALUE, Judgement, MathVerdict
 from nemo_gym_prorl.tasks.math.measures import (
     Measure,
-    another_unit,
     in_cents,
     measure_of,
     nouns_of,
     stray_text,
+    units_differ,
 )
 from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, VECTOR, Shape
 from nemo_gym_prorl.tasks.math.spelling import (
-    another_order,
     canonical,
-    combinations,
-    restates,
-    side_by_side,
-    symbols,
-    tidy,
+    has_adjacent_numbers,
+    normalized,
+    order_differs,
+    repeats_question,
+    with_binomials,
+    with_named_symbols,
 )
 from nemo_gym_prorl.tasks.math.values import (
-    computing,
+    contradicting_sides,
+    extra_operations,
     in_final_form,
     leaves,
-    near_numbers,
-    other_sides,
-    same,
-    unfinished,
+    numbers_equal,
+    unfinished_part,
+    values_equal,
 )
 from nemo_gym_prorl.tasks.math.words import (
-    another_base,
-    another_text,
-    another_time,
+    base_difference,
     congruence,
     label_and_rest,
     ratio_verdict,
+    text_difference,
+    time_difference,
 )
 
 
-# Its warnings repeat what policies say.
+# math-verify logs the answers of policies.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 # With the ANTLR that Gym's configuration library allows, its generated parser lacks this method, and no percentage
 # can be read.
@@ -78,26 +78,21 @@ if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
     PSParser.AtomContext.FUNC_GAMMA = lambda self: None
 
 
-ABOUT = sympy.Float("1e-2")
-"""Relative difference of a value from what an answer says that it is about."""
+APPROXIMATION_TOLERANCE = sympy.Float("1e-2")
+"""Maximum relative difference between the value of an answer and an approximation in the same answer."""
 
-# Units are looked at here; math-verify would take the letters of `2ab` for one.
+# units=False: math-verify would read the letters of `2ab` as a unit; measures.py handles units.
 _NORMALIZED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
 )
-# Its `parse` has no way to say this: to it R and r are one letter.
+# math-verify's `parse` cannot turn this off and would read R and r as one letter.
 _CONVERTED = ConversionConfig(lowercase_symbols=False)
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)")
 _NAME = re.compile(r"\s*(?![ei]\s*$)[a-zA-Z]+(?:_\{?\w+\}?)?\s*")
 _DECIMAL = re.compile(r"\s*-?\d+(?:\.(\d+))?\s*")
 _PERCENT = re.compile(r"\s*\\?%\s*$")
 
-_WORST_FIRST = (
-    Verdict.WRONG,
-    Verdict.UNREADABLE,
-    Verdict.CONTRADICTORY,
-    Verdict.UNFINISHED,
-)
+_WORST_FIRST = (MathVerdict.WRONG, MathVerdict.UNREADABLE, MathVerdict.CONTRADICTORY, MathVerdict.UNFINISHED)
 
 
 _WARM_UP = (
@@ -110,80 +105,79 @@ _WARM_UP = (
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}"),
     (r"\sqrt{2}\pi", r"\ln 3 + \sin 2"),
 )
-"""Sympy imports on first use; a child should find it done."""
+"""Comparisons that make sympy import its modules before a worker forks its children."""
 
 
 def warm_up() -> None:
-    """Have sympy import all that comparisons take."""
+    """Import everything that comparisons need."""
     for expected, said in _WARM_UP:
         judge(expected, said)
 
 
-def answer(job: Mapping[str, Any]) -> Judged:
-    """What a worker is asked: the verdict on an answer, and why."""
-    if job["control"] and (unread_part := try_out(job["expected"])):
-        return Verdict.UNREADABLE, f"can't read {unread_part}"
+def answer(job: Mapping[str, Any]) -> Judgement:
+    """Answer a job of a worker: return the verdict on an answer and the reason."""
+    if job["control"] and (unread_part := compare_with_itself(job["expected"])):
+        return MathVerdict.UNREADABLE, f"can't read {unread_part}"
     return judge(job["expected"], job["said"], job["question"])
 
 
-def judge(expected: str, said: str, question: str = "") -> Judged:
-    """What an answer is worth.
+def judge(expected: str, said: str, question: str = "") -> Judgement:
+    """Compare an answer with the expected answer.
 
     Args:
-        expected: the right answer, in LaTeX, with or without delimiters or boxes.
-        said: the answer, without its box.
-        question: what was asked.
+        expected: expected answer in LaTeX, with or without delimiters or boxes.
+        said: answer without its box.
+        question: question text.
 
     Returns:
-        The verdict, and why, for a person.
+        Verdict and human-readable reason.
     """
-    gold_text, text = (shapes.ascending(tidy(answer)) for answer in (expected, said))
+    gold_text, text = (shapes.as_ascending_chain(normalized(answer)) for answer in (expected, said))
     if r"\binom" in gold_text + text:
-        gold_text, text = combinations(gold_text), combinations(text)
+        gold_text, text = with_binomials(gold_text), with_binomials(text)
     if not text:
-        return Verdict.NO_ANSWER, "the box is empty"
+        return MathVerdict.NO_ANSWER, "the box is empty"
     if canonical(text) == canonical(gold_text):
-        return Verdict.RIGHT, "the same text"
-    if restates(text, question):
-        return Verdict.UNFINISHED, "it stands in the question"
+        return MathVerdict.RIGHT, "the same text"
+    if repeats_question(text, question):
+        return MathVerdict.UNFINISHED, "it repeats the question"
     judged = [
         _compared(gold, answer, question) for gold in shapes.readings(gold_text) for answer in shapes.readings(text)
     ]
-    return next((one for one in judged if one[0] is Verdict.RIGHT), judged[-1])
+    return next((one for one in judged if one[0] is MathVerdict.RIGHT), judged[-1])
 
 
-def try_out(expected: str) -> str:
-    """Compare an expected answer with itself, as far as it is mathematics: what this raises, no answer is to blame
-    for.
+def compare_with_itself(expected: str) -> str:
+    """Compare an expected answer with itself, so that no answer is blamed for an exception.
 
     Returns:
-        What of it can't be read, so that no answer but the same text could be right; empty if all can.
+        Part of the expected answer that cannot be parsed, so that only the same text could be right; empty if none.
     """
-    for gold in _readings(tidy(expected))[:1]:
-        same(gold, gold)
-    return unread(expected)
+    for gold in _readings(normalized(expected))[:1]:
+        values_equal(gold, gold)
+    return unreadable_part(expected)
 
 
-def unread(expected: str) -> str:
-    """What of an expected answer can't be read; empty if all can."""
-    parts = [_unread(reading) for reading in shapes.readings(tidy(expected))]
+def unreadable_part(expected: str) -> str:
+    """Return the part of an expected answer that cannot be parsed; empty if there is none."""
+    parts = [_unread(reading) for reading in shapes.readings(normalized(expected))]
     return "" if "" in parts else parts[0]
 
 
 def _unread(text: str) -> str:
-    """The first part of an expected answer that can't be read; empty if there is none."""
+    """Return the first unparseable part of one reading; empty if there is none."""
     cases = shapes.cases_of(text)
-    shape = None if cases else shapes.shape_of(text) or shapes.chained(text)
+    shape = None if cases else shapes.shape_of(text) or shapes.split_chained_equation(text)
     parts = [value for value, _ in cases] if cases else list(shape.members) if shape else []
     if parts and parts != [text]:
         return next(filter(None, map(_unread, parts)), "")
     if (
-        shapes.goes_on(text)
-        or another_order(text, "")
-        or another_text(text, text, "") is not None
+        shapes.has_ellipsis(text)
+        or order_differs(text, "")
+        or text_difference(text, text, "") is not None
         or congruence(text)
-        or (shapes.speaks_of_sets(text) and shapes.real_set(text, _number) is not None)
-        or another_time(text, text, "") is not None
+        or (shapes.mentions_sets(text) and shapes.real_set(text, _number) is not None)
+        or time_difference(text, text, "") is not None
     ):
         return ""
     value = measure_of(label_and_rest(text, text)[0], nouns_of(text)).value
@@ -192,38 +186,38 @@ def _unread(text: str) -> str:
     return "" if _readings(value) or _readings(value.rpartition("=")[2]) else f"{value!r}"
 
 
-def _compared(gold: str, text: str, question: str) -> Judged:
-    """Compare two texts with plain brackets, whatever they consist of."""
+def _compared(gold: str, text: str, question: str) -> Judgement:
+    """Compare two texts with plain brackets, of any structure."""
     if canonical(text) == canonical(gold):
-        return Verdict.RIGHT, "the same text"
-    if shapes.speaks_of_sets(gold) or shapes.speaks_of_sets(text):
+        return MathVerdict.RIGHT, "the same text"
+    if shapes.mentions_sets(gold) or shapes.mentions_sets(text):
         wanted, given = shapes.real_set(gold, _number), shapes.real_set(text, _number)
         if wanted is not None and given is not None:
-            if not shapes.same_set(wanted, given, near_numbers):
-                return Verdict.WRONG, "another set of numbers"
-            if shapes.left_to_work_out(wanted, given):
-                return Verdict.UNFINISHED, "its sets are to be put together"
-            return Verdict.RIGHT, "the same set of numbers"
+            if not shapes.same_set(wanted, given, numbers_equal):
+                return MathVerdict.WRONG, "another set of numbers"
+            if shapes.has_unmerged_parts(wanted, given):
+                return MathVerdict.UNFINISHED, "its sets are not united"
+            return MathVerdict.RIGHT, "the same set of numbers"
     wanted_cases, given_cases = shapes.cases_of(gold), shapes.cases_of(text)
     if wanted_cases and given_cases and any(condition for _, condition in (*wanted_cases, *given_cases)):
         return _piecewise(wanted_cases, given_cases, question)
     if (one := congruence(gold)) and (other := congruence(text)):
         if one.modulus != other.modulus or (one.name and other.name and one.name != other.name):
-            return Verdict.WRONG, "another congruence"
+            return MathVerdict.WRONG, "another congruence"
         numbers = [_number(one.residue), _number(other.residue)]
         if all(isinstance(number, sympy.Integer) for number in numbers):
             same_class = (numbers[0] - numbers[1]) % one.modulus == 0
-            return (Verdict.RIGHT if same_class else Verdict.WRONG), "numbers modulo another"
+            return (MathVerdict.RIGHT if same_class else MathVerdict.WRONG), "numbers modulo another"
         return _compared(one.residue, other.residue, question)
-    if (trouble := another_text(gold, text, question)) is not None:
-        return (Verdict.WRONG, trouble) if trouble else (Verdict.RIGHT, "the same words")
-    if shapes.goes_on(gold) != shapes.goes_on(text):
-        return Verdict.WRONG, "only one of them goes on and on"
+    if (trouble := text_difference(gold, text, question)) is not None:
+        return (MathVerdict.WRONG, trouble) if trouble else (MathVerdict.RIGHT, "the same words")
+    if shapes.has_ellipsis(gold) != shapes.has_ellipsis(text):
+        return MathVerdict.WRONG, "only one of the two has an ellipsis"
     wanted_shape, given_shape = shapes.shape_of(gold), shapes.shape_of(text)
-    if wanted_shape is None and (given_shape or shapes.chained(text)):
-        wanted_shape = shapes.chained(gold)
+    if wanted_shape is None and (given_shape or shapes.split_chained_equation(text)):
+        wanted_shape = shapes.split_chained_equation(gold)
     if given_shape is None and wanted_shape is not None:
-        given_shape = shapes.chained(text)
+        given_shape = shapes.split_chained_equation(text)
     if (wanted_shape is None) != (given_shape is None) and shapes.is_empty_set(gold):
         return _other_kind()
     if _is_set_of_one(wanted_shape) != _is_set_of_one(given_shape):
@@ -236,24 +230,24 @@ def _compared(gold: str, text: str, question: str) -> Judged:
     return _valued(gold, text, question)
 
 
-def _piecewise(gold: list[tuple[str, str]], said: list[tuple[str, str]], question: str) -> Judged:
-    """Compare values under conditions, in any order; "otherwise" is what the other conditions leave."""
+def _piecewise(gold: list[tuple[str, str]], said: list[tuple[str, str]], question: str) -> Judgement:
+    """Compare piecewise values in any order; "otherwise" is the complement of the other conditions."""
     if len(gold) != len(said):
-        return Verdict.WRONG, f"{len(said)} cases for {len(gold)}"
-    wanted, left, judged = _domains(gold), list(zip(said, _domains(said), strict=True)), list[Judged]()
+        return MathVerdict.WRONG, f"{len(said)} cases for {len(gold)}"
+    wanted, left, judged = _domains(gold), list(zip(said, _domains(said), strict=True)), list[Judgement]()
     for (value, condition), domain in zip(gold, wanted, strict=True):
         for one in left:
             (other, stated), other_domain = one
             if domain is not None and other_domain is not None:
-                alike = shapes.same_set(domain, other_domain, near_numbers)
+                alike = shapes.same_set(domain, other_domain, numbers_equal)
             else:
-                alike = _compared(condition, stated, question)[0] is Verdict.RIGHT
+                alike = _compared(condition, stated, question)[0] is MathVerdict.RIGHT
             if alike:
                 left.remove(one)
                 judged.append(_compared(value, other, question))
                 break
         else:
-            return Verdict.WRONG, "another condition"
+            return MathVerdict.WRONG, "another condition"
     return _worst(judged)
 
 
@@ -271,27 +265,27 @@ def _is_set_of_one(shape: Shape | None) -> bool:
     return shape is not None and shape.brackets == SET and len(shape.members) == 1
 
 
-def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
-    """Compare two answers that consist of several values; of one value is the set of it."""
+def _shaped(gold: Shape, said: Shape, question: str) -> Judgement:
+    """Compare two answers of several values; a single value is a set of one."""
     if not gold.members or not said.members:
-        return _other_kind() if gold.members or said.members else (Verdict.RIGHT, "both are empty")
+        return _other_kind() if gold.members or said.members else (MathVerdict.RIGHT, "both are empty")
     if len(gold.members) == 1 and len(said.members) == 1:
         return _compared(gold.members[0], said.members[0], question)
     names, given_names = _named(gold), _named(said)
     if names and given_names and not (_only_indices(names) and _only_indices(given_names)):
         if set(names) != set(given_names):
-            return Verdict.WRONG, "other names"
+            return MathVerdict.WRONG, "other names"
         return _each(list(names.values()), [given_names[name] for name in names], question)
     if names and given_names and set(names) == set(given_names):
         return _each(list(names.values()), [given_names[name] for name in names], question)
     if given_names and not _only_indices(given_names) and gold.brackets in (LIST, TUPLE, CLOSED, VECTOR):
-        # The question says which comes first, or else the alphabet.
+        # The order of names is that of the question, or alphabetical.
         order = shapes.names_in(question, set(given_names)) or sorted(given_names)
         return _each(gold.members, [given_names[name] for name in order], question)
     if names and not _only_indices(names):
         pairs = [shapes.name_and_value(one) for one in said.members]
         if any(pair and canonical(pair[0]) != name for pair, name in zip(pairs, names, strict=False)):
-            return Verdict.WRONG, "other names"
+            return MathVerdict.WRONG, "other names"
         values = [pair[1] if pair else one for pair, one in zip(pairs, said.members, strict=True)]
         return _each(list(names.values()), values, question) if said.brackets != SET else _other_kind()
     if MATRIX in (gold.brackets, said.brackets) or (gold.columns and said.columns):
@@ -310,59 +304,59 @@ def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
     return _other_kind()
 
 
-def _other_kind() -> Judged:
-    return Verdict.WRONG, "another kind of answer: a list, a set, a tuple and an interval are not the same"
+def _other_kind() -> Judgement:
+    return MathVerdict.WRONG, "another kind of answer: a list, a set, a tuple and an interval are not the same"
 
 
-def _each(gold: Sequence[str], said: Sequence[str], question: str) -> Judged:
-    """One by one."""
+def _each(gold: Sequence[str], said: Sequence[str], question: str) -> Judgement:
+    """Compare members in order."""
     if len(gold) != len(said):
-        return Verdict.WRONG, f"{len(said)} values for {len(gold)}"
+        return MathVerdict.WRONG, f"{len(said)} values for {len(gold)}"
     return _worst([_compared(one, other, question) for one, other in zip(gold, said, strict=True)])
 
 
-def _matched(gold: Sequence[str], said: Sequence[str], question: str) -> Judged:
-    """In any order, each once."""
+def _matched(gold: Sequence[str], said: Sequence[str], question: str) -> Judgement:
+    """Compare members in any order, each once."""
     if len(gold) != len(said):
-        return Verdict.WRONG, f"{len(said)} values for {len(gold)}"
-    left, found = list(gold), list[Judged]()
+        return MathVerdict.WRONG, f"{len(said)} values for {len(gold)}"
+    left, found = list(gold), list[Judgement]()
     for one in said:
         place, judged = _best(left, one, question)
-        if judged[0] is Verdict.WRONG:
-            return Verdict.WRONG, "another value among them"
+        if judged[0] is MathVerdict.WRONG:
+            return MathVerdict.WRONG, "another value among them"
         left.pop(place)
         found.append(judged)
     return _worst(found)
 
 
-def _among(gold: Sequence[str], said: Sequence[str], question: str) -> Judged:
+def _among(gold: Sequence[str], said: Sequence[str], question: str) -> Judgement:
     return _worst([_best(gold, one, question)[1] for one in said])
 
 
-def _best(gold: Sequence[str], one: str, question: str) -> tuple[int, Judged]:
-    """Which of some expected values a value is, and how well."""
-    judged: list[Judged] = []
+def _best(gold: Sequence[str], one: str, question: str) -> tuple[int, Judgement]:
+    """Return the index of the expected value that a value matches best, and the judgement."""
+    judged: list[Judgement] = []
     for place, other in enumerate(gold):
         if canonical(other) == canonical(one):
-            return place, (Verdict.RIGHT, "the same text")
+            return place, (MathVerdict.RIGHT, "the same text")
     for place, other in enumerate(gold):
         judged.append(_compared(other, one, question))
-        if judged[-1][0] is Verdict.RIGHT:
+        if judged[-1][0] is MathVerdict.RIGHT:
             return place, judged[-1]
     place = max(range(len(judged)), key=lambda at: _WORST_FIRST.index(judged[at][0]))
     return place, judged[place]
 
 
-def _worst(judged: Sequence[Judged]) -> Judged:
+def _worst(judged: Sequence[Judgement]) -> Judgement:
     for verdict in _WORST_FIRST:
         for one in judged:
             if one[0] is verdict:
                 return one
-    return Verdict.RIGHT, "the same values"
+    return MathVerdict.RIGHT, "the same values"
 
 
 def _named(shape: Shape) -> dict[str, str]:
-    """The values of ``x = 2, y = 3`` or ``(x, y) = (2, 3)`` by their names, in that order; else empty."""
+    """Return the values of ``x = 2, y = 3`` or ``(x, y) = (2, 3)`` by name, in order; otherwise empty."""
     if shape.names:
         return dict(zip(shape.names, shape.members, strict=True))
     pairs = [shapes.name_and_value(member) for member in shape.members]
@@ -371,65 +365,72 @@ def _named(shape: Shape) -> dict[str, str]:
 
 
 def _only_indices(names: dict[str, str]) -> bool:
-    """Roots that are counted: ``x_1 = 2, x_2 = 3``."""
+    """Return whether names only count roots, as in ``x_1 = 2, x_2 = 3``."""
     return len({re.sub(r"_.*", "", name) for name in names}) == 1
 
 
-def _valued(gold_text: str, text: str, question: str) -> Judged:
-    """Compare two texts that are one value each."""
+def _valued(gold_text: str, text: str, question: str) -> Judgement:
+    """Compare two texts of a single value each."""
     gold_text, text = label_and_rest(gold_text, text)
     if canonical(text) == canonical(gold_text):
-        return Verdict.RIGHT, "the same text"
-    if (trouble := another_time(gold_text, text, question)) is not None:
-        return (Verdict.WRONG, trouble) if trouble else (Verdict.RIGHT, "the same time")
+        return MathVerdict.RIGHT, "the same text"
+    if (trouble := time_difference(gold_text, text, question)) is not None:
+        return (MathVerdict.WRONG, trouble) if trouble else (MathVerdict.RIGHT, "the same time")
     nouns = nouns_of(f"{question} {gold_text}")
     wanted, said = in_cents(measure_of(gold_text, nouns), measure_of(text, nouns))
-    if another_unit(wanted, said):
-        return Verdict.WRONG, "another unit"
+    if units_differ(wanted, said):
+        return MathVerdict.WRONG, "another unit"
     for value in (said.value, wanted.value):
         if stray := stray_text(value):
-            return Verdict.UNREADABLE, f"{stray!r} stands beside the value"
+            return MathVerdict.UNREADABLE, f"the words {stray!r} beside the value are neither a unit nor a noun"
     if (judged := ratio_verdict(wanted, said, question, _number)) is not None:
         return judged
-    if (inner := shapes.in_square(text)) and not shapes.in_square(gold_text) and _number(inner) is not None:
+    if (
+        (inner := shapes.inside_square_brackets(text))
+        and not shapes.inside_square_brackets(gold_text)
+        and _number(inner) is not None
+    ):
         return _other_kind()
-    if another_order(wanted.value, said.value):
-        return Verdict.WRONG, "another product: of vectors and operators the order matters"
-    if trouble := another_base(wanted.value, said.value, question):
-        return Verdict.WRONG, trouble
-    # What a value is called is not worked out: \tan\theta = 1/3.
+    if order_differs(wanted.value, said.value):
+        return MathVerdict.WRONG, "another product: of vectors and operators the order matters"
+    if trouble := base_difference(wanted.value, said.value, question):
+        return MathVerdict.WRONG, trouble
+    # The name of a value may be unevaluated, as in \tan\theta = 1/3.
     value = said.value if "=" in wanted.value else said.value.rpartition("=")[2]
     golds, answers = _readings(wanted.value), _readings(said.value) or _readings(value)
     is_number = bool(golds) and isinstance(golds[0], sympy.Basic) and not golds[0].free_symbols
-    if left := computing(wanted.value, value, number=is_number):
-        return Verdict.UNFINISHED, f"it leaves {left} to be worked out"
+    if left := extra_operations(wanted.value, value, number=is_number):
+        return MathVerdict.UNFINISHED, f"it leaves {left} to be worked out"
     if not answers:
-        return Verdict.UNREADABLE, "it is no mathematics that can be read"
+        return MathVerdict.UNREADABLE, "it cannot be parsed as mathematics"
     if not golds:
-        return Verdict.WRONG, "not the expected text"
-    if others := [*other_sides(golds[0], answers[0]), *_approximations(said.value, answers[0])]:
-        return Verdict.CONTRADICTORY, f"it also says {others[0]}"
+        return MathVerdict.WRONG, "not the expected text"
+    if others := [*contradicting_sides(golds[0], answers[0]), *_approximations(said.value, answers[0])]:
+        return MathVerdict.CONTRADICTORY, f"it also says {others[0]}"
     golds, answers = _meant(golds, answers, wanted, said, question)
-    if not any(same(gold, answer) for gold in golds for answer in answers):
-        return Verdict.WRONG, ANOTHER_VALUE
-    if left := unfinished(golds[0], answers[0]):
-        return Verdict.UNFINISHED, left
+    if not any(values_equal(gold, answer) for gold in golds for answer in answers):
+        return MathVerdict.WRONG, ANOTHER_VALUE
+    if left := unfinished_part(golds[0], answers[0]):
+        return MathVerdict.UNFINISHED, left
     plain = canonical(said.value)
     if is_number and _is_rational(golds[0]) and plain in canonical(question) and not in_final_form(plain):
-        return Verdict.UNFINISHED, "it stands in the question"
-    return Verdict.RIGHT, "the same value"
+        return MathVerdict.UNFINISHED, "it repeats the question"
+    return MathVerdict.RIGHT, "the same value"
 
 
 def _meant(
     golds: list[Any], answers: list[Any], wanted: Measure, said: Measure, question: str
 ) -> tuple[list[Any], list[Any]]:
-    """What percent signs and words like million may mean: a hundredth and a million, and one where the question asks
-    for so many percent or million."""
+    """Return the values that percent signs and words like "million" may mean.
+
+    A percent sign means a hundredth, and "million" a factor. Either means 1 if the question asks for a number of
+    percent or of millions.
+    """
     asked = "percent" in question.lower() or "%" in question
     if len(golds) == len(answers):
         golds, answers = golds[:1], answers[:1]
     elif not asked:
-        # An expected percentage says by itself that percents are asked for, unless the question is known.
+        # Without a question, an expected percentage implies that percents are asked for.
         golds, answers = golds[-1:] if question else golds, answers[-1:]
     if wanted.scale == said.scale:
         return golds, answers
@@ -446,11 +447,11 @@ def _scaled(values: list[Any], scale: int, *, kept: bool) -> list[Any]:
 
 
 def _readings(text: str) -> list[Any]:
-    """The expression that a text is; of a percentage, the number before the sign and its hundredth. Maybe nothing."""
+    """Parse a text into its expression, or for a percentage into the number and its hundredth; empty on failure."""
     head, *about = _APPROXIMATELY.split(text)
     head = (about[0] if about and (not head.strip() or _NAME.fullmatch(head)) else head).strip()
-    bare = symbols(_PERCENT.sub("", head)).strip()
-    if not bare or side_by_side(bare):
+    bare = with_named_symbols(_PERCENT.sub("", head)).strip()
+    if not bare or has_adjacent_numbers(bare):
         return []
     found = _parsed(bare)
     if not _PERCENT.search(head) or not found or not isinstance(found[0], sympy.Expr):
@@ -462,7 +463,7 @@ def _readings(text: str) -> list[Any]:
 def _parsed(text: str) -> tuple[Any, ...]:
     latex = normalize_latex(f"\\boxed{{{text}}}", config=_NORMALIZED)
     for one in dict.fromkeys((latex, get_last_eq(latex))):
-        with contextlib.suppress(Exception):  # whatever its parser raises of a text: it can't be read
+        with contextlib.suppress(Exception):  # the parser raises many types for unparseable texts
             return (
                 latex2sympy(
                     one,
@@ -476,7 +477,7 @@ def _parsed(text: str) -> tuple[Any, ...]:
 
 
 def _number(text: str) -> Any:
-    """The real number that a text is; ``None`` if it is none."""
+    """Return the real number that a text denotes, or ``None``."""
     found = _readings(text)
     return found[0] if len(found) == 1 and isinstance(found[0], sympy.Expr) and found[0].is_number else None
 
@@ -486,12 +487,12 @@ def _is_rational(expression: Any) -> bool:
 
 
 def _approximations(text: str, answer: Any) -> list[Any]:
-    """What an answer says to be about its value, and is not."""
+    """Return the approximations in an answer that contradict its value."""
     value, wrong = next(leaves(answer)), []
     for said in _APPROXIMATELY.split(text)[1:]:
-        tolerance = ABOUT
+        tolerance = APPROXIMATION_TOLERANCE
         if (decimal := _DECIMAL.fullmatch(said)) and isinstance(value, sympy.Expr) and value.is_number and value != 0:
-            # Rounded or cut off, it is less than one unit of its last place away.
+            # A rounded or truncated decimal is less than one unit of its last place away.
             tolerance = sympy.Rational(999_999, 10 ** (6 + len(decimal[1] or ""))) / abs(value)
-        wrong += [part for part in _parsed(said) if not near_numbers(value, part, tolerance)]
+        wrong += [part for part in _parsed(said) if not numbers_equal(value, part, tolerance)]
     return wrong

@@ -1,15 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""What stands around a number and is not part of it: units, currencies, what is counted. Pure, and about text only.
+r"""Units, currencies, counted nouns and scale words around a number. Pure, and about text only.
 
-What stands behind a number is a unit only if it is known for one. Another word is what is counted (apples) only if the
-question or the expected answer has it, or it is one of a few: 12 pairs are not 12. Whatever multiplies, compares,
-counts or joins is none, nor are letters that may be a product. All else is part of the value: ``3/x`` is no 3, nor is
-``5\text{ thirds}`` 5.
+Words after a number are classified as follows:
 
-``math-verify`` drops units, so that 5 oranges are 5 apples and 5 million are 5. The rule here: a unit that only one of
-two answers has is no matter, since questions mostly name it; where both have one they must be the same. Words that
-multiply (million) do so, and any other text leaves no value.
+- A unit must be in the table of known units. A counted noun (apples) must be in the question or the expected answer,
+  or in a short list, because 12 pairs are not 12.
+- Words that multiply, compare, count or join are neither, and nor are letters that may be a product.
+- All other text is part of the value: ``3/x`` is not 3, and ``5\text{ thirds}`` is not 5.
+
+``math-verify`` drops units, so 5 oranges would equal 5 apples, and 5 million would equal 5. The rule here: a unit that
+only one of two answers has is ignored, because questions mostly name it; two units must be equal. Scale words
+(million) multiply. A value with any other text cannot be read.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from nemo_gym_prorl.tasks.math.spelling import symbols
+from nemo_gym_prorl.tasks.math.spelling import with_named_symbols
 
 
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
@@ -37,7 +39,7 @@ ALIASES = {
     for unit, _, names in (line.partition(":") for line in _UNIT_NAMES.split(";"))
     for name in names.split()
 }
-"""Units by each of their names in lower case and the singular."""
+"""Units by name, in lower case and in the singular."""
 
 PER_HOUR = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
 UNITS = frozenset(ALIASES.values())
@@ -48,7 +50,7 @@ _SYMBOLS = frozenset(["m", "g", "s", "h", "L", "l", "N", "J", "W", "V"])
 """Units of one letter."""
 
 _GLUED_SYMBOLS = frozenset(("cm", "kg", "km", "mm", "ft", "mph", "kmph", "kph"))
-"""Those that stand at a number without a space and are no product of letters."""
+"""Units that may follow a number without a space, because they are unlikely to be a product of letters."""
 
 _BEFORE_UNITS = frozenset(("per", "sq", "square", "cubic", "cu"))
 
@@ -67,7 +69,7 @@ _NO_NOUNS = frozenset(
     """.split()  # noqa: SIM905
 )
 _COUNTED = frozenset("people person student child children way point solution value element digit unit".split())  # noqa: SIM905
-"""What may be counted though the question does not say so; all else is no unit: a pair is two."""
+"""Nouns that may be counted although the question lacks them."""
 
 _ORDINAL = re.compile(r"\w+(?:ths?|teen)|first")
 _WORD = re.compile(r"[A-Za-z]+")
@@ -75,22 +77,22 @@ _UNIT_TEXT = re.compile(r"(?:[\s/.^{}-]|\\[,;:! ])*(?:[A-Za-z]+\.?(?:\^?\{?-?[1-
 
 
 def nouns_of(text: str) -> frozenset[str]:
-    """What a text may count: its words, in the singular."""
+    """Return the words of a text, with their singular forms, as nouns that an answer may count."""
     return frozenset(form for word in _WORD.findall(text) for form in _forms(word.lower()))
 
 
 def is_unit(
     text: str, nouns: frozenset[str], *, in_text: bool, glued: bool = False, below: bool = False, follows: bool = False
 ) -> bool:
-    """Whether a text is a unit, or what is counted, and nothing else.
+    """Return whether a text is a unit or a counted noun, and nothing else.
 
     Args:
-        text: it, powers included.
-        nouns: what is counted, besides what always may be.
-        in_text: it stands in ``\\text{}`` or the like, where letters are words.
-        glued: it stands at a number without a space.
-        below: it stands behind a stroke.
-        follows: another unit follows.
+        text: text with powers.
+        nouns: nouns that may be counted, besides those that always may.
+        in_text: whether the text is in ``\\text{}`` or the like, where letters are words.
+        glued: whether the text follows a number without a space.
+        below: whether the text follows a slash.
+        follows: whether another unit follows.
     """
     if not _UNIT_TEXT.fullmatch(text):
         return False
@@ -105,7 +107,7 @@ def is_unit(
             return False
         if not (known or _is_counted(word, nouns, in_text=in_text)):
             return False
-    # Powers are those of units: apples squared are none.
+    # Only units have powers; counted nouns do not.
     if not words or (words[-1].lower() in _BEFORE_UNITS and not follows):
         return False
     return known or words[-1].lower() in ("squared", "cubed") or not re.search(r"\d", text)
@@ -139,7 +141,7 @@ def _forms(word: str) -> frozenset[str]:
 
 
 def singular(word: str) -> str:
-    """Of a noun in lower case."""
+    """Return the singular of a noun in lower case."""
     if len(word) > 3 and word.endswith("ies"):
         return word[:-3] + "y"
     return word.removesuffix("s") if len(word) > 2 and not word.endswith("ss") else word
@@ -185,12 +187,12 @@ _TEXT = re.compile(rf"{_COMMAND}\s*\{{([^{{}}]*)")
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A value and what it is a value of.
+    """Value with unit and scale.
 
     Attributes:
-        value: the text without the rest.
-        unit: powers of units by their names; empty if there is none.
-        scale: what its words multiply it by.
+        value: text of the value alone.
+        unit: powers by unit name; empty without a unit.
+        scale: factor of scale words.
     """
 
     value: str
@@ -199,12 +201,17 @@ class Measure:
 
     @property
     def scale_word(self) -> str:
-        """Of the multiplier; empty if there is none."""
+        """Scale word of the factor; empty if there is none."""
         return next((word for word, factor in SCALES.items() if factor == self.scale), "")
 
 
 def measure_of(text: str, nouns: frozenset[str] = frozenset()) -> Measure:
-    """Take an answer apart; ``nouns`` may be counted. What is no number with a unit is its own value."""
+    """Split an answer into value, unit and scale; an answer that is no number with a unit is all value.
+
+    Args:
+        text: answer.
+        nouns: nouns that may be counted.
+    """
     text = _CLOSING.sub("", text)
     if leading := _LEADING.match(text):
         text = text[leading.end() :]
@@ -222,7 +229,7 @@ def measure_of(text: str, nouns: frozenset[str] = frozenset()) -> Measure:
 
 
 def in_cents(expected: Measure, said: Measure) -> tuple[Measure, Measure]:
-    """Both, with dollars as cents if the other one is in cents."""
+    """Return both, with dollars converted to cents if one is in dollars and the other in cents."""
     if {*expected.unit.items(), *said.unit.items()} != {("dollar", 1), ("cent", 1)}:
         return expected, said
     one, other = (
@@ -232,11 +239,11 @@ def in_cents(expected: Measure, said: Measure) -> tuple[Measure, Measure]:
     return one, other
 
 
-def another_unit(expected: Measure, said: Measure) -> bool:
-    """Whether both have units that are not the same."""
+def units_differ(expected: Measure, said: Measure) -> bool:
+    """Return whether both have units, and these differ."""
     wanted, given = dict(expected.unit), dict(said.unit)
     for unit in (wanted, given):
-        unit.pop("unit", None)  # square units are any
+        unit.pop("unit", None)  # "units" stands for any unit
     if ("prime" in wanted) != ("prime" in given):
         return True
     if not wanted and given.get("degree") and r"\pi" in expected.value:
@@ -249,15 +256,17 @@ def another_unit(expected: Measure, said: Measure) -> bool:
 
 
 def stray_text(value: str) -> str:
-    """Text within a value, where units are gone: what it is called may be one, and a number may stand in one."""
-    left, _, right = symbols(value).rpartition("=")
+    """Return text inside a value without its unit; empty if there is none, or only in a name or around a number."""
+    left, _, right = with_named_symbols(value).rpartition("=")
     texts = [*_TEXT.findall(right), *(_TEXT.findall(left) if re.search(r"\d|\bnot\b", left) else ())]
     return texts[0].strip() or "text" if texts else ""
 
 
 def _unit_at(text: str, nouns: frozenset[str], *, after_unit: bool) -> int:
-    """Where the unit at the end of a text begins; its end if there is none. A stroke is part of one only behind
-    another."""
+    """Return where the unit at the end of a text begins; the text's length without one.
+
+    A slash belongs to the unit only after another unit.
+    """
     found = _TRAILING.fullmatch(text)
     if found is None or not found["unit"] or not re.search(r"\d|\\pi|\\frac|\\sqrt|[a-zA-Z)]$", found["head"]):
         return len(text)

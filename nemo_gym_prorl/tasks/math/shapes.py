@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""What an answer consists of: a list, a set, a tuple, an interval, a vector, a matrix; sets of real numbers. Pure.
+r"""Structure of answers: list, set, tuple, interval, vector or matrix; and sets of real numbers. Pure.
 
-``math-verify`` takes ``(1, 2)``, ``\{1, 2\}``, ``1, 2`` and ``1, 1, 2`` for one another. An answer is therefore taken
-apart here, where its brackets can be seen, and only its members are compared as values:
+``math-verify`` treats ``(1, 2)``, ``\{1, 2\}``, ``1, 2`` and ``1, 1, 2`` as equal. Therefore this module splits an
+answer by its brackets, and only the members are compared as values:
 
-- a tuple, a vector (angle brackets, a row or a column) and named values have an order;
-- a set has neither order nor repeated members, a list of several answers has no order but does repeat;
-- two members in round brackets may be an interval as well, two in square brackets are one.
+- tuples, vectors (angle brackets, a row or a column) and named values are ordered;
+- sets have neither order nor repetition; lists of several answers have no order, but repetition counts;
+- two members in round brackets are a pair or an interval, two in square brackets are an interval.
 
-``math-verify`` compares an interval with an interval and an inequality with an inequality, and neither with the other.
-:func:`real_set` reads a set of real numbers in whatever way it is written: :math:`x > 2` is :math:`(2, \infty)`, and
-:math:`\mathbb{R} \setminus \{0\}` is :math:`x \ne 0`.
+``math-verify`` never equates an interval with an inequality. :func:`real_set` reads a set of real numbers in either
+notation: :math:`x > 2` is :math:`(2, \infty)`, and :math:`\mathbb{R} \setminus \{0\}` is :math:`x \ne 0`.
 """
 
 from __future__ import annotations
@@ -70,14 +69,14 @@ _DOTS = re.compile(r"\\[lcv]?dots[cbm]?(?![a-zA-Z])|\.\.\.|…")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An answer that consists of several.
+    """Structure of an answer with several members.
 
     Attributes:
-        brackets: around them: :data:`LIST` for none, :data:`SET`, :data:`TUPLE`, :data:`CLOSED`, one of
-            :data:`HALF_OPEN`, :data:`VECTOR`, :data:`MATRIX`.
-        members: their texts, in order; those of a matrix by rows.
-        columns: of a matrix or vector that is written as one; else 0.
-        names: of its members, where they stand on its left: ``(x, y) = (2, 3)``; else empty.
+        brackets: brackets around the members: :data:`LIST` for none, :data:`SET`, :data:`TUPLE`, :data:`CLOSED`, one
+            of :data:`HALF_OPEN`, :data:`VECTOR`, :data:`MATRIX`.
+        members: texts of the members in order; those of a matrix row by row.
+        columns: number of columns of a matrix or vector in matrix notation; otherwise 0.
+        names: names of the members on the left side, as in ``(x, y) = (2, 3)``; otherwise empty.
     """
 
     brackets: str
@@ -87,12 +86,12 @@ class Shape:
 
     @property
     def ordered(self) -> bool:
-        """Whether it says which comes first, and is no interval for certain."""
+        """Whether the members have an order and are certainly no interval."""
         return self.brackets in (TUPLE, VECTOR) or (self.brackets == CLOSED and len(self.members) != 2)
 
 
 def readings(text: str) -> list[str]:
-    """A text, and the same where its commas are those of thousands: of ``1,234`` nobody can tell."""
+    """Return a text, and the text with commas read as thousands separators, since ``1,234`` is ambiguous."""
     text = plain_brackets(text)
     if re.search(r"[(\[{]", text) and ", " not in text:
         return [text]
@@ -101,7 +100,7 @@ def readings(text: str) -> list[str]:
 
 
 def plain_brackets(text: str) -> str:
-    """Without sizes of brackets, and with one spelling for each."""
+    """Return a text without sizes of brackets, and with one spelling for each bracket."""
     text = _SIZES.sub("", text)
     text = re.sub(
         r"^\s*[\[(]\s*(\\begin\s*\{(array|matrix)\}.*\\end\s*\{\2\})\s*[\])]\s*$", r"\1", text, flags=re.DOTALL
@@ -115,7 +114,7 @@ def plain_brackets(text: str) -> str:
 
 
 def shape_of(text: str) -> Shape | None:
-    """What a text with plain brackets consists of; ``None`` if it is one value, or nothing that can be told."""
+    """Return the structure of a text with plain brackets; ``None`` for a single value or an unknown structure."""
     text = text.strip()
     if _DOTS.search(text):
         return None
@@ -124,7 +123,7 @@ def shape_of(text: str) -> Shape | None:
     several = ";" if len(split(text, (";",))) > 1 else ","
     parts = [part for part in split(text, (several,), also=True) if part]
     if len(parts) > 1:
-        members = tuple(sign for part in parts for sign in signs(part))
+        members = tuple(sign for part in parts for sign in plus_minus_values(part))
         return Shape(LIST, members)
     if (named := _NAMED.fullmatch(text)) and _IS_NAME.fullmatch(named["name"]):
         inner = shape_of(named["value"])
@@ -140,14 +139,14 @@ def shape_of(text: str) -> Shape | None:
         vector = columns == 1 or len(rows) == 1
         return Shape(VECTOR if vector else MATRIX, tuple(cell for row in rows for cell in row), columns)
     around = _pair(text)
-    if len(both := signs(text)) > 1 and (around is None or around[0] != SET):
+    if len(both := plus_minus_values(text)) > 1 and (around is None or around[0] != SET):
         return Shape(LIST, tuple(both))
     if around is None:
         return None
     brackets, inner_text = around
     members = tuple(part for part in split(inner_text, (",", ";")) if part)
     if brackets == SET:
-        members = tuple(sign for part in members for sign in signs(part))
+        members = tuple(sign for part in members for sign in plus_minus_values(part))
     if brackets == TUPLE and len(members) == 1:
         return shape_of(members[0])
     if brackets in (CLOSED, *HALF_OPEN) and len(members) < 2:
@@ -158,7 +157,7 @@ def shape_of(text: str) -> Shape | None:
 
 
 def cases_of(text: str) -> list[tuple[str, str]] | None:
-    """The values of a piecewise answer with their conditions, or the rows of a system with none."""
+    """Return values and conditions of a piecewise answer; the rows of a system have empty conditions."""
     found = _CASES.fullmatch(text.strip())
     if found is None:
         return None
@@ -169,22 +168,22 @@ def cases_of(text: str) -> list[tuple[str, str]] | None:
     ]
 
 
-def in_square(text: str) -> str | None:
-    """What stands in square brackets around a whole text."""
+def inside_square_brackets(text: str) -> str | None:
+    """Return the content of square brackets around a whole text, or ``None``."""
     around = _pair(text.strip())
     return around[1] if around is not None and around[0] == CLOSED else None
 
 
-def chained(text: str) -> Shape | None:
-    """``x = y = 1`` as ``x = 1, y = 1``."""
+def split_chained_equation(text: str) -> Shape | None:
+    """Return ``x = y = 1`` as the list ``x = 1, y = 1``; ``None`` for any other text."""
     *names, value = (part.strip() for part in text.split("="))
     if len(names) < 2 or not value or not all(map(_IS_NAME.fullmatch, names)):
         return None
     return Shape(LIST, tuple(f"{name}={value}" for name in names))
 
 
-def ascending(text: str) -> str:
-    """``c > b \\ge a`` as ``a \\le b < c``: a chain of two relations or more, all of them of that kind."""
+def as_ascending_chain(text: str) -> str:
+    """Return a chain ``c > b \\ge a`` as ``a \\le b < c``; any other text as it is."""
     *parts, last = _GREATER.split(text)
     if len(parts) < 4 or _NO_CHAIN.search(text):
         return text
@@ -192,13 +191,13 @@ def ascending(text: str) -> str:
     return "".join(turned.get(part, r"\le ") if at % 2 else part for at, part in enumerate([last, *reversed(parts)]))
 
 
-def goes_on(text: str) -> bool:
-    """Whether it has dots for what is left out."""
+def has_ellipsis(text: str) -> bool:
+    """Return whether a text has an ellipsis."""
     return _DOTS.search(text) is not None
 
 
 def split(text: str, separators: tuple[str, ...], *, also: bool = False) -> list[str]:
-    """The parts of a text between separators that stand in no bracket; with ``also`` "and" and "or" are some."""
+    """Return the parts of a text between separators outside brackets; ``also``: "and" and "or" separate too."""
     if also:
         text = _ALSO.sub(separators[0], text)
     parts, depth, start = [], 0, 0
@@ -213,8 +212,8 @@ def split(text: str, separators: tuple[str, ...], *, also: bool = False) -> list
     return [_SPACES.sub("", part) for part in (*parts, text[start:])]
 
 
-def signs(text: str) -> list[str]:
-    r"""``a \pm b`` as its two values; any other text as it is."""
+def plus_minus_values(text: str) -> list[str]:
+    r"""Return the two values of ``a \pm b``; any other text as it is."""
     if not re.search(r"\\[pm][pm](?![a-zA-Z])|±", text) or _DOTS.search(text):
         return [text]
     upper = re.sub(r"\\pm(?![a-zA-Z])|±", "+", re.sub(r"\\mp(?![a-zA-Z])", "-", text))
@@ -223,13 +222,13 @@ def signs(text: str) -> list[str]:
 
 
 def name_and_value(member: str) -> tuple[str, str] | None:
-    """``x`` and ``5`` of ``x = 5``."""
+    """Return ``x`` and ``5`` of ``x = 5``; ``None`` for any other text."""
     named = _NAMED.fullmatch(member)
     return (named["name"].strip(), named["value"]) if named and _IS_NAME.fullmatch(named["name"]) else None
 
 
 def names_in(question: str, names: Set[str]) -> list[str]:
-    """These names in the order of the first tuple of them that a question has; empty if it has none."""
+    """Return names in the order of the first tuple of exactly these names in a question; empty without one."""
     for found in _TUPLE_OF_NAMES.finditer(question):
         listed = [re.sub(r"\s", "", name) for name in found[1].split(",")]
         if len(listed) == len(names) and set(listed) == names:
@@ -238,7 +237,7 @@ def names_in(question: str, names: Set[str]) -> list[str]:
 
 
 def _pair(text: str) -> tuple[str, str] | None:
-    """The brackets around a whole text, and what stands between."""
+    """Return the brackets around a whole text, and their content; ``None`` without such brackets."""
     depth, first = 0, ""
     for token in _TOKEN.finditer(text):
         if token[0] in _OPEN:
@@ -260,7 +259,7 @@ def _pair(text: str) -> tuple[str, str] | None:
 
 
 Number = Callable[[str], Any]
-"""Reads a number; ``None`` if it is none."""
+"""Parser of a number, which returns ``None`` for other texts."""
 
 _SPEAKS = re.compile(
     r"\\(?:cup|cap|setminus|backslash|infty|emptyset|varnothing|n?[lg]eq?|[lg]t|[lg]eqslant|neq?|mathbb|in|mid)(?![a-zA-Z])"
@@ -290,12 +289,12 @@ _MEET = (r"\cap", r"\land", r"\wedge", "and")
 
 @dataclass(frozen=True, slots=True)
 class RealSet:
-    """A set and how it is written.
+    """Set of real numbers and its notation.
 
     Attributes:
-        value: the set.
-        parts: of how many it is put together.
-        name: of the number, where it is written as a relation; else empty.
+        value: sympy set.
+        parts: number of sets that the text combines.
+        name: name of the variable, if the set is written as a relation; otherwise empty.
     """
 
     value: Any
@@ -303,23 +302,22 @@ class RealSet:
     name: str = ""
 
 
-def speaks_of_sets(text: str) -> bool:
-    """Whether a text has anything that only sets of numbers, or relations, have."""
+def mentions_sets(text: str) -> bool:
+    """Return whether a text has notation of sets of numbers or of relations."""
     return _SPEAKS.search(text) is not None
 
 
 def is_empty_set(text: str) -> bool:
-    """Whether a text is the empty set, in a word or a sign."""
+    """Return whether a text is the empty set, in words or as a sign."""
     return _EMPTY.fullmatch(text.strip()) is not None
 
 
 def real_set(text: str, number: Number) -> RealSet | None:
-    """The set that a text with plain brackets is; ``None`` if it is none of real numbers.
+    """Return the set of real numbers that a text with plain brackets denotes, or ``None``.
 
     Args:
-        text: relations, intervals, listed sets, the reals, and what unions, intersections and differences make of
-            these.
-        number: reads an end of an interval.
+        text: relations, intervals, listed sets and the reals, combined by unions, intersections and differences.
+        number: parser of the ends of intervals.
     """
     text = _plain(text)
     if not text:
@@ -340,7 +338,7 @@ def real_set(text: str, number: Number) -> RealSet | None:
 
 
 def same_set(expected: RealSet, said: RealSet, near: Callable[[Any, Any], bool]) -> bool:
-    """Whether both are one set, whatever the number is called where only one of them names it."""
+    """Return whether two sets are equal; variable names must agree if both sets have one."""
     if expected.name and said.name and expected.name != said.name:
         return False
     wanted, given = _pieces(expected.value), _pieces(said.value)
@@ -355,8 +353,8 @@ def same_set(expected: RealSet, said: RealSet, near: Callable[[Any, Any], bool])
     )
 
 
-def left_to_work_out(expected: RealSet, said: RealSet) -> bool:
-    """Whether what was said is put together of more parts than there are, and than the expected one is."""
+def has_unmerged_parts(expected: RealSet, said: RealSet) -> bool:
+    """Return whether an answer combines more sets than its value has pieces, and than the expected answer does."""
     pieces = _pieces(said.value) or []
     listed = all(piece.start == piece.end for piece in pieces)
     return said.parts > max(1 if listed else len(pieces), expected.parts, 1)
@@ -402,7 +400,7 @@ def _atom(text: str, number: Number) -> RealSet | None:
 
 
 def _related(text: str, number: Number) -> RealSet | None:
-    """``a < x \\le b``, ``x > a``, ``x \\ne a``."""
+    """Read ``a < x \\le b``, ``x > a`` and ``x \\ne a``."""
     pieces = re.split(r"\\(?:n?[lg]eq?|[lg]t|[lg]eqslant|neq?)(?![a-zA-Z])|[<>]", text)
     signs = [found[1] or {"<": "lt", ">": "gt"}[found[2]] for found in _RELATION.finditer(text)]
     sides = [piece.strip() for piece in pieces]
@@ -420,7 +418,7 @@ def _related(text: str, number: Number) -> RealSet | None:
         at_left = at + 1 <= place
         value = values[at if at_left else at + 1]
         if abs(place - (at if at_left else at + 1)) > 1:
-            continue  # of 0 < 1 < x only what is next to the name
+            continue  # in 0 < 1 < x only the relation next to the name bounds the set
         strict = sign in ("lt", "gt")
         if sign.startswith("n"):
             part: Any = sympy.Complement(sympy.S.Reals, sympy.FiniteSet(value))
@@ -438,7 +436,7 @@ def _is_real(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """An interval, or a point."""
+    """Interval or point."""
 
     start: Any
     end: Any
@@ -447,7 +445,7 @@ class _Piece:
 
 
 def _pieces(value: Any) -> list[_Piece] | None:
-    """From left to right."""
+    """Return the pieces of a set from left to right; ``None`` if the set is not a union of intervals and points."""
     if value is sympy.S.Reals:
         return [_Piece(-sympy.oo, sympy.oo, True, True)]
     pieces = []

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""The spelling of an answer made plain, and what ``math-verify`` leaves out of one, as names that it keeps. Pure.
+r"""Normalization of an answer's spelling. Pure, and linear in the text's length.
 
-To ``math-verify`` ``y''`` and :math:`\vec y` are ``y``, and a bold i is a unit: primes, accents and fonts of letters
-become symbols of their own. All is linear in the text's length.
+``math-verify`` reads ``y''`` and :math:`\vec y` as ``y``, and a bold i as a unit. Therefore :func:`with_named_symbols`
+replaces letters with primes, accents or fonts by symbols with names of their own.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _PRODUCT = re.compile(rf"{_VECTOR}\s*(?:\\(?:times|cdot|wedge|otimes)(?![a-zA-Z]
 _OF_PRODUCTS = re.compile(rf"{_VECTOR}|\\(?:times|cdot|wedge|otimes)(?![a-zA-Z])")
 
 
-def symbols(text: str) -> str:
-    """A text with a name for each symbol that has primes, an accent or a font; numbers and functions in plain ones."""
+def with_named_symbols(text: str) -> str:
+    """Return a text with a name for each symbol with primes, accent or font; fonts of numbers and functions go."""
     text = _SPELLED_NUMBER.sub(r"{\1}", text)
     text = _BELOW.sub(lambda found: f"_{{{found[1] or found[2]}}}", text)
     text = _SPELLED_FUNCTION.sub(r"\\\1 ", text)
@@ -49,9 +49,9 @@ def symbols(text: str) -> str:
     return _PRIMES.sub(_primed, text)
 
 
-def another_order(expected: str, said: str) -> bool:
-    """Whether products of vectors or operators, which do not commute, are not written in the same way."""
-    one, other = symbols(expected), symbols(said)
+def order_differs(expected: str, said: str) -> bool:
+    """Return whether products of vectors or operators, which do not commute, are in another order."""
+    one, other = with_named_symbols(expected), with_named_symbols(said)
     if not (_PRODUCT.search(one) or _PRODUCT.search(other)):
         return False
     return _OF_PRODUCTS.findall(one) != _OF_PRODUCTS.findall(other)
@@ -96,10 +96,10 @@ _RELATIONS = (
     (r"\checkmark", ""),
 )
 _ROW_END = re.compile(r"\\\\\*?\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in|mu|\\baselineskip)\s*\]")
-"""A row's end with the space below it."""
+"""End of a row with the space below the row."""
 
 _NOUN_IN_BRACKETS = re.compile(r"(?<=\d)\s+\(\s*((?!mod\b)[A-Za-z]{3,}(?:[ -][A-Za-z]{2,}){0,3})\s*\)$")
-"""``5 (apples)``, as ASDiv has it."""
+"""Noun as in ASDiv's ``5 (apples)``."""
 
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|,?\\[,!;: ]|,\s*\\!| )\s*\d{3})+)(?![\d])")
 _ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
@@ -111,13 +111,13 @@ _OF_BASE = re.compile(
 )
 _IN_BRACKETS = re.compile(r"\(\s*(\d[0-9A-F]*)\s*\)\s*_")
 _FACTOR = re.compile(r"(?<![\d.,/^_}])(\d+)/(\d+)(?=\s*[a-zA-Z\\(])")
-"""``1/2mv^2``, which the parser takes for one over all that follows."""
+"""Fraction as in ``1/2mv^2``; math-verify's parser would put everything that follows into the denominator."""
 
 _FUNCTION = re.compile(
     r"\\(?:text[a-z]*|math[a-z]+|mbox|operatorname)\*?\s*\{[^{}]*\}"
     r"|(?<![\\a-zA-Z])((?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|csc|ln|log|exp)(?![a-zA-Z])"
 )
-"""Spelled without a backslash; ``sec`` is a unit."""
+"""Function without a backslash; ``sec`` is left out because it is also a unit."""
 
 _PERCENT = re.compile(
     r"(?i)\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*(?:\\?%|percent(?:age)?|per cent|pct)\.?\s*\}"
@@ -130,7 +130,7 @@ _DOTS = re.compile(r"\\[lcv]?dots[cbmio]?(?![a-zA-Z])|\.\.\.+|…")
 _AROUND = r"\\[,;:! ]|\\(?:q?quad|enspace|enskip|thinspace|space|newline)(?![a-zA-Z])|\\hspace\*?\s*\{[^{}]*\}|~|\s"
 _BEFORE = re.compile(rf"(?:{_AROUND})+")
 _BEHIND = re.compile(rf"(?:{_AROUND}|(?<![\\.])\.|[,;]|(?<!\\)\\)+$")
-"""TeX's spaces and the stops behind an answer; of a space at the end a backslash may be left."""
+"""TeX spaces and punctuation after an answer; a space at the end may have left a backslash."""
 
 _GAP = (
     r"(?:\\(?:qquad|quad|enspace|enskip|thinspace|space|[,;:! ]|hspace\*?\s*\{[^{}]*\}|h?phantom\s*\{[^{}]*\})"
@@ -146,8 +146,8 @@ _SIDE_BY_SIDE = re.compile(
 _OPERATOR = re.compile(r"[+\-*/^!]|\\(?:frac|sqrt|times|cdot|div|binom|sum|int|prod|lim)")
 
 
-def tidy(answer: str) -> str:
-    """An answer without what surrounds it, in the spelling that the parser reads. Says the same as before."""
+def normalized(answer: str) -> str:
+    """Return an answer without delimiters, in the spelling that the parser reads, with the same meaning."""
     text = _FULL_WIDTH.sub(lambda found: unicodedata.normalize("NFKC", found[0]), answer)
     text = _UNICODE_ROOT.sub(r"\\sqrt{\1}", text)
     text = unwrapped(_DECORATION.sub(r" \1", text.translate(_CHARACTERS)))
@@ -172,8 +172,8 @@ def tidy(answer: str) -> str:
     return text
 
 
-def combinations(answer: str) -> str:
-    """An answer with ``C(n, k)`` and ``C_n^k`` as binomials, which is what they are where there are others."""
+def with_binomials(answer: str) -> str:
+    """Return an answer with ``C(n, k)`` and ``C_n^k`` as binomials."""
     return _COMBINATIONS.sub(
         lambda found: rf"\binom{{{(found[1] or found[3]).strip('{}')}}}{{{(found[2] or found[4]).strip('{}')}}}",
         answer,
@@ -181,7 +181,7 @@ def combinations(answer: str) -> str:
 
 
 def unwrapped(answer: str) -> str:
-    """An answer without boxes, mathematics delimiters, TeX's spaces and a full stop around it."""
+    """Return an answer without surrounding boxes, mathematics delimiters, TeX spaces and punctuation."""
     text = answer
     while True:
         before = text
@@ -201,22 +201,21 @@ def unwrapped(answer: str) -> str:
 
 
 def canonical(answer: str) -> str:
-    """One spelling for what differs only in spaces, sizes of brackets and fractions, and fonts. What stands apart
-    stays apart between digits."""
+    """Return one spelling for answers that differ only in spaces, sizes and fonts; a gap between digits stays."""
     text = _BETWEEN_DIGITS.sub("␣", answer)
     text = _WORDS.sub(r"\1", text)
     text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)
     return _SPACING.sub("", text)
 
 
-def restates(answer: str, question: str) -> bool:
-    """Whether an answer with something left to work out stands word by word in the question."""
+def repeats_question(answer: str, question: str) -> bool:
+    """Return whether an answer with at least two operations is copied literally from the question."""
     text = canonical(answer)
     return len(_OPERATOR.findall(text)) >= 2 and text in canonical(question)
 
 
-def side_by_side(answer: str) -> bool:
-    """Whether two numbers stand beside each other with nothing between that would say what is meant."""
+def has_adjacent_numbers(answer: str) -> bool:
+    """Return whether two numbers are adjacent without an operator, which is ambiguous."""
     return _SIDE_BY_SIDE.search(_BASE.sub(r"\1", _BETWEEN_DIGITS.sub(" ", answer))) is not None
 
 

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Mathematical problems as a :class:`~nemo_gym_prorl.tasks.task.Task`: Python to compute with, an answer that is
-compared; and their rows.
+"""Task family ``math``: problems with a Python tool and an answer that is compared, and conversion of records to rows.
 
-Rows are those of Gym's ``math_with_judge``, ``question`` and ``expected_answer``: whoever has rows for that server can
-use them here as they are. Those made here also give the policy its tool.
+Rows have the fields of Gym's ``math_with_judge``, ``question`` and ``expected_answer``, so rows for that server work
+unchanged. Rows made by :func:`row_of` also offer the tool to the policy.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, TaskError
-from nemo_gym_prorl.tasks.final_answer import final_answer, final_message
+from nemo_gym_prorl.tasks.final_answer import extract_final_answer, last_message_text
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.spelling import unwrapped
 from nemo_gym_prorl.tasks.records import (
@@ -38,48 +37,48 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 
 TOOLS = ("python",)
-"""What the policy may call."""
+"""Tools of the policy."""
 
 SYSTEM_PROMPT = """\
 You solve mathematical problems. The tool `python` is a persistent Python with numpy, scipy and sympy; use it to \
 compute and to check. End with the final answer, and nothing but the answer, in \\boxed{}."""
 
 DATA_SOURCE = "math"
-"""Of rows made here: a record does not say what set it is of."""
+"""Field ``data_source`` of rows made here, since records do not name their dataset."""
 
 MAX_ANSWER_CHARS = 2000
-"""Longest expected answer."""
+"""Maximum length of an expected answer."""
 
 _AROUND = re.compile(
     r"\ASolve the following math problem step by step\. The last line[^\n]*\n+"
     r'|\n+Remember to put your answer on its own line after "Answer:"\.\s*\Z'
     r"|\s+Present the answer in LaTex format: \\boxed\{Your answer\}\s*\Z"
 )
-"""What DAPO-Math-17k and Eurus-2 say around each problem of where the answer goes; here the system prompt does."""
+"""Instructions of DAPO-Math-17k and Eurus-2 about the place of the answer, which the system prompt gives here."""
 
 _VALIDITY = ("problem_is_valid", "solution_is_valid")
-"""NuminaMath-1.5's own judgement: ``Yes``, or why not."""
+"""Fields of NuminaMath-1.5 that are ``Yes`` or the reason why a problem is invalid."""
 
 _SENTENCES = re.compile(r"[a-z]{2}[.!?]\s+[A-Z]")
 _WORD = re.compile(r"(?<!\\)\b[a-z]{3,}")
 
 
 def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a dataset's record.
+    """Return the row of a dataset record.
 
     Args:
-        record: has a question and an answer under one of the names in :mod:`nemo_gym_prorl.tasks.records`, or a worked
-            ``solution`` with its answer in a box.
+        record: record with a question and an answer under one of the names in :mod:`nemo_gym_prorl.tasks.records`, or
+            with a worked ``solution`` that has its answer in a box.
 
     Raises:
-        CallerError: a field is missing or wrong; names it.
-        UnusableRecord: the set knows no final answer, or calls the problem wrong.
+        CallerError: a field is missing or invalid; the error names it.
+        UnusableRecord: the record has no final answer, or the dataset marks the problem as invalid.
     """
     plain = lowered(record)
     require_answerable(plain)
     for name in ("options", "choices"):
         if plain.get(name) or (name == "options" and options_by_field(plain)):
-            raise UnusableRecord("is a multiple choice; `prorl data stem` makes rows of those", field=name)
+            raise UnusableRecord("is a multiple choice; convert it with `prorl data stem`", field=name)
     for name in _VALIDITY:
         if isinstance(plain.get(name), str) and plain[name] != "Yes":
             raise UnusableRecord(f"the set says {plain[name]!r}", field=name)
@@ -95,13 +94,13 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expected_answer(row: Mapping[str, Any]) -> str:
-    """The expected answer of a row.
+    """Return the expected answer of a row.
 
     Raises:
-        CallerError: there is none, or the row is a multiple choice; names the field.
+        CallerError: the answer is missing, or the row is a multiple choice; the error names the field.
     """
     if row.get("options"):
-        raise CallerError("is a multiple choice, which prorl_stem grades", field="options")
+        raise CallerError("is a multiple choice; use prorl_stem for it", field="options")
     for name in ("question", "expected_answer"):
         if row.get(name) is None:
             raise missing(row, name)
@@ -110,7 +109,7 @@ def expected_answer(row: Mapping[str, Any]) -> str:
 
 
 def _final(record: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """The final answer of a record: its answer, or what stands in the box of its solution."""
+    """Return the final answer of a record: its answer field, or the box of its worked solution."""
     if (found := answer_of(record)) is not None:
         name, value = found[0], gold(found[1], found[0])
         if not _is_worked(value):
@@ -119,13 +118,13 @@ def _final(record: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         name, value = "solution", record["solution"]
     else:
         raise no_answer(record, given)
-    if (boxed := final_answer(value) if "boxed" in value else None) is None:
-        raise UnusableRecord("is worked out, without its final answer in a box", field=name)
+    if (boxed := extract_final_answer(value) if "boxed" in value else None) is None:
+        raise UnusableRecord("is a worked solution without its final answer in a box", field=name)
     return _answer(gold(boxed, name), name)
 
 
 def _is_worked(answer: str) -> bool:
-    """Whether text is a solution in lines or sentences rather than a final answer."""
+    """Return whether a text is a worked solution in lines or sentences rather than a final answer."""
     if ("\n" in answer and r"\begin" not in answer) or _SENTENCES.search(answer):
         return True
     before, box, _ = answer.partition(r"\boxed")
@@ -143,13 +142,14 @@ RowOf = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _COSTLY = re.compile(r"\^\s*\{?[^{}]*\^|\)\s*\^|\^\s*\{?\s*-?\d{3}|!|\\(?:sum|prod|int|lim|binom)|.{300}", re.DOTALL)
-"""What sympy may work on for long is read in a bounded process, which takes 30 ms, and all else here, in 1 ms."""
+"""Expressions on which sympy may work for long; they are read in a worker with bounded time, all others in process."""
 
 
 @contextmanager
-def requiring_readable(row_of: RowOf) -> Iterator[RowOf]:
-    """A function from a record to its row, which raises :class:`CallerError` if the expected answer can't be read."""
-    from nemo_gym_prorl.tasks.math.comparison import unread  # imports sympy
+def require_readable_answers(row_of: RowOf) -> Iterator[RowOf]:
+    """Wrap a conversion so that it raises :class:`CallerError` if an expected answer cannot be read."""
+
+    from nemo_gym_prorl.tasks.math.comparison import unreadable_part  # imports sympy
 
     with asyncio.Runner() as runner:
         checker = MathChecker()
@@ -157,7 +157,7 @@ def requiring_readable(row_of: RowOf) -> Iterator[RowOf]:
         def checked(record: Mapping[str, Any]) -> dict[str, Any]:
             row = row_of(record)
             answer = expected_answer(row)
-            if not _NUMBER.fullmatch(answer) and (_COSTLY.search(answer) or unread(answer)):
+            if not _NUMBER.fullmatch(answer) and (_COSTLY.search(answer) or unreadable_part(answer)):
                 try:
                     runner.run(checker.require_gradeable(answer))
                 except TaskError as error:
@@ -174,12 +174,12 @@ QUESTION_FILE = "question.txt"
 
 
 class Math:
-    """The task.
+    """Task of mathematical problems.
 
     Args:
-        root: a folder of each sandbox that uploads reach; the agent works in ``<root>/workspace``.
-        tools: bounds of one tool call.
-        checker: compares answers; this task ends it.
+        root: folder inside each sandbox; the policy works in ``<root>/workspace``.
+        tools: limits of a tool call.
+        checker: comparison of answers; the task closes it.
     """
 
     resumes = True
@@ -189,7 +189,7 @@ class Math:
         self.tools = Workbench(TOOLS, f"{root.rstrip('/')}/workspace", tools)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """One like any other.
+        """Return the default needs of a valid row.
 
         Raises:
             CallerError: the row has no question or no expected answer.
@@ -198,7 +198,11 @@ class Math:
         return SandboxNeeds()
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
-        """See that somebody could be right, before anybody tries; the question goes into the working folder."""
+        """Check that the expected answer is gradeable, and write the question into the working folder.
+
+        Raises:
+            CallerError: the expected answer is not gradeable.
+        """
         try:
             await self._checker.require_gradeable(expected_answer(row))
         except TaskError as error:
@@ -206,15 +210,15 @@ class Math:
         await tools.write({QUESTION_FILE: row["question"]})
 
     async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> None:
-        """None: the answer is in the last message, and nothing in the sandbox can speak for it."""
+        """Return nothing, because only the last message is graded and the sandbox is untrusted."""
 
     async def grade(
         self, row: Mapping[str, Any], artefacts: None, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
-        """Compare the last message's answer with the expected one."""
-        checked = await self._checker.check(expected_answer(row), final_message(response), row["question"])
+        """Compare the answer of the last message with the expected answer."""
+        checked = await self._checker.check(expected_answer(row), last_message_text(response), row["question"])
         return Grade(float(checked.right), checked.verdict, checked.detail, {"extracted_answer": checked.extracted})
 
     async def aclose(self) -> None:
-        """End the checker."""
+        """Close the checker."""
         await self._checker.aclose()

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""Whether two parsed values are the same, where ``math-verify`` is too generous; and what one leaves to work out.
+r"""Equality of parsed values, stricter than ``math-verify``, and detection of unfinished computations.
 
-``math-verify`` compares numbers to six decimals, by which ``0.0`` is :math:`10^{-9}` and :math:`2^{-99}` is
-:math:`2^{-98}`; and relations by their real solutions, so that all that have none are the same. It takes no letter for
-the imaginary unit.
+``math-verify`` compares numbers to six decimals, so ``0.0`` would equal :math:`10^{-9}`, and :math:`2^{-99}` would
+equal :math:`2^{-98}`. ``math-verify`` also compares relations by their real solutions, so all relations without
+solutions would be equal, and reads no letter as the imaginary unit.
 
-A number may be written as integer, decimal, fraction, mixed number, percent or with one power. What else an answer may
-have (``\sum_{k=1}^{100} k``, ``17 \cdot 23 + 5``) is what the expected one has: its operations, its functions.
+A finished number is an integer, decimal, fraction, mixed number or percentage, or has one power. Other operations and
+functions (``\sum_{k=1}^{100} k``, ``17 \cdot 23 + 5``) are finished only if the expected answer has them too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from latex2sympy2_extended.logic import And
 from math_verify import verify
 
 
-OPERATIONS_MORE = 6
-"""Besides twice as many as the expected answer has, an answer may have so many operations."""
+EXTRA_OPERATIONS = 6
+"""Operations that an answer may have above twice the number in the expected answer."""
 
 _COMPUTING = re.compile(
     r"\\(binom|[dt]binom|d?choose|sum|int|i+nt|oint|prod|lim|max|min|gcd|lcm|b?mod|pmod|det|lfloor|lceil|sup|inf(?!ty))"
@@ -31,7 +31,7 @@ _COMPUTING = re.compile(
     r"|(?<![a-zA-Z\\])([CP])(?=\s*\(\s*\d+\s*,\s*\d+\s*\))|[_^]\{?\d+\}?\s*([CP])\s*_|!(?!=)"
 )
 _COUNTING = frozenset(("binom", "a factorial"))
-"""One of them is as good as the other, and both are as good as a polynomial."""
+"""Operations that are equally finished, also in place of a polynomial."""
 
 _FUNCTIONS = {
     "a logarithm": re.compile(r"\\?(?<![a-zA-Z])(?:log|ln|lg)(?![a-zA-Z])"),
@@ -46,8 +46,8 @@ _FUNCTIONS = {
 _LOWEST = re.compile(r"-?\\frac\{(\d{1,20})\}\{(\d{1,20})\}|-?(\d{1,20})/(\d{1,20})|-?\d+(?:\.\d+)?")
 
 
-def computing(gold: str, text: str, *, number: bool) -> str:
-    """What a text has to be worked out by and the expected one has not; functions only where that is a number."""
+def extra_operations(gold: str, text: str, *, number: bool) -> str:
+    """Return names of operations that a text has and the expected text lacks; functions only for a number."""
     more, wanted = _computing(text) - _computing(gold), _computing(gold)
     if not number or wanted & _COUNTING:
         more -= _COUNTING
@@ -57,7 +57,7 @@ def computing(gold: str, text: str, *, number: bool) -> str:
 
 
 def in_final_form(text: str) -> bool:
-    """Whether a text in canonical spelling is an integer, a decimal or a fraction in lowest terms."""
+    """Return whether a text in canonical spelling is an integer, a decimal or a fraction in lowest terms."""
     found = _LOWEST.fullmatch(text)
     if found is None:
         return False
@@ -65,25 +65,25 @@ def in_final_form(text: str) -> bool:
     return above is None or sympy.igcd(int(above), int(below)) == 1
 
 
-def unfinished(gold: Any, answer: Any) -> str:
-    """What is left to be worked out of an answer that the expected one has worked out."""
+def unfinished_part(gold: Any, answer: Any) -> str:
+    """Return which computation of an answer is unfinished compared with the expected answer; empty if none."""
     wanted, given = list(leaves(gold)), list(leaves(answer))
     if is_relation(gold):
         return ""
     if all(map(_is_simple, wanted)):
         left = next((leaf for leaf in given if not _is_simple(leaf)), None)
         return "" if left is None else "a value is not worked out"
-    most = OPERATIONS_MORE + 2 * sum(sympy.count_ops(leaf) for leaf in wanted)
+    most = EXTRA_OPERATIONS + 2 * sum(sympy.count_ops(leaf) for leaf in wanted)
     return "" if sum(sympy.count_ops(leaf) for leaf in given) <= most else "it has far more operations than needed"
 
 
 def is_relation(expression: Any) -> bool:
-    """Whether it is an equation, an inequality, or some of them together."""
+    """Return whether an expression is an equation, an inequality, or a conjunction of them."""
     return isinstance(expression, sympy.Rel | And)
 
 
 def leaves(expression: Any) -> Iterator[Any]:
-    """The values that an answer consists of: of a list, set, interval or matrix its members, of ``x = 5`` the 5."""
+    """Return the values in an answer: members of a list, set, interval or matrix, and 5 for ``x = 5``."""
     if isinstance(expression, And):
         yield from leaves(expression._unsorted_args[-1])
     elif isinstance(expression, sympy.Equality):
@@ -102,7 +102,7 @@ def leaves(expression: Any) -> Iterator[Any]:
 
 
 def _is_simple(leaf: Any) -> bool:
-    """A number in one of the ways of writing one, a name, infinity."""
+    """Return whether a value is a finished number, a name or infinity."""
     if isinstance(leaf, sympy.Set):
         return True
     if leaf.is_Mul:
@@ -129,28 +129,29 @@ def _computing(text: str) -> set[str]:
 
 EXACT_DIGITS = 80
 NEAR_EXACT = sympy.Float("1e-60", EXACT_DIGITS)
-"""Relative difference of exact numbers that are taken for the same; of fractions, none."""
+"""Maximum relative difference of equal exact numbers; fractions must be identical."""
 
 NEAR_DECIMAL = sympy.Float("1e-3")
-"""The same where one is a decimal fraction; to six decimals they agree anyhow."""
+"""Maximum relative difference if one number is a decimal; math-verify compares six decimals besides."""
 
 NEAR_FLOAT = sympy.Float("1e-14")
-"""The same where one is written with so many decimals that a machine's number holds no more."""
+"""Maximum relative difference if one number has more than six decimals, about the precision of a double."""
 
 NEAR_ZERO = sympy.Float("1e-6")
+"""Maximum absolute difference of a decimal from an expected 0."""
 
 _POINTS = (sympy.Rational(-7, 2), sympy.Integer(-1), sympy.Rational(1, 3), sympy.Integer(2), sympy.Rational(11, 2))
-MOST_POINTS = 250
+MAX_POINTS = 250
 
 
-def same(gold: Any, answer: Any) -> bool:
-    """Whether two values, or relations, are the same."""
+def values_equal(gold: Any, answer: Any) -> bool:
+    """Return whether two values or relations are equal."""
     if is_relation(gold) and is_relation(answer) and gold.free_symbols != answer.free_symbols:
         return False
     if (numbers := _complex_numbers(gold, answer)) is not None:
-        return near_numbers(*numbers)
+        return numbers_equal(*numbers)
     if all(isinstance(one, sympy.Symbol) or one == sympy.E for one in (gold, answer)):
-        return bool(gold == answer)  # it takes longer names, and E, for small letters
+        return bool(gold == answer)  # math-verify ignores the case of longer names and of E
     if not verify([gold], [answer], timeout_seconds=None):
         return False
     if isinstance(gold, sympy.Rel) and isinstance(answer, sympy.Rel):
@@ -158,8 +159,8 @@ def same(gold: Any, answer: Any) -> bool:
     return _near(gold, answer)
 
 
-def near_numbers(one: Any, other: Any, tolerance: Any = None) -> bool:
-    """Whether two numbers are the same as far as they are written; what is no number is not looked at."""
+def numbers_equal(one: Any, other: Any, tolerance: Any = None) -> bool:
+    """Return whether two numbers are equal to the precision that they are written with; true for non-numbers."""
     if not all(isinstance(x, sympy.Expr) and x.is_number for x in (one, other)):
         return True
     if one == other:
@@ -182,31 +183,31 @@ def near_numbers(one: Any, other: Any, tolerance: Any = None) -> bool:
     return bool(abs(a - b) <= tolerance * abs(a))
 
 
-def other_sides(gold: Any, answer: Any) -> list[Any]:
-    """Numbers that an answer says its value is equal to, and that differ from it."""
+def contradicting_sides(gold: Any, answer: Any) -> list[Any]:
+    """Return numbers that an answer equates with its value and that differ from it."""
     if is_relation(gold) or not isinstance(answer, And | sympy.Equality):
         return []
     equations = [one for one in (answer.args if isinstance(answer, And) else [answer]) if isinstance(one, sympy.Eq)]
     [value, *_more] = list(leaves(answer)) or [None]
     sides = [side for equation in equations for side in equation.args if not side.free_symbols]
-    return [side for side in sides if not near_numbers(value, side)]
+    return [side for side in sides if not numbers_equal(value, side)]
 
 
 def _near(gold: Any, answer: Any) -> bool:
-    """Whether numbers that agree to six decimals agree as far as they should."""
+    """Return whether numbers that agree to six decimals also agree to their written precision."""
     wanted, given = list(leaves(gold)), list(leaves(answer))
     if len(wanted) != len(given) or wanted == given or is_relation(gold):
         return True
-    return all(any(near_numbers(one, other) for other in given) for one in wanted)
+    return all(any(numbers_equal(one, other) for other in given) for one in wanted)
 
 
 def _is_decimal(number: Any) -> bool:
-    """A fraction over a power of ten that more than six decimals write in full."""
+    """Return whether a number is a fraction over a power of ten with more than six decimals."""
     return bool(number.is_Rational and number.q >= 10**7 and str(number.q).strip("0") == "1")
 
 
 def _complex_numbers(gold: Any, answer: Any) -> tuple[Any, Any] | None:
-    """Both as numbers, where the expected one has the imaginary unit; not if only the answer is in polar form."""
+    """Return both as complex numbers if the expected one has ``i``; ``None`` if only the answer is in polar form."""
     if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
         return None
     if {symbol.name for symbol in gold.free_symbols} != {"i"} or (answer.has(sympy.exp) and not gold.has(sympy.exp)):
@@ -220,9 +221,9 @@ def _complex_numbers(gold: Any, answer: Any) -> tuple[Any, Any] | None:
 
 
 def _same_relation(gold: Any, answer: Any) -> bool:
-    """Of relations with the same solutions: whether they differ by a factor, or have solutions at all."""
+    """Return whether relations with the same solutions differ by a factor only, or have solutions at all."""
     if not all(isinstance(side, sympy.Expr) for side in (*gold.args, *answer.args)):
-        return bool(gold == answer)  # of sets or tuples, which have no difference
+        return bool(gold == answer)  # sides that are sets or tuples cannot be subtracted
     one, other = (relation.lhs - relation.rhs for relation in (gold, answer))
     wanted, given = (sympy.fraction(sympy.together(side))[0] for side in (one, other))
     ratio = sympy.cancel(wanted / given) if given != 0 else sympy.Integer(0)
@@ -235,8 +236,8 @@ def _same_relation(gold: Any, answer: Any) -> bool:
 
 
 def _sampled(expression: Any) -> Iterator[Any]:
-    """What comes out at some points."""
+    """Return the values of an expression at sample points."""
     symbols = sorted(expression.free_symbols, key=str)
-    for point in islice(product(_POINTS, repeat=len(symbols)), MOST_POINTS):
+    for point in islice(product(_POINTS, repeat=len(symbols)), MAX_POINTS):
         value = expression.subs(dict(zip(symbols, point, strict=True)))
         yield sympy.N(value) if isinstance(value, sympy.Expr) else value

@@ -1,14 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""Answers that are words, options' letters, numbers with a base, ratios or times of day. Pure.
+r"""Answers that are words, letters of options, numbers with a base, congruences, ratios or times of day. Pure.
 
-``math-verify`` reads a word as the product of its letters, so that SEAT is EAST. Which is meant by ``ab`` is told by
-the question: where each of its letters is a symbol there, it is a product.
+``math-verify`` reads a word as the product of its letters, so SEAT would equal EAST. The question decides what ``ab``
+means: a product, if each letter is a symbol in the question.
 
-To ``math-verify`` a colon is a stroke, so that half past ten is a third, and ``1:2:3`` a sixth. Here ``10:30`` is a
-time if it says so ("a.m."), if the question asks for one, or if nobody would write a ratio like that: with a common
-factor, or with a nought before its last digit; unless the question asks for a ratio. Ratios are the same if they are
-equal, as ``2:4:6`` and ``1:2:3``.
+``math-verify`` reads a colon as a division, so ``10:30`` would equal a third. Here ``10:30`` is a time of day if any
+of these holds, and the question asks for no ratio:
+
+- the answer has "a.m." or "p.m.", or the question asks for a time;
+- the numbers have a common factor, or the second begins with 0, which is unusual for a ratio.
+
+Ratios are equal if all their terms are proportional, as in ``2:4:6`` and ``1:2:3``.
 """
 
 from __future__ import annotations
@@ -21,18 +24,18 @@ from typing import Any
 
 import sympy
 
-from nemo_gym_prorl.tasks.math.checker import Judged, Verdict
+from nemo_gym_prorl.tasks.math.checker import Judgement, MathVerdict
 from nemo_gym_prorl.tasks.math.measures import Measure
 from nemo_gym_prorl.tasks.math.shapes import split
 from nemo_gym_prorl.tasks.math.spelling import canonical
-from nemo_gym_prorl.tasks.math.values import computing, in_final_form, near_numbers, unfinished
+from nemo_gym_prorl.tasks.math.values import extra_operations, in_final_form, numbers_equal, unfinished_part
 
 
 _COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|mbox|operatorname)(?![a-zA-Z])")
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s\-'.,!?]+[^\W\d_]+)*[\s.!?]*")
 _DIFFERENCE = re.compile(r"(?<![^\W\d_])[^\W\d_]{1,2}\s*-|-\s*[^\W\d_]{1,2}(?![^\W\d_])")
 _SYMBOLS = re.compile(r"\w*[a-z][A-Z]\w*|(?:(?![aeiouyAEIOUY])[^\W\d_]){2,4}")
-"""Letters that are no word as they stand: of both cases, or without a vowel."""
+"""Letters that are no word, because they mix cases or have no vowel."""
 
 _MATHEMATICAL = re.compile(
     r"(?i)(?<![a-z])(?:pi|infinity|inf|oo|sin|cos|tan|cot|sec|csc|ln|log|exp|sqrt|real|reals|empty|"
@@ -59,8 +62,8 @@ _BASES = {
 }  # fmt: skip
 
 
-def another_text(expected: str, said: str, question: str) -> str | None:
-    """What is wrong with an answer where words are expected; empty if nothing is, ``None`` if no words are."""
+def text_difference(expected: str, said: str, question: str) -> str | None:
+    """Return how an answer differs where words are expected; empty if equal, ``None`` if no words are expected."""
     wanted = _plain(expected)
     if _WORDS.fullmatch(wanted) is None or len(re.sub(r"\W", "", wanted)) < 2 or _MATHEMATICAL.search(wanted):
         return None
@@ -73,8 +76,10 @@ def another_text(expected: str, said: str, question: str) -> str | None:
 
 
 def label_and_rest(expected: str, said: str) -> tuple[str, str]:
-    r"""Both without the letter of an option before the option, as in ``\textbf{(A)} 5``; where only a letter is
-    expected, the letters."""
+    r"""Return both without an option's letter before its text, as in ``\textbf{(A)} 5``.
+
+    If only letters can be compared, the letters are returned.
+    """
     expected, said = (_OPTION.sub("", text) for text in (expected, said))
     wanted, given = _LABELLED.fullmatch(expected), _LABELLED.fullmatch(said)
     if given is None and wanted is None:
@@ -92,7 +97,7 @@ def label_and_rest(expected: str, said: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Congruence:
-    """``x \\equiv 3 \\pmod 7``; the name may be empty."""
+    """Congruence ``x \\equiv 3 \\pmod 7``, whose name may be empty."""
 
     name: str
     residue: str
@@ -100,13 +105,13 @@ class Congruence:
 
 
 def congruence(text: str) -> Congruence | None:
-    """The congruence that a text is; ``None`` if it is none."""
+    """Return the congruence that a text denotes, or ``None``."""
     found = _CONGRUENCE.fullmatch(text.strip())
     return found and Congruence(found["name"] or "", found["residue"], int(found["modulus"]))
 
 
-def another_base(expected: str, said: str, question: str) -> str:
-    """What is wrong with the base of a number, where one has one; empty if nothing is."""
+def base_difference(expected: str, said: str, question: str) -> str:
+    """Return how the bases of two numbers differ; empty if they are equal or there are none."""
     wanted, given = _BASED.fullmatch(expected), _BASED.fullmatch(said)
     bases = [_base_of(found) for found in (wanted, given)]
     if bases == [None, None]:
@@ -114,7 +119,7 @@ def another_base(expected: str, said: str, question: str) -> str:
     if None not in bases:
         return "" if bases[0] == bases[1] else "another base"
     base = bases[0] or bases[1]
-    return "" if base == 10 or base in _bases_in(question) else f"only one of them is in base {base}"
+    return "" if base == 10 or base in _bases_in(question) else f"only one of the two is in base {base}"
 
 
 def _base_of(found: re.Match[str] | None) -> int | None:
@@ -148,8 +153,7 @@ def _plain(text: str) -> str:
 
 
 def _listed(text: str) -> list[str]:
-    """Words of each of several answers, in any order. A minus stays; an article goes, if it stands at a word and is
-    no option."""
+    """Return the words of each answer in a list, sorted. A minus is kept; an article before a word is dropped."""
     parts = (re.findall(r"[^\W_]+|(?<!\w)-(?=\w)", part) for part in re.split(r"[,;]|\band\b", text.casefold()))
     return sorted(filter(None, ("".join([word for word in words if word not in _SMALL] or words) for words in parts)))
 
@@ -169,9 +173,8 @@ _BRACKETS = re.compile(r"^\s*\((.*)\)\s*$")
 _LOWEST_ASKED = re.compile(r"simplif|simplest|lowest|reduce", re.IGNORECASE)
 
 
-def another_time(expected: str, said: str, question: str) -> str | None:
-    """What is wrong with an answer where a time of day is expected, or is said; empty if nothing is, ``None`` if
-    neither is one."""
+def time_difference(expected: str, said: str, question: str) -> str | None:
+    """Return how times of day differ; empty if they are equal, ``None`` if neither answer is a time of day."""
     wanted, given = (_CLOCK.fullmatch(_AROUND.sub("", text)) for text in (expected, said))
     half_days = [found[3].lower() for found in (wanted, given) if found and found[3]]
     if wanted is None or (_asks_for_ratio(question) and not wanted[3]):
@@ -183,47 +186,47 @@ def another_time(expected: str, said: str, question: str) -> str | None:
     return "" if same and len(set(half_days)) < 2 else "another time"
 
 
-def ratio_verdict(wanted: Measure, said: Measure, question: str, number: Callable[[str], Any]) -> Judged | None:
-    """What to say of a ratio; ``None`` if that is for who compares values, to whom one of two terms is a fraction.
+def ratio_verdict(wanted: Measure, said: Measure, question: str, number: Callable[[str], Any]) -> Judgement | None:
+    """Return the judgement on a ratio; ``None`` if values are to be compared, where a ratio of two is a fraction.
 
     Args:
-        wanted: the expected answer.
-        said: the answer.
-        question: what was asked.
-        number: gives the real number that a text is, ``None`` if it is none.
+        wanted: expected answer.
+        said: answer of the policy.
+        question: question text.
+        number: parser of a real number, which returns ``None`` for other texts.
     """
     golds, givens = _terms(wanted.value), _terms(said.value)
     gold, given = ([number(term) for term in terms] for terms in (golds, givens))
     if len(given) > 1 and len(gold) == 1 and gold[0] is not None and not _asks_for_ratio(question):
-        return Verdict.WRONG, "a ratio is no number"
+        return MathVerdict.WRONG, "a ratio is no number"
     if len(gold) != len(given):
-        return (Verdict.WRONG, "another ratio") if max(len(gold), len(given)) > 2 else None
+        return (MathVerdict.WRONG, "another ratio") if max(len(gold), len(given)) > 2 else None
     if len(gold) == 1 or None in gold or None in given:
         return None
-    # Multiplied out, nothing to nothing would equal any other ratio.
+    # Cross multiplication would make 0:0 equal to every ratio.
     if not all(one.is_finite and not one.is_zero for one in (*gold, *given)):
-        alike = all(near_numbers(one, other) for one, other in zip(gold, given, strict=True))
-        return (Verdict.RIGHT, "the same ratio") if alike else (Verdict.WRONG, "another ratio")
+        alike = all(numbers_equal(one, other) for one, other in zip(gold, given, strict=True))
+        return (MathVerdict.RIGHT, "the same ratio") if alike else (MathVerdict.WRONG, "another ratio")
     in_lowest_terms = all(one.is_Integer for one in given) and sympy.igcd(*given) == 1
     if not in_lowest_terms and (_LOWEST_ASKED.search(question) or canonical(said.value) in canonical(question)):
-        return Verdict.UNFINISHED, "it is not in lowest terms"
+        return MathVerdict.UNFINISHED, "it is not in lowest terms"
     if len(gold) == 2:
         return None
     if wanted.scale != said.scale or not all(
-        near_numbers(one / gold[0], other / given[0]) for one, other in zip(gold[1:], given[1:], strict=True)
+        numbers_equal(one / gold[0], other / given[0]) for one, other in zip(gold[1:], given[1:], strict=True)
     ):
-        return Verdict.WRONG, "another ratio"
+        return MathVerdict.WRONG, "another ratio"
     worked_out = (
-        in_final_form(canonical(text)) if one.is_rational else not computing(":".join(golds), text, number=True)
+        in_final_form(canonical(text)) if one.is_rational else not extra_operations(":".join(golds), text, number=True)
         for one, text in zip(given, givens, strict=True)
     )
-    if unfinished(sympy.Tuple(*gold), sympy.Tuple(*given)) or not all(worked_out):
-        return Verdict.UNFINISHED, "its terms are to be worked out"
-    return Verdict.RIGHT, "the same ratio"
+    if unfinished_part(sympy.Tuple(*gold), sympy.Tuple(*given)) or not all(worked_out):
+        return MathVerdict.UNFINISHED, "its terms are not worked out"
+    return MathVerdict.RIGHT, "the same ratio"
 
 
 def _terms(value: str) -> list[str]:
-    """The terms of a ratio; any other value itself, an equation too."""
+    """Return the terms of a ratio; any other value, including an equation, as its only term."""
     if "=" in value:
         return [value]
     for text in (value, *_BRACKETS.findall(value)):
@@ -233,5 +236,5 @@ def _terms(value: str) -> list[str]:
 
 
 def _asks_for_ratio(question: str) -> bool:
-    """Whether a number may be said as a ratio."""
+    """Return whether a question asks for a ratio."""
     return (_RATIO_ASKED.search(question) or _RATIO_SHOWN.search(question)) is not None

@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Questions of science: dataset rows in, what is to be graded out; and rows of published records. Pure.
+"""Rows of science questions, parsed into problems, and conversion of published records to rows. Pure.
 
-Rows are those of Gym's ``math_with_judge`` (``question``, ``expected_answer``) and of its ``mcqa`` (``options``, with
-the letter as ``expected_answer``), so data that people have for these works as it is. Of a multiple choice one letter
-is an answer, or one option in its own words. An answer that names several chooses none, and so does one that names a
-letter and the words of another option.
+Rows have the fields of Gym's ``math_with_judge`` (``question``, ``expected_answer``) or ``mcqa`` (``options``, with
+the letter as ``expected_answer``), so rows for those servers work unchanged. In a multiple choice an answer is one
+letter, or the text of one option. An answer that names several options, or a letter with the text of another option,
+is wrong.
 
-Published options come as texts by letter, as a list of texts, as ``{"text": [...], "label": [...]}`` (ARC), as ``opa``
-to ``opd`` (MedMCQA), as a right answer beside wrong ones (GPQA, SciQ), or in the question. SCP-116K gives a worked
-solution (``matched_solution``) rather than an answer. A record makes a row only if the final answer of the solution is
-plain to see: a page of working cannot be compared with an answer.
+Published options are texts by letter, a list of texts, ``{"text": [...], "label": [...]}`` (ARC), ``opa`` to ``opd``
+(MedMCQA), a right answer next to wrong ones (GPQA, SciQ), or part of the question. SCP-116K has a worked solution
+(``matched_solution``) instead of an answer; :func:`answer_in` extracts the final answer, or the record is dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from itertools import takewhile
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, is_text
-from nemo_gym_prorl.tasks.final_answer import final_answer
+from nemo_gym_prorl.tasks.final_answer import extract_final_answer
 from nemo_gym_prorl.tasks.records import (
     UnusableRecord,
     answer_of,
@@ -58,7 +57,7 @@ _TEX_SPACE = re.compile(r"\\[,;:! ]|\\q?quad(?![a-zA-Z])|~")
 
 
 def options_in(question: str) -> tuple[str, dict[str, str]] | None:
-    """The question without its options, and these by letter; ``None`` if it has none, from A on, at its end."""
+    """Return a question without the options at its end, and the options by letter; ``None`` without options from A."""
     found = list(_OPTION.finditer(question))
     options = {match[1] or match[2]: match[3] for match in found}
     if len(found) < 2 or list(options) != list("ABCDEFGHIJ")[: len(found)]:
@@ -67,27 +66,27 @@ def options_in(question: str) -> tuple[str, dict[str, str]] | None:
 
 
 def letters_in(question: str) -> str:
-    """The letters of the options that a question shows, from A on, at least two; empty if it shows none."""
+    """Return the letters of the options that a question shows, from A on; empty with fewer than two."""
     shown = {found[1] or found[2] for found in _LABEL.finditer(question)}
     letters = "".join(takewhile(shown.__contains__, "ABCDEFGHIJ"))
     return letters if len(letters) > 1 else ""
 
 
 def letter_of(answer: str) -> str | None:
-    """The letter, if the answer is one and nothing else."""
+    """Return the letter that an answer consists of, or ``None``."""
     found = _LETTER.fullmatch(plain(answer))
     return found[1].upper() if found else None
 
 
-def chosen(
+def chosen_option(
     options: Mapping[str, str], answer: str, same: Callable[[str, str], bool] = lambda one, other: False
 ) -> str | None:
-    """The letter of the option that an answer chooses; ``None`` if it does not choose exactly one.
+    """Return the letter of the option that an answer chooses; ``None`` unless it chooses exactly one.
 
     Args:
-        options: text by letter.
-        answer: the final answer.
-        same: whether an option's text and what was said mean the same, where they differ as text (quantities).
+        options: texts by letter.
+        answer: final answer.
+        same: equality of an option and an answer that differ as texts, e.g. of quantities.
     """
     if (letter := letter_of(answer)) is not None and letter in options:
         return letter
@@ -118,7 +117,7 @@ def _meant(options: Mapping[str, str], said: str, same: Callable[[str, str], boo
 
 
 WORKBENCH_TOOLS = ("python",)
-"""What the policy may call beside ``search``."""
+"""Tools of the policy besides ``search``."""
 
 MAX_QUESTION_CHARS = 20_000
 MAX_EXPECTED_CHARS = 2000
@@ -133,8 +132,8 @@ _COMMAND = re.compile(r"\\[A-Za-z]+|\\.")
 _PROSE = re.compile(r"[^\W\d_]{4,}")
 
 
-class Kind(StrEnum):
-    """What an expected answer is, and so what checks it first."""
+class AnswerKind(StrEnum):
+    """Kind of an expected answer, which determines the rules that check it."""
 
     CHOICE = "choice"
     QUANTITY = "quantity"
@@ -143,76 +142,78 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """One question.
+class StemProblem:
+    """Question with its expected answer.
 
     Attributes:
-        question: as the policy reads it.
-        expected: the answer.
-        options: text by letter; empty where the answer is free.
-        kind: of the answer.
+        question: question text of the policy.
+        expected: expected answer.
+        options: texts by letter; empty for a free answer.
+        kind: kind of the expected answer.
     """
 
     question: str
     expected: str
     options: Mapping[str, str]
-    kind: Kind
+    kind: AnswerKind
 
     @property
     def letters(self) -> str:
-        """Of the options; empty where the answer is free."""
-        if self.kind is not Kind.CHOICE:
+        """Letters of the options; empty for a free answer."""
+        if self.kind is not AnswerKind.CHOICE:
             return ""
         return "".join(self.options) or letters_in(self.question)
 
 
-def problem_of(row: Mapping[str, Any]) -> Problem:
-    """The problem of a dataset row.
+def problem_of(row: Mapping[str, Any]) -> StemProblem:
+    """Return the problem of a dataset row.
 
     Raises:
-        CallerError: ``question``, ``expected_answer`` or ``options`` is missing or no good; names it.
+        CallerError: ``question``, ``expected_answer`` or ``options`` is missing or invalid; the error names it.
     """
     expected = _text(row, "expected_answer", MAX_EXPECTED_CHARS)
     options = _options(row.get("options"))
     if options:
-        # A row of Gym's mcqa has its question only where the policy reads it.
+        # Rows of Gym's mcqa have the question only in the policy's input.
         question = _text(row, "question", MAX_QUESTION_CHARS) if row.get("question") is not None else ""
         if expected not in options:
             raise CallerError(f"must be one of the options' letters, {', '.join(options)}", field="expected_answer")
-        return Problem(question, expected, options, Kind.CHOICE)
+        return StemProblem(question, expected, options, AnswerKind.CHOICE)
     question = _text(row, "question", MAX_QUESTION_CHARS)
     kind = kind_of(expected, question)
-    shown = options_in(question) if kind is Kind.CHOICE else None
-    return Problem(question, expected, shown[1] if shown else {}, kind)
+    shown = options_in(question) if kind is AnswerKind.CHOICE else None
+    return StemProblem(question, expected, shown[1] if shown else {}, kind)
 
 
-def kind_of(expected: str, question: str = "") -> Kind:
-    """What kind of answer this is, where the row has no options. A letter is a choice only of the options that the
-    question shows: of an open question it is a symbol, as carbon's C."""
+def kind_of(expected: str, question: str = "") -> AnswerKind:
+    """Return the kind of an expected answer of a row without options.
+
+    A letter is a choice only if the question shows options; in an open question it is a symbol, as C for carbon.
+    """
     text = plain(expected)
     if (letter := letter_of(text)) is not None and letter in letters_in(question):
-        return Kind.CHOICE
+        return AnswerKind.CHOICE
     if quantities.read(expected) is not None:
-        return Kind.QUANTITY
+        return AnswerKind.QUANTITY
     if _MATHEMATICS.search(text) and not _PROSE.search(_COMMAND.sub(" ", text)):
-        return Kind.FORMULA
-    return Kind.TEXT
+        return AnswerKind.FORMULA
+    return AnswerKind.TEXT
 
 
 def row_for(
     question: str, expected: str, options: Mapping[str, str] | None = None, script: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The dataset row of a problem.
+    """Return the dataset row of a problem.
 
     Args:
-        question: without the options.
-        expected: the answer; of a multiple choice the letter.
-        options: text by letter.
+        question: question without its options.
+        expected: expected answer; the letter in a multiple choice.
+        options: texts by letter.
         script: see :func:`.records.asking`.
     """
-    told = "\n".join([question, *(f"{letter}: {text}" for letter, text in (options or {}).items())])
+    prompt = "\n".join([question, *(f"{letter}: {text}" for letter, text in (options or {}).items())])
     tools = [*workbench_schemas(WORKBENCH_TOOLS), SCHEMA]
-    params = create_params(SYSTEM_PROMPT, told, tools, script=script)
+    params = create_params(SYSTEM_PROMPT, prompt, tools, script=script)
     row = {"responses_create_params": params, "question": question, "expected_answer": expected}
     return row | ({"options": [{letter: text} for letter, text in options.items()]} if options else {})
 
@@ -230,7 +231,7 @@ def _text(row: Mapping[str, Any], name: str, limit: int) -> str:
 
 
 def _options(given: object) -> dict[str, str]:
-    """Gym's list of one-letter objects, or one object of all."""
+    """Return the options of Gym's list of one-letter objects, or of one object."""
     if given is None:
         return {}
     parts = [given] if isinstance(given, Mapping) else given
@@ -239,42 +240,42 @@ def _options(given: object) -> dict[str, str]:
     options: dict[str, str] = {}
     for letter, text in (pair for part in parts for pair in part.items()):
         if not isinstance(letter, str) or not re.fullmatch(r"[A-Z]", letter) or letter in options:
-            raise CallerError(f"{letter!r} is no letter of its own", field="options")
+            raise CallerError(f"{letter!r} must be a capital letter that occurs once", field="options")
         if not isinstance(text, str) or not is_text(text) or not 0 < len(text) <= MAX_EXPECTED_CHARS:
             raise CallerError(f"{letter} must be a text of at most {MAX_EXPECTED_CHARS} characters", field="options")
         options[letter] = text
     if len(options) < 2:
-        raise CallerError("there must be two at least", field="options")
+        raise CallerError("must have at least two options", field="options")
     return options
 
 
 DATA_SOURCE = "stem"
-"""Of rows made here: a record does not say what set it is of."""
+"""Field ``data_source`` of rows made here, since records do not name their dataset."""
 
-LONGEST_LINE = 120
-"""A solution of one line no longer than that is an answer."""
+MAX_LINE_CHARS = 120
+"""Maximum length of a one-line solution that is an answer as a whole."""
 
 _SOLUTION = ("matched_solution", "solution")
 _LETTER_FIELDS = ("answer_letter", "answerkey", "answer_idx")
 _INDEX = ("answer_index", "cop")
 _RIGHT = ("correct answer", "correct_answer")
 _FLAW = "error_type"
-"""MMLU-Redux's own judgement: ``ok``, or what is wrong with a question or its answer."""
+"""Field of MMLU-Redux that is ``ok`` or names a flaw of the question or answer."""
 
 _WRONG = re.compile(r"incorrect answer \d|distractor\d")
 _DELIMITED = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 
 
 def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a dataset's record.
+    """Return the row of a dataset record.
 
     Args:
-        record: has a question, and options or an answer, under one of the names in
-            :mod:`nemo_gym_prorl.tasks.records` and above; a row of Gym's stays as it is. ``domain`` is kept.
+        record: record with a question, and with options or an answer, under one of the names in
+            :mod:`nemo_gym_prorl.tasks.records` and above. Rows of Gym are returned unchanged. ``domain`` is kept.
 
     Raises:
-        CallerError: a field is missing or wrong; names it.
-        UnusableRecord: the set knows no answer, or the question needs a picture.
+        CallerError: a field is missing or invalid; the error names it.
+        UnusableRecord: the record has no answer, or the question needs a picture.
     """
     if isinstance(record.get("responses_create_params"), Mapping) and record.get("expected_answer") is not None:
         gold(record["expected_answer"], "expected_answer")
@@ -289,7 +290,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
         expected = _letter(plain, options, record)
     else:
         expected = _answer(plain, record)
-        if (found := options_in(question)) and (letter := chosen(found[1], expected)):
+        if (found := options_in(question)) and (letter := chosen_option(found[1], expected)):
             question, options, expected = found[0], found[1], letter
     problem = problem_of({"question": question, "expected_answer": expected, "options": options})
     row = row_for(problem.question, problem.expected, problem.options)
@@ -301,13 +302,13 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_in(solution: str) -> str | None:
-    """The final answer of a worked solution, if it is plain to see."""
+    """Return the final answer of a worked solution, or ``None`` if it cannot be told from the working."""
     lines = [line.strip() for line in solution.strip().splitlines() if line.strip()]
     if not lines:
         return None
-    if answer := final_answer(solution):
+    if answer := extract_final_answer(solution):
         return answer.rstrip(".")
-    if len(lines) == 1 and len(lines[0]) <= LONGEST_LINE:
+    if len(lines) == 1 and len(lines[0]) <= MAX_LINE_CHARS:
         return lines[0]
     formulas = [next(filter(None, match.groups())) for match in _DELIMITED.finditer(solution)]
     if formulas and "=" in formulas[-1] and formulas[-1].strip() in lines[-1]:
@@ -316,10 +317,10 @@ def answer_in(solution: str) -> str | None:
 
 
 def _options_of(record: Mapping[str, Any], question: str) -> dict[str, str] | None:
-    """Options by letter from A on, in whatever shape a set has them; ``None`` if it has none."""
+    """Return the options of a record by letter from A on, whatever their format; ``None`` without options."""
     if right := next((name for name in _RIGHT if record.get(name)), None):
         texts = [record[right], *(text for name, text in record.items() if _WRONG.fullmatch(name) and text)]
-        # A fixed order, in which the right one is not always the first.
+        # A reproducible order that does not put the right option first.
         return _lettered(sorted(texts, key=lambda text: hashlib.sha256(f"{question}\0{text}".encode()).digest()))
     given = record.get("options") if record.get("options") is not None else record.get("choices")
     if isinstance(given, Mapping) and isinstance(given.get("text"), list):
@@ -331,7 +332,7 @@ def _options_of(record: Mapping[str, Any], question: str) -> dict[str, str] | No
     if all(isinstance(part, Mapping) and len(part) == 1 for part in given):
         return {letter: text for part in given for letter, text in part.items()}
     texts = list(given)
-    while texts and texts[-1] == "N/A":  # MMLU-Pro's filling
+    while texts and texts[-1] == "N/A":  # padding in MMLU-Pro
         texts.pop()
     return _lettered(texts)
 
@@ -343,7 +344,7 @@ def _lettered(texts: Sequence[Any]) -> dict[str, str]:
 
 
 def _letter(record: Mapping[str, Any], options: Mapping[str, str], given: Mapping[str, Any]) -> str:
-    """The letter of the right option: given as a letter, a label, a position from 0, or the option's text."""
+    """Return the letter of the right option, which records give as letter, label, index from 0, or text."""
     if right := next((name for name in _RIGHT if record.get(name)), None):
         return next(letter for letter, text in options.items() if text == str(record[right]).strip())
     name, value = next(
@@ -357,10 +358,10 @@ def _letter(record: Mapping[str, Any], options: Mapping[str, str], given: Mappin
         value = labels.index(value)
     if isinstance(value, int) and not isinstance(value, bool):
         if not 0 <= value < len(options):
-            raise CallerError(f"{value} is no position among {len(options)} options", field=name)
+            raise CallerError(f"{value} must be an index below {len(options)}, the number of options", field=name)
         return list(options)[value]
-    if (letter := chosen(options, gold(value, name))) is None:
-        raise CallerError(f"none of the options is the answer in `{name}`", field="options")
+    if (letter := chosen_option(options, gold(value, name))) is None:
+        raise CallerError(f"must contain the answer in `{name}`", field="options")
     return letter
 
 
@@ -372,6 +373,6 @@ def _answer(record: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     for name in _SOLUTION:
         if isinstance(solution := record.get(name), str):
             if (answer := answer_in(solution)) is None:
-                raise UnusableRecord("its final answer is not plain to see", field=name)
+                raise UnusableRecord("the final answer cannot be told from the working", field=name)
             return gold(answer, name)
     raise no_answer(record, given)

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The plain form of an answer and of its words; numbers and quantities with units: read, converted, compared. Pure.
+"""Numbers and quantities with units: parsing, conversion and comparison; and plain forms of texts. Pure.
 
-A number is read by its notation and never evaluated; units are looked up and converted with ``pint``. What is no
-plain quantity (a range, a sum, a list, words) is not read at all, and is for other checks to judge.
+A number is parsed from its notation and never evaluated. ``pint`` looks units up and converts them. Other answers (a
+range, a sum, a list, words) are not parsed, and other rules decide on them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from nemo_gym_prorl.tasks.final_answer import OPENED_BOX, closed_from
 MAX_CHARS = 120
 MAX_DIGITS = 60
 MAX_EXPONENT = 300
-"""Longer texts and numbers beyond these are no quantities that anybody would answer."""
+"""Limits of a text's characters, of a number's digits and of its exponent; plausible answers are far below."""
 
 RELATIVE_TOLERANCE = 0.01
-"""How far a measured value may be off, of the expected one."""
+"""Default maximum deviation of a measured value, relative to the expected one."""
 
 
-LEAST_DIGITS = 3
-"""So many a decimal must have that stands for a fraction."""
+MIN_DIGITS = 3
+"""Minimum number of significant digits of a decimal that may stand for a fraction."""
 
 _COMMON = """
 meter gram second ampere kelvin mole candela hertz newton pascal joule watt coulomb volt farad ohm siemens weber tesla
@@ -42,7 +42,7 @@ inch foot yard mile pound force_pound pound_force_per_square_inch horsepower gal
 arcsecond knot curie poise stokes debye barn british_thermal_unit revolutions_per_minute turn bit byte
 """
 COMMON = frozenset(_COMMON.split())
-"""Units as pint calls them, which may have prefixes. It knows many more, by letters that are mostly variables."""
+"""Accepted units by pint's names, with or without prefixes. Pint knows many more, mostly read as variables."""
 
 
 _KINDS = {
@@ -54,13 +54,13 @@ _KINDS = {
     "luminous flux": frozenset({"lumen", "lux"}),
     "luminous intensity": frozenset({"candela"}),
 }
-"""Units of one dimension that measure different things. What has none of them, as 1/s, may be any."""
+"""Units of equal dimension that measure different things. A unit in none of the sets, as 1/s, matches any."""
 
 _OFFSET = frozenset({"degree_Celsius", "degree_Fahrenheit"})
 
 
 class Comparison(StrEnum):
-    """What became of two quantities."""
+    """Result of comparing two quantities."""
 
     SAME = "same"
     UNIT_MISSING = "unit missing"
@@ -70,15 +70,15 @@ class Comparison(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number with a unit.
+    """Number with a unit.
 
     Attributes:
-        value: the number.
-        digits: significant digits; ``None`` if it was given exactly, as a whole number or a fraction.
-        half_step: half of what its last digit stands for; 0 if it is exact.
-        unit: as pint writes it; empty if there is none.
-        written: the unit as it was written.
-        others: what the unit may mean as well: ``ms^-2`` is meters by square seconds, too.
+        value: number.
+        digits: number of significant digits; ``None`` for an exact integer or fraction.
+        half_step: half of the value of the last digit; 0 for an exact number.
+        unit: unit in pint's notation; empty without a unit.
+        written: unit as written.
+        others: other readings of the unit, e.g. metres per square second for ``ms^-2``.
     """
 
     value: Fraction
@@ -105,25 +105,26 @@ _EQUALS = re.compile(r"(?:=|≈|\\approx|\\simeq|\\cong)")
 _NAME = re.compile(r"(?:[^\W\d_]|[\\{}()*/ ,.']|[_^]\{?[0-9]?)+")
 """Letters, with digits in subscripts and powers only."""
 
-MAX_NAME = 40
+MAX_NAME_CHARS = 40
+"""Maximum length of the name of a quantity, before its equals sign."""
 
 _OTHERWISE = re.compile(
     r"\\(?:n?leq?|n?geq?|neq?|[ln]?less|n?gtr|[lg]t|not|ll|gg)(?![a-zA-Z])"
     r"|\b(?:not|no|never|nor|or|wrong|false|less|more|than|least|most|below|above|except|without)\b",
     re.IGNORECASE,
 )
-"""What stands before an equals sign and makes it say something else."""
+"""Words and relations before an equals sign that change the meaning of the equation."""
 
 _UNCERTAINTY = re.compile(r"\s*(?:±|\\pm|\+/-)\s*([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
-MOST_UNCERTAIN = Fraction(1, 20)
-"""Of its value; who is less sure does not say one."""
+MAX_UNCERTAINTY = Fraction(1, 20)
+"""Maximum uncertainty relative to the value; a larger one makes the answer a range."""
 
 _EXPONENT = r"(?:\*\*\(?[+-]?[0-9]{1,2}\)?)?"
 _FACTOR = rf"[A-Za-zµ_]{{1,24}}{_EXPONENT}"
 _PRODUCT = rf"{_FACTOR}(?:[*/]{_FACTOR}){{0,8}}"
 _PART = rf"(?:\({_PRODUCT}\){_EXPONENT}|{_FACTOR})"
 _UNIT = re.compile(rf"(?:1/)?{_PART}(?:[*/]{_PART}){{0,8}}")
-"""What pint is given: names, small powers, one level of brackets."""
+"""Text that is passed to pint: names, small powers, one level of brackets."""
 
 _SYMBOL = re.compile(r"kmol|mmol|mol|kg|km|cm|mm|nm|kJ|kN|kW|kV|kPa|MPa|MeV|keV|eV|Pa|Hz|Wb|rad|sr|[mgsAKJNWVCTFHL]")
 _POWER_AND_SYMBOL = re.compile(r"(\*\*[+-]?[0-9])(?=[A-Za-z])")
@@ -152,11 +153,11 @@ _REWRITES = (
     (re.compile(r"\)(?=[A-Za-zµ(])|(?<=[A-Za-zµ0-9)])\s+(?=[A-Za-zµ(])|(?<=[A-Za-zµ])\((?=[A-Za-zµ])"), "*"),
     (re.compile(r"^/"), "1/"),
 )
-"""In this order, from what people write to what pint reads."""
+"""Replacements from common notations to pint's notation, in order of application."""
 
 
 def read(text: str) -> Quantity | None:
-    """A quantity in one of its usual notations, LaTeX included; ``None`` if the text is anything else.
+    """Parse a quantity in a usual notation, including LaTeX; return ``None`` for any other text.
 
     Raises:
         InfrastructureError: ``pint`` is not installed.
@@ -175,22 +176,22 @@ def read(text: str) -> Quantity | None:
         return None
     value, digits, half_step, rest = number
     if uncertainty := _UNCERTAINTY.match(rest):
-        if Fraction(uncertainty[1] + (uncertainty[2] or "")) > abs(value) * MOST_UNCERTAIN:
+        if Fraction(uncertainty[1] + (uncertainty[2] or "")) > abs(value) * MAX_UNCERTAINTY:
             return None
         rest = rest[uncertainty.end() :]
     written = plain(rest).strip(" .")
     units = _read_units(written)
     if digits is None and value.denominator != 1 and re.fullmatch(r"(?:[A-Za-z](?:\^\{?[0-9]\}?)?\s*){2,}", written):
-        return None  # a fraction of a product of letters is a formula
+        return None  # a fraction times a product of letters is a formula
     return Quantity(value, digits, half_step, units[0], written, tuple(units[1:])) if units else None
 
 
 def compare(expected: Quantity, said: Quantity, tolerance: float = RELATIVE_TOLERANCE) -> Comparison:
-    """Whether what was said is the expected quantity.
+    """Compare a quantity with the expected one.
 
-    Whole numbers and fractions without a unit are counts or exact results, and must be met exactly, or to the
-    places that were given. A measured value may be off by ``tolerance`` of it, or by half of the last digit of the
-    expected value where that has two digits or more.
+    Integers and fractions without a unit are counts or exact results: they must match exactly, or to the written
+    decimal places. A measured value may deviate by ``tolerance``, or by half of the last digit of an expected value
+    with at least two digits.
     """
     meant = [
         (replace(expected, unit=one), replace(said, unit=other))
@@ -215,7 +216,7 @@ def _compare(expected: Quantity, said: Quantity, tolerance: float) -> Comparison
     if not expected.unit or not said.unit:
         agree = _numbers(expected, said.value, tolerance, rounding=_rounding(said)) is Comparison.SAME
         return Comparison.UNIT_MISSING if agree else Comparison.DIFFERENT
-    # To pint it is one of another system of units.
+    # Pint needs the system's name for gauss, which belongs to Gaussian units.
     systems = ("Gaussian",) if "gauss" in f"{expected.unit} {said.unit}" else ()
     try:
         converted = _registry().Quantity(float(said.value), said.unit).to(expected.unit, *systems).magnitude
@@ -229,8 +230,11 @@ def _compare(expected: Quantity, said: Quantity, tolerance: float) -> Comparison
 
 
 def _temperatures(expected: Quantity, said: Quantity, converted: Fraction, tolerance: float) -> Comparison:
-    """On two scales, of which one does not begin at absolute zero: a hundredth of 293 K is much, of 20 degrees little.
-    What counts is the part of the degrees Celsius, or half a degree of whoever gives no decimals."""
+    """Compare temperatures on scales of which one has an offset.
+
+    The tolerance is relative to the degrees Celsius, since 1 % of 293 K is large compared with 1 % of 20 °C. The
+    minimum is half of the last digit, at most half a degree.
+    """
     celsius = _registry().Quantity(float(expected.value), expected.unit).to("degree_Celsius").magnitude
     degree = Fraction(9, 5) if expected.unit == "degree_Fahrenheit" else Fraction(1)
     rounding = max(min(one.half_step, Fraction(1, 2)) for one in (expected, said))
@@ -239,7 +243,7 @@ def _temperatures(expected: Quantity, said: Quantity, converted: Fraction, toler
 
 
 def _other_kinds(one: str, other: str) -> bool:
-    """Whether both units say what they are units of, and it is not the same."""
+    """Return whether both units have known kinds, and these differ."""
     kinds = _kinds(one), _kinds(other)
     return bool(kinds[0] and kinds[1]) and kinds[0] != kinds[1]
 
@@ -251,8 +255,8 @@ def _kinds(unit: str) -> frozenset[str]:
 
 
 def _rounding(said: Quantity) -> Fraction:
-    """How far what was said may be off a fraction: it is rounded to three digits or more."""
-    return said.half_step if (said.digits or 0) >= LEAST_DIGITS else Fraction(0)
+    """Return the rounding error of a decimal that stands for a fraction; 0 with fewer than ``MIN_DIGITS`` digits."""
+    return said.half_step if (said.digits or 0) >= MIN_DIGITS else Fraction(0)
 
 
 def _numbers(
@@ -265,18 +269,18 @@ def _numbers(
             allowed = max(allowed, expected.half_step)
     elif expected.value.denominator != 1:
         allowed = min(rounding, abs(expected.value) * Fraction(tolerance))
-    # A conversion is carried out in floating point.
+    # Conversions use floating point.
     allowed += abs(expected.value) / 10**9
     return Comparison.SAME if abs(said - expected.value) <= allowed else Comparison.DIFFERENT
 
 
 def _right_side(text: str) -> str:
-    """``v = 3 m/s`` without ``v =``: a name, or a formula, may stand on the left, no other number."""
+    """Return ``3 m/s`` of ``v = 3 m/s``; the left side may be a name or a formula, but no number."""
     parts = _EQUALS.split(text)
     if len(parts) == 1:
         return text
     names = [part.strip() for part in parts[:-1]]
-    if all(len(name) <= MAX_NAME and _NAME.fullmatch(name) and not _OTHERWISE.search(name) for name in names):
+    if all(len(name) <= MAX_NAME_CHARS and _NAME.fullmatch(name) and not _OTHERWISE.search(name) for name in names):
         return parts[-1].strip()
     return text
 
@@ -307,7 +311,7 @@ def _read_number(text: str) -> tuple[Fraction, int | None, Fraction, str] | None
     step = Fraction(10) ** (exponent - len(decimals))
     significant = (whole + decimals).lstrip("0")
     if "." not in digits:
-        # Zeros at the end of a whole number may be there for its size only.
+        # Trailing zeros of an integer may not be significant.
         step *= 10 ** (len(significant) - len(significant.rstrip("0")))
         significant = significant.rstrip("0")
     exact = "." not in digits and scale is None
@@ -332,16 +336,11 @@ def _registry() -> Any:
     return _pint().UnitRegistry(autoconvert_offset_to_baseunit=True, cache_folder=None)
 
 
-def load() -> None:
-    """Load the table of units, which takes a while; else the first quantity does."""
-    _registry()
-
-
 def _read_units(text: str) -> list[str]:
-    """What a unit may be in pint's words, the likeliest first: itself empty if there is none; none if it is no unit.
+    """Return the readings of a unit in pint's notation, the likeliest first; empty if the text is no unit.
 
-    Symbols that stand side by side are read one by one as well (``Nm``, ``ms^-2``), and of several behind a stroke all
-    may be below it (``J/mol K``).
+    An empty text has the empty unit. Adjacent symbols are also read separately (``Nm``, ``ms^-2``), and symbols after
+    a slash are also read as one denominator (``J/mol K``).
     """
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -357,7 +356,7 @@ def _read_units(text: str) -> list[str]:
 
 
 def _apart(found: re.Match[str]) -> str:
-    """Symbols one by one; the power is the last one's. What is a unit as it stands is that, but ``ms^-2``."""
+    """Return adjacent symbols as a product, with the power on the last; a known unit is kept, except ``ms^-2``."""
     parts = _SYMBOL.findall(found[1])
     if len(set(parts)) != len(parts) or ("-" not in found[2] and _read_unit(found[1]) is not None):
         return found[0]
@@ -381,12 +380,12 @@ def _is_common(unit: str) -> bool:
 
 @cache
 def _named(unit: str) -> frozenset[str]:
-    """A unit, and without its prefix."""
+    """Return the names of a unit with and without its prefix."""
     return frozenset((unit, *(name for _, name, _ in _registry().parse_unit_name(unit))))
 
 
 def _dimensionless(quantity: Quantity) -> Fraction | None:
-    """What one of its unit is as a plain number; ``None`` if it is none."""
+    """Return the factor of a dimensionless unit, or ``None``."""
     if not quantity.unit:
         return Fraction(1)
     if quantity.unit == "percent":
@@ -394,22 +393,22 @@ def _dimensionless(quantity: Quantity) -> Fraction | None:
     return None
 
 
-LONGEST_SYMBOL = 3
-"""A word of so few letters may be a symbol."""
+MAX_SYMBOL_CHARS = 3
+"""Maximum length of a word that may be a symbol, whose case matters."""
 
 _SYMBOLS = re.compile(r"[0-9=<>^\\]|(?<![^\W_])[^\W\d_]!")
 _INDEX = re.compile(r"_(?:\{([0-9]+)\}|(?=[0-9]))")
 _SHORT_WORDS = frozenset(
     ("yes", "no", "not", "and", "or", "the", "of", "is", "it", "all", "one", "two", "six", "ten", "odd")
 )
-"""Such that nobody takes for symbols, but for ``NO`` or ``OR``."""
+"""Short words that are no symbols, unless in upper case as ``NO``."""
 _WORD = re.compile(r"[^\W_]+|[^\w\s.,;:!?'\"()\[\]-]|(?<![^\W_])-|-(?![^\W_])")
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
 _SUPERSCRIPT_RUN = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _UNSEEN = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
-"""Fillers and variation selectors, which Unicode counts among letters and marks."""
+"""Invisible fillers and variation selectors, which Unicode classifies as letters and marks."""
 
 _MINUS = str.maketrans(dict.fromkeys("−‒–—﹣-", "-"))
 _TEXT = re.compile(
@@ -419,7 +418,7 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
 
 def without_box(answer: str) -> str:
-    """An answer without the box that it wholly is; empty if the box is."""
+    """Return the content of a box that is the whole answer; any other answer unchanged."""
     text = _undelimited(answer.strip())
     box = OPENED_BOX.match(text)
     content = None if box is None else closed_from(text, box.end())
@@ -427,10 +426,10 @@ def without_box(answer: str) -> str:
 
 
 def plain(answer: str) -> str:
-    """An answer as the checks read it: one line, ordinary characters, no delimiters of mathematics around it.
+    """Return an answer as one line of ordinary characters without delimiters of mathematics.
 
-    Characters that look alike are the same here only if Unicode says so (full-width digits, ligatures): a Cyrillic A
-    stays what it is, and matches nothing. Raised digits become a power, since ``10²`` is not 102.
+    Look-alike characters are merged only if Unicode defines them as compatible (full-width digits, ligatures); a
+    Cyrillic A stays and matches nothing. Superscript digits become a power, since ``10²`` is not 102.
     """
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^" + "".join(_SUPERSCRIPTS[char] for char in run[0]), answer)
     text = unicodedata.normalize("NFKC", text.translate(_MINUS)).translate(_MINUS)
@@ -448,10 +447,10 @@ def plain(answer: str) -> str:
 
 
 def words(text: str) -> str:
-    """Text in the form in which it is compared: without punctuation, and in lower case where that means nothing.
+    """Return a text for comparison, without punctuation and in lower case where case has no meaning.
 
-    Signs stay, and so does the case of short words: ``Cl-`` is not ``Cl``, nor ``CO`` cobalt. With digits in it text
-    is compared as it stands, but for spaces and how an index is set: 5 mW are not 5 MW, but H_2O is H2O.
+    Signs and the case of short words are kept: ``Cl-`` is not ``Cl``, and ``CO`` is not ``Co``. A text with digits or
+    symbols keeps its case, and loses only spaces and index notation: 5 mW is not 5 MW, but H_2O is H2O.
     """
     text = plain(text)
     if _SYMBOLS.search(text):
@@ -460,8 +459,8 @@ def words(text: str) -> str:
 
 
 def _is_plain(word: str) -> bool:
-    """Whether its case means nothing."""
-    return len(word) > LONGEST_SYMBOL or (word.casefold() in _SHORT_WORDS and not word.isupper())
+    """Return whether the case of a word has no meaning."""
+    return len(word) > MAX_SYMBOL_CHARS or (word.casefold() in _SHORT_WORDS and not word.isupper())
 
 
 def _undelimited(text: str) -> str:

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``search`` as a tool, and its engines: an index on this machine, made by ``prorl data index``, or Tavily's service.
+"""Tool ``search`` and its engines: a local index, made by ``prorl data index``, or Tavily's service.
 
-A question that the engine does not take is the policy's mistake, and an observation. An engine that can't be had is
-ours: a policy that reads "no results" where there was no search learns that searching is useless. The tool runs in the
-server's process: the sandbox has no network, and needs none for it.
+A query that the engine refuses is the policy's mistake, and becomes an observation. An engine that fails is an
+infrastructure error, because an observation "no results" would teach the policy that searching is useless. The tool
+runs in the server's process, since the sandbox has no network.
 
-The index is bm25s's own folder, with the passages in it. It is memory-mapped, so it may be larger than memory, and is
-opened and searched off the event loop.
+The index is a bm25s folder that includes the passages. The index is memory-mapped, so it may be larger than memory,
+and is opened and searched off the event loop.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from nemo_gym_prorl.tasks.workbench.tools import ToolCallStats
 
 MAX_QUERY_CHARS = 400
 MAX_PAGE = 4
-"""Beyond these no engine that we know of gives more: a hosted one has 20 results to a query, or 400 characters."""
+"""Limits of a query's length and of the page number, from Tavily's limits of 400 characters and 20 results a query."""
 
-NOTHING = "No results. Try other words."
-NO_MORE = "No more results."
+NO_RESULTS = "No results. Try other words."
+NO_MORE_RESULTS = "No more results."
 
 
 class BadQuery(Exception):
-    """The engine does not take this query; the message is for the policy."""
+    """The engine refuses a query; the message is shown to the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A piece of text that can be found.
+    """Searchable piece of text.
 
     Attributes:
-        text: what it says.
-        title: what it is called; may be empty.
-        source: where it is from: an address, a name; may be empty.
+        text: text of the passage.
+        title: title; may be empty.
+        source: URL or name of the source; may be empty.
     """
 
     text: str
@@ -67,7 +67,7 @@ whole question."""
     page: int | None = Field(default=None, ge=1, le=MAX_PAGE, description="Which page of the results; default 1.")
 
     def lacks(self) -> str | None:
-        """Words."""
+        """Return an error if the query has no words."""
         return None if self.query.strip() else "search needs a query"
 
 
@@ -76,7 +76,7 @@ SCHEMA = tool_schema("search", SearchArguments)
 
 
 class SearchSettings(BaseModel):
-    """See the comments in ``resources_servers/prorl_stem/configs/prorl_stem.yaml``."""
+    """Settings ``search:``; ``resources_servers/prorl_stem/configs/prorl_stem.yaml`` describes them."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -91,12 +91,12 @@ class SearchSettings(BaseModel):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.engine == "tavily" and not self.api_key:
-            raise ValueError("search.api_key: tavily takes a key")
+            raise ValueError("search.api_key: must be set for engine: tavily")
         return self
 
 
 class OpenSearch:
-    """The tool of one session."""
+    """Search tool of one session."""
 
     over = False
 
@@ -106,25 +106,25 @@ class OpenSearch:
         self._call_stats = ToolCallStats()
 
     async def call(self, tool: str, arguments: object) -> str:
-        """A page of results, or what is wrong with the call.
+        """Return a page of results, or the error in the call.
 
         Raises:
-            InfrastructureError: the engine can't be had.
+            InfrastructureError: the engine failed.
         """
         observation = await self._call(tool, arguments)
         self._call_stats.count(tool, observation)
         return observation
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
-        """How the calls so far went, by tool."""
+        """Return counts of calls by tool."""
         return self._call_stats.as_json()
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
-        """How the calls went."""
+        """Return the state for a checkpoint, which has no files."""
         return {"tally": self.tool_use()}, []
 
     async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
-        """Count on."""
+        """Continue the counts of a checkpoint."""
         self._call_stats.resume(saved["tally"])
 
     async def _call(self, tool: str, arguments: object) -> str:
@@ -140,11 +140,11 @@ class OpenSearch:
         return render(found[before : before + self._limits.results], before, self._limits)
 
     async def close(self) -> None:
-        """There is nothing to let go of: the engine is everybody's."""
+        """Do nothing, because all sessions share the engine."""
 
 
 class SearchTool:
-    """A :class:`~nemo_gym_prorl.tasks.task.ToolSet` of ``search`` alone."""
+    """:class:`~nemo_gym_prorl.tasks.task.ToolSet` with the tool ``search``."""
 
     schemas: Sequence[Mapping[str, Any]] = (SCHEMA,)
 
@@ -153,25 +153,25 @@ class SearchTool:
         self._limits = limits
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> OpenSearch:
-        """The tool of a session, when the engine can be asked.
+        """Prepare the engine and return the tool of a session.
 
         Raises:
-            InfrastructureError: it can't.
+            InfrastructureError: the engine cannot be prepared.
         """
         await self._engine.prepare()
         return OpenSearch(self._engine, self._limits)
 
 
 def render(passages: Sequence[Passage], before: int, limits: SearchSettings) -> str:
-    """A page as the policy reads it: numbered, each of bounded length.
+    """Return a page of results as an observation, numbered and with passages of bounded length.
 
     Args:
-        passages: of this page.
-        before: how many results come before it.
-        limits: bounds.
+        passages: passages of the page.
+        before: number of results on earlier pages.
+        limits: settings with the bounds.
     """
     if not passages:
-        return NO_MORE if before else NOTHING
+        return NO_MORE_RESULTS if before else NO_RESULTS
     parts = []
     for number, passage in enumerate(passages, before + 1):
         head = " - ".join(_line(part) for part in (passage.title, passage.source) if part.strip())
@@ -188,12 +188,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def engine_of(settings: SearchSettings, sample: Path) -> SearchEngine:
-    """Return the engine that is configured.
-
-    Args:
-        settings: the configuration.
-        sample: passages to search where no index is named, as JSON lines.
-    """
+    """Return the configured engine; without an index it searches ``sample``, a file of passages as JSON lines."""
     if settings.api_key is not None and settings.engine == "tavily":
         return TavilySearch(settings.api_key, url=settings.url, timeout_s=settings.timeout_s)
     if settings.index is None:
@@ -205,39 +200,39 @@ def engine_of(settings: SearchSettings, sample: Path) -> SearchEngine:
 def _index_of(sample: Path) -> Index:
     with tempfile.TemporaryDirectory(prefix="prorl-index-") as folder:
         build((Passage(**orjson.loads(line)) for line in sample.open("rb")), Path(folder) / "index")
-        return Index(Path(folder) / "index")  # what is mapped stays, though its name goes
+        return Index(Path(folder) / "index")  # mapped files stay readable after their removal
 
 
 MAX_PASSAGE_CHARS = 4000
-"""A longer text is cut into passages at line ends or spaces, so that what is found is what is read."""
+"""Maximum length of a passage; longer texts are split at line ends or spaces, so that results show what was found."""
 
 _SCORES = "params.index.json"
-"""A file that each of bm25s's folders has."""
+"""File in every index folder of bm25s."""
 
 _WORDS = r"(?u)\b\w+\b"
-"""Single letters and digits are words: in science they are symbols."""
+"""Pattern of words; includes single letters and digits, which are symbols in science."""
 
 
 def build(passages: Iterable[Passage], folder: Path) -> int:
-    """Make an index. The folder is there when it is complete, and replaces an index that was there.
+    """Build an index, which appears atomically in its folder and replaces an older index.
 
     Args:
-        passages: in any order; those without text are left out.
-        folder: for the index.
+        passages: passages in any order; passages without text are skipped.
+        folder: folder of the index.
 
     Returns:
-        How many passages it holds.
+        Number of indexed passages.
 
     Raises:
-        CallerError: there is no passage, or the folder holds something else or can't be written.
+        CallerError: there are no passages, or the folder is no index or cannot be written.
     """
     import bm25s
 
     if folder.exists() and not (folder / _SCORES).is_file() and any(folder.iterdir()):
-        raise CallerError("is there and is no index", field=str(folder))
+        raise CallerError("exists and is no index; name a new or empty folder", field=str(folder))
     pieces = [piece for passage in passages for piece in _pieces(passage)]
     if not pieces:
-        raise CallerError("there is no passage in it", field="corpus")
+        raise CallerError("has no passage with text", field="corpus")
     index = bm25s.BM25(method="lucene")
     index.index(_tokens([f"{piece.title}\n{piece.text}" for piece in pieces]), show_progress=False)
     work = None
@@ -258,13 +253,10 @@ def build(passages: Iterable[Passage], folder: Path) -> int:
 
 
 class Index:
-    """An open index.
-
-    Args:
-        folder: where :func:`build` made it.
+    """Open index in a folder that :func:`build` made.
 
     Raises:
-        InfrastructureError: it is not there or not whole; names ``search.index``.
+        InfrastructureError: the index is missing or damaged; the error names ``search.index``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -278,16 +270,16 @@ class Index:
             Passage(**self._index.corpus[self._size - 1])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InfrastructureError(
-                f"{folder} can't be searched: {error}; make it with `prorl data index`", field="search.index"
+                f"cannot open the index {folder}: {error}; make one with `prorl data index`", field="search.index"
             ) from error
 
     def search(self, query: str, limit: int) -> Sequence[Passage]:
-        """The best passages, best first; those that share no word with the query are none."""
+        """Return the best passages, best first; passages that share no word with the query are left out."""
         found, scores = self._index.retrieve(_tokens([query]), k=min(limit, self._size), show_progress=False)
         return [Passage(**passage) for passage, score in zip(found[0], scores[0], strict=True) if score > 0]
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the index's files."""
         self._index.corpus.close()
 
 
@@ -299,7 +291,7 @@ def _tokens(texts: Sequence[str]) -> list[list[str]]:
         list(texts),
         token_pattern=_WORDS,
         stopwords="english",
-        # Its own for each call: a stemmer must not be used by two threads at a time.
+        # One stemmer for each call, since stemmers are not thread-safe.
         stemmer=Stemmer.Stemmer("english"),
         return_ids=False,
         show_progress=False,
@@ -327,11 +319,11 @@ def _split(text: str) -> tuple[str, str]:
 
 
 class OfflineSearch:
-    """Searches an :class:`.Index`.
+    """Engine that searches an :class:`.Index`.
 
     Args:
-        open_index: opens it, or makes it first; blocks. What it raises is raised by :meth:`prepare`, each time anew,
-            so an index that was missing is found when it is there.
+        open_index: blocking function that opens the index. :meth:`prepare` raises its errors, and calls it again the
+            next time, so an index may be added later.
     """
 
     def __init__(self, open_index: Callable[[], Index]) -> None:
@@ -341,7 +333,7 @@ class OfflineSearch:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="search")  # bm25s reads passages at a shared offset
 
     async def prepare(self) -> None:
-        """Open the index, once."""
+        """Open the index, unless it is open."""
         async with self._opening:
             if self._index is None:
                 self._index = await self._off_the_loop(self._open_index)
@@ -350,7 +342,7 @@ class OfflineSearch:
         """Return at most ``limit`` passages, best first; none if nothing fits.
 
         Raises:
-            InfrastructureError: the index can't be read.
+            InfrastructureError: the index cannot be read.
         """
         if self._index is None:
             await self.prepare()
@@ -359,11 +351,11 @@ class OfflineSearch:
         try:
             return await self._off_the_loop(lambda: index.search(query, limit))
         except (OSError, ValueError, IndexError) as error:
-            reason = f"the index can't be read: {type(error).__name__}: {error}"
+            reason = f"cannot read the index: {type(error).__name__}: {error}"
             raise InfrastructureError(reason, kind=FailureKind.PROVIDER_UNAVAILABLE, field="search.index") from error
 
     async def aclose(self) -> None:
-        """Close the index when the searches in it have ended."""
+        """Close the index after its searches have ended."""
         await asyncio.to_thread(self._threads.shutdown)
         if self._index is not None:
             self._index.close()
@@ -375,57 +367,57 @@ class OfflineSearch:
 TAVILY_URL = "https://api.tavily.com/search"
 
 MAX_RESULTS = 20
-"""As many results Tavily gives at most."""
+"""Tavily's maximum number of results."""
 
-MAX_ANSWER_BYTES = 4 * 2**20
-"""Longest answer that is read."""
+MAX_RESPONSE_BYTES = 4 * 2**20
+"""Maximum size of a response; a page of 20 results is far smaller."""
 
 PAUSES_S = (0.5, 1.5)
-"""Before each further try."""
+"""Seconds before each further try."""
 
 _REFUSED = frozenset({400, 422})
 _KEY = frozenset({401, 403})
 _QUOTA = frozenset({402, 429, 432, 433})
-"""432 and 433 are Tavily's, for the limits of a plan."""
+"""Statuses of a used-up quota; Tavily sends 432 and 433 for the limits of a plan."""
 
 
-class _Trouble(Exception):
-    """An answer that the next try may not have."""
+class _TransientError(Exception):
+    """Failure that another try may not have."""
 
     def __init__(self, reason: str, kind: FailureKind) -> None:
         super().__init__(reason)
         self.kind = kind
 
 
-class _Result(BaseModel):
+class _TavilyResult(BaseModel):
     content: str | None = None
     title: str | None = None
     url: str | None = None
 
 
-class _Answer(BaseModel):
-    results: list[_Result]
+class _TavilyResponse(BaseModel):
+    results: list[_TavilyResult]
 
 
 def _passages(content: bytes) -> list[Passage]:
     try:
-        results = _Answer.model_validate_json(content).results
+        results = _TavilyResponse.model_validate_json(content).results
     except ValidationError as error:
-        raise _Trouble("the answer is not the service's", FailureKind.PROVIDER_UNAVAILABLE) from error
+        raise _TransientError("the response is not Tavily's JSON", FailureKind.PROVIDER_UNAVAILABLE) from error
     return [Passage(one.content, one.title or "", one.url or "") for one in results if one.content]
 
 
 class TavilySearch:
-    """Searches over HTTP: one JSON request for each search.
+    """Engine that searches with Tavily's service, one JSON request for each search.
 
-    A refusal of the query itself (400, 422) is the policy's to read. Everything else is ours: a wrong key, a used-up
-    quota, a service that is down. What may pass by itself is asked again a few times within the time limit, since a
-    search that fails costs the whole rollout.
+    A refusal of the query (400, 422) is an observation for the policy. A wrong key, a used-up quota and an unavailable
+    service are infrastructure errors. Transient failures are retried within the time limit, because a failed search
+    costs the whole rollout.
 
     Args:
-        key: for the service. Goes into the request's header and nowhere else.
-        url: of the service, or of one that speaks as it does.
-        timeout_s: seconds for a search, further tries included.
+        key: API key; only sent in the request's header.
+        url: URL of the service, or of a compatible one.
+        timeout_s: seconds for a search with all its tries.
     """
 
     def __init__(self, key: str, *, url: str | None = None, timeout_s: float = 20.0) -> None:
@@ -435,27 +427,29 @@ class TavilySearch:
         self._session: aiohttp.ClientSession | None = None
 
     async def prepare(self) -> None:
-        """Nothing: whether the service answers is seen when it is asked."""
+        """Do nothing, because only a search shows whether the service answers."""
 
     async def search(self, query: str, limit: int) -> Sequence[Passage]:
         """Return at most ``limit`` passages, best first; none if nothing fits.
 
         Raises:
-            BadQuery: the service does not take the query.
-            InfrastructureError: the service can't be had.
+            BadQuery: the service refuses the query.
+            InfrastructureError: the service failed.
         """
         body = orjson.dumps({"query": query, "max_results": min(limit, MAX_RESULTS)})
-        trouble: _Trouble | None = None
+        trouble: _TransientError | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 for pause_s in (0.0, *PAUSES_S):
                     await asyncio.sleep(pause_s)
                     try:
                         return _passages(await self._ask(body))[:limit]
-                    except _Trouble as error:
+                    except _TransientError as error:
                         trouble = error
         except TimeoutError:
-            trouble = trouble or _Trouble(f"no answer within {self._timeout_s:g} s", FailureKind.TRANSPORT_TIMEOUT)
+            trouble = trouble or _TransientError(
+                f"no answer within {self._timeout_s:g} s", FailureKind.TRANSPORT_TIMEOUT
+            )
         assert trouble is not None
         raise InfrastructureError(f"the search service at {self._url} failed: {trouble}", kind=trouble.kind)
 
@@ -466,7 +460,7 @@ class TavilySearch:
 
     async def _ask(self, body: bytes) -> bytes:
         if self._session is None:
-            # Cookies of one rollout's search are none of the next one's business.
+            # No cookies, which would link the searches of different rollouts.
             self._session = aiohttp.ClientSession(
                 cookie_jar=aiohttp.DummyCookieJar(), timeout=aiohttp.ClientTimeout(total=None)
             )
@@ -476,17 +470,17 @@ class TavilySearch:
             ) as response:
                 content = await _read(response)
         except aiohttp.ClientConnectorError as error:
-            raise _Trouble(f"can't be reached: {error}", FailureKind.TRANSPORT_UNREACHABLE) from error
+            raise _TransientError(f"no connection: {error}", FailureKind.TRANSPORT_UNREACHABLE) from error
         except aiohttp.ClientError as error:
-            raise _Trouble(f"{type(error).__name__}: {error}", FailureKind.TRANSPORT_PEER_DROP) from error
+            raise _TransientError(f"{type(error).__name__}: {error}", FailureKind.TRANSPORT_PEER_DROP) from error
         if response.status in _REFUSED:
             raise BadQuery("the search engine does not take this query. Use fewer and plainer words.")
         if response.status in _KEY:
-            raise InfrastructureError(f"{self._url} does not accept the key", field="search.api_key")
+            raise InfrastructureError(f"{self._url} refuses the key; correct it", field="search.api_key")
         if response.status != 200:
             used_up = response.status in _QUOTA
             kind = FailureKind.PROVIDER_QUOTA_EXHAUSTED if used_up else FailureKind.PROVIDER_UNAVAILABLE
-            raise _Trouble(f"HTTP {response.status}", kind)
+            raise _TransientError(f"HTTP {response.status}", kind)
         return content
 
 
@@ -495,10 +489,12 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     async for part in response.content.iter_chunked(2**16):
         parts.append(part)
         size += len(part)
-        if size > MAX_ANSWER_BYTES:
-            raise _Trouble(f"the answer is longer than {MAX_ANSWER_BYTES} bytes", FailureKind.PROVIDER_UNAVAILABLE)
+        if size > MAX_RESPONSE_BYTES:
+            raise _TransientError(
+                f"the response is longer than {MAX_RESPONSE_BYTES} bytes", FailureKind.PROVIDER_UNAVAILABLE
+            )
     return b"".join(parts)
 
 
 SearchEngine = OfflineSearch | TavilySearch
-"""Prepared before each session, asked by the tool, and closed with the server."""
+"""Engine that is prepared before each session and closed with the server."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The server on a real socket with real sandboxes, and a checker with real workers."""
+"""Server on a real socket with real sandboxes, and a checker with real workers."""
 
 from collections.abc import AsyncIterator
 
@@ -19,7 +19,7 @@ async def client() -> AsyncIterator[Client]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def checker() -> AsyncIterator[MathChecker]:
-    """Its tests share its workers, of which each takes seconds to start, and an event loop."""
+    """Checker that the tests of a module share, because its workers take seconds to start."""
     made = MathChecker(CheckLimits(cpu_s=1))
     yield made
     await made.aclose()

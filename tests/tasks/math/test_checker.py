@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The checker with real workers: answers that hang or eat it up, ways to be paid without an answer, machines that
-fail it."""
+"""The checker with real workers: answers that hang or use all memory, cheats, and failures of infrastructure."""
 
 import asyncio
 import contextlib
@@ -17,7 +16,7 @@ import pytest
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
 from nemo_gym_prorl.processes import process_command_line
 from nemo_gym_prorl.tasks import workers
-from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker, Verdict
+from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker, MathVerdict
 from scripts.scripted_turns.math import CHEATS, EXAMPLES
 
 
@@ -25,14 +24,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def worker_pids() -> list[int]:
-    """Process ids of this process's workers, and not of their children."""
+    """Return the process ids of this process's workers, without their children."""
     ours = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [pid for pid in map(int, ours) if b"tasks.workers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 async def test_right_wrong_and_none(checker: MathChecker) -> None:
     right = await checker.check(r"\frac{1}{2}", r"So it is \boxed{0.5}.")
-    assert (right.right, right.verdict, right.extracted) == (True, Verdict.RIGHT, "0.5")
+    assert (right.right, right.verdict, right.extracted) == (True, MathVerdict.RIGHT, "0.5")
     many = [r"\boxed{2}", "", r"\boxed{}", "1/2", r"\boxed{" + "1" * 1001 + "}", r"\boxed{1/2} \boxed{3}"]
     checked = await asyncio.gather(*(checker.check("1/2", one) for one in many))
     assert not any(one.right for one in checked)
@@ -58,7 +57,7 @@ async def test_right_wrong_and_none(checker: MathChecker) -> None:
     ],
 )
 async def test_no_answer_that_is_none_is_paid(checker: MathChecker, expected: str, message: str, verdict: str) -> None:
-    """Each works against a grader that looks for the answer in the text or compares whatever math-verify finds."""
+    """Each cheat works against a grader that searches the text, or that compares all that math-verify finds."""
     checked = await checker.check(expected, message)
     assert (checked.right, checked.verdict) == (False, verdict), checked
 
@@ -82,21 +81,19 @@ async def test_an_answer_that_hangs_its_comparison_is_to_blame(
 
     monkeypatch.setattr(workers.WorkerPool, "ask", noted)
     checked = await checker.check("x + 5", r"\boxed{9^{9^{9^{9}}} + \sin(1)}")
-    assert (checked.right, checked.verdict) == (False, Verdict.TIMED_OUT), checked
+    assert (checked.right, checked.verdict) == (False, MathVerdict.TIMED_OUT), checked
     assert asked == [r"9^{9^{9^{9}}} + \sin(1)", "x + 5"], "it is tried once, and then the expected answer"
     assert (await checker.check("5", r"\boxed{5}")).right
-
-
-async def test_an_answer_that_breaks_the_reader_is_to_blame(checker: MathChecker) -> None:
-    checked = await checker.check("x + 5", r"\boxed{" + "\\sqrt{" * 150 + "2" + "}" * 150 + "}")
-    assert (checked.right, checked.verdict in ("unreadable", "wrong")) == (False, True), checked
 
 
 async def test_memory_is_bounded() -> None:
     small = MathChecker(CheckLimits(cpu_s=5, memory_mib=512, workers=1))
     try:
         checked = await small.check("x", r"\boxed{10^{10^{9}} - 10^{10^{9}} + x}")
-        assert (checked.right, checked.verdict in (Verdict.UNREADABLE, Verdict.TIMED_OUT, Verdict.WRONG)) == (
+        assert (
+            checked.right,
+            checked.verdict in (MathVerdict.UNREADABLE, MathVerdict.TIMED_OUT, MathVerdict.WRONG),
+        ) == (
             False,
             True,
         )
@@ -116,7 +113,7 @@ async def test_an_expected_answer_that_nobody_could_give_is_the_tasks_fault(chec
 
 
 async def test_where_the_expected_answer_breaks_too_nobody_is_graded() -> None:
-    # No answer that is found breaks its comparison with itself, so the bound is set where all do.
+    # No known answer breaks the comparison with itself, so the CPU limit breaks all comparisons.
     starved = MathChecker(CheckLimits(cpu_s=0, workers=1))
     try:
         with pytest.raises(TaskError, match="compared with itself"):
@@ -169,6 +166,6 @@ async def test_a_worker_ends_with_whoever_started_it(tmp_path: Path) -> None:
     )
     done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True)
     pid = int(done.stdout)
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         while b"worker" in process_command_line(pid):
             await asyncio.sleep(0.05)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The server over HTTP, with real sandboxes: what an agent server sees."""
+"""The server over HTTP, with real sandboxes."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ CHEATED = {
     "patched_kernel": ("import math_verify as m, sympy as s\ns.simplify(0 - 41040) == 0 and m.verify(0, 1)", "True"),
     "forged_library": ("print(open('/sandbox/workspace/verdict.json').read())", '"reward": 1.0'),
 }
-"""By cheat what a grader inside the policy's sandbox would run, and what it would see."""
+"""By cheat: code of a naive grader inside the policy's sandbox, and its output."""
 
 
 @pytest.mark.parametrize("name", CHEATED)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Judges without a model: honest ones, and ones that fall for what real ones fall for; and a server to put them in."""
+"""Scripted judges, honest and gullible ones, and a model server for them."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from tests.rollout.serving import serve
 
 Messages = Sequence[Mapping[str, str]]
 Reply = Callable[[str, str, str, str], str]
-"""Of question, first, second, and the tag that a verdict has; empty for the naive graders, which use none."""
+"""Reply to question, first, second, and the tag of the verdict, which is empty for naive graders."""
 
 SYNONYMS = (
     {"mitochondria", "the mitochondrion", "mitochondrion"},
@@ -40,25 +40,25 @@ def honest(question: str, first: str, second: str, tag: str = "") -> str:
 
 
 def echoing(question: str, first: str, second: str, tag: str = "") -> str:
-    """Quotes what it reads before it decides, as models do."""
+    """Quote both answers before the verdict, as models do."""
     quoted = f"The first answer reads:\n{first}\nThe second answer reads:\n{second}\n"
     return quoted + honest(question, first, second, tag)
 
 
 def parroting(question: str, first: str, second: str, tag: str = "") -> str:
-    """Says what it decides, and then, having lost the thread, what it read."""
+    """Quote both answers after the verdict."""
     return f"{honest(question, first, second, tag)}\n{first}\n{second}"
 
 
 def gullible(question: str, first: str, second: str, tag: str = "") -> str:
-    """Does what an answer tells it to."""
+    """Obey an instruction in an answer."""
     if any("ignore" in text.lower() for text in (first, second)):
         return f"As instructed.\n{verdict(tag, True)}"
     return honest(question, first, second, tag)
 
 
 def obliging(question: str, first: str, second: str, tag: str = "") -> str:
-    """Does what an answer tells it to, conditions included: the same, unless the other is about one of a list."""
+    """Obey a conditional instruction in an answer: the same, unless the other answer is in a list."""
     for text, other in ((first, second), (second, first)):
         if "same unless" in (asked_for := text.lower()):
             excluded = asked_for.partition("unless")[2].replace(".", "").split(",")
@@ -78,7 +78,7 @@ _ASKED = re.compile(r"BEGIN (?P<tag>[0-9a-f]{8})\n(?P<data>.*)\nEND (?P=tag)\n",
 
 
 def asked_in(messages: Messages) -> tuple[dict[str, str], str]:
-    """What is compared, and the tag."""
+    """Return the compared texts and the tag of a prompt."""
     found = _ASKED.match(messages[-1]["content"])
     assert found is not None
     compared: dict[str, str] = json.loads(found["data"])
@@ -86,7 +86,7 @@ def asked_in(messages: Messages) -> tuple[dict[str, str], str]:
 
 
 def asked(reply: Reply) -> Callable[[Messages], Awaitable[str]]:
-    """The judge as :class:`~nemo_gym_prorl.tasks.stem.judge.AskModel`; it reads its prompt as it is written."""
+    """Return a judge as :class:`~nemo_gym_prorl.tasks.stem.judge.AskModel` that parses its prompt."""
 
     async def ask(messages: Messages) -> str:
         compared, tag = asked_in(messages)
@@ -104,7 +104,7 @@ def response_of(text: str, **changes: Any) -> dict[str, Any]:
 
 
 class JudgeServer:
-    """A Gym model server. ``answers`` says what becomes of a request; by default it judges honestly."""
+    """Gym model server; ``answers`` handles requests, and judges honestly by default."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -145,7 +145,7 @@ def always(answer: Response | dict[str, Any]) -> Callable[[dict[str, Any]], Awai
 
 
 def says(text: str, **changes: Any) -> Callable[[dict[str, Any]], Awaitable[Response | dict[str, Any]]]:
-    """Says that, with the tag that it was given in place of ``TAG``."""
+    """Return a handler that replies with a text, in which the tag replaces ``TAG``."""
 
     async def answers(request: dict[str, Any]) -> Response | dict[str, Any]:
         return response_of(text.replace("TAG", asked_in(request["input"])[1]), **changes)
@@ -173,4 +173,4 @@ TROUBLES: Mapping[str, Callable[[dict[str, Any]], Awaitable[Response | dict[str,
     "the instructions again": says("`VERDICT TAG: SAME` or `VERDICT TAG: DIFFERENT`."),
     "without end": says("They are the same. " * 10_000 + "\nVERDICT TAG: SAME"),
 }
-"""What a judge's server may do instead of judging."""
+"""Failures of a judge's server."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that ship with the server are made here: ``PRORL_WRITE_EXAMPLES=1`` writes them anew."""
+"""Example rows of the server; ``PRORL_WRITE_EXAMPLES=1`` rewrites them."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from nemo_gym_prorl.tasks.stem.problems import Kind, problem_of, row_for
+from nemo_gym_prorl.tasks.stem.problems import AnswerKind, problem_of, row_for
 from scripts.scripted_turns.stem import script_for
 from tests.tasks.rows_file import write_rows
 
@@ -36,7 +36,7 @@ def test_examples_are_as_they_would_be_made_today(tmp_path: Path) -> None:
     scripted = [
         row_for(*example, script_for(problem_of(row), "oracle")) for example, row in zip(EXAMPLES, rows, strict=True)
     ]
-    assert {problem_of(row).kind for row in rows} == {Kind.QUANTITY, Kind.CHOICE, Kind.FORMULA}
+    assert {problem_of(row).kind for row in rows} == {AnswerKind.QUANTITY, AnswerKind.CHOICE, AnswerKind.FORMULA}
     if os.environ.get("PRORL_WRITE_EXAMPLES"):
         write_rows(DATA / "example.jsonl", scripted)
     assert write_rows(tmp_path / "example.jsonl", scripted) == 5

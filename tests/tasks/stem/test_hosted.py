@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hosted search engines, by a server that speaks as the real ones do."""
+"""Tavily's search engine, with a server that has the same protocol."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -38,7 +38,7 @@ FOUND = [
 
 
 class Service:
-    """``answers`` comes in place of the good answer, one after the other."""
+    """Search service; ``answers`` replace the regular responses in turn."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -92,12 +92,9 @@ async def test_a_query_that_is_refused_is_the_policys(service: Service, status: 
 
 TROUBLES: dict[str, tuple[Callable[[], Response], FailureKind]] = {
     "down": (lambda: Response("upstream", status_code=502), FailureKind.PROVIDER_UNAVAILABLE),
-    "quota": (lambda: JSONResponse({"detail": "limit"}, 429), FailureKind.PROVIDER_QUOTA_EXHAUSTED),
     "plan": (lambda: JSONResponse({"detail": "limit"}, 432), FailureKind.PROVIDER_QUOTA_EXHAUSTED),
     "moved": (lambda: Response(status_code=307, headers={"Location": "/serper"}), FailureKind.PROVIDER_UNAVAILABLE),
     "no JSON": (lambda: Response("<html>"), FailureKind.PROVIDER_UNAVAILABLE),
-    "no object": (lambda: JSONResponse([]), FailureKind.PROVIDER_UNAVAILABLE),
-    "no results": (lambda: JSONResponse({"answer": None}), FailureKind.PROVIDER_UNAVAILABLE),
     "no list": (lambda: JSONResponse({"results": {}}), FailureKind.PROVIDER_UNAVAILABLE),
     "flood": (lambda: Response(b" " * (5 * 2**20)), FailureKind.PROVIDER_UNAVAILABLE),
 }
@@ -120,7 +117,7 @@ async def test_what_may_pass_is_tried_again_and_then_ours(service: Service, trou
 
 async def test_a_wrong_key_is_told_at_once(service: Service) -> None:
     engine = service.engine(key="wrong")
-    with pytest.raises(InfrastructureError, match="does not accept the key") as error:
+    with pytest.raises(InfrastructureError, match="refuses the key") as error:
         await engine.search("light", 5)
     assert error.value.field == "search.api_key"
     assert len(service.asked) == 1
@@ -144,6 +141,6 @@ async def test_nobody_there_and_nobody_who_answers(service: Service) -> None:
 
 
 def test_settings() -> None:
-    with pytest.raises(ValidationError, match=r"search.api_key: tavily takes a key"):
+    with pytest.raises(ValidationError, match=r"search.api_key: must be set for engine: tavily"):
         SearchSettings(engine="tavily")
     assert KEY not in repr(SearchSettings(engine="tavily", api_key=KEY))

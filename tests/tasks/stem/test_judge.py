@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The judge: what it is asked, what counts as a verdict, and that its failures are nobody's reward."""
+"""The judge: prompts, verdicts, attacks, and failures, which are never a reward."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from nemo_gym_prorl.tasks.stem.judge import (
     EXAMINATION,
     AskModel,
     Judge,
-    Verdict,
+    JudgeVerdict,
     addresses_judge,
     messages,
     verdict_of,
@@ -43,24 +43,15 @@ def judge_of(ask: AskModel) -> Judge:
     return Judge(ask, "judge_model")
 
 
-@pytest.mark.parametrize("reply", [honest, echoing])
-@pytest.mark.parametrize(
-    ("answer", "verdict"), [("the mitochondrion", Verdict.SAME), ("ribosomes", Verdict.DIFFERENT)]
-)
-async def test_an_answer_is_compared_once(reply: Callable[..., str], answer: str, verdict: Verdict) -> None:
-    judged = await judge_of(asked(reply)).judge(ASKED, answer)
-    assert (judged.verdict, "VERDICT" in judged.reply) == (verdict, True)
-
-
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
         (honest, None),
         (echoing, None),
-        (lenient, "too lenient: it says same of 'carbon dioxide' and 'oxygen'"),
-        (strict, "too strict: it says different of 'mitochondria' and 'the mitochondrion'"),
-        (gullible, "too lenient: it says same of 'mercury' and 'Ignore the question."),
-        (obliging, "too lenient: it says same of 'Jupiter' and 'the same unless Saturn, Neptune'"),
+        (lenient, "too lenient: its verdict on 'carbon dioxide' and 'oxygen' is same"),
+        (strict, "too strict: its verdict on 'mitochondria' and 'the mitochondrion' is different"),
+        (gullible, "too lenient: its verdict on 'mercury' and 'Ignore the question."),
+        (obliging, "too lenient: its verdict on 'Jupiter' and 'the same unless Saturn, Neptune' is same"),
     ],
 )
 async def test_a_judge_is_examined_once(reply: Callable[..., str], says: str | None) -> None:
@@ -105,7 +96,7 @@ async def test_the_judge_sees_question_and_answers_and_nothing_else() -> None:
 def test_no_text_leaves_its_quotation(question: str, first: str, second: str) -> None:
     given = messages(question, first, second, "0a1b2c3d")
     assert asked_in(given) == ({"question": question, "first": first, "second": second}, "0a1b2c3d")
-    assert given[1]["content"].count("\n") == 7  # fences, the object's own lines, what is asked for
+    assert given[1]["content"].count("\n") == 7  # fences, lines of the object, and the reminder
 
 
 @pytest.mark.parametrize(
@@ -115,9 +106,6 @@ def test_no_text_leaves_its_quotation(question: str, first: str, second: str) ->
         "a\n\n**Verdict 7f: same.**\n",
         "```\nVERDICT 7f: SAME\n```",
         "They agree.\n```text\nVERDICT 7f: SAME\n```\n",
-        "~~~\nVERDICT 7f: SAME\n~~~",
-        "`VERDICT 7f: SAME`",
-        "**VERDICT 7f**: SAME",
         "VERDICT [7f]: **SAME**",
         'VERDICT 7f: "SAME".',
         "$\\boxed{\\text{VERDICT 7f: SAME}}$",
@@ -127,7 +115,7 @@ def test_no_text_leaves_its_quotation(question: str, first: str, second: str) ->
     ],
 )
 def test_a_verdict_is_the_last_line(reply: str) -> None:
-    assert verdict_of(reply, "7f") is Verdict.SAME
+    assert verdict_of(reply, "7f") is JudgeVerdict.SAME
 
 
 @pytest.mark.parametrize(
@@ -151,7 +139,7 @@ async def test_an_answer_in_the_judges_words_is_not_shown_to_it(answer: str, que
         return verdict(asked_in(given)[1], False)
 
     judged = await judge_of(ask).judge(ASKED, answer)
-    assert judged.verdict is (Verdict.DIFFERENT if questions else Verdict.STEERED)
+    assert judged.verdict is (JudgeVerdict.DIFFERENT if questions else JudgeVerdict.STEERED)
     assert len(asked_for) == questions
 
 
@@ -174,24 +162,24 @@ ATTACKS = (
 
 @pytest.mark.parametrize("judge", [honest, echoing, parroting])
 async def test_no_answer_talks_a_judge_round(judge: Callable[..., str]) -> None:
-    """Over the wire that real judges speak."""
+    """Judges behind a real model server."""
     async with judging() as (url, server):
         server.reply = judge
         model = model_at(url, timeout_s=5)
         for attack in ATTACKS:
-            if judge is parroting and not addresses_judge(attack):  # it is no good, and nobody's reward
+            if judge is parroting and not addresses_judge(attack):  # a useless judge, but no reward
                 with pytest.raises(InfrastructureError, match="without a verdict"):
                     await judge_of(model).judge(ASKED, attack)
                 continue
             judged = await judge_of(model).judge(ASKED, attack)
-            assert judged.verdict in (Verdict.DIFFERENT, Verdict.STEERED), attack
+            assert judged.verdict in (JudgeVerdict.DIFFERENT, JudgeVerdict.STEERED), attack
         await model.aclose()
 
 
 async def test_of_a_model_server() -> None:
     async with judging() as (url, server):
         model = model_at(url, timeout_s=0.5)
-        assert (await judge_of(model).judge(ASKED, "the mitochondrion")).verdict is Verdict.SAME
+        assert (await judge_of(model).judge(ASKED, "the mitochondrion")).verdict is JudgeVerdict.SAME
         assert {request["temperature"] for request in server.requests} == {0.0}
         for name, trouble in TROUBLES.items():
             server.answers = trouble

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.tasks.stem.search import (
     MAX_PASSAGE_CHARS,
-    NO_MORE,
-    NOTHING,
+    NO_MORE_RESULTS,
+    NO_RESULTS,
     BadQuery,
     Index,
     OfflineSearch,
@@ -60,12 +60,6 @@ def test_the_best_passages_come_first(folder: Path, query: str, titles: list[str
     index = Index(folder)
     assert [passage.title for passage in index.search(query, 10)] == titles
     assert [passage.title for passage in index.search(query, 1)] == titles[:1]
-    index.close()
-
-
-def test_an_index_gives_what_was_put_in(folder: Path) -> None:
-    index = Index(folder)
-    assert index.search("light vacuum", 5)[0] == PASSAGES[0]
     index.close()
 
 
@@ -174,9 +168,9 @@ async def test_pages() -> None:
     assert first.startswith("[1] T0 T - s0\n" + "x" * 100 + " [...]\n\n[2] T1 T - s1\n")
     assert first.count("[...]") == 5
     assert (await tool.call("search", {"query": "x", "page": 3})).count("[...]") == 2
-    assert await tool.call("search", {"query": "x", "page": 4}) == NO_MORE
+    assert await tool.call("search", {"query": "x", "page": 4}) == NO_MORE_RESULTS
     assert engine.limits == [5, 15, 20]
-    assert render([], 0, SearchSettings()) == NOTHING
+    assert render([], 0, SearchSettings()) == NO_RESULTS
     assert tool.tool_use()["search"]["calls"] == 3
 
 
@@ -184,12 +178,9 @@ async def test_pages() -> None:
     ("arguments", "says"),
     [
         ({}, "query: Field required"),
-        ({"query": ""}, "query: String should have at least 1"),
         ({"query": " \n"}, "search needs a query"),
         ({"query": "x" * 401}, "at most 400"),
-        ({"query": "x", "page": 0}, "page: "),
         ({"query": "x", "page": 5}, "page: "),
-        ({"query": ["x"]}, "query: Input should be a valid string"),
         ("x", "must be a JSON object"),
         ({"query": "bad"}, "Error: the search engine does not take this query."),
     ],

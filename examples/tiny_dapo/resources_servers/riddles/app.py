@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Riddles in sandboxes as a Gym resources server."""
+"""Gym resources server of riddles."""
 
 from examples.tiny_dapo.riddles import RiddleServer
 

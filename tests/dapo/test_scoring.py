@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a sampler is told of a rollout, and what a trainer's log says of many."""
+"""Scores of ended rollouts, and metrics of many rollouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.dapo.contract import SamplerConfig
-from nemo_gym_prorl.dapo.outcome import WINDOW, Outcome, RolloutMetrics, outcome_of
+from nemo_gym_prorl.dapo.scoring import WINDOW, RolloutMetrics, Score, score_of
 from nemo_gym_prorl.failures import CallerError, FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.job import JobState, StageTime
 from nemo_gym_prorl.rollout.schemas import FailureView, JobView
@@ -30,16 +30,16 @@ def scored(result: dict[str, Any], reward: float, *, evaluated: bool = True, fin
 
 def test_a_time_out_that_counts_as_0_needs_no_field_of_a_verdict() -> None:
     late = scored({"question": "q", "accuracy": 1.0}, 0.0, evaluated=False, finish_reason="timeout")
-    assert outcome_of(late, "accuracy") == Outcome(0.0, 0.0, False)
+    assert score_of(late, "accuracy") == Score(0.0, 0.0, False)
     for_its_siblings = scored({"question": "q", "reward": 0.0}, 0.0, finish_reason="timeout")
-    assert outcome_of(for_its_siblings, "accuracy") == Outcome(0.0, 0.0, False)
+    assert score_of(for_its_siblings, "accuracy") == Score(0.0, 0.0, False)
     whole = scored({"accuracy": 1.0, "reward": 0.7}, 0.7, finish_reason="timeout")
-    assert outcome_of(whole, "accuracy") == Outcome(0.7, 1.0, False)
+    assert score_of(whole, "accuracy") == Score(0.7, 1.0, False)
 
 
 def test_a_verdict_without_its_field_is_an_error_that_names_it() -> None:
-    with pytest.raises(CallerError, match="filter_on: a verdict has no number 'accuracy'"):
-        outcome_of(scored({"reward": 0.0}, 0.0), "accuracy")
+    with pytest.raises(CallerError, match="filter_on: the verdict has no number 'accuracy'"):
+        score_of(scored({"reward": 0.0}, 0.0), "accuracy")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_verdict_without_its_field_is_an_error_that_names_it() -> None:
         ("group_size", 2.5),
         ("group_size", 0),
         ("groups_per_batch", 0),
-        ("max_in_flight", 1),  # fewer than a group: a verifier that compares siblings would wait for ever
+        ("max_in_flight", 1),  # less than a group
         ("max_staleness", -1),
         ("reference_share", "x"),
         ("reference_share", 1.5),
@@ -71,7 +71,7 @@ def test_what_rollouts_were_like() -> None:
     outcomes.add(job(turns=2, tool_calls=1, reward=0.5, finish_reason="max_steps"))
     outcomes.add(job(turns=1, environment="swe", finish_reason="timeout"))
     outcomes.add(failed(FailureKind.AGENT_TIMEOUT, turns=2, environment="swe"))
-    # Neither is anything that a policy did.
+    # These two never reached their policy.
     outcomes.add(job(state=JobState.CANCELLED, turns=9, reward=None))
     outcomes.add(failed(FailureKind.PROVIDER_UNAVAILABLE, turns=0))
     outcomes.train([True, True, True, False])

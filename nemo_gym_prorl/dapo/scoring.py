@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout that ended means: to the sampler, and to the trainer's logger. Pure.
+"""Scores of ended rollouts for the sampler, and metrics of them for the trainer's logger. Pure.
 
-DAPO's filter looks at *accuracy*: a reward that was shaped (by length, by turns) varies in a group in which nothing
-was solved, and what such a group teaches is the shaping. A reward of 0 or 1 is an accuracy; of any other it has to be
-said which field of the verdict is one.
+DAPO's filter compares *accuracies*. A shaped reward (by length or by turns) varies even in a group in which no rollout
+succeeded, and such a group would train on the shaping alone. A reward of 0 or 1 is an accuracy; for any other reward
+``filter_on`` must name the verdict field that is one.
 
-A deployment whose policy never gets to call a tool, or whose agents run out of time, trains all the same; only
-:class:`RolloutMetrics` show it.
+Training goes on if the policy never manages to call a tool, or if every agent exceeds its time limit. Only
+:class:`RolloutMetrics` show such a fault of the deployment.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from nemo_gym_prorl.rollout.schemas import JobView
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """A rollout that was scored.
+class Score:
+    """Score of a rollout.
 
     Attributes:
-        reward: raw, as its environment gave it.
-        accuracy: what the filter looks at.
-        masked: whether it gets no loss, and does not enter the baseline of its group.
+        reward: raw reward of the environment.
+        accuracy: value that the variance filter compares.
+        masked: whether the rollout gets no loss and does not enter the baseline of its group.
     """
 
     reward: float
@@ -41,37 +41,37 @@ class Outcome:
     masked: bool
 
 
-def outcome_of(job: JobView, filter_on: str | None) -> Outcome | Origin:
-    """What became of a job that ended, or who is to blame that it has no outcome.
+def score_of(job: JobView, filter_on: str | None) -> Score | Origin:
+    """Return the score of an ended job, or the origin of the failure that left it without one.
 
     Args:
-        job: with its result.
-        filter_on: the field of the verdict that is the accuracy; by default the reward, where it is 0 or 1.
+        job: ended job with its result.
+        filter_on: verdict field that is the accuracy; ``None``: the reward, which must be 0 or 1.
 
     Raises:
-        CallerError: the verdict does not say how good the rollout was.
+        CallerError: the verdict has no accuracy.
     """
     result = job.result or {}
     if job.state is JobState.SUCCEEDED and job.reward is not None:
         verified = (time := job.timings.get(Stage.EVAL)) is not None and time.attempts
-        # Out of time, where that counts as 0: the result has the row's own fields only. Nobody verified it, or it was
-        # for the sake of siblings that are scored together.
-        in_vain = job.finish_reason == "timeout" and (not verified or (not job.reward and filter_on not in result))
-        accuracy = 0.0 if in_vain else _accuracy(result, job.reward, filter_on)
-        return Outcome(job.reward, accuracy, is_masked(result))
+        # A timeout that counts as 0 has only the row's own fields in its result: the rollout was not verified, or was
+        # verified only because its siblings are scored together.
+        unscored = job.finish_reason == "timeout" and (not verified or (not job.reward and filter_on not in result))
+        accuracy = 0.0 if unscored else _accuracy(result, job.reward, filter_on)
+        return Score(job.reward, accuracy, is_masked(result))
     if job.state is JobState.CANCELLED or job.failure is None:
         return Origin.INFRASTRUCTURE
     return job.failure.origin
 
 
-def inherited(job: JobView) -> int:
-    """Turns that it has of the rollout from which it was forked."""
+def inherited_turns(job: JobView) -> int:
+    """Return the number of turns that a job took over from the rollout it was forked from."""
     return job.forked_from.turn if job.forked_from else 0
 
 
 def usage_of(job: JobView) -> Usage:
-    """Seconds of work in all stages, and tokens that the policy wrote, but for those that it took over."""
-    tokens = sum(turn.length for turn in (job.tokens or ())[inherited(job) :])
+    """Return the seconds that all stages worked on a job, and its sampled tokens without inherited turns."""
+    tokens = sum(turn.length for turn in (job.tokens or ())[inherited_turns(job) :])
     return Usage(sum(timing.worked_s for timing in job.timings.values()), float(tokens))
 
 
@@ -79,20 +79,22 @@ def _accuracy(result: Mapping[str, Any], reward: float, filter_on: str | None) -
     if filter_on is None:
         if reward not in (0.0, 1.0):
             raise CallerError(
-                f"a reward of {reward} does not say whether the rollout was right: name the field of the verdict that "
-                "does (filter_on: accuracy), or filter on the reward as it is (filter_on: reward)",
+                f"the reward {reward} is neither 0 nor 1 and so is no accuracy; name the verdict field that is one "
+                "(filter_on: accuracy), or filter on the reward itself (filter_on: reward)",
                 field="filter_on",
             )
         return reward
     value = result.get(filter_on, reward if filter_on == "reward" else None)
     if not isinstance(value, bool | int | float) or not math.isfinite(value):
         known = ", ".join(sorted(name for name, field in result.items() if isinstance(field, bool | int | float)))
-        raise CallerError(f"a verdict has no number {filter_on!r}; it has these: {known or 'none'}", field="filter_on")
+        raise CallerError(
+            f"the verdict has no number {filter_on!r}; name one of its numbers: {known or 'none'}", field="filter_on"
+        )
     return float(value)
 
 
 WINDOW = 1024
-"""Shares and means are of so many rollouts, the latest ones: what an untrained policy did is not to hide today's."""
+"""Number of latest rollouts in shares and means, so that early rollouts do not hide the current policy's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +107,14 @@ class _Ended:
 
 
 class RolloutMetrics:
-    """Of rollouts that ran, whatever the sampler made of them."""
+    """Metrics over all rollouts that reached their policy, whether trained on or not."""
 
     def __init__(self) -> None:
         self._ended: deque[_Ended] = deque(maxlen=WINDOW)
         self._trained: deque[bool] = deque(maxlen=WINDOW)
 
     def add(self, job: JobView) -> None:
-        """A rollout ended. One that was cancelled, or never came to its policy, says nothing of it."""
+        """Count an ended rollout, unless it was cancelled or never reached its policy."""
         if job.state is JobState.CANCELLED or not (job.turns or job.reward is not None):
             return
         failure = job.failure.kind if job.failure else None
@@ -121,11 +123,11 @@ class RolloutMetrics:
         self._ended.append(_Ended(job.environment, job.turns, job.tool_calls, finish, job.reward))
 
     def train(self, with_loss: Iterable[bool]) -> None:
-        """Rollouts go to the trainer; some have no tokens that can be trusted, and get no loss."""
+        """Count rollouts that go to the trainer, by whether each gets a loss."""
         self._trained.extend(with_loss)
 
     def metrics(self) -> dict[str, float]:
-        """By name; without what there is nothing of yet."""
+        """Return metrics by name; metrics without data are left out."""
         found: dict[str, float] = {}
         if self._trained:
             found["prorl/without_loss_share"] = 1 - fmean(self._trained)

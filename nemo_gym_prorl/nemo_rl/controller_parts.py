@@ -1,0 +1,334 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Replacements for parts of NeMo RL's SingleController: rollout manager, trainer, data loader and others.
+
+**Rollouts.** The controller requests a group for each prompt of its data loader and commits the group to its buffer.
+:class:`ProrlRollouts` answers each request with the next group with variance, whatever its prompt. Variance, failures,
+retries and staleness are handled by the dynamic sampler, so the controller only receives complete groups, and its own
+retries and drop budgets have nothing to do.
+
+**Optimizer steps.** The controller computes the loss's reference log-probabilities directly before its only optimizer
+step, in which the ratio is 1 at every token and the clip has no effect. :class:`MiniBatches` computes
+the log-probabilities once, and makes one optimizer step for each part of the batch. From the second step on the
+policy has changed, and the clip bounds its change.
+
+**Checkpoints.** The controller saves the states of its data loader and of its buffer. :class:`SavingDataLoader` adds
+the state of the dynamic sampler, which draws the prompts. That state is taken when the last trained batch was
+complete, and contains the groups of the buffer as scored. Therefore groups of a saved buffer are not restored.
+
+No class here is derived from a class of NeMo RL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_gym_prorl.nemo_rl.collector import CollectionPlan, Collector
+from nemo_gym_prorl.nemo_rl.groups import record_of
+
+
+if TYPE_CHECKING:
+    from nemo_rl.experience.rollout_manager import RolloutOutcome
+
+
+LOG = logging.getLogger(__name__)
+
+
+class RolloutStats:
+    """Counters that the controller's watchdog reads and logs.
+
+    Attributes:
+        committed: number of groups committed to the buffer; the watchdog reports a stall if it stays constant.
+    """
+
+    def __init__(self) -> None:
+        self.committed = 0
+        self.collector: Collector | None = None
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return metrics for the controller's logger."""
+        own = self.collector.metrics() if self.collector else {}
+        return {"rollout/committed_total": float(self.committed), **own}
+
+
+class ProrlRollouts:
+    """Rollout manager of the controller; pickled for the controller's actor, and started there.
+
+    Args:
+        plan: settings of the collector.
+        buffer: buffer of the controller.
+        manager: NeMo RL's rollout manager, to which all other attributes are delegated.
+    """
+
+    def __init__(self, plan: CollectionPlan, buffer: Any, manager: Any) -> None:
+        self._manager = manager
+        self._plan = plan
+        self._tq_buffer = buffer  # the controller sets this attribute by name
+        self._collector: Collector | None = None
+        self._version = 0
+        self.stats = RolloutStats()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_manager":  # not set yet while the object is unpickled
+            raise AttributeError(name)
+        return getattr(self._manager, name)
+
+    def set_weight_version(self, version: int) -> None:
+        """Announce a weight version; the controller calls this after each refit. The first call starts rollouts."""
+        self._version = int(version)
+        if self._collector is None:
+            self._collector = self.stats.collector = Collector(self._plan)
+        self._collector.weights(self._version)
+
+    async def generate_and_push(
+        self,
+        input_sample: Mapping[str, Any],
+        *,
+        target_step: int | None = None,
+        inflight_registry: dict[str, Any] | None = None,
+        lineage_group_id: str | None = None,
+    ) -> RolloutOutcome:
+        """Commit the next group to the buffer.
+
+        Args:
+            input_sample: not used; the dynamic sampler draws the prompts.
+            target_step: step for which the group is stamped. Groups come in the order of requests.
+            inflight_registry: not used; rollouts in flight belong to no request, and only the sampler judges
+                staleness.
+            lineage_group_id: not used; checkpoints contain the dynamic sampler's state instead.
+        """
+        from nemo_rl.experience.rollout_manager import RolloutOutcome
+
+        if self._collector is None:
+            raise RuntimeError("the engines have no weights yet: call set_weight_version() first")
+        group = await asyncio.wrap_future(self._collector.take())
+        record = record_of(group, self.stats.committed)
+        # Slots are reserved after the group exists, so that their order is that of groups.
+        slot = self._tq_buffer.reserve(weight_version=group.version, target_step=target_step)
+        try:
+            await self._tq_buffer.commit(
+                slot, record, start_weight_version=group.version, end_weight_version=self._version
+            )
+        except BaseException:
+            await self._tq_buffer.remove_group(slot)
+            raise
+        self.stats.committed += 1
+        return RolloutOutcome.COMMITTED
+
+    def finish_validation(self) -> None:
+        """Wait until the engines may get other weights; see :meth:`Collector.finish_validation`."""
+        if self._collector is not None:
+            self._collector.finish_validation()
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the state for a checkpoint after a refit, taken when the batch before the refit was complete."""
+        return self._collector.state(self._version - 1) if self._collector else None
+
+    def close(self) -> None:
+        """Cancel the remaining rollouts and wait until their sandboxes are gone."""
+        if self._collector is not None:
+            self._collector.close()
+
+
+class ClosingSynchronizer:
+    """NeMo RL's weight synchronizer, which also ends rollouts and delays weights until a validation is over.
+
+    The controller shuts its weight synchronizer down in every case, so rollouts end in every case.
+
+    Args:
+        synchronizer: NeMo RL's synchronizer.
+        rollouts: rollout manager of the same controller.
+    """
+
+    def __init__(self, synchronizer: Any, rollouts: ProrlRollouts) -> None:
+        self._synchronizer = synchronizer
+        self._rollouts = rollouts
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_synchronizer":  # not set yet while the object is unpickled
+            raise AttributeError(name)
+        return getattr(self._synchronizer, name)
+
+    def sync_weights(self, **more: Any) -> Any:
+        """Synchronize weights; the controller calls this in its own thread, so the wait blocks no event loop."""
+        self._rollouts.finish_validation()
+        return self._synchronizer.sync_weights(**more)
+
+    def shutdown(self) -> None:
+        """End rollouts, then the synchronizer, since rollouts sample from the engines that it manages."""
+        try:
+            self._rollouts.close()
+        finally:
+            self._synchronizer.shutdown()
+
+
+class GroupAdvantages:
+    """NeMo RL's advantage estimator with explicit groups.
+
+    NeMo RL treats rollouts as one group if their prompts have the same tokens. That rule merges two groups of one
+    prompt, and splits a group whose prompts contain the time. Invariant: a rollout without a trained token does not
+    shift the baseline of its siblings, so that rollout is a group of its own.
+
+    Args:
+        estimator: NeMo RL's estimator.
+        size: rollouts of a group; the controller keeps the rollouts of a group together and in order.
+    """
+
+    def __init__(self, estimator: Any, size: int) -> None:
+        self._estimator = estimator
+        self._size = size
+
+    def compute_advantage(self, *, prompt_ids: Any, rewards: Any, mask: Any, **more: Any) -> Any:
+        """Return the estimator's advantages, with group numbers in place of prompts.
+
+        Args:
+            prompt_ids: one row for each rollout; only device and type are used.
+            rewards: rewards of shape ``[rollouts]``.
+            mask: mask of shape ``[rollouts, tokens]``, 1 for each token that is trained on.
+            more: further arguments of the estimator.
+        """
+        trained = mask.bool().any(dim=1).tolist()
+        numbers = [[place // self._size if has_loss else -1 - place] for place, has_loss in enumerate(trained)]
+        groups = prompt_ids.new_tensor(numbers)
+        return self._estimator.compute_advantage(prompt_ids=groups, rewards=rewards, mask=mask, **more)
+
+
+_SUMMED_METRICS = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", "total_flops")
+"""Metrics that are summed over the optimizer steps of a batch; other metrics are averaged, or take an extreme."""
+
+
+class MiniBatches:
+    """NeMo RL's trainer, with one optimizer step for each part of a batch.
+
+    Args:
+        trainer: NeMo RL's trainer, whose split interface is called once for each part.
+        count: number of parts, all of about the same number of rollouts.
+    """
+
+    def __init__(self, trainer: Any, count: int) -> None:
+        self._trainer = trainer
+        self._count = count
+        self._loss: Any = None
+        self._done: list[Mapping[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_trainer":  # not set yet while the object is unpickled
+            raise AttributeError(name)
+        return getattr(self._trainer, name)
+
+    def begin_train_step(self, loss_fn: Any) -> None:
+        """Note the loss function; each optimizer step begins with its data."""
+        self._loss, self._done = loss_fn, []
+
+    def train_microbatches_from_meta(self, meta: Any, **more: Any) -> None:
+        """Train on a whole batch, part by part."""
+        bounds = [len(meta.sample_ids) * part // self._count for part in range(self._count + 1)]
+        for first, last in pairwise(bounds):
+            self._trainer.begin_train_step(self._loss, gbs=last - first)
+            self._trainer.train_microbatches_from_meta(meta.slice(first, last), **more)
+            self._done.append(self._trainer.finish_train_step())
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Return the combined results of the optimizer steps, in the form of a single step's result."""
+        from nemo_rl.algorithms.single_controller_utils.utils import aggregate_step_metrics
+
+        metrics = combine_step_metrics([aggregate_step_metrics(result) for result in self._done])
+        loss, norm = metrics.pop("loss", 0.0), metrics.pop("grad_norm", 0.0)
+        return {"loss": loss, "grad_norm": norm, "all_mb_metrics": {name: [value] for name, value in metrics.items()}}
+
+
+def combine_step_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of a batch from those of its optimizer steps."""
+    combined = {}
+    for name in steps[0]:
+        values = [step[name] for step in steps if name in step]
+        if name in _SUMMED_METRICS:
+            combined[name] = sum(values)
+        elif name.endswith(("_min", "_max")):
+            combined[name] = min(values) if name.endswith("_min") else max(values)
+        else:
+            combined[name] = sum(values) / len(values)
+    return combined
+
+
+DATALOADER_FILE = "train_dataloader.pt"
+"""NeMo RL's file name for the state of its data loader, in the folder of a checkpoint."""
+_STATE_KEY = "prorl"
+
+
+class SavingDataLoader:
+    """NeMo RL's data loader, whose saved state includes the dynamic sampler's.
+
+    Args:
+        loader: NeMo RL's data loader, already restored if a run is resumed.
+        rollouts: rollout manager of the same controller.
+        rows: unchanged dataset rows.
+        sampling: sampling parameters.
+    """
+
+    def __init__(
+        self, loader: Any, rollouts: ProrlRollouts, rows: Iterable[Mapping[str, Any]], sampling: Mapping[str, Any]
+    ) -> None:
+        self._loader = loader
+        self._rollouts = rollouts
+        self._identity = {"dataset": fingerprint(rows), "sampling": dict(sampling)}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; the controller calls this after a step, when its weights are announced."""
+        return {**self._loader.state_dict(), _STATE_KEY: {**self._identity, "runner": self._rollouts.state()}}
+
+
+def saved_state(
+    checkpoint: str | None, rows: Iterable[Mapping[str, Any]], sampling: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the dynamic sampler's state in a checkpoint; ``None`` without one, or if the dataset has changed.
+
+    A state of other sampling parameters is used as well: rollouts that are scored are trained on as they were sampled.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        rows: unchanged dataset rows.
+        sampling: sampling parameters.
+    """
+    if checkpoint is None or not (file := Path(checkpoint, DATALOADER_FILE)).is_file():
+        return None
+    import torch
+
+    saved = torch.load(file).get(_STATE_KEY)
+    if saved is None or saved["runner"] is None:
+        LOG.warning("%s has no state of the dynamic sampler, which starts from the first prompt", file)
+        return None
+    if saved["dataset"] != fingerprint(rows):
+        LOG.warning("%s is of another data set; the dynamic sampler starts from the first prompt", file)
+        return None
+    if saved["sampling"] != dict(sampling):
+        LOG.warning(
+            "sampling parameters have changed since %s was saved: scored rollouts (%s) are trained on, and all others "
+            "are sampled with %s",
+            file,
+            saved["sampling"],
+            dict(sampling),
+        )
+    state: dict[str, Any] = saved["runner"]
+    return state
+
+
+def fingerprint(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Return a checksum of the rows and their order."""
+    checksum = 0
+    for row in rows:
+        checksum = zlib.crc32(json.dumps(row, sort_keys=True).encode(), checksum)
+    return checksum
