@@ -16,7 +16,7 @@ import pytest
 
 from nemo_gym_prorl.policy.text.formats import FORMATS
 from tests.policy.engines import PROCESSED, tiny_model, vllm
-from tests.policy.hosts import words_in
+from tests.policy.runtimes import words_in
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +38,7 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A tokenizer of three words, too few for a template to be tried out with."""
-    monkeypatch.setattr("nemo_gym_prorl.policy.host.validate_template", lambda *_, **__: FORMATS["hermes"])
+    monkeypatch.setattr("nemo_gym_prorl.policy.runtime.validate_template", lambda *_, **__: FORMATS["hermes"])
     folder = tmp_path / "words"
     folder.mkdir()
     return words_in(folder, "hi", "ho", "?")

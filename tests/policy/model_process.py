@@ -18,7 +18,7 @@ import aiohttp
 import uvicorn
 
 from tests.policy.engines import answers, free_port
-from tests.policy.hosts import server
+from tests.policy.runtimes import server
 
 
 START_S = 400

@@ -20,7 +20,7 @@ from typing import Any
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.formats import FORMATS
-from nemo_gym_prorl.policy.text.parsers import Format, Parsed, parse
+from nemo_gym_prorl.policy.text.parsers import Parsed, TurnFormat, parse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate, with_reasoning
 from nemo_gym_prorl.policy.text.turn_boundary import end_of_turn
@@ -101,7 +101,7 @@ def _stops(renderer: Renderer) -> list[str]:
 
 def _seams(renderer: Renderer, eos: str, shapes: Sequence[str], offered: Sequence[Any]) -> Tally:
     """Turn boundaries of a template. Its models stop at what it writes behind a turn, whoever comes next."""
-    shown = [with_reasoning] if renderer.thought_marker != "<think>" else []
+    shown = [with_reasoning] if renderer.reasoning_marker != "<think>" else []
     stops = [eos] if eos else _stops(renderer)
     return tally_of(renderer, transitions(renderer.template, stops, shapes, SOME, offered, *shown))
 
@@ -134,7 +134,7 @@ def _bodies(renderer: Renderer, count: int) -> Iterator[tuple[str, str]]:
     yield written, ""
 
 
-def _read(renderer: Renderer, form: Format, count: int) -> tuple[str, Parsed] | None:
+def _read(renderer: Renderer, form: TurnFormat, count: int) -> tuple[str, Parsed] | None:
     """The first of these that is read as the calls that it was made of."""
     wanted = [("edit", ARGUMENTS), ("edit", {"text": "two"})][:count]
     for cut in (True, False):
@@ -146,7 +146,7 @@ def _read(renderer: Renderer, form: Format, count: int) -> tuple[str, Parsed] | 
     return None
 
 
-def _cut(form: Format, body: str) -> bool:
+def _cut(form: TurnFormat, body: str) -> bool:
     """Whether no beginning of the call counts as a whole one."""
     end = body.index("return {")
     return all(
@@ -155,12 +155,12 @@ def _cut(form: Format, body: str) -> bool:
     )
 
 
-def _after_thought(form: Format, body: str) -> bool:
+def _after_thought(form: TurnFormat, body: str) -> bool:
     thought = f"{form.think[0]}hm{form.think[1]}"
     if form.split is not None:
         thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     parsed = parse(f"{thought}{body}", form, TOOLS)
-    return parsed.thought == "hm" and [one.malformed for one in parsed.calls] == [None]
+    return parsed.reasoning == "hm" and [one.malformed for one in parsed.calls] == [None]
 
 
 def _empty_result(renderer: Renderer) -> bool:
@@ -172,7 +172,7 @@ def _empty_result(renderer: Renderer) -> bool:
     turns = list(_bodies(renderer, 1))
     for body, end in [(body, end) for body, end in turns if end and end in ending] or turns:
         sampled = renderer.tokenizer.encode(body + end)
-        got = renderer.next(messages[:2], messages[2:], TOOLS, sampled=sampled, finish=Finish.STOP)
+        got = renderer.render_continuation(messages[:2], messages[2:], TOOLS, sampled=sampled, finish=Finish.STOP)
         text = renderer.tokenizer.decode(got.ids)
         if full.endswith(text) and full.removesuffix(text).endswith(end):
             return True
@@ -186,21 +186,21 @@ def row(file: Path) -> list[str]:
     try:
         form = validate_template(renderer)
     except CallerError as error:
-        why = error.reason.split("turn by turn: ")[-1].split(". Give another")[0].splitlines()[0]
+        why = error.reason.split("turn by turn: ")[-1].split(". Set another")[0].splitlines()[0]
         return ["refused", why[:90].replace("|", "\\|"), *[""] * 5]
     name = next(name for name, known in FORMATS.items() if known == replace(form, think=known.think))
     if not renderer.shows_tools or name == "plain":
         seams = _seams(renderer, eos, SHAPES[:1], ((),))
         return ["shows no tools", *["–"] * 5, f"{seams.right} of {seams.right + seams.wrong}"]
     one, two = _read(renderer, form, 1), None
-    if not renderer.one_call:
+    if not renderer.single_call_only:
         two = _read(renderer, form, 2)
     seams = _seams(renderer, eos, SHAPES[1:], ((), LOOK))
     yes = {True: "yes", False: "**no**"}
     return [
         f"`{name}`",
         yes[one is not None],
-        "one a turn" if renderer.one_call or (one and not two) else yes[two is not None],
+        "one a turn" if renderer.single_call_only or (one and not two) else yes[two is not None],
         yes[one is not None and _cut(form, one[0])],
         yes[one is not None and _after_thought(form, one[0])],
         yes[_empty_result(renderer)],

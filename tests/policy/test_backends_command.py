@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from nemo_gym_prorl.http.access import KeyGuard
 from nemo_gym_prorl.policy.http.api import add_control_routes
-from tests.policy.hosts import hosted
+from tests.policy.runtimes import hosted
 from tests.rollout.command_line import TOKEN, prorl
 from tests.rollout.serving import serve
 

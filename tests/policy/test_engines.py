@@ -24,11 +24,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, post, without_echo
+from nemo_gym_prorl.policy.engines.connections import ConnectionDropped, Connections, post, strip_prompt_echo
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
-    Load,
+    BackendLoad,
     Misconfigured,
     RequestRefused,
     SampleRequest,
@@ -42,7 +42,7 @@ from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port
 from tests.policy.families import TEMPLATES
-from tests.policy.hosts import hosted
+from tests.policy.runtimes import hosted
 from tests.policy.scripted_engine import (
     ScriptedEngine,
     answer_of,
@@ -80,7 +80,7 @@ async def test_a_prompt_with_ids_that_the_engine_does_not_know(engine_url: str, 
 @pytest.mark.engine
 async def test_a_prompt_that_fills_the_context_ends_typed(engine_url: str, connections: Connections) -> None:
     engine = VllmCompletions(connections, MODEL)
-    async with connections.control.get(f"{engine_url}/v1/models") as response:
+    async with connections.control_session.get(f"{engine_url}/v1/models") as response:
         room = (await response.json())["data"][0]["max_model_len"]
     for length in (room, room + 1000):
         generation = await engine.generate(engine_url, SampleRequest([5] * length, Sampling(max_tokens=4)))
@@ -98,7 +98,7 @@ async def test_an_engine_says_how_much_its_cache_holds(engine_url: str, connecti
     text = "".join(f'sglang:{name}{{model_name="m"}} {float(value)}\n' for name, value in gauges.items())
     app.add_api_route("/metrics", lambda: Response(text))
     async with serving(app) as url:
-        assert await SglangGenerate(connections, MODEL).load(url) == Load(2, 0.5, 161721)
+        assert await SglangGenerate(connections, MODEL).load(url) == BackendLoad(2, 0.5, 161721)
 
 
 NO_IDS = [[1, -2], [True, False], ["1", "2"], [1, 2**70]]
@@ -112,10 +112,10 @@ WRONG = [
     (lambda _: [1], Misconfigured, "not an object"),
     (lambda _: completion(logprobs=None), Misconfigured, "'token_logprobs'"),
     (lambda _: completion(token_ids=None), Misconfigured, "'token_ids'"),
-    (lambda _: completion(prompt_token_ids=[9]), Misconfigured, "other tokens than it was given"),
+    (lambda _: completion(prompt_token_ids=[9]), Misconfigured, "other tokens than the request"),
     (lambda _: {"choices": completion()["choices"] * 2}, RequestRefused, "n: .* 2 choices"),
     (lambda _: {"hello": "world"}, Misconfigured, "'choices'"),
-    (lambda _: {"choices": ["?"]}, Misconfigured, "in no form of this protocol"),
+    (lambda _: {"choices": ["?"]}, Misconfigured, "in an unknown form"),
     (lambda _: Response("who are you?", status_code=401), Misconfigured, "policy_api_key: .* refused the key"),
     (lambda _: Response("where?", status_code=404), Misconfigured, "policy_model_name: .* does not serve"),
     (lambda _: Response(status_code=307, headers={"location": "/x"}), Misconfigured, "answered 307"),
@@ -257,7 +257,7 @@ async def test_an_engine_that_comes_back_with_another_tokenizer_is_refused(tmp_p
             while not engine.refused:
                 await asyncio.sleep(0.01)
         engine.status = 200
-        with pytest.raises(Misconfigured, match="reads text as other ids"):
+        with pytest.raises(Misconfigured, match="tokenises text differently"):
             await asked
 
 
@@ -273,7 +273,7 @@ async def test_an_engine_swapped_between_two_turns_is_noticed_before_its_ids_are
             first = await service.turn(HI)
         assert await service.engine.load(url) is None
         async with serving(new.app(), port):
-            with pytest.raises(Misconfigured, match=r"tokenizer: .* reads text as other ids"):
+            with pytest.raises(Misconfigured, match=r"tokenizer: .* tokenises text differently"):
                 await service.turn(HI)
         assert service.ledger("r").turns == [first.turn]
     assert not new.seen
@@ -287,7 +287,7 @@ async def test_an_engine_is_asked_for_no_more_than_its_context_whenever_it_is_me
     engine = ScriptedEngine(ONE, context=left)
     async with policy_before(engine, tmp_path) as service:
         if not left:
-            with pytest.raises(Misconfigured, match=r"max_output_tokens: .* does not say how long its context is"):
+            with pytest.raises(Misconfigured, match=r"max_output_tokens: .* does not report max_model_len"):
                 await service.turn(HI)
             engine.context = 200
         prompt = (await service.turn(HI)).prompt_tokens
@@ -316,9 +316,9 @@ def test_an_echo_is_left_out_if_it_is_the_same_to_the_byte(sent: list[list[int]]
     said = b"".join(parts)[:-1] + more + b"]"
     raw = b'{"text":"\\"prompt_token_ids\\":[7]","prompt_token_ids":%b,"n":"prompt_token_ids"}' % said
     known = orjson.loads(raw) | ({} if more else {"prompt_token_ids": None})
-    assert orjson.loads(without_echo(raw, parts)) == known
-    assert without_echo(raw, ()) == raw
-    assert without_echo(raw[:-9], [*parts, b"1"]) == raw[:-9]
+    assert orjson.loads(strip_prompt_echo(raw, parts)) == known
+    assert strip_prompt_echo(raw, ()) == raw
+    assert strip_prompt_echo(raw[:-9], [*parts, b"1"]) == raw[:-9]
 
 
 class Server:
@@ -361,7 +361,7 @@ class Server:
 async def before(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening, Connections() as connections:
         server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1/x?y=1"
-        yield connections.kept
+        yield connections.sampling_session
 
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -384,7 +384,7 @@ CHUNKS = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n1;x=y\
 async def test_answers_that_are_not_whole(server: Callable[[], Server], begun: bool) -> None:
     there = server()
     async with before(there) as session, asyncio.timeout(60):
-        with pytest.raises(Dropped) as dropped:
+        with pytest.raises(ConnectionDropped) as dropped:
             await post(session, there.url, {}, [b"1"])
         assert dropped.value.begun == begun
 
@@ -414,7 +414,7 @@ async def test_an_engine_behind_tls_that_cannot_be_trusted_is_not_asked(tmp_path
         port = listening.sockets[0].getsockname()[1]
         async with Connections() as connections:
             with pytest.raises(aiohttp.ClientConnectorError, match="certificate verify failed"):
-                await post(connections.kept, f"https://127.0.0.1:{port}/v1", {}, [b"1"])
+                await post(connections.sampling_session, f"https://127.0.0.1:{port}/v1", {}, [b"1"])
     assert not there.requests
 
 

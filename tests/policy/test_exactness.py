@@ -21,7 +21,7 @@ from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.engines.protocols import VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
+from nemo_gym_prorl.policy.pool.dispatcher import BackendDispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.formats import FORMATS
@@ -81,7 +81,7 @@ async def play_all(engine_url: str, model_folder: Path) -> list[Run]:
         services = {}
         for family in FAMILIES.values():
             pool = BackendPool()
-            dispatcher = Dispatcher(pool, VllmCompletions(connections, MODEL))
+            dispatcher = BackendDispatcher(pool, VllmCompletions(connections, MODEL))
             dispatcher.apply(pool.add("a", engine_url))
             dispatcher.start()  # else a backend that fails once stays down
             stack.push_async_callback(dispatcher.aclose)
@@ -149,11 +149,11 @@ async def test_the_agent_saw_what_the_tokens_say(runs: list[Run]) -> None:
                 assert tokenizer.decode(ids[-1:]) in tokenizer.special.values()
                 ids.pop()
             text = tokenizer.decode(ids)
-            again = parse(text, FORMATS[run.family.tool_format], TOOLS, in_thought=opened, cut=cut)
-            thought = again.thought and tokenizer.without_special(again.thought)
-            assert (thought, again.calls) == (answer.parsed.thought, answer.parsed.calls)
+            again = parse(text, FORMATS[run.family.tool_format], TOOLS, in_reasoning=opened, cut=cut)
+            thought = again.reasoning and tokenizer.without_special(again.reasoning)
+            assert (thought, again.calls) == (answer.parsed.reasoning, answer.parsed.calls)
             assert tokenizer.without_special(again.content) == answer.parsed.content
-            if not again.calls and again.thought is None:
+            if not again.calls and again.reasoning is None:
                 assert again.content == text
 
 
@@ -164,4 +164,4 @@ async def test_the_rollouts_had_calls_broken_calls_thoughts_and_unicode(runs: li
         assert any(p.malformed for p in parsed), family.name
         assert any(ord(letter) > 0xFF for p in parsed for call in p.calls for letter in call.arguments), family.name
         if family.thinks:
-            assert any(p.thought for p in parsed), family.name
+            assert any(p.reasoning for p in parsed), family.name

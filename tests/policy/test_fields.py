@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 
 from tests.policy.engines import MODEL
-from tests.policy.hosts import server
+from tests.policy.runtimes import server
 from tests.policy.scripted_engine import ScriptedEngine, saved
 from tests.policy.tokenizers import tokenizer_of
 from tests.rollout.serving import serve as serving

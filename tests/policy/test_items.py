@@ -20,15 +20,15 @@ from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as scripted
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.http.turn_requests import about, messages_of
+from nemo_gym_prorl.policy.http.turn_requests import answer_fields, messages_of
 from nemo_gym_prorl.policy.text.parsers import Parsed, ToolCall
 from nemo_gym_prorl.policy.text.template import as_message
-from nemo_gym_prorl.policy.tokens.history import CARRIED
+from nemo_gym_prorl.policy.tokens.conversations import KNOWN_TURN
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
-from nemo_gym_prorl.policy.tokens.prompt import MARK, IdTexts, strip_known_tokens
+from nemo_gym_prorl.policy.tokens.prompt import TURN_MARKER, TokenTextCache, strip_known_tokens
 from nemo_gym_prorl.policy.turns import PolicyAnswer
 from nemo_gym_prorl.servers.model_server import ProrlModel
-from tests.policy.hosts import server
+from tests.policy.runtimes import server
 from tests.policy.test_prorl_model import TOOLS
 from tests.rollout.serving import serve as serving
 
@@ -139,7 +139,7 @@ def test_items_are_written_as_gyms_response_writes_them(model: ProrlModel, parse
     items = model._items(as_message(parsed) | fields)
     body = NeMoGymResponseCreateParamsNonStreaming(input=[])
     answer = PolicyAnswer("r", {}, parsed, None, Finish.STOP, 2)
-    whole = model._envelope(body) | about(answer, None) | {"output": items}
+    whole = model._envelope(body) | answer_fields(answer, None) | {"output": items}
     assert items == orjson.loads(NeMoGymResponse.model_validate(whole).model_dump_json(by_alias=True))["output"]
 
 
@@ -149,7 +149,7 @@ STEPS = st.lists(st.tuples(IDS, IDS, st.floats(-50, 0)), min_size=1, max_size=6)
 
 @given(steps=STEPS, again=st.integers(0, 5), cut=st.integers(0, 400))
 def test_known_tokens_are_cut_out_and_no_others(steps: list[Any], again: int, cut: int) -> None:
-    ledger, texts, parent, turns = TokenLedger(), IdTexts(), None, []
+    ledger, texts, parent, turns = TokenLedger(), TokenTextCache(), None, []
     for observed, sampled, log_prob in steps:
         generation = Generation(sampled, [log_prob] * len(sampled), Finish.STOP)
         assert list(texts.prompt(parent, observed)) == [*(parent.sequence() if parent else ()), *observed]
@@ -171,9 +171,9 @@ def test_known_tokens_are_cut_out_and_no_others(steps: list[Any], again: int, cu
     assert found is not None
     raw, known = found
     assert known == turns
-    bare = [{"role": "assistant", "content": item["content"], MARK: at} for at, item in enumerate(items)]
+    bare = [{"role": "assistant", "content": item["content"], TURN_MARKER: at} for at, item in enumerate(items)]
     assert orjson.loads(raw) == {"input": bare}
-    assert [message[CARRIED] for message in messages_of(bare, known)] == turns
+    assert [message[KNOWN_TURN] for message in messages_of(bare, known)] == turns
     for turn in turns:
         assert texts.before(turn) == orjson.dumps(turn.prompt())[:-1]
     at = cut % len(body)

@@ -19,7 +19,7 @@ from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import origin_of
 from nemo_gym_prorl.policy.engines.protocols import VllmCompletions
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
+from nemo_gym_prorl.policy.pool.dispatcher import BackendDispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ class Policy:
         self.pool = BackendPool()
         self._keys: dict[str, dict[str, str]] = {}
         engine = VllmCompletions(connections, MODEL, self._keys)
-        self.dispatcher = Dispatcher(self.pool, engine, tick_s=0.1, report_s=0.5)
+        self.dispatcher = BackendDispatcher(self.pool, engine, tick_s=0.1, report_s=0.5)
         tokenizer = Tokenizer(FastTokenizer.from_file(str(folder / "tokenizer.json")))
         self.family = FAMILIES["thinking"]
         self.metrics = PolicyMetrics(self.pool)

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request, Response
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import (
-    NEUTRAL,
+    NEUTRAL_SETTINGS,
     BackendErred,
     LogitsReturned,
     RequestRefused,
@@ -25,13 +25,19 @@ from nemo_gym_prorl.policy.engines.engine import (
     Sampling,
 )
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
-from nemo_gym_prorl.policy.engines.log_probs import LogProbMode, changes, check, judge, judge_biased
+from nemo_gym_prorl.policy.engines.log_probs import (
+    LogProbMode,
+    changed_settings,
+    classify_biased_mode,
+    classify_mode,
+    unsupported_setting,
+)
 from nemo_gym_prorl.policy.engines.protocols import ENGINES
 from nemo_gym_prorl.policy.generation import Generation
 from nemo_gym_prorl.policy.http.api import _listing, trajectory
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port, vllm
-from tests.policy.hosts import hosted
+from tests.policy.runtimes import hosted
 from tests.policy.scripted_engine import LOGITS, answer_of, is_probe, settings_of
 from tests.rollout.serving import serve as serving
 
@@ -114,7 +120,7 @@ async def sample(engine: HttpEngine, url: str, sampling: Sampling, **request: An
     ],
 )
 def test_a_mode_is_told_by_three_log_probs(plain: float, cold: float, only: float, mode: LogProbMode | None) -> None:
-    assert judge(plain, cold, only) is mode
+    assert classify_mode(plain, cold, only) is mode
 
 
 @pytest.mark.parametrize(
@@ -122,7 +128,7 @@ def test_a_mode_is_told_by_three_log_probs(plain: float, cold: float, only: floa
     [((0.0, -0.01), SCALED), ((-0.01, -8.0), RAW), ((0.0, -0.07), UNKNOWN)],
 )
 def test_a_mode_is_told_by_two_biased_tokens(log_probs: tuple[float, float], mode: LogProbMode) -> None:
-    assert judge_biased(log_probs, SCALED) is mode
+    assert classify_biased_mode(log_probs, SCALED) is mode
 
 
 TRUNCATIONS = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
@@ -148,7 +154,7 @@ OTHERS = {
     "never_heard_of": 1,
 }
 NO_CHANGES = {
-    **NEUTRAL,
+    **NEUTRAL_SETTINGS,
     "stop": ["a"],
     "stop_token_ids": [1],
     "seed": 5,
@@ -177,16 +183,18 @@ def test_settings_by_mode(name: str, value: Any) -> None:
         UNKNOWN: False,
     }
     for mode, serves in included.items():
-        refused = check(Sampling(extra={name: value}), mode, forced_call=False, fix="mend it")
+        refused = unsupported_setting(Sampling(extra={name: value}), mode, forced_call=False, fix="mend it")
         assert (refused is None) == serves, mode
         assert serves or (refused[0].removeprefix("extra_body.") == name and "mend it" in refused[1])
-        assert check(Sampling(temperature=0.0, extra={name: value}), mode, forced_call=True, fix="") is None, "greedy"
+        assert (
+            unsupported_setting(Sampling(temperature=0.0, extra={name: value}), mode, forced_call=True, fix="") is None
+        ), "greedy"
 
 
 def test_settings_that_change_nothing() -> None:
-    assert [name for name, value in NO_CHANGES.items() if changes(Sampling(extra={name: value}))] == []
-    assert check(Sampling(), UNKNOWN, forced_call=True, fix="")[0] == "tool_choice"
-    assert check(Sampling(), RAW, forced_call=True, fix="") is None
+    assert [name for name, value in NO_CHANGES.items() if changed_settings(Sampling(extra={name: value}))] == []
+    assert unsupported_setting(Sampling(), UNKNOWN, forced_call=True, fix="")[0] == "tool_choice"
+    assert unsupported_setting(Sampling(), RAW, forced_call=True, fix="") is None
 
 
 # On the wire
@@ -198,8 +206,8 @@ async def test_every_parameter_is_sent(connections: Connections, protocol: str) 
     async with serving(scripted.app(protocol)) as url:
         await sample(engine, url, Sampling(4))
         await sample(engine, url, Sampling(4, temperature=1e-6, extra={"top_k": None, "min_p": 0.2}))
-    assert NEUTRAL.items() <= scripted.turns[0].items()
-    assert (NEUTRAL | {"temperature": 0.0, "min_p": 0.2}).items() <= scripted.turns[1].items()
+    assert NEUTRAL_SETTINGS.items() <= scripted.turns[0].items()
+    assert (NEUTRAL_SETTINGS | {"temperature": 0.0, "min_p": 0.2}).items() <= scripted.turns[1].items()
 
 
 CASES = [(protocol, mode) for protocol in ENGINES for mode in (PROCESSED_MODE, SCALED, RAW)]
@@ -232,7 +240,7 @@ async def test_nemo_rl_is_probed_under_its_own_sampling(connections: Connections
     engine, scripted = ENGINES["nemo_rl"](connections, MODEL), Engine(mode)
     scripted.own_temperature = 0.6
     async with serving(scripted.app("nemo_rl")) as url:
-        await engine.learn_mode(url)
+        await engine.probe_log_prob_mode(url)
         assert not scripted.probes
         if mode is RAW:
             with pytest.raises(RequestRefused, match=r"temperature: .* policy.generation.vllm_cfg.logprobs_mode"):

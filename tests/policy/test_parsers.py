@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.policy.engines.engine import Misconfigured
-from nemo_gym_prorl.policy.host import PolicyRuntime
+from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.text.formats import FORMATS, SAME_AS, format_named
 from nemo_gym_prorl.policy.text.parsers import CUT, MALFORMED_NAME, Parsed, parse, parsed_by_engine, unparsed_tool_call
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.families import TOOLS as LOOK_TOOLS
-from tests.policy.hosts import hosted
+from tests.policy.runtimes import hosted
 from tests.policy.scripted_engine import answer_of, is_probe, says
 from tests.policy.vllm_parser import VllmParser
 from tests.rollout.serving import serve as serving
@@ -241,7 +241,7 @@ UNCLOSED = {"llama3_json", "mistral", "pythonic", "granite", "openai"}
 def _read(text: str, name: str, **more: Any) -> tuple[str | None, str, list[tuple[str, Any]]]:
     parsed = parse(text, FORMATS[name], TOOLS, **more)
     return (
-        parsed.thought,
+        parsed.reasoning,
         parsed.content,
         [(call.name, call.malformed or json.loads(call.arguments)) for call in parsed.calls],
     )
@@ -275,7 +275,7 @@ def test_calls_in_thoughts_are_not_read_and_calls_behind_thoughts_are(name: str)
         assert _read(f"{opening}hm{closing}{call}", name) == ("hm", "", [("edit", ARGUMENTS)])
         return
     assert _read(f"{opening}I might {call}\nor not{closing}{call}", name)[1:] == ("", [("edit", ARGUMENTS)])
-    assert _read(f"hm{closing}{call}", name, in_thought=True) == ("hm", "", [("edit", ARGUMENTS)])
+    assert _read(f"hm{closing}{call}", name, in_reasoning=True) == ("hm", "", [("edit", ARGUMENTS)])
     for text in (f"{opening}I might {call}", f"Well. {opening}I might {call}"):
         assert not _read(text, name, cut=True)[2], "the token limit ended the thought"
     assert not _read(f"Well. {opening}I might {call} or", name)[2]
@@ -525,15 +525,15 @@ def test_values_that_not_every_reader_takes_break_no_parser(name: str, value: st
     assert call.malformed or (name == "qwen3_coder" and json.loads(call.arguments) == {"what": value})
 
 
-@given(thought=st.text().filter(lambda text: "</think>" not in text), content=st.text())
+@given(reasoning=st.text().filter(lambda text: "</think>" not in text), content=st.text())
 def test_thoughts_are_kept_character_for_character(thought: str, content: str) -> None:
     parsed = parse(f"<think>{thought}</think>{content}", FORMATS["plain"])
-    assert (parsed.thought, parsed.content) == (thought, content)
+    assert (parsed.reasoning, parsed.content) == (thought, content)
     unfinished = parse(f"<think>{thought}", FORMATS["plain"])
-    assert (unfinished.thought, unfinished.content) == (thought, "")
+    assert (unfinished.reasoning, unfinished.content) == (thought, "")
     if not thought.startswith("<think>"):
-        opened = parse(f"{thought}</think>{content}", FORMATS["plain"], in_thought=True)
-        assert (opened.thought, opened.content) == (thought, content)
+        opened = parse(f"{thought}</think>{content}", FORMATS["plain"], in_reasoning=True)
+        assert (opened.reasoning, opened.content) == (thought, content)
 
 
 PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[f(", "a=", "'", ")", ",", "-", '{"name": "f"']
@@ -542,7 +542,7 @@ PIECES += ["<function=f>", "}", "]", "<think>", "x"]
 
 @given(text=st.text() | st.lists(st.sampled_from(PIECES)).map("".join), name=st.sampled_from(sorted(FORMATS)))
 def test_no_text_breaks_a_parser_and_text_without_calls_is_content(text: str, name: str) -> None:
-    parsed = parse(text, FORMATS[name], thoughts=False)
+    parsed = parse(text, FORMATS[name], reads_reasoning=False)
     assert all(call.malformed or isinstance(json.loads(call.arguments), dict) for call in parsed.calls)
     if not parsed.calls and not any(piece in text for piece in PIECES[:6]):
         assert parsed.content == text
@@ -554,7 +554,7 @@ def test_what_an_engine_parsed() -> None:
     function = {"name": "look", "arguments": "{"}
     message = {"content": "<think>hm</think>so", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
     parsed = parsed_by_engine(message)
-    assert (parsed.thought, parsed.content, parsed.malformed) == ("hm", "so", True)
+    assert (parsed.reasoning, parsed.content, parsed.malformed) == ("hm", "so", True)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.pool.backend import (
-    BLOCK,
+    BLOCK_TOKENS,
     Abort,
     Assign,
     Backend,
@@ -32,7 +32,7 @@ LIMIT = 3
 PATIENCE_S = 5.0
 UNREACHABLE_S = 30.0
 RUNS = (None, "x")
-PROMPT = 2 * BLOCK
+PROMPT = 2 * BLOCK_TOKENS
 """Tokens of every rollout's first prompt in the machine: a block that all share, and one of its group."""
 
 
@@ -41,7 +41,7 @@ def run_of(rollout: str) -> str | None:
 
 
 def prompt_of(group: int) -> list[int]:
-    return [0] * BLOCK + [1 + group] * BLOCK
+    return [0] * BLOCK_TOKENS + [1 + group] * BLOCK_TOKENS
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -236,7 +236,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert backend.in_flight == {t for t, at in self.flying.items() if at == backend.id}
             assert len(backend.live) <= LIMIT
             assert sum(backend.groups.values()) == len(backend.live)
-            shared = BLOCK * (len(backend.groups) + bool(backend.live))
+            shared = BLOCK_TOKENS * (len(backend.groups) + bool(backend.live))
             assert backend.kv_demand == shared + sum(max(0, self.prompts[name] - PROMPT) for name in backend.live)
         homes = [rollout for backend in self.pool.backends.values() for rollout in backend.live]
         assert len(homes) == len(set(homes)), "a rollout lives on two backends"
@@ -341,16 +341,16 @@ def test_no_prompt_is_worth_that_all_siblings_crowd_one_backend() -> None:
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8), st.lists(st.integers(0, 2), max_size=5))
 def test_what_prompts_share_is_counted_once(live: list[list[int]], asked: list[int]) -> None:
     def prompt(letters: list[int]) -> list[int]:
-        return [letter for letter in letters for _ in range(BLOCK)] + [9] * 10
+        return [letter for letter in letters for _ in range(BLOCK_TOKENS)] + [9] * 10
 
     holdings = PrefixBlockCounts()
     for letters in live:
         holdings.add(blocks_of(prompt(letters)))
     there = {tuple(letters[:end]) for letters in live for end in range(1, len(letters) + 1)}
-    assert holdings.tokens == len(there) * BLOCK
+    assert holdings.tokens == len(there) * BLOCK_TOKENS
     common = sum(tuple(asked[:end]) in there for end in range(1, len(asked) + 1))
-    assert holdings.tokens_of(blocks_of(prompt(asked))) == common * BLOCK
-    assert tokens_in(blocks_of(prompt(asked))) == len(asked) * BLOCK
+    assert holdings.tokens_of(blocks_of(prompt(asked))) == common * BLOCK_TOKENS
+    assert tokens_in(blocks_of(prompt(asked))) == len(asked) * BLOCK_TOKENS
     for letters in live:
         holdings.remove(blocks_of(prompt(letters)))
     assert holdings.tokens == 0
@@ -360,13 +360,13 @@ def test_siblings_spread_though_a_large_prompt_is_shared_by_all() -> None:
     load = Load(4)
     for backend_id in load.pool.backends:
         load.pool.report(backend_id, waiting=0, kv_use=0.0, capacity=100_000)
-    system = [0] * 80 * BLOCK
+    system = [0] * 80 * BLOCK_TOKENS
     for group in range(6):
         for _ in range(8):
-            load.start(f"g{group}", prompt=[*system, *[1 + group] * BLOCK])
+            load.start(f"g{group}", prompt=[*system, *[1 + group] * BLOCK_TOKENS])
     assert max(load.live().values()) - min(load.live().values()) <= 2
     for backend in load.pool.backends.values():
-        assert backend.kv_demand == (80 + len(backend.groups)) * BLOCK
+        assert backend.kv_demand == (80 + len(backend.groups)) * BLOCK_TOKENS
 
 
 def test_a_rollout_that_must_move_goes_where_it_takes_the_least_room() -> None:

@@ -18,10 +18,10 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.policy.engines.protocols import ENGINES
-from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.http.api import add_control_routes
+from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from tests.policy.engines import MODEL, vllm, vllm_python
-from tests.policy.hosts import hosted
+from tests.policy.runtimes import hosted
 from tests.rollout.serving import serve
 
 
@@ -125,7 +125,7 @@ async def test_no_backend_resumes_unless_every_cache_is_empty(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("nemo_gym_prorl.policy.engines.http_engine._RESET_S", 0.3)
+    monkeypatch.setattr("nemo_gym_prorl.policy.engines.engine_control._CACHE_RESET_TIMEOUT_S", 0.3)
     resets: list[str] = []
 
     async def reset(request: Request) -> Response:

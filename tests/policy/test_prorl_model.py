@@ -27,7 +27,7 @@ from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.servers.model_server import ChatRequest
 from tests.policy.families import FAMILIES, TEMPLATES
 from tests.policy.families import TOOLS as LOOK
-from tests.policy.hosts import server
+from tests.policy.runtimes import server
 from tests.policy.scripted_engine import ScriptedEngine, saved, says
 from tests.policy.tokenizers import tokenizer_of
 from tests.rollout.serving import serve as serving
@@ -170,7 +170,7 @@ async def test_the_server_is_not_steered_below_the_url_of_a_rollout(
     for below in (f"{url}/ng-rollout/r9", f"{url}/ng-rollout/r9/training-token-capture"):
         async with http.get(URL(below + path, encoded=True)) as response:
             assert response.status == 404
-            assert (await response.json())["detail"] == "it does not answer below the URL of a rollout"
+            assert (await response.json())["detail"] == "control routes do not answer below the URL of a rollout"
 
 
 async def test_previous_response_id_continues_with_what_is_new(http: aiohttp.ClientSession, url: str) -> None:

@@ -21,7 +21,7 @@ from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, serve
 from nemo_gym_prorl.policy.pool.dispatcher import Wait
 from nemo_gym_prorl.servers.model_server import ProrlModel
 from tests.policy.engines import free_port
-from tests.policy.hosts import server
+from tests.policy.runtimes import server
 from tests.rollout.serving import serve as serving
 
 
@@ -62,11 +62,11 @@ class Client:
 
     @property
     def live(self) -> int:
-        return sum(len(backend.live) for backend in self.model._host.pool.backends.values())
+        return sum(len(backend.live) for backend in self.model._runtime.pool.backends.values())
 
     @property
     def in_flight(self) -> int:
-        return sum(len(backend.in_flight) for backend in self.model._host.pool.backends.values())
+        return sum(len(backend.in_flight) for backend in self.model._runtime.pool.backends.values())
 
 
 @contextlib.asynccontextmanager
@@ -110,13 +110,13 @@ async def test_waiting_for_a_backend_and_through_a_pause_is_told_while_it_lasts(
 async def test_waiting_for_the_first_engine_counts_too() -> None:
     async with client(f"http://127.0.0.1:{free_port()}") as agent:
         turn = asyncio.create_task(agent.turn("r"))
-        await agent.until(lambda: bool(agent.model._host.pool.waiting))
+        await agent.until(lambda: bool(agent.model._runtime.pool.waiting))
         await agent.until_waited("r", 0.3)
         # What such a rollout has is known without an engine, and it can be given up.
         status, kept = await agent.call("GET", "/v1/rollouts/r/tokens")
         assert (status, kept["answers"]) == (200, {})
         given_up = asyncio.create_task(agent.turn("given up"))
-        await agent.until(lambda: agent.model._host.pool.waiting == 2)
+        await agent.until(lambda: agent.model._runtime.pool.waiting == 2)
         assert (await agent.call("DELETE", "/v1/rollouts/given up"))[0] == 200
         assert (await given_up)[0] == 410
         async with serve() as engine:
@@ -129,7 +129,7 @@ async def test_a_server_without_a_policy_of_its_own_waits_for_runs_that_bring_on
         headers = {"X-Rollout-Id": "of a run", "X-Rollout-Run": "x"}
         mine = asyncio.create_task(agent.call("POST", "/v1/responses", {"input": "hi"}, headers))
         other = asyncio.create_task(agent.turn("of none"))
-        await agent.until(lambda: agent.model._host.pool.waiting == 2)
+        await agent.until(lambda: agent.model._runtime.pool.waiting == 2)
         assert (await agent.call("POST", "/v1/backends", {"url": engine, "run": "x"}))[0] == 201
         assert (await mine)[0] == 200
         assert not other.done()
@@ -178,7 +178,7 @@ async def test_deleting_a_rollout_ends_its_turns_and_frees_its_slot_at_once() ->
         running = asyncio.create_task(agent.turn("r", **SLOW))
         await agent.until(lambda: agent.in_flight == 1)
         waiting = asyncio.create_task(agent.turn("other"))
-        await agent.until(lambda: agent.model._host.pool.waiting == 1)
+        await agent.until(lambda: agent.model._runtime.pool.waiting == 1)
         assert await agent.call("DELETE", "/v1/rollouts/r") == (200, {"rollout": "r"})
         assert (await waiting)[0] == 200
         status, said = await running
@@ -192,15 +192,15 @@ async def test_a_turn_that_is_given_up_gives_its_place_back_at_once_and_finds_it
         running = asyncio.create_task(agent.turn("r", **SLOW))
         await agent.until(lambda: agent.in_flight == 1)
         waiting = asyncio.create_task(agent.turn("other", **SLOW))
-        await agent.until(lambda: agent.model._host.pool.waiting == 1)
+        await agent.until(lambda: agent.model._runtime.pool.waiting == 1)
         # The pool is not told of time, so nobody rests for having been idle.
-        agent.model._host.pool.tick = lambda now: []
+        agent.model._runtime.pool.tick = lambda now: []
         await given_up(running)
-        await agent.until(lambda: agent.model._host.pool.waiting == 0)
+        await agent.until(lambda: agent.model._runtime.pool.waiting == 0)
         assert agent.in_flight == agent.live == 1
         await given_up(waiting)
         await agent.until(lambda: agent.live == 0)
-        assert agent.model._host.pool.backend_of("r") is not None
+        assert agent.model._runtime.pool.backend_of("r") is not None
         assert (await agent.turn("r"))[0] == 200
 
 

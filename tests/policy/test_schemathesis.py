@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, status_c
 
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, serve
 from tests.policy.engines import free_port
-from tests.policy.hosts import server
+from tests.policy.runtimes import server
 
 
 PATHS = [

@@ -16,13 +16,13 @@ import pytest
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.http.api import SavedRollout, trajectory
+from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.tokens.history import saved_turns
+from nemo_gym_prorl.policy.tokens.conversations import saved_turns
 from nemo_gym_prorl.policy.turns import PolicyAnswer, RolloutGone, RolloutTaken, TurnRequest
 from tests.policy.families import TEMPLATES, TOOLS
-from tests.policy.hosts import hosted
+from tests.policy.runtimes import hosted
 from tests.policy.scripted_engine import ScriptedEngine, saved
 from tests.policy.tokenizers import tokenizer_of
 from tests.rollout.serving import serve as serving
@@ -194,7 +194,7 @@ async def test_a_template_that_drops_thoughts(tmp_path: Path, history: str, bran
     ) as host:
         agent = Agent(host.service)
         first = await agent.ask()
-        assert first.parsed.thought is not None
+        assert first.parsed.reasoning is not None
         agent.goes_on(first)
         await agent.ask()
         assert agent.service.ledger("r").branches == branches
@@ -250,7 +250,7 @@ async def test_instructions_are_there_once_however_the_conversation_is_sent(agen
     assert text.count("be brief") == 1
     agent.goes_on(first)
     assert (await agent.ask(instructions="be brief")).turn.parent is first.turn
-    with pytest.raises(CallerError, match="instructions: not those that the rollout began with"):
+    with pytest.raises(CallerError, match="instructions: differ from those that the rollout began with"):
         await agent.ask(messages=more, after=first.id, instructions="be long")
 
 

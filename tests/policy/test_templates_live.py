@@ -15,11 +15,11 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.policy.engines.engine import Sampling
-from nemo_gym_prorl.policy.host import PolicyRuntime
+from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES
-from tests.policy.hosts import hosted
+from tests.policy.runtimes import hosted
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -29,7 +29,7 @@ SHAPES = ["aa", "ac", "ca", "cc", "ta", "tc"]
 type Setting = tuple[bool, int, bool] | tuple[bool, int, bool, bool]
 SETTINGS: list[Setting] = [(False, 1, False), (True, 1, True), (False, 3, True), (True, 3, False)]
 """System message or none, questions asked before, short texts or long ones: each pair of these is in one of them."""
-THOUGHT = "hm {}"
+THOUGHT_TEXT = "hm {}"
 """What the policy thinks before the turn of that number, where it thinks."""
 
 
@@ -70,7 +70,7 @@ def conversations(
         messages.append({"role": "user", "content": words("question")})
 
     def thought() -> str:
-        return f"<think>\n{THOUGHT.format(len(messages))}\n</think>\n\n" if thinks else ""
+        return f"<think>\n{THOUGHT_TEXT.format(len(messages))}\n</think>\n\n" if thinks else ""
 
     def answer() -> None:
         messages.append({"role": "assistant", "content": thought() + words("answer")})
@@ -214,8 +214,10 @@ def tally_of(renderer: Renderer, ones: Iterator[Transition]) -> Tally:
     tokenizer, counted, spelled = renderer.tokenizer, Tally(), set()
     for one in ones:
         prompt, ids, right = ids_of(tokenizer, one.before[-60:], one.sampled, one.right or "")
-        got = renderer.next(one.history, one.new, one.tools, sampled=ids, finish=one.finish, behind=prompt[-1])
-        counted.differences += got.differs
+        got = renderer.render_continuation(
+            one.history, one.new, one.tools, sampled=ids, finish=one.finish, behind=prompt[-1]
+        )
+        counted.differences += got.corrected
         if one.right is None:
             counted.rewritten += 1
             counted.noticed += got.rewrites_history
@@ -235,6 +237,6 @@ def _injected(renderer: Renderer, one: Transition, ids: list[int], behind: int) 
     special, counts = renderer.tokenizer.special, []
     for text in ("".join(f"x{name}" for name in special.values()), "x"):
         new = [{**message, "content": f"{text}{message['content']}"} for message in one.new]
-        got = renderer.next(one.history, new, one.tools, sampled=ids, finish=one.finish, behind=behind)
+        got = renderer.render_continuation(one.history, new, one.tools, sampled=ids, finish=one.finish, behind=behind)
         counts.append(sum(each in special for each in got.ids))
     return max(counts[0] - counts[1], 0)

@@ -26,12 +26,12 @@ from nemo_gym_prorl.policy.engines.engine import (
     Sampling,
     checked_url,
 )
-from nemo_gym_prorl.policy.host import HostRefused, PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.policy.http.api import add_control_routes
-from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend, Health
+from nemo_gym_prorl.policy.pool.backend import Backend, BackendExists, Health
+from nemo_gym_prorl.policy.runtime import HostRefused, PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port
-from tests.policy.hosts import hosted, server
+from tests.policy.runtimes import hosted, server
 from tests.policy.scripted_engine import completion, nemo_rl_server, says
 from tests.rollout.serving import serve as serving
 
@@ -230,7 +230,7 @@ async def test_an_engine_without_health_comes_back_after_it_was_gone(caplog: pyt
             await running
         assert host.pool.backends["backend0"].health is Health.UP
     said = [record.getMessage() for record in caplog.records if record.name.endswith("dispatcher")]
-    assert said[0].startswith("backend backend0 is out, its turns wait: ")
+    assert said[0].startswith("backend backend0 is down, its turns wait: ")
     assert said[1:] == ["backend backend0 answers again"]
 
 
@@ -358,7 +358,7 @@ async def test_a_turn_runs_at_its_rollouts_run_only() -> None:
     async with host.lifespan():
         for run in ("x", "y"):
             await host.add(f"http://127.0.0.1:1/{run}", run=run, weight_version="1")
-        with pytest.raises(AlreadyThere, match="of run 'x'"):
+        with pytest.raises(BackendExists, match="of run 'x'"):
             await host.add("http://127.0.0.1:1/x/v1", run="y")
         pool.label("2", run="y")
         for number in range(6):

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.tokens.history import ConversationFingerprint, ConversationIndex, ConversationNode, Match
+from nemo_gym_prorl.policy.tokens.conversations import (
+    ConversationFingerprint,
+    ConversationIndex,
+    ConversationMatch,
+    ConversationNode,
+)
 
 
 type Messages = list[dict[str, Any]]
@@ -36,16 +41,18 @@ def said(thought: str | None, content: str, *calls: str) -> dict[str, Any]:
     return message
 
 
-def sample(history: ConversationIndex, match: Match, message: dict[str, Any], ids: list[int]) -> ConversationNode:
+def sample(
+    history: ConversationIndex, match: ConversationMatch, message: dict[str, Any], ids: list[int]
+) -> ConversationNode:
     """What the service does after it has found the place: ask an engine, and keep what it sampled."""
-    parent = match.point.turn if match.point else None
+    parent = match.node.turn if match.node else None
     observed = [crc32(json.dumps(match.new).encode())]
     turn = history.ledger.append(parent, observed, Generation(ids, [-1.0] * len(ids), Finish.STOP))
-    return history.record(match.point, match.new, message, turn)
+    return history.record(match.node, match.new, message, turn)
 
 
-def carried(point: ConversationNode) -> dict[str, Any]:
-    turn = point.turn
+def carried(node: ConversationNode) -> dict[str, Any]:
+    turn = node.turn
     return dict(zip(IDS, (turn.prompt(), list(turn.sampled), list(turn.log_probs)), strict=True))
 
 
@@ -77,7 +84,7 @@ def test_a_turn_that_only_thinks_is_not_lost_when_its_message_is_joined_with_the
     echo.append(dict(calls.messages[-1]))
     assert merged(echo)[-1]["content"] == "<think>A</think><think>B</think>"
     match = history.find([*merged(echo), result])
-    assert (match.point, match.new) == (calls, (result,))
+    assert (match.node, match.new) == (calls, (result,))
     assert calls.turn.parent is thinks.turn
 
 
@@ -85,12 +92,12 @@ def test_a_turn_that_only_thinks_is_not_lost_when_its_message_is_joined_with_the
 class Node:
     """A sampled turn, and the conversation up to it in its agent's memory, with the tokens of each turn."""
 
-    point: ConversationNode
+    node: ConversationNode
     conversation: Messages
 
 
 CONTENT = st.sampled_from(["", "a", " a", "b", "a b"])
-THOUGHT = st.sampled_from([None, "", "t", "u"])
+REASONING_BLOCK = st.sampled_from([None, "", "t", "u"])
 CALLS = st.sampled_from([(), ("new",), ("same",), ("new", "new")])
 OTHERS = st.lists(
     st.sampled_from([USER, {"role": "user", "content": "on"}, {"role": "tool", "content": "r"}]), max_size=2
@@ -102,10 +109,10 @@ def test_a_turn_with_nothing_to_see_is_gone_on_from_when_its_message_was_dropped
     empty = sample(history, history.find([USER]), said("hm", ""), [1])
     again = {"role": "user", "content": "go on"}
     match = history.find([USER, again])
-    assert (match.point, match.new, match.ambiguous) == (empty, (again,), True)
+    assert (match.node, match.new, match.ambiguous) == (empty, (again,), True)
     follow = sample(history, match, said(None, "yes"), [2])
-    assert history.find([USER, again, said(None, "yes"), USER]).point is follow
-    assert history.find([USER]).point is None, "asked once more, it is sampled once more"
+    assert history.find([USER, again, said(None, "yes"), USER]).node is follow
+    assert history.find([USER]).node is None, "asked once more, it is sampled once more"
     assert history.ledger.branches == 1
 
 
@@ -152,32 +159,32 @@ def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObjec
         sent = [*echo(known, manner), *new]
         match = history.find(sent)
         assert looks(sent[: len(sent) - len(match.new)]) == (
-            match.point.visible if match.point else ConversationFingerprint()
+            match.node.visible if match.node else ConversationFingerprint()
         )
         dropped = (
             manner["merges"] and known[-1]["role"] == "assistant" and echo(known, manner)[-1]["role"] != "assistant"
         )
         if base is None:
-            assert match.point is None or match.ambiguous
+            assert match.node is None or match.ambiguous
         elif not dropped:
-            assert match.point is not None
+            assert match.node is not None
             if match.new != tuple(new):
                 assert match.ambiguous, "a turn that is not among the messages, and nobody was told"
-            elif match.point.turn.sequence() != base.point.turn.sequence():
+            elif match.node.turn.sequence() != base.node.turn.sequence():
                 assert match.ambiguous, "another turn than the one that was meant, and nobody was told"
                 assert not manner["carries"]
-        thought, content, calls = data.draw(THOUGHT), data.draw(CONTENT), data.draw(CALLS)
+        thought, content, calls = data.draw(REASONING_BLOCK), data.draw(CONTENT), data.draw(CALLS)
         message = said(thought, content, *(f"{call}{next(numbers)}" if call == "new" else call for call in calls))
         # One text may be many token sequences, but never the other way round.
         text = crc32(f"{thought}|{content}|{len(calls)}".encode())
-        point = sample(history, match, message, [text, data.draw(st.integers(0, 1))])
+        node = sample(history, match, message, [text, data.draw(st.integers(0, 1))])
         # The agent remembers what it was told, under the history that it sent.
         nodes.append(
-            Node(point, [*known, *new, message | carried(point)])
-            if match.point is (base and base.point)
-            else Node(point, [*sent, message | carried(point)])
+            Node(node, [*known, *new, message | carried(node)])
+            if match.node is (base and base.node)
+            else Node(node, [*sent, message | carried(node)])
         )
-    assert sum(sum(s.mask) for s in history.ledger.sequences()) == sum(len(n.point.turn.sampled) for n in nodes)
+    assert sum(sum(s.mask) for s in history.ledger.sequences()) == sum(len(n.node.turn.sampled) for n in nodes)
 
 
 @given(data=st.data(), length=st.integers(1, 5))
@@ -185,23 +192,23 @@ def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObjec
 def test_nothing_after_an_edit_is_taken_for_known(data: st.DataObject, length: int) -> None:
     history = ConversationIndex()
     conversation: Messages = []
-    points: list[ConversationNode] = []
+    nodes: list[ConversationNode] = []
     for index in range(length):
         conversation += [{"role": "user", "content": f"q{index}"}]
-        message = said(data.draw(THOUGHT), data.draw(CONTENT))
-        points.append(sample(history, history.find(conversation), message, [index]))
-        conversation.append(message | carried(points[-1]))
+        message = said(data.draw(REASONING_BLOCK), data.draw(CONTENT))
+        nodes.append(sample(history, history.find(conversation), message, [index]))
+        conversation.append(message | carried(nodes[-1]))
     sent = echo(conversation, data.draw(manners()) | {"merges": False})
     edited = data.draw(st.integers(0, len(sent) - 1))
     if data.draw(st.booleans()):
         del sent[edited]
     else:
         sent[edited] = {**sent[edited], "content": "something else"}
-    found = history.find([*sent, USER]).point
+    found = history.find([*sent, USER]).node
     last_question = edited // 2
     invisible = not looks([{"role": "assistant", "content": ""}, conversation[edited]]).said if edited % 2 else False
     if not (invisible and len(sent) < len(conversation)):
-        assert found is (points[last_question - 1] if last_question else None)
+        assert found is (nodes[last_question - 1] if last_question else None)
 
 
 def test_tokens_from_elsewhere_are_taken_over_as_one_chain() -> None:
@@ -209,23 +216,23 @@ def test_tokens_from_elsewhere_are_taken_over_as_one_chain() -> None:
     conversation: Messages = []
     for index in range(3):
         conversation.append(USER)
-        point = sample(there, there.find(conversation), said("t", "a"), [index, 7])
-        conversation.append(point.messages[-1] | carried(point))
+        node = sample(there, there.find(conversation), said("t", "a"), [index, 7])
+        conversation.append(node.messages[-1] | carried(node))
     match = here.find([*conversation, USER])
-    assert match.point is not None
-    assert match.point.turn.sequence() == point.turn.sequence()
+    assert match.node is not None
+    assert match.node.turn.sequence() == node.turn.sequence()
     assert here.ledger.branches == 1
     assert sum(here.ledger.sequences()[0].mask) == 6
-    assert here.find([*conversation, USER]).point is match.point
+    assert here.find([*conversation, USER]).node is match.node
 
 
 def test_tokens_that_a_converter_repeats_are_not_those_of_the_agents_own_words() -> None:
     history = ConversationIndex()
-    point = sample(history, history.find([USER]), said(None, "a"), [1])
-    own = said(None, "my summary") | carried(point)
-    match = history.find([USER, point.messages[-1] | carried(point), USER, own, USER])
-    assert match.point is point
-    assert match.foreign == (own,)
+    node = sample(history, history.find([USER]), said(None, "a"), [1])
+    own = said(None, "my summary") | carried(node)
+    match = history.find([USER, node.messages[-1] | carried(node), USER, own, USER])
+    assert match.node is node
+    assert match.unsampled == (own,)
 
 
 def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
@@ -236,10 +243,10 @@ def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
     second = sample(history, history.find(long), said(None, "b"), [2])
     short = [{"role": "user", "content": "in short"}, second.messages[-1] | carried(second), USER]
     match = history.find(short)
-    assert match.point is None
+    assert match.node is None
     assert history.retokenised(match.new) == 1
     third = sample(history, match, said(None, "c"), [3])
-    assert history.find([*short, third.messages[-1] | carried(third), USER]).point is third
+    assert history.find([*short, third.messages[-1] | carried(third), USER]).node is third
     assert history.ledger.branches == 2
 
 
@@ -277,10 +284,10 @@ def test_what_was_sent_before_changes_nothing_in_what_is_found(
     conversations: list[Messages], sampled: Messages
 ) -> None:
     def begun() -> ConversationIndex:
-        history, match = ConversationIndex(), Match(None, (USER,))
+        history, match = ConversationIndex(), ConversationMatch(None, (USER,))
         for number, message in enumerate(sampled):
-            point = sample(history, match, {**message, "role": "assistant"}, [number])
-            match = Match(point, (USER,))
+            node = sample(history, match, {**message, "role": "assistant"}, [number])
+            match = ConversationMatch(node, (USER,))
         return history
 
     used = begun()
@@ -289,4 +296,4 @@ def test_what_was_sent_before_changes_nothing_in_what_is_found(
         mine, fresh = used.find(messages), begun().find(messages)
         assert (mine.new, mine.ambiguous) == (fresh.new, fresh.ambiguous)
         assert len(used._steps) <= len(messages)
-        assert (mine.point and mine.point.turn.sampled) == (fresh.point and fresh.point.turn.sampled)
+        assert (mine.node and mine.node.turn.sampled) == (fresh.node and fresh.node.turn.sampled)

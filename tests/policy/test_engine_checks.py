@@ -13,18 +13,18 @@ from fastapi import Body, FastAPI
 from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli.app import app
-from nemo_gym_prorl.policy.fitness import Finding, examine_engine
-from nemo_gym_prorl.policy.host import PolicyConfig
+from nemo_gym_prorl.policy.engine_checks import EngineFinding, check_engine
+from nemo_gym_prorl.policy.runtime import PolicyConfig
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES
-from tests.policy.hosts import words_in
+from tests.policy.runtimes import words_in
 from tests.policy.scripted_engine import answer_of, completion, says
 from tests.rollout.serving import serve as serving
 
 
-async def _findings(url: str, **settings: Any) -> dict[str, Finding]:
+async def _findings(url: str, **settings: Any) -> dict[str, EngineFinding]:
     config = PolicyConfig(base_url=[url], **({"model": MODEL} | settings))
-    return {one.name: one async for one in examine_engine(config)}
+    return {one.name: one async for one in check_engine(config)}
 
 
 @pytest.mark.engine

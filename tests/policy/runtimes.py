@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
-from nemo_gym_prorl.policy.host import PolicyConfig, PolicyRuntime
+from nemo_gym_prorl.policy.runtime import PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.servers.model_server import ProrlModel, ProrlModelConfig
 from tests.policy.engines import MODEL
 
