@@ -81,7 +81,7 @@ async def check_engine(config: PolicyConfig) -> AsyncIterator[EngineFinding]:
             yield EngineFinding(
                 "Template",
                 "warn",
-                "the engine renders prompts and reads calls",
+                "the engine renders prompts and parses calls",
                 "pass --tokenizer, so that no sampled token is tokenised again",
             )
         if reached.level != "missing":
@@ -107,7 +107,9 @@ async def _run_check(name: str, check: Callable[[], Awaitable[tuple[str, str]]])
     except TimeoutError:
         return EngineFinding(name, "missing", f"no answer within {_CHECK_S:g} s", "see the engine's log")
     except RolloutError as error:
-        fix = _FIXES.get(getattr(error, "field", ""), "see that the engine runs and that --policy-url is its address")
+        fix = _FIXES.get(
+            getattr(error, "field", ""), "check that the engine runs and that --policy-url is its address"
+        )
         if error.reason.startswith("tokenizer:"):
             fix = "pass the --tokenizer of the model that the engine serves"
         return EngineFinding(name, "missing", error.reason, fix)
@@ -127,10 +129,13 @@ def _templates(config: PolicyConfig, engine: HttpEngine) -> EngineFinding:
     name = next((name for name, known in FORMATS.items() if known.opens is form.opens), config.tool_call_parser)
     if not renderer.shows_tools:
         return EngineFinding(
-            "Template", "warn", "followed; it shows no tools", "offer none, or give a template that does"
+            "Template",
+            "warn",
+            "supported, but it renders no tools",
+            "offer none, or give a template that renders tools",
         )
     return EngineFinding(
-        "Template", "ok", f"followed; calls are read by {name}, thoughts begin with {form.think[0]!r}"
+        "Template", "ok", f"supported; calls are read by {name}, reasoning begins with {form.think[0]!r}"
     )
 
 
@@ -178,7 +183,7 @@ async def _prefix_cache(engine: HttpEngine, url: str) -> tuple[str, str]:
     if stated is not None and stated[1] != "True":
         return "off: each turn computes its whole prompt", "start vLLM with --enable-prefix-caching"
     if stated is None:
-        return "whether it is on is not published", "see that the engine keeps prefixes"
+        return "not published whether it is on", "check that the engine caches prefixes"
     if engine.reset_route is None or engine.reset_route not in (await engine.routes(url) or ()):
         return "on, and it cannot be reset after a weight update", engine.reset_hint
     return "on, and it can be reset after a weight update", ""

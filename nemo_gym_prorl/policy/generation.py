@@ -65,11 +65,11 @@ def validate_generation(generation: Generation) -> Generation:
     """
     for ids in (generation.ids, generation.prompt_ids or ()):
         if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0):
-            raise ValueError("a token id that is no number from 0 up")
+            raise ValueError("a token id is not a non-negative integer")
     if generation.routed_experts is not None:
         rows = RoutedExperts.read(generation.routed_experts).rows
         if rows != (tokens := len(generation.prompt_ids or ()) + len(generation.ids)):
-            raise ValueError(f"routed_experts have {rows} rows for {tokens} tokens")
+            raise ValueError(f"routed_experts has {rows} rows for {tokens} tokens")
     if set(map(type, generation.log_probs)) == {float} and max(generation.log_probs) <= _MAX_LOG_PROB:
         return generation  # fast path of nearly all generations
     for one in generation.log_probs:

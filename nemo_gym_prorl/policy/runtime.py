@@ -112,7 +112,10 @@ class PolicyConfig(BaseModel):
         if isinstance(self.api_key, str):
             return [self.api_key] * len(self.base_url)
         if len(self.api_key) != len(self.base_url):
-            raise CallerError(f"{len(self.api_key)} keys for {len(self.base_url)} backends", field="api_key")
+            raise CallerError(
+                f"{len(self.api_key)} keys for {len(self.base_url)} backends: give one key, or one per backend",
+                field="api_key",
+            )
         return self.api_key
 
 
@@ -137,7 +140,7 @@ def check_host(url: str, config: PolicyConfig) -> None:
         or any(fnmatchcase(host, pattern.lower()) for pattern in config.backend_hosts)
     ):
         return
-    raise HostRefused(f"{host} is not among the hosts in policy.backend_hosts", field="url")
+    raise HostRefused(f"{host} is not an allowed host: add it to policy.backend_hosts", field="url")
 
 
 _log = logging.getLogger(__name__)
@@ -166,7 +169,7 @@ class PolicyRuntime:
             raise CallerError(f"{config.tool_call_parser!r} is none of {', '.join(FORMATS)}", field="tool_call_parser")
         self._form = form
         if ENGINES[config.protocol].takes_tokens and config.tokenizer_folder is None:
-            raise CallerError(f"engine {config.protocol!r} takes tokens, so it needs a tokenizer", field="tokenizer")
+            raise CallerError(f"engine {config.protocol!r} needs a tokenizer: set policy.tokenizer", field="tokenizer")
         self.config = config
         self.pool = BackendPool(limit=config.limit, unreachable_s=config.unreachable_s)
         self._headers_by_origin: dict[str, dict[str, str]] = {}
@@ -229,7 +232,7 @@ class PolicyRuntime:
             except Misconfigured as error:
                 _log.error("%s", error.reason)
             except BackendFailed as error:
-                _log.warning("policy_base_url: %s: not there yet", error.reason)
+                _log.warning("policy_base_url: %s: no engine answers yet", error.reason)
 
     # Registration of backends
 
@@ -334,7 +337,7 @@ class PolicyRuntime:
             return known
         whose = f"run {known.run!r}" if known.run else "rollouts that name no run"
         raise BackendExists(
-            f"{url} is backend {known.id!r} of {whose}; if that is over, DELETE /v1/backends/{known.id} first",
+            f"{url} is backend {known.id!r} of {whose}; if that run has ended, DELETE /v1/backends/{known.id} first",
             field="url",
         )
 

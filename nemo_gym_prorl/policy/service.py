@@ -236,7 +236,10 @@ class PolicyService:
         try:
             return self._rollouts[name]
         except KeyError:
-            raise RolloutGone(f"no rollout {name!r} here", field="rollout") from None
+            raise RolloutGone(
+                f"unknown rollout {name!r}: it was never sampled here, or has been deleted or forgotten",
+                field="rollout",
+            ) from None
 
     def ledger(self, rollout: str) -> TokenLedger:
         """Return a rollout's ledger."""
@@ -249,7 +252,7 @@ class PolicyService:
             CallerError: the name is in use, or the turns are invalid.
         """
         if name in self._rollouts:
-            raise RolloutTaken(f"there is a rollout {name!r} already", field="rollout")
+            raise RolloutTaken(f"a rollout {name!r} exists already: choose another name", field="rollout")
         rollout = RolloutState(run, began=began, restored=True)
         rollout.answers.update(restore_turns(rollout.history, turns))
         self._rollouts[name] = rollout
@@ -294,7 +297,7 @@ class PolicyService:
             del self._forgotten[name]
         rollout = self._rollouts.setdefault(name, RolloutState(request.run))
         if rollout.run != request.run:
-            raise CallerError(f"{name!r} is a rollout of {rollout.run or 'no run'!r}", field="X-Rollout-Run")
+            raise CallerError(f"the rollout {name!r} belongs to run {rollout.run or 'none'!r}", field="X-Rollout-Run")
         self._use(name, rollout)
         return rollout
 
@@ -330,7 +333,7 @@ class PolicyService:
         if request.tool_choice not in (None, "none"):
             raise CallerError(
                 "'auto' and 'none' are supported by an engine that takes tokens: a call that is forced by a grammar"
-                " is not written as the policy writes calls; leave it out, or set policy.engine to 'vllm_chat'",
+                " is not written in the policy's format; leave it out, or set policy.engine to 'vllm_chat'",
                 field="tool_choice",
             )
         if request.effort is None:
@@ -353,7 +356,7 @@ class PolicyService:
             return rollout.history.find(self._with_roles((*lead, *request.messages)), request.tools)
         node = rollout.answers.get(request.after)
         if node is None:
-            raise RolloutGone(f"no answer {request.after!r} in this rollout", field="previous_response_id")
+            raise RolloutGone(f"the rollout has no answer {request.after!r}", field="previous_response_id")
         if lead and not _starts_with(node.messages[0], lead[0]):
             raise CallerError(
                 "differ from those that the rollout began with: send the same or none", field="instructions"
@@ -427,7 +430,7 @@ class PolicyService:
             self._parses_calls.add(url)
         elif generation.finish is Finish.STOP and (name := unparsed_tool_call(parsed.content, self.form, tools)):
             raise Misconfigured(
-                f"{url} gave a call of {name} as the text of a final answer: it parses no calls. In NeMo RL set "
+                f"{url} returned a call of {name} as the text of a final answer, so its tool parser is off. In NeMo RL set "
                 "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser, start vLLM with "
                 "--enable-auto-tool-choice --tool-call-parser; if its model does not write such calls, correct "
                 "policy.tool_call_parser",

@@ -10,10 +10,8 @@ ids, and the agent reads the ids once from ``GET /v1/rollouts/{id}/tokens``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from time import time
 from typing import Any, ClassVar
 
 import orjson
@@ -51,11 +49,10 @@ from nemo_gym_prorl.policy.http.callers import (
     caller_of,
     turn_route,
 )
+from nemo_gym_prorl.policy.http.chat_requests import completion, conversion_errors, turn_request
 from nemo_gym_prorl.policy.http.fields import (
-    ENGINE_FIELDS,
     chat_fields_of_messages,
     chat_fields_of_responses,
-    check_fields,
 )
 from nemo_gym_prorl.policy.http.turn_requests import RequestTemplate, TurnRequests, answer_fields, read_object
 from nemo_gym_prorl.policy.runtime import PolicyConfig, PolicyRuntime
@@ -195,7 +192,7 @@ class ProrlModel(SimpleResponsesAPIModel):
         capture = settings.get("token_id_capture") or {}
         if capture.get("enabled") and capture.get("external_staging"):
             raise CallerError(
-                "must be false: no engine stages tokens here; Gym's capture without it gets them from the answers",
+                "must be false: engines here do not stage tokens; Gym's capture takes them from the answers",
                 field="token_id_capture.external_staging",
             )
         return bool(settings.get("observability_enabled") or capture.get("enabled"))
@@ -282,7 +279,7 @@ class ProrlModel(SimpleResponsesAPIModel):
         return [item.model_dump(by_alias=True) for item in self._converter.postprocess_assistant_message_dict(message)]
 
     async def messages(self, request: Request, body: dict[str, Any] = Body()) -> Any:
-        with _conversion_errors():
+        with conversion_errors():
             # Gym's handler converts again; converting here first separates conversion errors from later ones.
             AnthropicConverter().anthropic_request_to_responses(deepcopy(body))
             setattr(request.state, _MESSAGES_FIELDS, chat_fields_of_messages(body))
@@ -316,12 +313,25 @@ class ProrlModel(SimpleResponsesAPIModel):
         chat = body.model_dump(exclude_unset=True)
         asked = self._turn_request(chat, chat["messages"], None)
         answer = await self._runtime.service.turn(caller.complete(asked))
-        return NeMoGymChatCompletion.model_validate(self._completion(caller, answer, logprobs=chat.get("logprobs")))
+        tokens = self.config.return_token_id_information and not caller.deferred
+        response = completion(answer, self.config.model, tokens=tokens, logprobs=bool(chat.get("logprobs")))
+        return NeMoGymChatCompletion.model_validate(response)
+
+    def _turn_request(
+        self, chat: Mapping[str, Any], messages: Sequence[Message], instructions: str | None
+    ) -> TurnRequest:
+        return turn_request(
+            chat,
+            messages,
+            instructions,
+            template_variables=self.config.chat_template_kwargs or {},
+            extra_body=self.config.extra_body or {},
+        )
 
     def _chat_fields(self, body: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
         """Convert a Responses API request, without its conversation, to fields of chat completions."""
         chat = chat_fields_of_responses(body.model_dump(exclude_unset=True, exclude={"input"}))
-        with _conversion_errors():
+        with conversion_errors():
             offered = self._chat_of(body.model_construct({"input", "tools"}, input=[], tools=body.tools))
         return {"tools": offered.get("tools"), **chat}
 
@@ -329,122 +339,6 @@ class ProrlModel(SimpleResponsesAPIModel):
         converted = self._converter.responses_to_chat_completion_create_params(params)
         chat: dict[str, Any] = converted.model_dump(exclude_unset=True)
         return chat
-
-    def _turn_request(
-        self, chat: Mapping[str, Any], messages: Sequence[Message], instructions: str | None
-    ) -> TurnRequest:
-        """Return the turn that a request asks for, without rollout and previous answer.
-
-        Raises:
-            CallerError: a field is invalid.
-        """
-        check_fields(chat)
-        tools = list(_offered_tools(chat))
-        with _conversion_errors():
-            # Lone surrogates and endless nesting would fail at a random later place.
-            orjson.dumps((messages, tools, instructions))
-        metadata = chat.get("metadata") or {}
-        given = chat.get("chat_template_kwargs") or {}
-        if not isinstance(given, dict):
-            raise CallerError("must be an object", field="chat_template_kwargs")
-        variables = deepcopy(self.config.chat_template_kwargs or {}) | given
-        variables |= _metadata_object(metadata, "chat_template_kwargs")
-        extra = deepcopy(self.config.extra_body or {}) | _metadata_object(metadata, "extra_body")
-        extra |= {name: chat[name] for name in ENGINE_FIELDS if chat.get(name) is not None}
-        if metadata:
-            extra["metadata"] = metadata
-        stop = chat.get("stop") or ()
-        return TurnRequest(
-            rollout="",
-            messages=messages,
-            instructions=instructions,
-            tools=tools,
-            tool_choice=_tool_choice(chat, tools),
-            parallel=chat.get("parallel_tool_calls") is not False,
-            effort=chat.get("reasoning_effort"),
-            sampling=Sampling(
-                max_tokens=_first(chat.get("max_completion_tokens"), chat.get("max_tokens")),
-                temperature=chat.get("temperature"),
-                top_p=chat.get("top_p"),
-                stop=(stop,) if isinstance(stop, str) else tuple(stop),
-                seed=chat.get("seed"),
-                extra=extra,
-            ),
-            template_variables=variables,
-        )
-
-    def _completion(self, caller: RolloutCaller, answer: PolicyAnswer, *, logprobs: bool | None) -> dict[str, Any]:
-        message = dict(answer.message)
-        if not caller.deferred and self.config.return_token_id_information and answer.turn is not None:
-            message |= {
-                "prompt_token_ids": answer.turn.prompt(),
-                "generation_token_ids": list(answer.turn.sampled),
-                "generation_log_probs": list(answer.turn.log_probs),
-            }
-        finish = "length" if answer.finish is not Finish.STOP else "tool_calls" if answer.parsed.calls else "stop"
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "message": message}
-        if logprobs and answer.turn is not None:
-            # Tokens by id, as vLLM writes them on demand: a token's text may be part of a character.
-            pairs = zip(answer.turn.sampled, answer.turn.log_probs, strict=True)
-            tokens = [{"token": f"token_id:{one}", "logprob": value, "top_logprobs": []} for one, value in pairs]
-            choice["logprobs"] = {"content": tokens, "refusal": None}
-        return {
-            "id": answer.id,
-            "object": "chat.completion",
-            "created": int(time()),
-            "model": self.config.model,
-            "choices": [choice],
-            "usage": {
-                "prompt_tokens": answer.prompt_tokens,
-                "completion_tokens": _sampled(answer),
-                "total_tokens": answer.prompt_tokens + _sampled(answer),
-            },
-        }
-
-
-def _tool_choice(chat: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str | Mapping[str, Any] | None:
-    choice: str | Mapping[str, Any] | None = chat.get("tool_choice")
-    if choice in (None, "auto"):
-        return None
-    named = [{"type": "function", "function": {"name": tool["function"]["name"]}} for tool in tools]
-    if choice == "none" or (tools and choice == "required") or choice in named:
-        return choice
-    raise CallerError("must be 'auto', 'none', 'required', or a function among the tools", field="tool_choice")
-
-
-_CONVERSION_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-
-@contextmanager
-def _conversion_errors() -> Iterator[None]:
-    """Report errors of Gym's converters, which do not validate their input, as errors of the request."""
-    try:
-        yield
-    except _CONVERSION_ERRORS as error:
-        raise CallerError(f"no conversation: {type(error).__name__}: {str(error)[:500]}", field="body") from error
-
-
-def _metadata_object(metadata: Mapping[str, str], name: str) -> dict[str, Any]:
-    """Return a JSON object that Gym's agents pass in a request's metadata."""
-    try:
-        settings = json.loads(metadata.get(name, "{}"))
-    except ValueError as error:
-        raise CallerError(f"not JSON: {error}", field=f"metadata.{name}") from error
-    if not isinstance(settings, dict):
-        raise CallerError("must be a JSON object", field=f"metadata.{name}")
-    return settings
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
 
 
 def _caller(request: Request) -> RolloutCaller:
@@ -462,20 +356,3 @@ def _with_tokens_header(answer: Response, caller: RolloutCaller) -> Response:
     if caller.deferred:
         answer.headers[TOKENS_HEADER] = "deferred"
     return answer
-
-
-def _offered_tools(chat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the tools of a request in the form for engines.
-
-    ``strict`` is for OpenAI's own servers and is removed, because templates would write it into the prompt. Gym's
-    ``vllm_model`` removes it as well.
-    """
-    for index, tool in enumerate(chat.get("tools") or ()):
-        function = tool.get("function") or {}
-        if not function.get("name"):
-            raise CallerError("a tool needs a name", field=f"tools.{index}.name")
-        yield {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
-
-
-def _sampled(answer: PolicyAnswer) -> int:
-    return len(answer.turn.sampled) if answer.turn else 0

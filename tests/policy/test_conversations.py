@@ -255,7 +255,7 @@ def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
     [
         ({"generation_token_ids": [1], "prompt_token_ids": [1]}, "generation_log_probs: missing"),
         ({"generation_token_ids": [1], "generation_log_probs": [-1.0]}, "prompt_token_ids: missing"),
-        (dict(zip(IDS, ([1], [2, 3], [-1.0]), strict=True)), "generation_log_probs: 1 of them for 2 tokens"),
+        (dict(zip(IDS, ([1], [2, 3], [-1.0]), strict=True)), "generation_log_probs: 1 log-probs for 2 tokens"),
     ],
 )
 def test_half_of_the_token_fields_is_refused(fields: dict[str, Any], wrong: str) -> None:

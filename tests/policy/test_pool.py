@@ -534,7 +534,7 @@ def test_a_run_whose_backends_fail_or_pause_gives_up_only_after_a_while() -> Non
 def test_bad_input_is_named() -> None:
     pool = BackendPool()
     pool.add("a", "http://localhost")
-    with pytest.raises(CallerError, match="id: there is a backend 'a' already"):
+    with pytest.raises(CallerError, match="id: a backend 'a' exists already"):
         pool.add("a", "http://localhost")
     with pytest.raises(CallerError, match="id: no backend 'b'; there are: a"):
         pool.drain("b")

@@ -314,7 +314,7 @@ async def test_backends_may_be_added_on_known_and_allowed_hosts_only() -> None:
         ):
             await host.add(allowed)
         for refused in ("http://10.2.0.1:1", "http://evil", "http://trusted.evil", "http://169.254.169.254"):
-            with pytest.raises(HostRefused, match=r"not among the hosts in policy\.backend_hosts"):
+            with pytest.raises(HostRefused, match=r"add it to policy\.backend_hosts"):
                 await host.add(refused)
 
 
@@ -435,7 +435,7 @@ async def test_the_control_routes() -> None:
         )
         assert (status, said["weight_version"]) == (201, "1")
         status, said = await call("POST", "/v1/backends", {"url": "http://127.0.0.1:2", "id": "a"})
-        assert (status, said["detail"]) == (409, "id: there is a backend 'a' already")
+        assert (status, said["detail"]) == (409, "id: a backend 'a' exists already: choose another id")
         assert await call("POST", "/v1/backends/pause", {}) == (200, {"drained": True})
         _, said = await call("POST", "/v1/backends/resume", {"weight_version": "2"})
         assert said["backends"][0]["weight_version"] == "2"

@@ -102,7 +102,7 @@ async def test_only_what_is_new_may_be_sent(agent: Agent) -> None:
     place = told["answers"][second.id]
     assert sequence["ids"][place["start"] : place["end"]] == list(second.turn.sampled)
     assert list(sequence["ids"][: place["start"]]) == second.turn.prompt()
-    with pytest.raises(CallerError, match="previous_response_id: no answer 'resp_x'"):
+    with pytest.raises(CallerError, match="previous_response_id: the rollout has no answer 'resp_x'"):
         await agent.ask(after="resp_x")
 
 
@@ -215,7 +215,7 @@ async def test_finished_and_forgotten_rollouts_cost_nothing(agent: Agent, tmp_pa
     pool = agent.service.dispatcher.pool
     agent.service.finish("r")
     assert not pool.backends["backend0"].live
-    with pytest.raises(CallerError, match="no rollout 'r' here"):
+    with pytest.raises(CallerError, match="unknown rollout 'r'"):
         agent.service.ledger("r")
     async with started(tmp_path, keep_s=0.001) as host:
         forgetful = Agent(host.service, "old")

@@ -23,6 +23,7 @@ from openai.types.responses import FunctionToolParam
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.http.chat_requests import offered_tools
 from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.text.parsers import parse
 from nemo_gym_prorl.policy.text.renderer import Renderer
@@ -30,7 +31,6 @@ from nemo_gym_prorl.policy.text.template import ChatTemplate, Message, as_messag
 from nemo_gym_prorl.policy.text.turn_boundary import RenderedPrompt
 from nemo_gym_prorl.policy.text.validate_template import UnsupportedTemplate, validate_template
 from nemo_gym_prorl.policy.turns import TurnRequest
-from nemo_gym_prorl.servers.model_server import _offered_tools
 from tests.policy.families import FAMILIES, TEMPLATES, TOOLS, Family, call_message
 from tests.policy.runtimes import hosted
 from tests.policy.scripted_engine import ScriptedEngine, saved
@@ -430,7 +430,7 @@ def test_tools_of_gyms_rows_are_dumped_likewise() -> None:
     params = NeMoGymResponseCreateParamsNonStreaming(input="q", tools=[tool])
     converter = VLLMConverter(return_token_id_information=True)
     chat = converter.responses_to_chat_completion_create_params(params).model_dump(exclude_unset=True)
-    text = renderer("{{ tools | tojson }}").render_prompt([USER], list(_offered_tools(chat))).rendered_prompt
+    text = renderer("{{ tools | tojson }}").render_prompt([USER], list(offered_tools(chat))).rendered_prompt
     assert text == RenderedPrompt.of(f"[{DUMPED}]")
 
 
@@ -589,7 +589,7 @@ NAMED = {"default": "{{ 'plain ' + messages[0].content }}", "tool_use": "{{ 'too
 
 
 @pytest.mark.parametrize("where", ["config", "files", "files and config"])
-def test_named_templates_are_chosen_by_whether_tools_are_offered_tools(where: str, tmp_path: Path) -> None:
+def test_named_templates_are_chosen_by_whether_tools_are_offered(where: str, tmp_path: Path) -> None:
     folder = Path(folder_of(tmp_path, NAMED["default"]))
     if "config" in where:
         (folder / "chat_template.jinja").unlink()

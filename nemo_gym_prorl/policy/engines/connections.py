@@ -140,7 +140,7 @@ def single_choice(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
         raise LookupError("no choice")
     if len(choices) != 1:
         raise RequestRefused(
-            f"{url} returned {len(choices)} choices: ask for n rollouts, not for n choices of one",
+            f"{url} returned {len(choices)} choices: run n rollouts in place of n choices",
             field="n",
         )
     return dict(choices[0])
@@ -173,7 +173,7 @@ def required(answer: Mapping[str, Any], name: str, url: str) -> Any:
     value = answer.get(name)
     if value is None:
         raise Misconfigured(
-            f"{url} answered without {name!r}, which an exact trajectory needs: is it the engine that was configured?",
+            f"{url} answered without {name!r}, which an exact trajectory needs: check policy.engine",
             field="policy_base_url",
         )
     return value

@@ -165,7 +165,7 @@ class EngineControl:
 
 def unreachable(url: str, error: Exception) -> BackendFailed:
     if isinstance(error, TimeoutError):
-        return BackendFailed(f"{url}: no connection in time", kind=FailureKind.TRANSPORT_TIMEOUT)
+        return BackendFailed(f"{url}: no connection within the time limit", kind=FailureKind.TRANSPORT_TIMEOUT)
     if isinstance(error, aiohttp.ClientConnectorError):
         return BackendFailed(f"{url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE)
     return BackendFailed(f"{url}: {error!r}", kind=FailureKind.TRANSPORT_PEER_DROP)

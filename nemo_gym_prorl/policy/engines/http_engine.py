@@ -349,7 +349,7 @@ class HttpEngine(EngineControl):
                 answer = orjson.loads(strip_prompt_echo(raw, prompt if echoed else ()))
             except orjson.JSONDecodeError as error:
                 raise Misconfigured(
-                    f"{url} answered with {raw[:80]!r}, which is not JSON: is this an inference engine?",
+                    f"{url} answered with {raw[:80]!r}, which is not JSON: check that the URL is an inference engine",
                     field="policy_base_url",
                 ) from error
             if not isinstance(answer, dict):

@@ -165,7 +165,7 @@ def are_logits(log_probs: Sequence[float], top: Sequence[float]) -> bool:
         top: of the most probable tokens of one position.
     """
     if any(not isinstance(one, int | float) or math.isnan(one) for one in (*log_probs, *top)):
-        raise ValueError("a log-prob that is no number")
+        raise ValueError("a log-prob is not a number")
     positive = max((*log_probs, *top), default=0.0) > 1e-3
     return positive or sum(map(math.exp, top)) > 1.0 + 1e-3 or max(top, default=0.0) < _MIN_TOP
 

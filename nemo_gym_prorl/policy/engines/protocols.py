@@ -108,7 +108,7 @@ class VllmChat(HttpEngine):
                 ids = [int(token["token"].removeprefix("token_id:")) for token in content]
         if prompt_ids is None or ids is None:
             raise Misconfigured(
-                f"{target.url} returned no token ids: it must understand return_token_ids (vLLM 0.10.2 or later)",
+                f"{target.url} returned no token ids: the engine must support return_token_ids (vLLM 0.10.2 or later)",
                 field="policy_base_url",
             )
         return Generation(

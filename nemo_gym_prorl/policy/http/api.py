@@ -168,7 +168,7 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
         """The rollout's turns, or those after an answer, for a server or rollout that continues them."""
         state = runtime.service.rollout(rollout)
         if after is not None and after not in state.answers:
-            raise RolloutGone(f"no answer {after!r} in this rollout", field="after")
+            raise RolloutGone(f"the rollout has no answer {after!r}", field="after")
         told = {"run": state.run, "began": state.began, "waited_s": state.wait.seconds}
         saved = orjson.dumps({**told, "turns": [*saved_turns(state.answers, after)]})
         return Response(saved, media_type="application/json")

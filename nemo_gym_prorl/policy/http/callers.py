@@ -149,7 +149,9 @@ class RolloutUrlMiddleware:
             raise ProblemError(404, "http-404", "control routes do not answer below the URL of a rollout")
         for header in map(decode_header, Headers(scope=scope).getlist("x-rollout-id")):
             if header not in ("", rollout):
-                raise CallerError(f"{header!r} is not {rollout!r} of the URL: leave it out", field="X-Rollout-Id")
+                raise CallerError(
+                    f"{header!r} differs from {rollout!r} in the URL: leave the header out", field="X-Rollout-Id"
+                )
         others = [(name, value) for name, value in scope["headers"] if name != b"x-rollout-id"]
         named = {**scope, "headers": [*others, (b"x-rollout-id", rollout.encode())]}
         if not self._whole:

@@ -117,7 +117,7 @@ def _tokens(item: dict[str, Any], turns: Sequence[LedgerTurn], at: str) -> dict[
     """Remove an item's token fields and return them: a known turn, or the fields of an unknown one."""
     mark, given = item.pop(TURN_MARKER, None), {name: item.pop(name, None) for name in TOKEN_FIELDS}
     if item.pop("routed_experts", None) is not None:
-        raise CallerError("engines do not accept it: leave it out", field=f"{at}.routed_experts")
+        raise CallerError("engines do not accept routed_experts: leave it out", field=f"{at}.routed_experts")
     if mark is not None:
         return {KNOWN_TURN: turns[mark]}
     for name, kinds in zip(TOKEN_FIELDS, ((int,), (int,), (int, float)), strict=True):
@@ -138,7 +138,7 @@ def _only(item: Mapping[str, Any], at: str, texts: Sequence[str], free: Sequence
             raise CallerError("must be a text", field=f"{at}.{name}")
     for name, value in item.items():
         if value is not None and name not in texts and name not in free:
-            raise CallerError("cannot be shown to the policy: leave it out", field=f"{at}.{name}")
+            raise CallerError("is not supported: leave it out", field=f"{at}.{name}")
     if not isinstance(item.get("id"), str | None):
         raise CallerError("must be a text", field=f"{at}.id")
     if item.get("status") not in _STATUSES:
@@ -285,7 +285,7 @@ class TurnRequests:
         try:
             key = orjson.dumps((params, {**more}))
         except orjson.JSONEncodeError as error:
-            raise invalid_body(ValueError(f"it is nested too deep: {error}")) from error
+            raise invalid_body(ValueError(f"the request is nested too deep: {error}")) from error
         if (template := self._templates.get(key)) is not None:
             self._templates.move_to_end(key)
             return template

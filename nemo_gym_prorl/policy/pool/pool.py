@@ -93,7 +93,7 @@ class BackendPool:
             BackendExists: the id is in use.
         """
         if backend_id in self.backends:
-            raise BackendExists(f"there is a backend {backend_id!r} already", field="id")
+            raise BackendExists(f"a backend {backend_id!r} exists already: choose another id", field="id")
         peers = self.of_run(run)
         backend = Backend(backend_id, url, weight_version, self._limit_of(run), self._tick(), run)
         if taking := [peer for peer in peers if peer.takes_new]:
@@ -440,7 +440,7 @@ class BackendPool:
         """
         chosen = self.of_run(run)
         if run is not None and not chosen:
-            raise NoSuchBackend(f"run {run!r} has no backend: register them first", field="run")
+            raise NoSuchBackend(f"run {run!r} has no backend: register one first", field="run")
         return chosen if backend_id is None else [self._get(backend_id)]
 
     def _get(self, backend_id: str) -> Backend:

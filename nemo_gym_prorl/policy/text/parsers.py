@@ -108,7 +108,7 @@ def python_value(node: ast.expr, depth: int = _MAX_DEPTH) -> Any:
         case ast.Dict(keys=keys, values=values):
             names = [python_value(key, depth - 1) if key else None for key in keys]
             if not all(isinstance(name, str) for name in names):
-                raise ValueError("the keys of an object must be texts")
+                raise ValueError("keys of an object must be strings")
             return {str(name): python_value(value, depth - 1) for name, value in zip(names, values, strict=True)}
         case _:
             raise ValueError(type(node).__name__)

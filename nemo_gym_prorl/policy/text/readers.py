@@ -273,7 +273,7 @@ def elements(mark: str, call_end: str, block_end: str) -> Reader:
             value = items if array else fields
         close = f"{mark}</{name}>"
         if end < 0 or not text.startswith(close, end):
-            raise ValueError(f"it does not close the element {name!r}")
+            raise ValueError(f"the element {name!r} is not closed")
         return value, end + len(close)
 
     def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> ReaderResult:
@@ -378,7 +378,7 @@ def gemma(closing: str) -> Reader:
         if text.startswith(_QUOTE, at):
             end = text.find(_QUOTE, at + len(_QUOTE))
             if end < 0:
-                raise _Unterminated("a text does not end")
+                raise _Unterminated("a string is not terminated")
             return text[at + len(_QUOTE) : end], end + len(_QUOTE)
         if text.startswith("{", at):
             return fields(text, at + 1, depth - 1)
@@ -401,7 +401,7 @@ def gemma(closing: str) -> Reader:
         while not text.startswith("}", at):
             key = _KEY.match(text, at)
             if key is None:
-                raise (ValueError if at < len(text) else _Unterminated)("an object does not end")
+                raise (ValueError if at < len(text) else _Unterminated)("an object is not terminated")
             found[key[1].strip()], at = value(text, _skip(text, key.end()), depth)
             at = behind(text, at, "}")
         return found, at + 1
@@ -411,7 +411,7 @@ def gemma(closing: str) -> Reader:
         at = _skip(text, at)
         if text.startswith(end, at) or text.startswith((",", "\n"), at - 1):
             return at
-        raise (ValueError if at < len(text) else _Unterminated)("something else than a value follows a value")
+        raise (ValueError if at < len(text) else _Unterminated)("a separator is missing after a value")
 
     def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> ReaderResult:
         name, unterminated = opening["name"].strip(), False

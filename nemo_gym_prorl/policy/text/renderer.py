@@ -193,7 +193,9 @@ class Renderer:
             raise CallerError(f"no file {chat_template}: name a Jinja template", field="chat_template")
         if "default" not in templates:
             named = f": it has only {', '.join(templates)}" if templates else ""
-            raise CallerError(f"the tokenizer has no chat template{named}; give one", field="chat_template")
+            raise CallerError(
+                f"the tokenizer has no chat template{named}: set policy.chat_template", field="chat_template"
+            )
         tokens = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token")}
         fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
         template = ChatTemplate(templates["default"], templates.get("tool_use"), **tokens)
@@ -363,5 +365,5 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_TOKENIZER_FILES))
     except (OSError, ValueError) as error:
         raise CallerError(
-            f"neither a folder nor a model that can be fetched: {name} ({error})", field="tokenizer"
+            f"neither a folder nor a model that can be downloaded: {name} ({error})", field="tokenizer"
         ) from error

@@ -313,7 +313,9 @@ def _sent_token_fields(message: Message) -> tuple[Sequence[int], Sequence[int], 
         return None
     if len(given) < len(TOKEN_FIELDS):
         missing = next(name for name in TOKEN_FIELDS if name not in given)
-        raise CallerError(f"missing, though {given[0]} is there", field=f"messages.{missing}")
+        raise CallerError(
+            f"missing, but {given[0]} is present: send all token fields or none", field=f"messages.{missing}"
+        )
     prompt, sampled, log_probs = (message[name] for name in TOKEN_FIELDS)
     for name, ids in (("prompt_token_ids", prompt), ("generation_token_ids", sampled)):
         try:
@@ -321,7 +323,9 @@ def _sent_token_fields(message: Message) -> tuple[Sequence[int], Sequence[int], 
         except TokenMismatch as error:
             raise CallerError(str(error), field=f"messages.{name}") from error
     if len(sampled) != len(log_probs):
-        raise CallerError(f"{len(log_probs)} of them for {len(sampled)} tokens", field="messages.generation_log_probs")
+        raise CallerError(
+            f"{len(log_probs)} log-probs for {len(sampled)} tokens", field="messages.generation_log_probs"
+        )
     return prompt, sampled, log_probs
 
 
@@ -372,7 +376,9 @@ def saved_turns(answers: Mapping[str, ConversationNode], after: str | None) -> I
         if behind:
             length = len(before.messages) if before else 0
             if before is not None and (node.messages[:length] != before.messages or len(node.messages) == length):
-                raise CallerError(f"answer {name!r} does not continue the one before: only one line can be saved")
+                raise CallerError(
+                    f"answer {name!r} does not continue the previous one: a rollout with branches cannot be saved"
+                )
             turn = node.turn
             yield {
                 "id": name,
@@ -404,11 +410,11 @@ def restore_turns(history: ConversationIndex, turns: list[SavedTurn]) -> dict[st
         *new, message = saved.messages
         try:
             if message["role"] != "assistant":
-                raise ValueError(f"{message['role']!r} is not the policy")
+                raise ValueError(f"the role must be assistant, not {message['role']!r}")
             turn = history.ledger.append(parent, saved.observed, generation, *saved.weight_versions)
             node = answers[saved.id] = history.record(node, new, message, turn, saved.tools)
         except TokenMismatch as error:
             raise CallerError(f"{saved.id!r}: {error.reason}", field="turns") from error
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise CallerError(f"{saved.id!r} has what is no message: {error!r:.200}", field="turns") from error
+            raise CallerError(f"{saved.id!r} has an invalid message: {error!r:.200}", field="turns") from error
     return answers
