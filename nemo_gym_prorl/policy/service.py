@@ -430,10 +430,10 @@ class PolicyService:
             self._parses_calls.add(url)
         elif generation.finish is Finish.STOP and (name := unparsed_tool_call(parsed.content, self.form, tools)):
             raise Misconfigured(
-                f"{url} returned a call of {name} as the text of a final answer, so its tool parser is off. In NeMo RL set "
-                "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser, start vLLM with "
-                "--enable-auto-tool-choice --tool-call-parser; if its model does not write such calls, correct "
-                "policy.tool_call_parser",
+                f"{url} returned a call of {name} as the text of a final answer, so its tool parser is off. "
+                "In NeMo RL set policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser, "
+                "start vLLM with --enable-auto-tool-choice --tool-call-parser; if the model writes calls otherwise, "
+                "correct policy.tool_call_parser",
                 field="tool_parser",
             )
 

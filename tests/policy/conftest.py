@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.text.formats import FORMATS
 from tests.policy.engines import PROCESSED, tiny_model, vllm
 from tests.policy.runtimes import words_in
@@ -33,6 +34,12 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     log = tmp_path_factory.mktemp("vllm") / "engine.log"
     with vllm(model_folder, log, "--trust-request-chat-template", *PROCESSED) as (url, _):
         yield url
+
+
+@pytest.fixture
+async def connections() -> AsyncIterator[Connections]:
+    async with Connections() as connections:
+        yield connections
 
 
 @pytest.fixture

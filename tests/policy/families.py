@@ -16,7 +16,6 @@ from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 
 
 TEMPLATES = Path(__file__).parent / "templates"
-
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",

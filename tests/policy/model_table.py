@@ -25,8 +25,8 @@ from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate, with_reasoning
 from nemo_gym_prorl.policy.text.turn_boundary import end_of_turn
 from nemo_gym_prorl.policy.text.validate_template import validate_template
+from tests.policy.call_texts import ARGUMENTS, PROPERTIES
 from tests.policy.families import TOOLS as LOOK
-from tests.policy.test_parsers import ARGUMENTS, PROPERTIES
 from tests.policy.tokenizers import tokenizer_of
 from tests.policy.transitions import SHAPES, Setting, Tally, tally_of, transitions
 
@@ -36,8 +36,6 @@ RESULT = "Seenthat"
 _PROPERTIES = {name: {**PROPERTIES[name], "description": name} for name in ARGUMENTS}
 _EDIT = {"description": "Edit.", "parameters": {"type": "object", "properties": _PROPERTIES, "required": ["text"]}}
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "edit", **_EDIT}}]
-
-
 EOS = {
     "ByteDance-Seed-OSS": "<seed:eos>",
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "<|END_OF_TURN_TOKEN|>",
@@ -53,8 +51,6 @@ EOS = {
     "tencent-Hy3": "<｜hy_eos:opensource｜>",
 }
 """Ends of turns that the templates do not spell like a special token, as the models' configurations name them."""
-
-
 SOME: list[Setting] = [(False, 1, False), (True, 1, False, True), (True, 3, True)]
 """Settings for many templates: one of the three has thoughts, and one long texts."""
 

@@ -25,7 +25,6 @@ from nemo_gym_prorl.policy.tokens.conversations import (
 
 
 type Messages = list[dict[str, Any]]
-
 USER = {"role": "user", "content": "q"}
 IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
@@ -97,7 +96,7 @@ class Node:
 
 
 CONTENT = st.sampled_from(["", "a", " a", "b", "a b"])
-REASONING_BLOCK = st.sampled_from([None, "", "t", "u"])
+THOUGHTS = st.sampled_from([None, "", "t", "u"])
 CALLS = st.sampled_from([(), ("new",), ("same",), ("new", "new")])
 OTHERS = st.lists(
     st.sampled_from([USER, {"role": "user", "content": "on"}, {"role": "tool", "content": "r"}]), max_size=2
@@ -140,7 +139,7 @@ def echo(conversation: Messages, manner: dict[str, bool]) -> Messages:
 def looks(messages: Messages) -> ConversationFingerprint:
     visible = ConversationFingerprint()
     for message in messages:
-        visible = visible.then(message)
+        visible = visible.with_message(message)
     return visible
 
 
@@ -173,7 +172,7 @@ def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObjec
             elif match.node.turn.sequence() != base.node.turn.sequence():
                 assert match.ambiguous, "another turn than the one that was meant, and nobody was told"
                 assert not manner["carries"]
-        thought, content, calls = data.draw(REASONING_BLOCK), data.draw(CONTENT), data.draw(CALLS)
+        thought, content, calls = data.draw(THOUGHTS), data.draw(CONTENT), data.draw(CALLS)
         message = said(thought, content, *(f"{call}{next(numbers)}" if call == "new" else call for call in calls))
         # One text may be many token sequences, but never the other way round.
         text = crc32(f"{thought}|{content}|{len(calls)}".encode())
@@ -195,7 +194,7 @@ def test_nothing_after_an_edit_is_taken_for_known(data: st.DataObject, length: i
     nodes: list[ConversationNode] = []
     for index in range(length):
         conversation += [{"role": "user", "content": f"q{index}"}]
-        message = said(data.draw(REASONING_BLOCK), data.draw(CONTENT))
+        message = said(data.draw(THOUGHTS), data.draw(CONTENT))
         nodes.append(sample(history, history.find(conversation), message, [index]))
         conversation.append(message | carried(nodes[-1]))
     sent = echo(conversation, data.draw(manners()) | {"merges": False})
@@ -206,7 +205,8 @@ def test_nothing_after_an_edit_is_taken_for_known(data: st.DataObject, length: i
         sent[edited] = {**sent[edited], "content": "something else"}
     found = history.find([*sent, USER]).node
     last_question = edited // 2
-    invisible = not looks([{"role": "assistant", "content": ""}, conversation[edited]]).said if edited % 2 else False
+    edited_turn = looks([{"role": "assistant", "content": ""}, conversation[edited]])
+    invisible = bool(edited % 2) and not edited_turn.assistant_text
     if not (invisible and len(sent) < len(conversation)):
         assert found is (nodes[last_question - 1] if last_question else None)
 
@@ -224,15 +224,6 @@ def test_tokens_from_elsewhere_are_taken_over_as_one_chain() -> None:
     assert here.ledger.branches == 1
     assert sum(here.ledger.sequences()[0].mask) == 6
     assert here.find([*conversation, USER]).node is match.node
-
-
-def test_tokens_that_a_converter_repeats_are_not_those_of_the_agents_own_words() -> None:
-    history = ConversationIndex()
-    node = sample(history, history.find([USER]), said(None, "a"), [1])
-    own = said(None, "my summary") | carried(node)
-    match = history.find([USER, node.messages[-1] | carried(node), USER, own, USER])
-    assert match.node is node
-    assert match.unsampled == (own,)
 
 
 def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
@@ -295,5 +286,14 @@ def test_what_was_sent_before_changes_nothing_in_what_is_found(
         messages = [USER, *({**one, "role": "assistant"} for one in sampled[:1]), *rest]
         mine, fresh = used.find(messages), begun().find(messages)
         assert (mine.new, mine.ambiguous) == (fresh.new, fresh.ambiguous)
-        assert len(used._steps) <= len(messages)
+        assert len(used._fingerprint_cache) <= len(messages)
         assert (mine.node and mine.node.turn.sampled) == (fresh.node and fresh.node.turn.sampled)
+
+
+def test_tokens_that_a_converter_repeats_are_not_those_of_the_agents_own_words() -> None:
+    history = ConversationIndex()
+    point = sample(history, history.find([USER]), said(None, "a"), [1])
+    own = said(None, "my summary") | carried(point)
+    match = history.find([USER, point.messages[-1] | carried(point), USER, own, USER])
+    assert match.node is point
+    assert match.unsampled == (own,)

@@ -45,7 +45,7 @@ async def test_a_real_engine_is_looked_over(engine_url: str, model_folder: Path)
     ("settings", "name", "said"),
     [
         ({"model": "nope"}, "Engine", "serves tiny, not 'nope'"),
-        ({"tool_call_parser": "mistral"}, "Template", "'mistral' does not read its calls, 'hermes' does"),
+        ({"tool_call_parser": "mistral"}, "Template", "'mistral' does not read the template's calls, 'hermes' does"),
         ({"chat_template": "opened", "tokenizer": None, "engine": "sglang"}, "Engine", "has no /generate"),
         ({"tokenizer": "words"}, "Template", "the tokenizer has no ids for 'Sayone'"),
         ({"tokenizer": "nowhere-at-all"}, "Template", "neither a folder nor a model"),

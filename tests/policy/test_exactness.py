@@ -34,7 +34,6 @@ from tests.policy.families import FAMILIES, TOOLS, Family, some_words
 
 
 pytestmark = pytest.mark.engine
-
 ROLLOUTS = 200
 TURNS = 4
 TOLERANCE = 1e-3
@@ -150,9 +149,9 @@ async def test_the_agent_saw_what_the_tokens_say(runs: list[Run]) -> None:
                 ids.pop()
             text = tokenizer.decode(ids)
             again = parse(text, FORMATS[run.family.tool_format], TOOLS, in_reasoning=opened, cut=cut)
-            thought = again.reasoning and tokenizer.without_special(again.reasoning)
+            thought = again.reasoning and tokenizer.strip_special_tokens(again.reasoning)
             assert (thought, again.calls) == (answer.parsed.reasoning, answer.parsed.calls)
-            assert tokenizer.without_special(again.content) == answer.parsed.content
+            assert tokenizer.strip_special_tokens(again.content) == answer.parsed.content
             if not again.calls and again.reasoning is None:
                 assert again.content == text
 

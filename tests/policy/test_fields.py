@@ -25,7 +25,6 @@ from tests.rollout.serving import serve as serving
 
 type Witness = Callable[[dict[str, Any], dict[str, Any], str], bool]
 """Looks at what the engine was asked, what the caller was told, and the prompt."""
-
 TEMPLATE = """{% if tools %}[tools {{ tools | tojson }}]{% endif %}\
 {% if reasoning_effort is defined %}[effort {{ reasoning_effort }}]{% endif %}\
 {% if enable_thinking is defined %}[enable_thinking {{ enable_thinking }}]{% endif %}\
@@ -87,7 +86,6 @@ DEVELOPER = [{"role": "developer", "content": "be brief"}, *HI]
 FOX = {"id": "abcdefgh1", "type": "function", "function": {"name": "look", "arguments": '{"what": "fox"}'}}
 CALLED = [{"role": "assistant", "tool_calls": [FOX]}, {"role": "tool", "tool_call_id": FOX["id"], "content": "red"}]
 PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
-
 type Row = tuple[str, dict[str, Any], *tuple[Witness, ...]]
 
 
@@ -131,6 +129,10 @@ CHAT: list[Row] = [
         *THINKING_OFF,
     ),
     ("chat_template_kwargs", {"chat_template_kwargs": {"enable_thinking": False}}, *THINKING_OFF),
+    ("metadata.extra_body", {"metadata": {"extra_body": "{"}}),
+    ("metadata.chat_template_kwargs", {"metadata": {"chat_template_kwargs": "[]"}}),
+    ("extra_body", {"metadata": {"extra_body": '{"n": 2}'}}),
+    ("tool_choice", {"tool_choice": "required"}),
     *never(service_tier="flex", store=True, min_p=0.1, modalities=["text", "audio"], web_search_options={}),
     *never(audio={"voice": "ash", "format": "wav"}, prediction={"type": "content", "content": "x"}, verbosity="low"),
     *never(prompt_cache_key="x", no_such_field="x", stream_options={"include_usage": True}),

@@ -42,15 +42,12 @@ pytestmark = [
         reason="this Gym's agents know no URLs of rollouts",
     ),
 ]
-
 TURNS = 3
 ROLLOUTS = 3
 MODEL_SERVER = {"type": "responses_api_models", "name": "policy_model"}
 WEATHER = {"type": "resources_servers", "name": "weather"}
-
 type Agent = tuple[dict[str, Any], str, dict[str, Any]]
 """Its block, the grammar of its calls, and what its rows have of their own."""
-
 THOUGHTS = {"chatml": "", "thinking": r"<think>\n[a-z ]{1,20}\n</think>\n\n"}
 """By template: the grammar of what precedes a call."""
 

@@ -8,7 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
 import pytest
 from hypothesis import given
@@ -16,8 +15,6 @@ from hypothesis import strategies as st
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from packaging.version import Version
 
-from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
-from nemo_gym_prorl.cli.scripted.server import serve as scripted
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.http.turn_requests import answer_fields, messages_of
@@ -29,8 +26,6 @@ from nemo_gym_prorl.policy.tokens.prompt import TURN_MARKER, TokenTextCache, str
 from nemo_gym_prorl.policy.turns import PolicyAnswer
 from nemo_gym_prorl.servers.model_server import ProrlModel
 from tests.policy.runtimes import server
-from tests.policy.test_prorl_model import TOOLS
-from tests.rollout.serving import serve as serving
 
 
 GYM = Version(version("nemo-gym"))
@@ -181,43 +176,3 @@ def test_known_tokens_are_cut_out_and_no_others(steps: list[Any], again: int, cu
         other = body[:at] + (b"1" if body[at : at + 1] != b"1" else b"2") + body[at + 1 :]
         changed = strip_known_tokens(other, ledger, texts)
         assert changed is None or changed[0] != raw
-
-
-async def test_a_caller_is_known_by_its_cookie_or_its_name_and_answered_the_same() -> None:
-    script = {"turns": [{"content": "one"}, {"tool_calls": [{"name": "look", "arguments": {"what": "box"}}]}]}
-    body = {"input": "hi", "tools": TOOLS, "metadata": {"script": orjson.dumps(script).decode()}, "temperature": 1}
-    async with scripted() as engine:
-        made = server(engine, Path(), model=ScriptedConfig().model, policy={})
-        async with serving(made.setup_webserver()) as url:
-            jar = aiohttp.CookieJar(unsafe=True)
-            async with aiohttp.ClientSession(cookie_jar=jar) as http, aiohttp.ClientSession() as named:
-                by_cookie = await _turns(http, url, body, {"Content-Type": "Application/JSON"})
-                assert len(jar) == 1
-                by_name = await _turns(named, url, body, {"X-Rollout-Id": "r"})
-    assert by_name == by_cookie
-    assert [item["type"] for answer in by_name for item in answer["output"]] == ["message", "function_call"]
-
-
-async def _turns(
-    http: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: dict[str, str]
-) -> list[dict[str, Any]]:
-    """Two turns, the second of which sends the first back, without what differs from call to call."""
-    items: list[Any] = [{"role": "user", "content": "hi"}]
-    answers = []
-    for _ in range(2):
-        async with http.post(f"{url}/v1/responses", data=_sent(body, items), headers=_JSON | headers) as response:
-            assert response.status == 200, await response.text()
-            answer = orjson.loads(await response.read())
-        items = [*items, *answer["output"], {"role": "user", "content": "on"}]
-        named = {"id": "", "created_at": 0.0}
-        output = [item | {"id": "", "call_id": ""} for item in answer["output"]]
-        answers.append(answer | named | {"output": output})
-    return answers
-
-
-_JSON = {"Content-Type": "application/json"}
-
-
-def _sent(body: dict[str, Any], items: list[Any]) -> bytes:
-    """A request as Gym's client writes it."""
-    return orjson.dumps(body | {"input": items})

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from nemo_gym_prorl.policy.engines.protocols import ENGINES
 from nemo_gym_prorl.policy.generation import Generation
 from nemo_gym_prorl.policy.http.api import _listing, trajectory
 from nemo_gym_prorl.policy.turns import TurnRequest
-from tests.policy.engines import MODEL, free_port, vllm
+from tests.policy.engines import MODEL, vllm
 from tests.policy.runtimes import hosted
 from tests.policy.scripted_engine import LOGITS, answer_of, is_probe, settings_of
 from tests.rollout.serving import serve as serving
@@ -91,12 +91,6 @@ class Engine:
         if "zqxj" in json.dumps(body) and not self.follows:
             said = said.replace('"zqxj"', '"well"')
         return Response(said, media_type="application/json")
-
-
-@pytest.fixture
-async def connections() -> AsyncIterator[Connections]:
-    async with Connections() as connections:
-        yield connections
 
 
 async def sample(engine: HttpEngine, url: str, sampling: Sampling, **request: Any) -> Generation:
@@ -316,20 +310,6 @@ async def test_a_verdict_ends_with_a_failure_of_the_engine(connections: Connecti
         scripted.status, scripted.mode = 200, RAW
         with pytest.raises(RequestRefused, match="temperature"):
             await sample(engine, url, half)
-
-
-async def test_an_engine_of_another_mode_at_the_same_address_is_noticed(connections: Connections) -> None:
-    engine, port = ENGINES["vllm"](connections, MODEL), free_port()
-    url = f"http://127.0.0.1:{port}"
-    for mode in (PROCESSED_MODE, RAW, PROCESSED_MODE):
-        async with serving(Engine(mode).app("vllm"), port):
-            asked = sample(engine, url, Sampling(4, temperature=0.5))
-            if mode is RAW:
-                with pytest.raises(RequestRefused):
-                    await asked
-            else:
-                assert (await asked).log_prob_mode is mode
-        assert await engine.load(url) is None
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "vllm_chat", "sglang"])

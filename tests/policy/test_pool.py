@@ -20,10 +20,8 @@ from nemo_gym_prorl.policy.pool.backend import (
     Decision,
     GiveUp,
     Health,
-    PrefixBlockCounts,
     Probe,
     blocks_of,
-    tokens_in,
 )
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 
@@ -331,31 +329,6 @@ def test_groups_stay_whole_where_their_prompt_is_long_beside_what_rollouts_own(
     assert len({load.where[load.start("g", tokens=prompt)] for _ in range(32)}) == backends
 
 
-def test_no_prompt_is_worth_that_all_siblings_crowd_one_backend() -> None:
-    load = Load(4)
-    for _ in range(128):
-        load.start("g", tokens=8_000)
-    assert max(load.live().values()) - min(load.live().values()) <= 8_000 / 500 + 1
-
-
-@given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8), st.lists(st.integers(0, 2), max_size=5))
-def test_what_prompts_share_is_counted_once(live: list[list[int]], asked: list[int]) -> None:
-    def prompt(letters: list[int]) -> list[int]:
-        return [letter for letter in letters for _ in range(BLOCK_TOKENS)] + [9] * 10
-
-    holdings = PrefixBlockCounts()
-    for letters in live:
-        holdings.add(blocks_of(prompt(letters)))
-    there = {tuple(letters[:end]) for letters in live for end in range(1, len(letters) + 1)}
-    assert holdings.tokens == len(there) * BLOCK_TOKENS
-    common = sum(tuple(asked[:end]) in there for end in range(1, len(asked) + 1))
-    assert holdings.tokens_of(blocks_of(prompt(asked))) == common * BLOCK_TOKENS
-    assert tokens_in(blocks_of(prompt(asked))) == len(asked) * BLOCK_TOKENS
-    for letters in live:
-        holdings.remove(blocks_of(prompt(letters)))
-    assert holdings.tokens == 0
-
-
 def test_siblings_spread_though_a_large_prompt_is_shared_by_all() -> None:
     load = Load(4)
     for backend_id in load.pool.backends:
@@ -380,13 +353,6 @@ def test_a_rollout_that_must_move_goes_where_it_takes_the_least_room() -> None:
     pool.request(100, mover, "g", 0.0, 70)
     assert pool.backend_of(mover) == "b1"
     assert (pool.backends["b0"].kv_demand, pool.backends["b1"].kv_demand) == (100, 120)
-
-
-def test_a_rollout_that_returns_finds_its_backend() -> None:
-    load = Load(3)
-    names = [load.start() for _ in range(6)]
-    load.pool.finish(names[4])
-    assert load.pool.request(100, names[4]) == [Assign(100, load.where[names[4]], None)]
 
 
 def test_a_failed_backend_is_probed_tried_with_one_request_and_trusted_again() -> None:
@@ -489,18 +455,6 @@ def test_short_rollouts_leave_a_cache_that_overflows_for_one_with_room() -> None
     assert load.turn(short, 60)
     assert not load.turn(short, 60)
     assert (load.pool.backends["b0"].kv_demand, load.pool.backends["b1"].kv_demand) == (420, 260)
-
-
-def test_pausing_drains_and_resuming_names_the_new_weights() -> None:
-    pool = BackendPool()
-    pool.add("a", "http://localhost", "1")
-    pool.request(1, "r1")
-    (backend,) = pool.pause()
-    assert pool.request(2, "r1") == []
-    assert pool.request(3, "r2") == []
-    assert pool.answered(1, 0.0) == []
-    assert not backend.in_flight
-    assert pool.resume(weight_version="2") == [Assign(2, "a", "2"), Assign(3, "a", "2")]
 
 
 def test_turns_wait_as_long_as_anything_of_their_run_is_under_way() -> None:

@@ -27,8 +27,6 @@ from tests.rollout.serving import serve
 
 PREFIX = [5 + (7 * place) % 200 for place in range(1500)]
 """Long enough for several blocks of the cache."""
-
-
 PERTURB = """
 import sys, torch
 from safetensors.torch import load_file, save_file

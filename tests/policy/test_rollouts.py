@@ -18,9 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, serve
-from nemo_gym_prorl.policy.pool.dispatcher import Wait
+from nemo_gym_prorl.policy.pool.dispatcher import WaitClock
 from nemo_gym_prorl.servers.model_server import ProrlModel
-from tests.policy.engines import free_port
 from tests.policy.runtimes import server
 from tests.rollout.serving import serve as serving
 
@@ -107,23 +106,6 @@ async def test_waiting_for_a_backend_and_through_a_pause_is_told_while_it_lasts(
         assert (status, said["errors"][0]["field"]) == (410, "previous_response_id")
 
 
-async def test_waiting_for_the_first_engine_counts_too() -> None:
-    async with client(f"http://127.0.0.1:{free_port()}") as agent:
-        turn = asyncio.create_task(agent.turn("r"))
-        await agent.until(lambda: bool(agent.model._runtime.pool.waiting))
-        await agent.until_waited("r", 0.3)
-        # What such a rollout has is known without an engine, and it can be given up.
-        status, kept = await agent.call("GET", "/v1/rollouts/r/tokens")
-        assert (status, kept["answers"]) == (200, {})
-        given_up = asyncio.create_task(agent.turn("given up"))
-        await agent.until(lambda: agent.model._runtime.pool.waiting == 2)
-        assert (await agent.call("DELETE", "/v1/rollouts/given up"))[0] == 200
-        assert (await given_up)[0] == 410
-        async with serve() as engine:
-            assert (await agent.call("POST", "/v1/backends", {"url": engine}))[0] == 201
-            assert (await turn)[0] == 200
-
-
 async def test_a_server_without_a_policy_of_its_own_waits_for_runs_that_bring_one() -> None:
     async with serve() as engine, client([]) as agent:
         headers = {"X-Rollout-Id": "of a run", "X-Rollout-Run": "x"}
@@ -139,7 +121,7 @@ async def test_a_server_without_a_policy_of_its_own_waits_for_runs_that_bring_on
 @given(moves=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1.0, 2.0, 4.0])), max_size=30))
 def test_time_in_which_several_turns_wait_counts_once(moves: list[tuple[int, float]]) -> None:
     """Four turns begin and end to wait in any order; the clock is the test's."""
-    wait, turns, expected = Wait(), dict[int, contextlib.ExitStack](), 0.0
+    wait, turns, expected = WaitClock(), dict[int, contextlib.ExitStack](), 0.0
     now = 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nemo_gym_prorl.policy.pool.dispatcher.time.monotonic", lambda: now)
@@ -148,26 +130,12 @@ def test_time_in_which_several_turns_wait_counts_once(moves: list[tuple[int, flo
                 turns.pop(turn).close()
             else:
                 turns[turn] = contextlib.ExitStack()
-                turns[turn].enter_context(wait.of_a_turn())
+                turns[turn].enter_context(wait.waiting_turn())
             now += seconds
             expected += seconds if turns else 0.0
             assert wait.seconds == expected
         for turn in turns.values():
             turn.close()
-
-
-async def test_the_tokens_of_complete_turns_outlive_one_that_is_cut_short() -> None:
-    async with serve() as engine, client(engine) as agent:
-        status, first = await agent.turn("r")
-        assert status == 200
-        slow = {"metadata": {"script": '{"turns": [{"content": "a"}, {"content": "x", "latency_s": 600}]}'}}
-        cut = asyncio.create_task(agent.turn("r", previous_response_id=first["id"], **slow))
-        await agent.until(lambda: agent.in_flight == 1)
-        await given_up(cut)
-        status, told = await agent.call("GET", "/v1/rollouts/r/tokens")
-        assert (status, list(told["answers"])) == (200, [first["id"]])
-        assert sum(told["sequences"][0]["mask"]) > 0
-        await agent.until(lambda: not agent.in_flight)
 
 
 SLOW = {"metadata": {"script": '{"turns": [{"content": "x", "latency_s": 600}, {"content": "y"}]}'}}

@@ -42,7 +42,6 @@ PATHS = [
     "/metrics",
     "/healthz",
 ]
-
 ENGINE: dict[str, str] = {}
 
 

@@ -72,16 +72,6 @@ async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
         yield Agent(host.service)
 
 
-async def test_a_turn_that_is_sampled_twice_gives_two_branches_of_one_prompt(agent: Agent) -> None:
-    first = await agent.ask()
-    agent.goes_on(first)
-    second, again = await agent.ask(), await agent.ask()
-    ledger = agent.service.ledger("r")
-    assert second.turn.parent is again.turn.parent is first.turn
-    assert second.turn.prompt() == again.turn.prompt()
-    assert [sum(sequence.mask) for sequence in ledger.sequences()] == [40, 20]
-
-
 async def test_an_agent_may_tidy_up_what_it_was_told(agent: Agent) -> None:
     first = await agent.ask()
     agent.goes_on(first, content=f"  {first.parsed.content} \n")
@@ -204,12 +194,6 @@ async def test_a_template_that_drops_thoughts(tmp_path: Path, history: str, bran
         assert f"prorl_policy_retokenised_tokens_total {retokenised}".encode() in metrics
 
 
-async def test_a_full_context_ends_the_rollout_typed_and_without_tokens(agent: Agent) -> None:
-    agent.messages[0]["content"] = "box " * 30_000
-    answer = await agent.ask()
-    assert (answer.finish, answer.turn, answer.message["content"]) == (Finish.CONTEXT, None, "")
-
-
 async def test_finished_and_forgotten_rollouts_cost_nothing(agent: Agent, tmp_path: Path) -> None:
     await agent.ask()
     pool = agent.service.dispatcher.pool
@@ -297,3 +281,9 @@ async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_bef
         assert other.turn
         assert other.turn.parent is None
         assert agent.service.rollout("r").counts.rewrites == 1
+
+
+async def test_a_full_context_ends_the_rollout_typed_and_without_tokens(agent: Agent) -> None:
+    agent.messages[0]["content"] = "box " * 30_000
+    answer = await agent.ask()
+    assert (answer.finish, answer.turn, answer.message["content"]) == (Finish.CONTEXT, None, "")

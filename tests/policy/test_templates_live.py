@@ -23,7 +23,6 @@ from tests.policy.runtimes import hosted
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
 TOOLS: list[dict[str, Any]] = [
     # The order of keys in which Gym's converter writes them is not vLLM's.
     {"function": {"parameters": {"type": "object", "properties": {}}, "name": "look"}, "type": "function"}

@@ -60,7 +60,7 @@ def test_sequences_hold_every_sampled_token_once(ledger: TokenLedger) -> None:
     assert trained == sum(len(turn.sampled) for turn in ledger.turns)
 
 
-@given(prompt=IDS.filter(bool), render_prompt=IDS, more=IDS, flip=st.integers(0, 20))
+@given(prompt=IDS.filter(bool), first=IDS, more=IDS, flip=st.integers(0, 20))
 def test_a_prompt_that_an_engine_rendered_continues_only_what_it_repeats(
     prompt: list[int], first: list[int], more: list[int], flip: int
 ) -> None:
@@ -71,20 +71,6 @@ def test_a_prompt_that_an_engine_rendered_continues_only_what_it_repeats(
     changed = list(rendered)
     changed[flip % turn.end] += 1
     assert ledger.split_prompt(changed, turn) == (None, changed)
-
-
-def test_weight_versions_are_kept_per_span() -> None:
-    ledger = TokenLedger()
-    turn: LedgerTurn | None = None
-    for version in ("1", "2"):
-        turn = ledger.append(turn, [1], generation([2, 3]), version)
-    (sequence,) = ledger.sequences()
-    assert [(s.start, s.end, s.sampled, s.weight_version) for s in sequence.spans] == [
-        (0, 1, False, None),
-        (1, 3, True, "1"),
-        (3, 4, False, None),
-        (4, 6, True, "2"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -127,3 +113,17 @@ def test_what_cannot_be_a_token_id_is_refused(ids: list[int]) -> None:
     with pytest.raises(TokenMismatch, match="not a token id"):
         ledger.append(None, [1], Generation(ids, [-1.0], Finish.STOP))
     assert not ledger.turns
+
+
+def test_weight_versions_are_kept_per_span() -> None:
+    ledger = TokenLedger()
+    turn: LedgerTurn | None = None
+    for version in ("1", "2"):
+        turn = ledger.append(turn, [1], generation([2, 3]), version)
+    (sequence,) = ledger.sequences()
+    assert [(s.start, s.end, s.sampled, s.weight_version) for s in sequence.spans] == [
+        (0, 1, False, None),
+        (1, 3, True, "1"),
+        (3, 4, False, None),
+        (4, 6, True, "2"),
+    ]

@@ -16,7 +16,6 @@ from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 KINDS = ["bytes", "first", "always", "prepend", "never", "unigram"]
 """Bytes as GPT and Qwen; SentencePiece's space before the first text only (Mistral), before each (older ones), by a
 normalizer (Llama 2, Phi-3), never (Gemma); and the first by likelihood instead of merges."""
-
 _SPECIAL = re.compile(
     r"<\|[^|<>\s]+\|>|<｜[^｜<>]+｜>|\[/?[A-Z_]{3,}\]|<(?:start|end)_of_turn>|</?s>|<\|[a-z_\"]+>|<[a-z_]+\|>"
 )

@@ -176,7 +176,6 @@ class Tally:
         rewritten: history is rewritten.
         noticed: and that is told.
         differences: corrected by the real rendering.
-        injected: a control token that an observation spells is read as one.
     """
 
     right: int = 0
@@ -185,11 +184,6 @@ class Tally:
     rewritten: int = 0
     noticed: int = 0
     differences: int = 0
-    injected: int = 0
-
-    @property
-    def faults(self) -> int:
-        return self.wrong + self.false_rewrites + self.rewritten - self.noticed + self.injected
 
 
 def ids_of(tokenizer: Tokenizer, *parts: str) -> list[list[int]]:
@@ -211,7 +205,7 @@ def tally(source: str, *stops: str, kind: str = "bytes", shapes: Sequence[str] =
 
 def tally_of(renderer: Renderer, ones: Iterator[Transition]) -> Tally:
     """The same of transitions."""
-    tokenizer, counted, spelled = renderer.tokenizer, Tally(), set()
+    tokenizer, counted = renderer.tokenizer, Tally()
     for one in ones:
         prompt, ids, right = ids_of(tokenizer, one.before[-60:], one.sampled, one.right or "")
         got = renderer.render_continuation(
@@ -226,17 +220,4 @@ def tally_of(renderer: Renderer, ones: Iterator[Transition]) -> Tally:
             counted.right += same
             counted.wrong += not same
             counted.false_rewrites += got.rewrites_history
-        if (kind := (one.new[0]["role"], bool(one.tools))) not in spelled:
-            spelled.add(kind)
-            counted.injected += _injected(renderer, one, ids, prompt[-1])
     return counted
-
-
-def _injected(renderer: Renderer, one: Transition, ids: list[int], behind: int) -> int:
-    """How many more control tokens there are where what is observed spells all of them."""
-    special, counts = renderer.tokenizer.special, []
-    for text in ("".join(f"x{name}" for name in special.values()), "x"):
-        new = [{**message, "content": f"{text}{message['content']}"} for message in one.new]
-        got = renderer.render_continuation(one.history, new, one.tools, sampled=ids, finish=one.finish, behind=behind)
-        counts.append(sum(each in special for each in got.ids))
-    return max(counts[0] - counts[1], 0)
