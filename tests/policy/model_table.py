@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Print the table of ``docs/models.md``: which published chat templates the service follows, and how far.
+"""Print the table of ``docs/models.md``: which published chat templates the service supports, and how far.
 
     python -m tests.policy.model_table FOLDER
 
-The folder holds templates as ``.jinja`` files, as llama.cpp collects them. What a model would write is taken from its
-own template. Token ids are those of a byte-level tokenizer with the template's special tokens.
+The folder holds templates as ``.jinja`` files, as llama.cpp collects them. A model's text is taken from its own
+template. Token ids are those of a byte-level tokenizer with the template's special tokens.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ EOS = {
     "Reka-Edge": "<sep>",
     "tencent-Hy3": "<｜hy_eos:opensource｜>",
 }
-"""Ends of turns that the templates do not spell like a special token, as the models' configurations name them."""
+"""End-of-turn tokens that do not look like special tokens, from the models' configurations."""
 SOME: list[Setting] = [(False, 1, False), (True, 1, False, True), (True, 3, True)]
-"""Settings for many templates: one of the three has thoughts, and one long texts."""
+"""Settings for many templates: one of the three has reasoning, and one long texts."""
 
 
 def renderer_of(source: str, kind: str, eos: str = "") -> Renderer:
-    """A template with a tokenizer of a kind that has the template's special tokens and an end of turn."""
+    """Return a template with a tokenizer that has the template's special tokens and an end of turn."""
     if eos:
         tokenizer = tokenizer_of(kind, source, "<s>", names=[eos])
         return Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token=eos))
@@ -69,7 +69,7 @@ def renderer_of(source: str, kind: str, eos: str = "") -> Renderer:
 
 
 def _stops(renderer: Renderer) -> list[str]:
-    """The token at which answers and calls of a template end."""
+    """Return the tokens at which answers and calls of a template end."""
     asked, stops = {"role": "user", "content": "Askone"}, []
     function = {"name": "look", "arguments": '{"what": "Sayone"}'}
     calls = [{"id": "callid001", "type": "function", "function": function}]
@@ -96,7 +96,7 @@ def _stops(renderer: Renderer) -> list[str]:
 
 
 def _seams(renderer: Renderer, eos: str, shapes: Sequence[str], offered: Sequence[Any]) -> Tally:
-    """Turn boundaries of a template. Its models stop at what it writes behind a turn, whoever comes next."""
+    """Tally a template's turn boundaries for models that stop at the template's end of turn."""
     shown = [with_reasoning] if renderer.reasoning_marker != "<think>" else []
     stops = [eos] if eos else _stops(renderer)
     return tally_of(renderer, transitions(renderer.template, stops, shapes, SOME, offered, *shown))
@@ -117,8 +117,7 @@ def _conversation(count: int, content: str, result: str = RESULT) -> list[dict[s
 
 
 def _bodies(renderer: Renderer, count: int) -> Iterator[tuple[str, str]]:
-    """What the template writes of a turn with so many calls, up to each place where the model may end it, and the
-    token that ends it there."""
+    """Yield the template's text of a turn with calls up to each possible end, and the token at that end."""
     messages = _conversation(count, "")
     prompt = renderer.template.render(messages[:1], TOOLS, prompt=True)
     full = renderer.template.render(messages, TOOLS, prompt=True)
@@ -131,7 +130,7 @@ def _bodies(renderer: Renderer, count: int) -> Iterator[tuple[str, str]]:
 
 
 def _read(renderer: Renderer, form: TurnFormat, count: int) -> tuple[str, Parsed] | None:
-    """The first of these that is read as the calls that it was made of."""
+    """Return the first of these texts that is parsed as the original calls."""
     wanted = [("edit", ARGUMENTS), ("edit", {"text": "two"})][:count]
     for cut in (True, False):
         for body, _ in _bodies(renderer, count):
@@ -143,7 +142,7 @@ def _read(renderer: Renderer, form: TurnFormat, count: int) -> tuple[str, Parsed
 
 
 def _cut(form: TurnFormat, body: str) -> bool:
-    """Whether no beginning of the call counts as a whole one."""
+    """Return whether every beginning of the call is parsed as malformed."""
     end = body.index("return {")
     return all(
         not [one for one in parse(body[:length], form, TOOLS, cut=True).calls if not one.malformed]
@@ -160,7 +159,7 @@ def _after_thought(form: TurnFormat, body: str) -> bool:
 
 
 def _empty_result(renderer: Renderer) -> bool:
-    """Whether what follows a call with an empty result is what the template writes behind the token that ended it."""
+    """Return whether the continuation after a call with an empty result equals the template's."""
     messages = [with_reasoning(one) for one in _conversation(1, "", "")]
     full = renderer.template.render(messages, TOOLS, prompt=True)
     special = renderer.tokenizer.special_pattern
@@ -176,7 +175,7 @@ def _empty_result(renderer: Renderer) -> bool:
 
 
 def row(file: Path) -> list[str]:
-    """The cells of one template."""
+    """Return the cells of one template."""
     source, eos = file.read_text(), EOS.get(file.stem, "")
     renderer = renderer_of(source, "bytes", eos)
     try:

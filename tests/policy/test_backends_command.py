@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl backends`` before two running model servers, found by a head server or by their addresses."""
+"""``prorl backends`` with two running model servers, found by a head server or by their addresses."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -20,7 +20,7 @@ ENGINE = "http://127.0.0.1:9/v1"
 
 @pytest.fixture
 async def models() -> AsyncIterator[list[str]]:
-    """The addresses of two model servers without engines; the key is :data:`TOKEN`."""
+    """Yield the addresses of two model servers without engines; the key is :data:`TOKEN`."""
     async with AsyncExitStack() as stack:
         urls = []
         for _ in range(2):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who asks for a turn: names of rollouts as headers and URLs carry them, and callers that hang up."""
+"""The rollout of a request, by header and URL, and cancellation on disconnect."""
 
 import asyncio
 import string
@@ -74,7 +74,7 @@ IDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", fullmatch=True)
 
 
 async def told(raw_path: str, *rollouts: str, whole: bool = False) -> tuple[dict[str, Any] | None, str]:
-    """The request that is passed on for one of this path and these headers, or what is said where it is refused."""
+    """Return the request that is passed on for this path and these headers, or the body of the refusal."""
     passed: list[dict[str, Any]] = []
     sent: list[dict[str, Any]] = []
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which turn a conversation continues, however its agent echoes it."""
+"""Matching conversations to sampled turns, however agents change the messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
 def said(thought: str | None, content: str, *calls: str) -> dict[str, Any]:
-    """An assistant message as the service gives it out; calls by their ids."""
+    """Return an assistant message as the service sends it; calls by their ids."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if thought is not None:
         message["content"] = f"<think>{thought}</think>{content}"
@@ -43,7 +43,7 @@ def said(thought: str | None, content: str, *calls: str) -> dict[str, Any]:
 def sample(
     history: ConversationIndex, match: ConversationMatch, message: dict[str, Any], ids: list[int]
 ) -> ConversationNode:
-    """What the service does after it has found the place: ask an engine, and keep what it sampled."""
+    """Record a sampled turn after a match, as the service does."""
     parent = match.node.turn if match.node else None
     observed = [crc32(json.dumps(match.new).encode())]
     turn = history.ledger.append(parent, observed, Generation(ids, [-1.0] * len(ids), Finish.STOP))
@@ -56,7 +56,7 @@ def carried(node: ConversationNode) -> dict[str, Any]:
 
 
 def merged(messages: Messages) -> Messages:
-    """What Gym's converter makes of neighbouring assistant messages, and of those with nothing to see."""
+    """Merge neighbouring assistant messages and drop empty ones, as Gym's converter does."""
     result: Messages = []
     for is_assistant, run in itertools.groupby(messages, lambda message: message["role"] == "assistant"):
         if not is_assistant:
@@ -71,25 +71,9 @@ def merged(messages: Messages) -> Messages:
     return result
 
 
-def test_a_turn_that_only_thinks_is_not_lost_when_its_message_is_joined_with_the_next() -> None:
-    """Gym's ``simple_agent`` asks on after such a turn, and Gym's converter makes one message of the two."""
-    history = ConversationIndex()
-    first = sample(history, history.find([USER]), said(None, "", "c1"), [1])
-    result = {"role": "tool", "content": "r", "tool_call_id": "c1"}
-    echo: Messages = [USER, first.messages[-1], result]
-    thinks = sample(history, history.find(echo), said("A", ""), [2])
-    echo.append(dict(thinks.messages[-1]))
-    calls = sample(history, history.find(echo), said("B", "", "c2"), [3])
-    echo.append(dict(calls.messages[-1]))
-    assert merged(echo)[-1]["content"] == "<think>A</think><think>B</think>"
-    match = history.find([*merged(echo), result])
-    assert (match.node, match.new) == (calls, (result,))
-    assert calls.turn.parent is thinks.turn
-
-
 @dataclass
 class Node:
-    """A sampled turn, and the conversation up to it in its agent's memory, with the tokens of each turn."""
+    """A sampled turn, and the agent's record of the conversation up to it, with the tokens of each turn."""
 
     node: ConversationNode
     conversation: Messages
@@ -121,7 +105,7 @@ def manners(draw: st.DrawFn) -> dict[str, bool]:
 
 
 def echo(conversation: Messages, manner: dict[str, bool]) -> Messages:
-    """A conversation as an agent of the given manners sends it."""
+    """Return a conversation as an agent of the given manners sends it."""
     result: Messages = []
     for index, message in enumerate(conversation):
         kept = {k: v for k, v in message.items() if manner["carries"] or k not in IDS}
@@ -146,7 +130,7 @@ def looks(messages: Messages) -> ConversationFingerprint:
 @given(data=st.data())
 @settings(max_examples=400)
 def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObject) -> None:
-    """Parallel branches, turns sampled again, and turns that look alike, echoed in every manner."""
+    """Parallel branches, turns sampled again, and turns that look alike, changed in every manner."""
     history = ConversationIndex()
     nodes: list[Node] = []
     numbers = itertools.count()
@@ -227,7 +211,7 @@ def test_tokens_from_elsewhere_are_taken_over_as_one_chain() -> None:
 
 
 def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
-    """An agent that compacts its history keeps the last turn, tokens and all; its prompt is another one now."""
+    """An agent that compacts its history keeps the last turn with its tokens, but the prompt differs."""
     history = ConversationIndex()
     first = sample(history, history.find([USER]), said(None, "long"), [1])
     long = [USER, first.messages[-1] | carried(first), USER]
@@ -252,42 +236,6 @@ def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
 def test_half_of_the_token_fields_is_refused(fields: dict[str, Any], wrong: str) -> None:
     with pytest.raises(CallerError, match=f"messages.{wrong}"):
         ConversationIndex().find([USER, said(None, "a") | fields])
-
-
-texts = st.sampled_from(["", "a", "b", " a "])
-contents = st.one_of(texts, st.none(), st.builds(lambda text: [{"type": "text", "text": text}], texts))
-calls = st.lists(st.sampled_from(['{"x": 1}', '{"x":1}', "{", '{"x": true}']), max_size=2)
-
-
-@st.composite
-def echoed(draw: st.DrawFn) -> dict[str, Any]:
-    """A message as agents may send it."""
-    role = draw(st.sampled_from(["user", "assistant", "tool"]))
-    message: dict[str, Any] = {"role": role, "content": draw(contents)}
-    if role == "assistant":
-        functions = [{"name": "f", "arguments": arguments} for arguments in draw(calls)]
-        message["tool_calls"] = [{"id": "c", "type": "function", "function": function} for function in functions]
-    return message
-
-
-@given(conversations=st.lists(st.lists(echoed(), max_size=6), max_size=6), sampled=st.lists(echoed(), max_size=3))
-def test_what_was_sent_before_changes_nothing_in_what_is_found(
-    conversations: list[Messages], sampled: Messages
-) -> None:
-    def begun() -> ConversationIndex:
-        history, match = ConversationIndex(), ConversationMatch(None, (USER,))
-        for number, message in enumerate(sampled):
-            node = sample(history, match, {**message, "role": "assistant"}, [number])
-            match = ConversationMatch(node, (USER,))
-        return history
-
-    used = begun()
-    for rest in conversations:
-        messages = [USER, *({**one, "role": "assistant"} for one in sampled[:1]), *rest]
-        mine, fresh = used.find(messages), begun().find(messages)
-        assert (mine.new, mine.ambiguous) == (fresh.new, fresh.ambiguous)
-        assert len(used._fingerprint_cache) <= len(messages)
-        assert (mine.node and mine.node.turn.sampled) == (fresh.node and fresh.node.turn.sampled)
 
 
 def test_tokens_that_a_converter_repeats_are_not_those_of_the_agents_own_words() -> None:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl doctor --policy-url``: one line for each thing that would fail later, with its fix."""
+"""``prorl doctor --policy-url``: one line for each defect that a rollout would meet, with its fix."""
 
 from __future__ import annotations
 

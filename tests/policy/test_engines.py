@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Engines over the wire: wrong answers, connections that end, engines that are swapped, and protocols of engines that
-cannot run here."""
+"""Engines over HTTP: wrong answers, dropped connections, replaced engines, and protocols of engines that need a GPU."""
 
 from __future__ import annotations
 
@@ -57,17 +56,10 @@ from tests.rollout.serving import serve as serving
 
 
 async def first_call(engine_url: str, **config: Any) -> Generation:
-    """The first turn of a freshly configured policy."""
+    """Sample the first turn of a new policy."""
     async with hosted(engine_url, **config) as host:
         request = TurnRequest("r", [{"role": "user", "content": "hi"}], sampling=Sampling(max_tokens=8))
         return (await host.service.turn(request)).turn
-
-
-@pytest.mark.engine
-async def test_a_prompt_with_ids_that_the_engine_does_not_know(engine_url: str, connections: Connections) -> None:
-    engine = VllmCompletions(connections, MODEL)
-    with pytest.raises(RequestRefused, match="out of vocabulary"):
-        await engine.generate(engine_url, SampleRequest([4_000_000], Sampling(max_tokens=1)))
 
 
 @pytest.mark.engine
@@ -149,7 +141,7 @@ async def test_missing_and_broken_log_probs_never_reach_the_ledger(words: str, l
     ],
 )
 def test_what_a_row_must_not_ask_for(wrong: dict[str, Any], field: str) -> None:
-    """Each would end as a rollout that looks well: without a turn, or with tokens that were sampled otherwise."""
+    """Each of these would yield a valid-looking rollout without a turn, or with tokens of another distribution."""
     with pytest.raises(CallerError) as refused:
         Sampling(**wrong)
     assert refused.value.field == field
@@ -157,7 +149,7 @@ def test_what_a_row_must_not_ask_for(wrong: dict[str, Any], field: str) -> None:
 
 @pytest.mark.parametrize("number", ["1e999", "e"])
 async def test_gauges_that_are_no_numbers_are_no_load(connections: Connections, number: str) -> None:
-    """One that raised would end the reports of all backends."""
+    """An exception would end the load reports of all backends."""
     app = FastAPI()
     gauges = f"vllm:num_requests_waiting {number}\nvllm:kv_cache_usage_perc 1\n"
     app.add_api_route("/metrics", lambda: Response(b"\xff\n" + gauges.encode()))
@@ -167,7 +159,7 @@ async def test_gauges_that_are_no_numbers_are_no_load(connections: Connections, 
 
 @pytest.mark.parametrize("ids", [[1, 7], [9_999, 7, 1]])
 async def test_an_id_without_text_is_the_policys_act(words: str, ids: list[int]) -> None:
-    """The padding of an embedding can be sampled; sampling again until it is not would be a selection."""
+    """The policy can sample embedding padding; sampling again would select by content."""
     said = completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)})
     seen: list[dict[str, Any]] = []
     async with (
@@ -184,14 +176,14 @@ async def test_an_id_without_text_is_the_policys_act(words: str, ids: list[int])
 
 
 class Told(dict[str, Any]):
-    """A message that says when it is gone."""
+    """A message that supports weak references."""
 
 
 @pytest.mark.parametrize("status", [200, 503])
 async def test_a_rollout_that_is_over_holds_nothing_until_the_collector_comes(
     words: str, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Which comes rarely: an engine that is away for minutes would fill the memory with prompts."""
+    """The garbage collector runs rarely, so reference cycles would fill the memory with prompts."""
     caplog.set_level(logging.CRITICAL)  # what is captured is kept
     said = completion() if status == 200 else Response("no", status_code=status)
     async with (
@@ -240,7 +232,7 @@ async def policy_before(engine: ScriptedEngine, folder: Path) -> AsyncIterator[P
 async def test_an_engine_swapped_between_two_turns_is_noticed_before_its_ids_are_kept(
     tmp_path: Path, protocol: str
 ) -> None:
-    """Another server at the same port, without a turn that fails in between, but with a load report."""
+    """Another server takes the port between two turns; only a load report fails meanwhile."""
     old, new, port = ScriptedEngine(ONE), ScriptedEngine(OTHER), free_port()
     async with policy_at(f"http://127.0.0.1:{port}", tmp_path, engine=protocol) as service:
         url = service.dispatcher.pool.backends["backend0"].url
@@ -258,7 +250,7 @@ async def test_an_engine_swapped_between_two_turns_is_noticed_before_its_ids_are
 async def test_an_engine_is_asked_for_no_more_than_its_context_whenever_it_is_met(
     tmp_path: Path, left: int | None
 ) -> None:
-    """A router that has no engine yet says nothing; a context of nothing is no rollout's end."""
+    """A router without engines reports no context length, and a length of 0 does not end a rollout."""
     engine = ScriptedEngine(ONE, context=left)
     async with policy_before(engine, tmp_path) as service:
         if not left:
@@ -280,7 +272,7 @@ IDS = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=4), min_size=1,
 
 
 def _parts(stretches: list[list[int]]) -> list[bytes]:
-    """A list in JSON, in as many parts as there are stretches, an empty one, and its end."""
+    """Return a JSON list in one part per stretch, with an empty part and the closing bracket."""
     texts = [b",".join(b"%d" % one for one in stretch) for stretch in stretches]
     return [b"[" + texts[0], *(b"," + text for text in texts[1:]), b"", b"]"]
 
@@ -297,11 +289,11 @@ def test_an_echo_is_left_out_if_it_is_the_same_to_the_byte(sent: list[list[int]]
 
 
 class Server:
-    """Says what it is told to.
+    """TCP server with fixed answers.
 
     Args:
-        answers: one for each request of a connection; ``None`` ends it instead.
-        ends: whether a connection ends after these.
+        answers: one per request of a connection; ``None`` closes the connection instead.
+        ends: whether a connection closes after the last answer.
     """
 
     def __init__(self, *answers: bytes | None, ends: bool = False) -> None:
@@ -376,7 +368,7 @@ async def test_nobody_there_and_headers_that_would_be_two() -> None:
 
 
 async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
-    """Each connection gives two answers and is closed when it is used again, as an engine's idle limit may have it."""
+    """Each connection gives two answers and closes at the third request, as an engine's idle limit may."""
     asked: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -441,7 +433,7 @@ async def test_nemo_rl_is_told_the_prefix_and_keeps_it() -> None:
 
 
 async def test_experts_of_a_mixture_are_kept_by_turn() -> None:
-    """Of what is new, and of the token before, which the engine has read by then."""
+    """A turn's experts cover its new tokens and the token before them."""
     async with serving(nemo_rl_server([], mixture=True)) as url, hosted(f"{url}/v1", engine="nemo_rl") as host:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
         for _ in range(2):

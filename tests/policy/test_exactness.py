@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""200 rollouts against a real vLLM: what the trainer gets is what was sampled, to the token and to the log-prob."""
+"""200 rollouts on a real vLLM: training data equals the sampled tokens and log-probs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOLERANCE = 1e-3
 
 @dataclass
 class Run:
-    """One rollout, as its agent saw it and as the ledger kept it."""
+    """One rollout, with the agent's messages and the service's answers."""
 
     family: Family
     service: PolicyService
@@ -51,7 +51,7 @@ class Run:
     answers: list[PolicyAnswer] = field(default_factory=list)
 
     async def play(self, rng: random.Random) -> None:
-        """An ordinary agent: looks where the policy says, complains of broken calls, asks on after an answer."""
+        """Play an ordinary agent that executes calls, reports broken calls, and asks on after an answer."""
         self.messages.append({"role": "user", "content": some_words(rng)})
         for _ in range(TURNS):
             sampling = Sampling(max_tokens=64, temperature=1.0, seed=rng.getrandbits(31))
@@ -72,7 +72,7 @@ def runs(engine_url: str, model_folder: Path) -> list[Run]:
 
 
 async def play_all(engine_url: str, model_folder: Path) -> list[Run]:
-    """All rollouts, a few dozen at a time, over all template families in turn."""
+    """Play all rollouts, 32 at a time, over all template families."""
     tokenizer = Tokenizer(FastTokenizer.from_file(str(model_folder / "tokenizer.json")))
     gate = asyncio.Semaphore(32)
     async with contextlib.AsyncExitStack() as stack:
@@ -107,7 +107,7 @@ def renderer_of(run: Run) -> Renderer:
 
 
 async def teacher_forced(session: aiohttp.ClientSession, url: str, ids: list[int]) -> list[float]:
-    """The log-prob of each token given those before it, from the engine; 0 for the first."""
+    """Return the engine's log-prob of each token given the tokens before it; 0 for the first."""
     body = {"model": MODEL, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
     async with session.post(f"{url}/v1/completions", json=body) as response:
         scored = (await response.json())["choices"][0]["prompt_logprobs"]

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""No field of a request is dropped in silence: one request for each field, route and kind of engine.
+"""Every field of every route is served or refused by name, for each kind of engine.
 
-A field is *served* if the engine is told it, or prompt or answer show it: one of a row's witnesses says so. It is
-*refused* if a 4xx names it. A row without witnesses must be refused.
+A field is *served* if the engine's request, the prompt or the answer shows it, as one of the row's witnesses checks.
+It is *refused* if a 4xx names it. A row without witnesses must be refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.rollout.serving import serve as serving
 
 
 type Witness = Callable[[dict[str, Any], dict[str, Any], str], bool]
-"""Looks at what the engine was asked, what the caller was told, and the prompt."""
+"""Checks the engine's request, the answer and the prompt."""
 TEMPLATE = """{% if tools %}[tools {{ tools | tojson }}]{% endif %}\
 {% if reasoning_effort is defined %}[effort {{ reasoning_effort }}]{% endif %}\
 {% if enable_thinking is defined %}[enable_thinking {{ enable_thinking }}]{% endif %}\
@@ -90,7 +90,7 @@ type Row = tuple[str, dict[str, Any], *tuple[Witness, ...]]
 
 
 def same(**fields: Any) -> list[Row]:
-    """Fields that engines have under the same name."""
+    """Return rows of fields that engines have under the same name."""
     return [(name, {name: value}, told(name, value)) for name, value in fields.items()]
 
 
@@ -175,7 +175,7 @@ MESSAGES: list[Row] = [
 
 
 class Engine(ScriptedEngine):
-    """Calls twice where the prompt has tools."""
+    """Engine that writes two calls if the prompt has tools."""
 
     def say(self, body: dict[str, Any]) -> str:
         return CALL * 2 if "[tools" in self.tokenizer.decode(body["prompt"]) else "ok"

@@ -47,13 +47,13 @@ ROLLOUTS = 3
 MODEL_SERVER = {"type": "responses_api_models", "name": "policy_model"}
 WEATHER = {"type": "resources_servers", "name": "weather"}
 type Agent = tuple[dict[str, Any], str, dict[str, Any]]
-"""Its block, the grammar of its calls, and what its rows have of their own."""
+"""Configuration block, grammar of the calls, and additional fields of the rows."""
 THOUGHTS = {"chatml": "", "thinking": r"<think>\n[a-z ]{1,20}\n</think>\n\n"}
-"""By template: the grammar of what precedes a call."""
+"""Grammar of the text before a call, by template."""
 
 
 def servers(policy_url: str, name: str, **settings: Any) -> dict[str, Any]:
-    """Gym's agent and its smallest example, over our model server."""
+    """Return the model server, and Gym's agent with its smallest example."""
     return {
         "policy_model": instance(
             "responses_api_models",
@@ -85,7 +85,7 @@ def assert_chain(items: list[dict[str, Any]]) -> None:
 
 
 def called(name: str, argument: str) -> str:
-    """The grammar of a call in the format of the template."""
+    """Return the grammar of a call in the template's format."""
     arguments = rf'\{{"{argument}": "echo [a-z]{{1,9}}"\}}'
     return rf'\n<tool_call>\n\{{"name": "{name}", "arguments": {arguments}\}}\n</tool_call>'
 
@@ -205,7 +205,7 @@ async def test_the_chain_of_an_agent_that_knows_its_url(
 
 
 def check_gyms_capture(folder: Path, index: int, response: dict[str, Any], sequence: dict[str, Any]) -> None:
-    """What Gym's own trainer would be handed: our tokens, one chain, not masked."""
+    """Check that Gym's trainer receives the same tokens as one unmasked chain."""
     from nemo_gym.token_id_capture import trajectories_for_rollout
 
     built = trajectories_for_rollout(f"7-{index}", [folder], verified_response=response)

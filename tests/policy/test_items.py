@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Items and messages as Gym's own converter makes them, and tokens known by their bytes."""
+"""Items and messages equal those of Gym's own converter, and known tokens are recognised by their bytes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_messages_are_those_of_gyms_converter(model: ProrlModel, items: list[dic
 
 
 def test_each_sampled_turn_is_a_message_of_its_own() -> None:
-    """Gym's converter would join the first to the second."""
+    """Gym's converter would join the first two."""
     tokens = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-0.5]}
     said = {"role": "assistant", "content": "a"}
     items = [

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs that are kept belong to the distribution that was sampled from, or the request is refused by field."""
+"""Log-probs belong to the sampled distribution, or the request is refused by field."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 class Engine:
-    """Answers each request as an engine of this mode does.
+    """Engine with log-probs of one mode.
 
     Attributes:
-        mode: of its log-probs.
-        logits: after every prompt.
-        own_temperature: the only one that it samples at, as NeMo RL's server does.
-        status: of its answers.
-        follows: whether it follows a grammar.
-        turns: the settings of requests that are no probes.
-        probes: how many probes came.
+        mode: mode of its log-probs.
+        logits: logits after every prompt.
+        own_temperature: the only accepted temperature, as in NeMo RL's server.
+        status: status of its answers.
+        follows: whether it follows grammars.
+        turns: settings of requests that are not probes.
+        probes: number of probes.
     """
 
     def __init__(self, mode: str, logits: dict[int, float] | None = None) -> None:
@@ -252,7 +252,7 @@ async def test_nemo_rl_is_probed_under_its_own_sampling(connections: Connections
 async def test_a_prompt_without_a_verdict(
     connections: Connections, logits: dict[int, float], mode: dict[str, LogProbMode] | None
 ) -> None:
-    """A model that always begins alike, as those that think do, is probed by a bias."""
+    """A model with one likely beginning, as of reasoning, is probed by a bias."""
     for protocol in ("vllm", "vllm_chat"):
         engine, scripted = ENGINES[protocol](connections, MODEL), Engine(PROCESSED_MODE, logits)
         async with serving(scripted.app(protocol)) as url:
@@ -372,13 +372,10 @@ async def test_the_mode_is_told() -> None:
 # Real engines
 
 
-THINKS = ("--reasoning-parser", "qwen3")
-
-
 @pytest.fixture(scope="module")
 def raw_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A vLLM with its default log-probs, and with a reasoning parser."""
-    with vllm(model_folder, tmp_path_factory.mktemp("raw") / "log", *THINKS) as (url, _):
+    """URL of a vLLM with its default log-probs."""
+    with vllm(model_folder, tmp_path_factory.mktemp("raw") / "log") as (url, _):
         yield url
 
 
@@ -427,17 +424,3 @@ async def test_a_real_engine_with_processed_log_probs(engine_url: str, connectio
         assert log_prob == pytest.approx(log_sigmoid(gap if token == 20 else -gap), abs=1e-4), settings
     for settings in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}, {"temperature": 0.0}):
         assert (await _next(engine, engine_url, 20, 21, **settings))[1] == 0.0
-
-
-@PROTOCOLS
-async def test_a_real_engine_that_waits_for_the_end_of_a_thought(
-    raw_url: str, engine_url: str, connections: Connections, protocol: str
-) -> None:
-    engine = ENGINES[protocol](connections, MODEL)
-    for name, value in FIELDS[:2]:
-        with pytest.raises(RequestRefused, match="reasoning-parser") as refused:
-            await sample(engine, raw_url, Sampling(8, extra={name: value}))
-        assert refused.value.field.removeprefix("extra_body.") == name
-    assert (await sample(engine, raw_url, Sampling(8))).ids
-    followed = await sample(engine, engine_url, Sampling(8, extra={"structured_outputs": {"choice": ["ab", "cd"]}}))
-    assert followed.text in ("ab", "cd")

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Thoughts, content and calls in every format: each JSON type, several calls, cut and malformed ones, markers inside
-arguments; and calls that an engine left in a final answer."""
+"""Reasoning, content and calls in every format, and calls that an engine left in a final answer."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from tests.rollout.serving import serve as serving
 
 NAMES = [name for name in FORMATS if name != "plain"]
 UNCLOSED = {"llama3_json", "mistral", "pythonic", "granite", "openai"}
-"""Formats in which a call's last bracket is its end."""
+"""Formats whose calls end with their last bracket."""
 
 
 def _read(text: str, name: str, **more: Any) -> tuple[str | None, str, list[tuple[str, Any]]]:
@@ -316,7 +315,7 @@ def test_no_text_breaks_a_parser_and_text_without_calls_is_content(text: str, na
 
 @pytest.mark.parametrize("name", NAMES)
 def test_long_texts_take_linear_time(name: str) -> None:
-    """Each of these took minutes, were a pattern quadratic; the time limit of the test is the check."""
+    """Quadratic patterns would take minutes and exceed the test's time limit."""
     pieces = [" " * 200_000, "<" * 100_000, written(name, [("look", {})])[:12] * 20_000, "<parameter=a>" * 10_000]
     pieces += ["<arg_key>a</arg_key>" * 10_000, '{"' * 50_000, "[" * 100_000, "<tool_call>" * 20_000]
     pieces += ["<function=" * 10_000, "<invoke name=" * 10_000, "<|tool_call>call:1{<tool_call|>" * 3_000]
@@ -362,7 +361,7 @@ def test_a_call_at_the_end_is_left_over_and_talk_about_calls_is_not(content: str
 
 
 def engine(*turns: dict[str, Any]) -> FastAPI:
-    """Takes turns apart itself, and says these."""
+    """Return an engine that parses turns itself, with these turns."""
     left = iter(turns)
 
     def answer(body: dict[str, Any]) -> Any:
@@ -392,7 +391,7 @@ PARSED = {
     ("kind", "name"), [("nemo_rl", "hermes"), ("vllm_chat", "qwen3_coder"), ("nemo_rl", "mistral")]
 )
 async def test_an_engine_without_its_parser_is_an_error_of_the_deployment(kind: str, name: str) -> None:
-    """`tool_call_parser` is the format in which a call is looked for; with `plain` none is."""
+    """`tool_call_parser` names the format to look for; `plain` looks for none."""
     said = {"content": written(name, [("look", {"what": "é"})])}
     async with (
         serving(engine(said, said)) as url,
@@ -432,7 +431,9 @@ ORACLE = [
     *("deepseek_v41", "glm45", "kimi_k2", "kimi_k3", "minimax_m2", "minimax_m3", "minicpm5", "gemma4", "granite"),
     *("apertus", "lfm2"),
 ]
-"""Formats that vLLM reads by a parser of the same name. It trims Seed-OSS's values, which the template does not."""
+"""Formats that vLLM's parser of the same name reads alike; its parser trims Seed-OSS's values, its template does not.
+
+"""
 
 
 @pytest.mark.engine
@@ -457,7 +458,7 @@ def test_calls_are_read_as_by_vllms_own_parsers() -> None:
 
 @pytest.mark.engine
 def test_whatever_vllms_own_parser_leaves_is_no_error_of_the_deployment() -> None:
-    """Else a policy would be sampled again for what it says."""
+    """Otherwise a policy would be sampled again because of its content."""
     pieces = ["<tool_call>", "</tool_call>", '{"name": "look", ', '"arguments": ', '{"what": "é"}', "{}", "}", "NaN"]
     pieces += ['"parameters": ', '"name": "look"', "```", "`", "\n", '"\x01"', "1e400", "'", "text", CALL, " "]
     chance = random.Random(0)

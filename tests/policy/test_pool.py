@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The backend pool under arbitrary schedules."""
+"""The backend pool under arbitrary events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATIENCE_S = 5.0
 UNREACHABLE_S = 30.0
 RUNS = (None, "x")
 PROMPT = 2 * BLOCK_TOKENS
-"""Tokens of every rollout's first prompt in the machine: a block that all share, and one of its group."""
+"""Tokens of every rollout's first prompt: one block that all share, and one block of its group."""
 
 
 def run_of(rollout: str) -> str | None:
@@ -43,13 +43,13 @@ def prompt_of(group: int) -> list[int]:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Drives a pool with events in any order and holds every decision against what it may decide."""
+    """Sends events to a pool in any order and checks every decision."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BackendPool(limit=LIMIT, patience_s=PATIENCE_S, unreachable_s=UNREACHABLE_S)
         self.idle_since: dict[str | None, float] = {}
-        """Since when nothing of a run has been under way."""
+        """Time since which a run has had no turn in flight."""
         self.now = 0.0
         self.tickets: dict[int, str] = {}
         self.waiting: list[int] = []
@@ -251,7 +251,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(name in paused for name in waiting if run_of(name) in roomy)
 
     def teardown(self) -> None:
-        """With a good backend and all others gone, everything ends."""
+        """With one good backend per run, every ticket ends."""
         for run in RUNS:
             self.carry_out(self.pool.clear(run))
             self.carry_out(self.pool.add(f"last of {run}", "http://localhost", None, run))
@@ -282,7 +282,7 @@ class Load:
             self.pool.add(f"b{index}", "http://localhost")
 
     def start(self, group: str | None = None, tokens: int = 0, prompt: Sequence[int] | None = None) -> str:
-        """A rollout whose prompt nobody has but its group, unless another prompt is given."""
+        """Start a rollout whose prompt only its group shares, unless a prompt is given."""
         self.count += 1
         name = f"r{self.count}"
         prompt = prompt or [int.from_bytes((group or name).encode()[:7])] * tokens
@@ -293,7 +293,7 @@ class Load:
         return name
 
     def turn(self, name: str, tokens: int = 0, seconds: Callable[[str], float] = lambda _: 0.0) -> bool:
-        """One more turn, as long as its backend says; whether the rollout moved for it."""
+        """Run one more turn of the backend's duration; return whether the rollout moved."""
         self.count += 1
         self.now += 100.0
         (assign,) = self.pool.request(self.count, name, None, self.now, tokens)

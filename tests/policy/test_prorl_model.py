@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The model server: whose turn a request is, what agents send back, malformed calls, errors and keys."""
+"""The model server: identification of rollouts, agents' messages, malformed calls, errors and keys."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def modelled(
     finish: str = "stop",
     **deployment: object,
 ) -> AsyncIterator[tuple[str, ScriptedEngine]]:
-    """The URL of a model server before an engine that says these texts."""
+    """Yield the URL of a model server, and its engine, which answers these texts."""
     engine = ScriptedEngine(BYTES, texts, finish=finish)
     policy = {"engine": "vllm", "tokenizer": saved(folder, BYTES, template)}
     async with serving(engine.app()) as upstream:
@@ -100,8 +100,10 @@ def assert_chain(turns: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("recorded", [False, True])
 async def test_a_url_is_a_rollout_on_all_three_routes(recorded: bool, tmp_path: Path) -> None:
-    """Of callers that know nothing but their base URL: no cookie, no header, no token ids sent back. Where Gym records
-    calls, they go another way: through its application."""
+    """Callers know only their base URL and send no cookie, header or token ids.
+
+    If Gym records calls, requests go through Gym's application.
+    """
     deployment = {"observability_enabled": True, "model_call_capture_dir": str(tmp_path)} if recorded else {}
     deployment |= {"token_id_capture": {"enabled": recorded, "dir": str(tmp_path)}}
 
@@ -148,7 +150,7 @@ def test_an_engine_that_is_to_stage_tokens_is_refused() -> None:
 async def test_the_server_is_not_steered_below_the_url_of_a_rollout(
     http: aiohttp.ClientSession, url: str, path: str
 ) -> None:
-    """An agent is handed that, and no more."""
+    """Agents receive this URL."""
     for below in (f"{url}/ng-rollout/r9", f"{url}/ng-rollout/r9/training-token-capture"):
         async with http.get(URL(below + path, encoded=True)) as response:
             assert response.status == 404
@@ -192,7 +194,7 @@ ODD = [THINKS, BLANK, NOTHING, CALLS]
 
 
 class Simple:
-    """An agent as Gym's ``simple_agent``: results for calls, and otherwise the same again with what came last."""
+    """Agent like Gym's ``simple_agent``: sends results for calls, and asks on after the last turn otherwise."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, name: str, *, carries: bool) -> None:
         self._http = http
@@ -213,7 +215,7 @@ class Simple:
 
 @pytest.mark.parametrize("carries", [True, False], ids=["with ids", "without ids"])
 async def test_odd_turns_stay_in_the_chain(http: aiohttp.ClientSession, tmp_path: Path, carries: bool) -> None:
-    """One chain where that can be known, else a doubt that is counted; each sampled token once, none from text."""
+    """Empty and reasoning-only turns stay in one chain or count as ambiguous; no sampled token is tokenised again."""
     scripts = list(itertools.permutations(ODD, 3))
     texts = (f"{text}<|im_end|>" for script in scripts for text in (CALLS, *script, CALLS, "the end"))
     async with modelled(tmp_path, texts, THINKING) as (url, _):
@@ -233,7 +235,7 @@ async def test_odd_turns_stay_in_the_chain(http: aiohttp.ClientSession, tmp_path
 
 
 def thinking() -> Iterator[str]:
-    """An engine's turns that think and call twice, and then answer."""
+    """Yield turns with reasoning and a call twice, and then an answer."""
     for turn in (1, 2):
         yield f"<think>\nhm {turn}\n</think>\n\n{FAMILIES['thinking'].call % turn}<|im_end|>"
     yield "Done.<|im_end|>"
@@ -246,7 +248,7 @@ async def assert_straight(http: aiohttp.ClientSession, url: str) -> None:
 
 
 async def test_messages_take_their_own_thinking_blocks_back(http: aiohttp.ClientSession, tmp_path: Path) -> None:
-    """Their signature is empty, since no open model signs; Claude Code sends that back on its second turn."""
+    """Claude Code returns thinking blocks with the empty signature that it received."""
     tool = {"name": "look", "description": "", "input_schema": LOOK[0]["function"]["parameters"]}
     body: dict[str, Any] = {"model": "m", "max_tokens": 999, "tools": [tool]}
     body["messages"] = [{"role": "user", "content": "?"}]
@@ -291,7 +293,7 @@ async def test_chat_completions_take_a_thought_under_every_name(
 
 
 def test_a_thought_of_somebody_else_is_shown_to_the_policy() -> None:
-    """Under both names, as vLLM 0.32 gives it to templates."""
+    """The template sees reasoning under both names, as in vLLM."""
     template = (
         "{% for m in messages %}{{ m.role }}{{ m.content }}[{{ m.reasoning }}|{{ m.reasoning_content }}]{% endfor %}"
     )

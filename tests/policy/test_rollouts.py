@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent may ask about its rollout while turns wait, run, are cut short or are forgotten."""
+"""State of a rollout while its turns wait, run, are cancelled or are forgotten."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.rollout.serving import serve as serving
 
 
 class Client:
-    """An agent's side of one model server."""
+    """An agent's client of one model server."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, model: ProrlModel) -> None:
         self._http = http
@@ -48,7 +48,7 @@ class Client:
         return float(said["waited_s"])
 
     async def until_waited(self, rollout: str, more_than_s: float) -> float:
-        """How long it has waited, as soon as that is more than so much."""
+        """Return the waiting time as soon as it exceeds a limit."""
         async with asyncio.timeout(60):
             while (waited := await self.waited(rollout)) <= more_than_s:
                 await asyncio.sleep(0.01)
@@ -120,7 +120,7 @@ async def test_a_server_without_a_policy_of_its_own_waits_for_runs_that_bring_on
 
 @given(moves=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1.0, 2.0, 4.0])), max_size=30))
 def test_time_in_which_several_turns_wait_counts_once(moves: list[tuple[int, float]]) -> None:
-    """Four turns begin and end to wait in any order; the clock is the test's."""
+    """Four turns start and stop waiting in any order, on a clock of the test."""
     wait, turns, expected = WaitClock(), dict[int, contextlib.ExitStack](), 0.0
     now = 0.0
     with pytest.MonkeyPatch.context() as patch:
@@ -192,7 +192,7 @@ async def test_weights_are_labelled_without_a_pause() -> None:
 
 @pytest.mark.parametrize("name", ["ü-ß", "日本", "a b", "100%", "%41", "x" * 200, "a/b", "."])
 async def test_ids_of_any_script_keep_their_tokens(name: str) -> None:
-    """A name that no path can hold is refused: its tokens could not be asked for, nor its slot given back."""
+    """Names that no path can contain are refused, because their tokens could not be read."""
     async with serve() as engine, client(engine) as agent:
         coded = quote(name, safe="")
         if name in ("a/b", "."):

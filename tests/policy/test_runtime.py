@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""From the start of the policy side to its first turn: what ends the start, what is waited for, what backends are, who
-gets which key, and whose fault a failure is; backends of several runs."""
+"""From the start of the policy side to its first turn: invalid configurations, missing engines, keys, and runs."""
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ def vllm() -> FastAPI:
 
 
 async def test_an_engine_that_nobody_named_is_vllm_or_refused(words: str, caplog: pytest.LogCaptureFixture) -> None:
-    """By tokens where there are any. Chat completions alone are NeMo RL's, which would sample after other tokens."""
+    """With a tokenizer the default is vLLM by tokens. An engine with chat completions only is NeMo RL's."""
     async with serving(nemo_rl_server([])) as url:
         async with hosted(url) as host:
             with pytest.raises(Misconfigured, match=r"policy\.engine: .* has no /v1/completions, .* not 'vllm_chat'"):
@@ -183,7 +182,7 @@ async def test_a_refused_sampling_parameter_is_the_requests_fault_and_takes_noth
 
 
 async def test_an_engine_without_health_comes_back_after_it_was_gone(caplog: pytest.LogCaptureFixture) -> None:
-    """And its log says why turns wait, once."""
+    """The log states once why turns wait."""
     port = free_port()
     async with hosted(f"http://127.0.0.1:{port}", engine="nemo_rl") as host:
         asked = await answer_later(host)

@@ -1,13 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The scripted policy: the prefix chain over arbitrary scripts and conversations, and its routes over real HTTP."""
+"""The scripted policy: the prefix chain over arbitrary scripts, and its routes over HTTP."""
 
 from __future__ import annotations
 
-import asyncio
-import re
-import signal
-import sys
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -30,7 +26,7 @@ turns = st.fixed_dictionaries({"content": st.none() | words, "tool_calls": tool_
 
 
 def assistant_message(turn: text.ScriptTurn, index: int) -> dict:
-    """A turn as a client sends it back."""
+    """Return a turn as a client sends it back."""
     calls = [
         {
             "id": text.call_id(index, i),
@@ -43,7 +39,7 @@ def assistant_message(turn: text.ScriptTurn, index: int) -> dict:
 
 
 def observations(message: dict, content: str) -> list[dict]:
-    """What follows a turn: tool results, or a user's word where there were no calls."""
+    """Return the messages after a turn: tool results, or a user's message if there were no calls."""
     results = [{"role": "tool", "tool_call_id": call["id"], "content": content} for call in message["tool_calls"]]
     return results or [{"role": "user", "content": content}]
 
@@ -116,7 +112,7 @@ QUESTION = {"role": "user", "content": "What is there?"}
 
 
 class Client:
-    """A few lines of HTTP around one policy."""
+    """HTTP client of one policy."""
 
     def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
         self.session = session
@@ -139,7 +135,7 @@ async def client() -> AsyncIterator[Client]:
 
 
 def observed(message: dict) -> list[dict]:
-    """The message and a result for each of its calls."""
+    """Return the message and a result for each of its calls."""
     return [
         message,
         *({"role": "tool", "tool_call_id": call["id"], "content": "fine"} for call in message["tool_calls"]),
@@ -215,22 +211,3 @@ async def test_a_wrong_request_gets_a_clear_400(client, fields, message):
     answer = await client.post("/v1/chat/completions", {"messages": [QUESTION], **fields}, status=400)
     assert message in answer["error"]["message"]
     assert answer["error"]["code"] == 400
-
-
-async def test_as_a_process_it_names_its_address_and_stops_on_interrupt():
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from nemo_gym_prorl.cli.app import main; main()", "scripted"),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
-        assert "no language model" in line
-        async with aiohttp.ClientSession() as session:
-            client = Client(session, re.search(r"http://127\.0\.0\.1:\d+/v1", line)[0])
-            assert (await client.chat([QUESTION]))["model"] == MODEL_NAME
-        process.send_signal(signal.SIGINT)
-        await asyncio.wait_for(process.wait(), 60)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()

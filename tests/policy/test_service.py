@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Agents of all manners against one policy service: what they send, and what the ledger makes of it."""
+"""Agents of all manners on one policy service: their messages, and the resulting ledger."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.rollout.serving import serve as serving
 
 
 class Agent:
-    """Sends its conversation, whole."""
+    """Agent that sends its whole conversation."""
 
     def __init__(self, service: PolicyService, name: str = "r") -> None:
         self.service = service
@@ -48,7 +48,7 @@ class Agent:
 THINKING = TEMPLATES / "thinking.jinja"
 BYTES = tokenizer_of("bytes", *(path.read_text() for path in TEMPLATES.glob("*.jinja")), "<|im_end|>", "</s>")
 TWENTY = Sampling(max_tokens=20)
-"""The engine says twenty letters that the prompt determines."""
+"""The scripted engine answers twenty letters that the prompt determines."""
 
 
 def text_of(template: Path) -> str:
@@ -57,7 +57,7 @@ def text_of(template: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def started(folder: Path, template: Path = THINKING, **config: Any) -> AsyncIterator[PolicyRuntime]:
-    """A policy before an engine of its own."""
+    """Yield a policy with an engine of its own."""
     tokenizer = saved(folder, BYTES, text_of(template))
     async with (
         serving(ScriptedEngine(BYTES, finish="length").app()) as url,
@@ -97,7 +97,7 @@ async def test_only_what_is_new_may_be_sent(agent: Agent) -> None:
 
 
 def restored(service: PolicyService, name: str, after: str | None = None) -> SavedRollout:
-    """What is kept of a rollout, as it goes over the wire."""
+    """Return a saved rollout after a round trip over JSON."""
     state = service.rollout(name)
     turns = [*saved_turns(state.answers, after)]
     return SavedRollout.model_validate_json(orjson.dumps({"run": None, "began": state.began, "turns": turns}))
@@ -265,7 +265,7 @@ async def test_branches_are_counted_by_their_reason(tmp_path: Path) -> None:
 
 
 async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_before(tmp_path: Path) -> None:
-    """How a prompt was written is known for as long as its rollout: written once more, it would have today's words."""
+    """The record of a prompt is kept; rendering the prompt again would use the new variables."""
     template = tmp_path / "template.jinja"
     template.write_text("{{ greeting or 'none' }}\n" + (TEMPLATES / "chatml.jinja").read_text())
     async with started(tmp_path, template=template, history="branch") as host:

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between two turns is what the template says, for templates of every kind; templates that cannot be
-followed are refused by name at the start.
-"""
+"""The text between two turns is exactly the template's, for templates of every kind."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ def test_every_transition_of_a_template_that_rewrites_nothing(name: str, stops: 
     ("name", "stop"), [("chatml", "<|im_end|>"), ("numbered", "</s>"), ("brackets", "</s>"), ("worded", "\n### End")]
 )
 def test_what_follows_a_turn_is_encoded_as_what_continues_a_text(kind: str, name: str, stop: str) -> None:
-    """SentencePiece puts a space before the beginning of a text; what an observation spells is no beginning."""
+    """SentencePiece puts a space before the beginning of a text, but not before an observation."""
     counted = tally(source(name), stop, kind=kind, shapes=["ac"])
     assert counted.wrong == counted.differences == 0
     assert counted.right >= 32
@@ -166,7 +164,7 @@ def test_rewritten_history_is_noticed(name: str, turn: Message, new: Message, th
 
 
 def test_only_what_is_new_is_tokenised_late_in_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rendering all of it as text is what tells the turn boundary, and is cheap; tokens are not."""
+    """The turn boundary needs the whole text, but tokens of new messages only."""
     chat = FAMILIES["thinking"].renderer(tokenizer_of("bytes", source("thinking")))
     history = [USER, *[call_message("x" * 1000), {**RESULT, "content": "y" * 1000}] * 40, call_message("z")]
     encoded, encode = [], chat.tokenizer.encode_observed
@@ -205,7 +203,7 @@ SHOUTING = (
 
 
 def test_what_the_real_rendering_says_corrects_the_stand_ins_and_is_counted() -> None:
-    """This template's end of turn depends on what was said, which no stand-in can show."""
+    """This template's end of turn depends on the turn's content, which no placeholder can show."""
     chat = renderer(SHOUTING, "<|user|>", "<|assistant|>", "<|end|>")
     for text, differs in (("a", False), (" a", True)):
         sampled = chat.tokenizer.encode(f"{text}<|end|>")
@@ -247,7 +245,7 @@ def test_a_turn_that_ended_otherwise_than_the_template_would_end_it_ends_once(
 
 
 def test_a_header_is_no_end_of_turn() -> None:
-    """Some templates end no turn at all; their models stop at the token that opens the next message."""
+    """Some templates end no turn; their models stop at the token that opens the next message."""
     chat = renderer("{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}", "<|user|><|tool|>")
     sampled = chat.tokenizer.encode("a<|user|>")
     result = {"role": "tool", "tool_call_id": "1", "content": "r"}
@@ -272,7 +270,7 @@ def test_a_stop_string_is_no_part_of_the_answer() -> None:
 
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_the_end_of_a_turn_is_there_once_before_an_empty_message(role: str) -> None:
-    """Apriel 1.6 writes a call otherwise than its policy does, and ends a turn only before another message."""
+    """Apriel 1.6's template writes calls differently from its policy, and ends a turn only before another message."""
     calls = "{% for c in m.tool_calls %}[{{ c.function.arguments.a }}]{% endfor %}"
     end = "{% if m.role == 'assistant' and not loop.last %}{{ '\n<|end|>\n' }}{% endif %}"
     written = "{{ '<|' + m.role + '|>' + m.content }}" + calls + end
@@ -285,7 +283,7 @@ def test_the_end_of_a_turn_is_there_once_before_an_empty_message(role: str) -> N
 
 
 async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path) -> None:
-    """And thoughts lose special tokens as contents do."""
+    """Special tokens are removed from reasoning as from content."""
     tokenizer = tokenizer_of("bytes", SHOUTING, "<|user|>", "<|assistant|>", "<|end|>")
     engine = ScriptedEngine(tokenizer, iter(["<think>hm<|user|>m</think> a<|end|>", " a<|end|>", "b<|end|>"]))
     folder, messages, thoughts = saved(tmp_path, tokenizer, SHOUTING), [USER], []
@@ -394,7 +392,7 @@ def test_the_rows_own_control_tokens_are_its_authors() -> None:
 
 
 def test_markers_that_only_the_template_knows_as_controls_are_text_in_results_of_tools() -> None:
-    """Some models' markers of roles are added tokens which nobody marked as special."""
+    """Some models' role markers are added tokens that are not marked as special."""
     text = "{% for m in messages %}{{ '<role>' + m.content }}{% endfor %}"
     chat = renderer(text)
     chat.tokenizer._fast.add_tokens(["<role>", "<h1>"])

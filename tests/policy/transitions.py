@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between two turns, for any template: every transition of many conversations, and what is right there.
+"""Turn boundaries of any template: transitions of many conversations, each with the correct text.
 
-What is right is said by the template alone: its rendering of the whole conversation, cut behind what the policy would
-have sampled. Where that rendering does not begin with the prompt of the turn, or has no thought of it, the template
-rewrites history, and there is no right answer.
+The correct text comes from the template alone: its rendering of the whole conversation, cut after the policy's text.
+If that rendering does not begin with the turn's prompt, or lacks the turn's reasoning, the template rewrites history,
+and there is no correct text.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from tests.policy.tokenizers import tokenizer_of
 
 
 SHAPES = ["aa", "ac", "ca", "cc", "ta", "tc"]
-"""Turns of a conversation before its last answer: an answer, a call, or two calls at once."""
+"""Turns before the last answer: ``a`` is an answer, ``c`` a call, ``t`` two calls at once."""
 type Setting = tuple[bool, int, bool] | tuple[bool, int, bool, bool]
 SETTINGS: list[Setting] = [(False, 1, False), (True, 1, True), (False, 3, True), (True, 3, False)]
-"""System message or none, questions asked before, short texts or long ones: each pair of these is in one of them."""
+"""System message or none, number of questions, and short or long texts; every pair of values occurs."""
 THOUGHT_TEXT = "hm {}"
-"""What the policy thinks before the turn of that number, where it thinks."""
+"""Reasoning before the turn of that number."""
 
 
 @dataclass(frozen=True)
 class Transition:
-    """A turn, what came after it, and what is right between them.
+    """A turn, the messages after it, and the correct text between them.
 
     Attributes:
         history: the conversation up to and including the turn.
-        new: what others said after it.
-        tools: what the turn was offered.
-        before: the turn's prompt as the template writes it.
-        sampled: what the policy sampled.
-        finish: why it ended.
-        right: what the template writes after that; ``None`` where it rewrites history.
+        new: the messages after it.
+        tools: the offered tools.
+        before: the turn's prompt as the template renders it.
+        sampled: the sampled text.
+        finish: why sampling ended.
+        right: the template's text after that; ``None`` if it rewrites history.
     """
 
     history: Sequence[dict[str, Any]]
@@ -59,7 +59,7 @@ class Transition:
 def conversations(
     shape: str, system: bool, questions: int, long: bool, thinks: bool = False
 ) -> Iterator[list[dict[str, Any]]]:
-    """One conversation of the shape; its turns are numbered, so that no two of them say the same."""
+    """Yield one conversation of the shape, with numbered texts so that all turns differ."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Be kind."}] if system else []
     number = itertools.count()
 
@@ -109,8 +109,10 @@ def transitions(
     offered: Sequence[Sequence[dict[str, Any]]] = ((), TOOLS),
     shown: Callable[[Any], Any] = lambda message: message,
 ) -> Iterator[Transition]:
-    """The last two turns of every conversation, where the template takes it: stopped by themselves and cut short,
-    as the template writes them and a little otherwise (a space more)."""
+    """Yield the last two turns of every conversation that the template accepts.
+
+    Each turn is stopped or cut, and written as by the template or with one more space.
+    """
     for shape, setting, tools in itertools.product(shapes, settings, offered):
         for messages in conversations(shape, *setting):
             messages = [shown(message) for message in messages]
@@ -167,15 +169,15 @@ def _transition(
 
 @dataclass
 class Tally:
-    """Transitions of one template.
+    """Counts of one template's transitions.
 
     Attributes:
-        right: to the token what the template says.
-        wrong: not.
-        false_rewrites: told as a rewriting of history, which it is not.
-        rewritten: history is rewritten.
-        noticed: and that is told.
-        differences: corrected by the real rendering.
+        right: exact matches.
+        wrong: mismatches.
+        false_rewrites: rewrites reported without cause.
+        rewritten: transitions at which the template rewrites history.
+        noticed: rewrites that were reported.
+        differences: boundaries corrected by the rendering of the real conversation.
     """
 
     right: int = 0
@@ -187,7 +189,7 @@ class Tally:
 
 
 def ids_of(tokenizer: Tokenizer, *parts: str) -> list[list[int]]:
-    """The ids of each part of a text as they are in the whole text."""
+    """Return the ids of each part of a text as they are in the whole text."""
     texts = [""]
     for part in parts:
         texts.append(texts[-1] + part)
@@ -197,14 +199,14 @@ def ids_of(tokenizer: Tokenizer, *parts: str) -> list[list[int]]:
 
 
 def tally(source: str, *stops: str, kind: str = "bytes", shapes: Sequence[str] = SHAPES, **tokens: str) -> Tally:
-    """How many transitions of a template are right, to the token; ``stops`` are what models of its kind stop at."""
+    """Tally the transitions of a template; ``stops`` are the end-of-turn tokens of its models."""
     tokenizer = tokenizer_of(kind, source, *stops, *tokens.values())
     renderer = Renderer(tokenizer, ChatTemplate(source, **tokens))
     return tally_of(renderer, transitions(renderer.template, stops, shapes))
 
 
 def tally_of(renderer: Renderer, ones: Iterator[Transition]) -> Tally:
-    """The same of transitions."""
+    """Tally transitions."""
     tokenizer, counted = renderer.tokenizer, Tally()
     for one in ones:
         prompt, ids, right = ids_of(tokenizer, one.before[-60:], one.sampled, one.right or "")

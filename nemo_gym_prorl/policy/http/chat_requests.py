@@ -81,7 +81,7 @@ def turn_request(
 
 
 def completion(answer: PolicyAnswer, model: str, *, tokens: bool, logprobs: bool) -> dict[str, Any]:
-    """Return an answer of chat completions.
+    """Return a chat completions response for an answer.
 
     Args:
         answer: the sampled turn.
