@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Engines over HTTP: wrong answers, dropped connections, replaced engines, and protocols of engines that need a GPU."""
+"""Engines over HTTP: wrong answers, dropped connections, replaced engines, and protocols of GPU engines."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym 0.7's own harness agents, as they are, before a real engine: all that they know of a rollout is its URL.
+"""Gym 0.7's own harness agents, unchanged, on a real engine; they know a rollout only by its URL.
 
-One for each route: Gym's own loop asks for responses, mini-swe-agent (through litellm, in a sandbox of ours) for chat
-completions, Claude Code for messages, as streams. The policy knows nothing, so the engine holds it to calls of the
-agent's tool by a grammar; what is scored in the end, no row here has.
+There is one agent for each route: Gym's own loop uses Responses, mini-swe-agent (through litellm, in a sandbox) uses
+chat completions, and Claude Code uses Messages as streams. The tiny policy is untrained, so a grammar forces calls of
+the agent's tool.
 
-Each agent runs with a template without thoughts and with one that drops thoughts before the latest question. Three
-turns have one question, so the template keeps all thoughts and ``rewrites`` is 0.
+Each agent runs with a template without reasoning, and with one that drops reasoning before the latest question. Three
+turns have one question, so the template keeps all reasoning and ``rewrites`` is 0.
 """
 
 from __future__ import annotations

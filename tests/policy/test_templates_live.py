@@ -84,7 +84,7 @@ class Agent:
 
 
 def ended(sampled: str, end: str) -> str:
-    """Return a sampled text with the template's end; this model ends its turns by any token that it knows as an end."""
+    """Return a sampled text with the template's end; this model ends turns by any known end token."""
     found = re.search(r"(<[^<>]+>)$", sampled)
     if found is None or end.startswith(found[0]) or found[0] == "</tool_call>":
         return sampled
