@@ -43,7 +43,7 @@ HI = [{"role": "user", "content": "hi"}]
     ("policy", "said"),
     [
         ({"tokenizer": "{tmp}/nowhere"}, "tokenizer"),
-        ({"engine": "vllm"}, "tokenizer: engine 'vllm' takes tokens"),
+        ({"engine": "vllm"}, "tokenizer: engine 'vllm' needs a tokenizer"),
         ({"tokenizer": "{words}", "chat_template": "{tmp}/none.jinja"}, "chat_template: no file"),
         ({"tool_call_parser": "xml"}, "tool_call_parser: 'xml' is none of"),
         ({"api_key": ["one", "two"]}, "api_key: 2 keys for 1 backends"),

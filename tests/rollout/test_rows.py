@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.routed_experts import continued, last_rows
 from nemo_gym_prorl.policy.generation import Finish, Generation, validate_generation
-from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
-from nemo_gym_prorl.policy.tokens.ledger import Turn as LedgerTurn
+from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn, TokenLedger
 from nemo_gym_prorl.rollout.rows import MAX_DEPTH, Turn, check_row, packed, put_tokens, read_json, take_tokens
 from nemo_gym_prorl.rollout.schemas import TurnView
 
