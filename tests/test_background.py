@@ -32,7 +32,7 @@ from nemo_gym_prorl.sandbox.supervisor import server as supervisor_server
 from nemo_gym_prorl.sandbox.supervisor.server import Supervisor
 from nemo_gym_prorl.tasks.sessions import Sessions
 from tests.fleet.fleets import Changing, service
-from tests.policy.hosts import hosted
+from tests.policy.runtimes import hosted
 from tests.prorl_code.conftest import build
 from tests.rollout.serving import serve
 

@@ -77,7 +77,7 @@ NOT_RUN = {
     "prorl serve": "starts Ray and containers; its own tests run it",
     "prorl fleet": "needs services; tests/fleet has them",
     "prorl backends": "needs model servers; tests/policy/test_backends_command.py has two",
-    "prorl scripted": "listens on a port that may be taken; its own tests run it",
+    "prorl scripted": "listens on a port that may be taken; tests/setup/test_readme.py runs it",
 }
 """Commands that are not run here, and why. They are parsed: each option must exist."""
 

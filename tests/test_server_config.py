@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from nemo_gym_prorl.agent.gym_environments import ServiceConfig
-from nemo_gym_prorl.policy.host import PolicyConfig
+from nemo_gym_prorl.policy.runtime import PolicyConfig
 from nemo_gym_prorl.rollout.schemas import SubmitRequest
 from nemo_gym_prorl.servers.agent_server import ProRLAgentConfig
 from nemo_gym_prorl.servers.model_server import ProrlModelConfig

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from nemo_gym_prorl.cli.doctor_checks import Check, Level, examine
-from nemo_gym_prorl.policy.fitness import examine_engine
-from nemo_gym_prorl.policy.host import PolicyConfig
+from nemo_gym_prorl.policy.engine_checks import check_engine
+from nemo_gym_prorl.policy.runtime import PolicyConfig
 
 
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
@@ -58,4 +58,4 @@ def _printable(text: str) -> str:
 
 
 async def _of_policy(config: PolicyConfig) -> list[Check]:
-    return [Check(one.name, Level(one.level), one.found, one.fix) async for one in examine_engine(config)]
+    return [Check(one.name, Level(one.level), one.found, one.fix) async for one in check_engine(config)]

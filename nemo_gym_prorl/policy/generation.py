@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine sampled in one go, and what it takes to be believed."""
+"""One generation of an engine, and its validation."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class Finish(StrEnum):
     LENGTH = "length"
     """The request's ``max_tokens`` were used up."""
     CONTEXT = "context"
-    """The prompt left no room in the engine's context: nothing was sampled."""
+    """The prompt left no room in the engine's context, so nothing was sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine sampled for one prompt.
+    """An engine's sample for one prompt.
 
     Attributes:
-        ids: the sampled token ids, with the end-of-turn token if the model wrote one.
+        ids: the sampled token ids, including the end-of-turn token if the model wrote one.
         log_probs: natural logarithm of each sampled token's probability, as long as ``ids``.
-        finish: why it ended.
-        cached_tokens: how many prompt tokens came from the prefix cache; ``None`` where the engine does not tell.
+        finish: why sampling ended.
+        cached_tokens: number of prompt tokens from the prefix cache; ``None`` if the engine does not report it.
         prompt_ids: the prompt as the engine saw it, from engines that render messages themselves.
         message: the assistant message as the engine parsed it, from engines that parse themselves.
-        routed_experts: of each token of prompt and sample, from engines that tell
+        routed_experts: experts of each token of prompt and sample, from engines that report them
             (:mod:`~nemo_gym_prorl.http.routed_experts`).
         log_prob_mode: the distribution that the log-probs belong to (:class:`.LogProbMode`).
-        top: log-probs of the first position's most probable tokens, where the request asks for them.
-        text: what the engine decoded; of a message, the part behind the thought.
+        top: log-probs of the first position's most probable tokens, if the request asks for them.
+        text: the text that the engine decoded; of a message, the part after the reasoning.
     """
 
     ids: Sequence[int]
@@ -53,26 +53,26 @@ class Generation:
     text: str = ""
 
 
-_ROUNDING = 1e-3
-"""What engines of low precision put on top of a probability of 1."""
+_MAX_LOG_PROB = 1e-3
+"""Largest accepted log-prob; engines of low precision round slightly above probability 1."""
 
 
-def checked(generation: Generation) -> Generation:
-    """A generation, once it is known to consist of token ids and log-probs: what it holds is trained on.
+def validate_generation(generation: Generation) -> Generation:
+    """Return a generation after checking its token ids and log-probs, which are trained on.
 
     Raises:
-        ValueError: it does not. Missing log-probs are for the ledger to refuse.
+        ValueError: an id or log-prob is invalid. Missing log-probs are left to the ledger.
     """
     for ids in (generation.ids, generation.prompt_ids or ()):
         if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0):
-            raise ValueError("a token id that is no number from 0 up")
+            raise ValueError("a token id is not a non-negative integer")
     if generation.routed_experts is not None:
         rows = RoutedExperts.read(generation.routed_experts).rows
         if rows != (tokens := len(generation.prompt_ids or ()) + len(generation.ids)):
-            raise ValueError(f"routed_experts have {rows} rows for {tokens} tokens")
-    if set(map(type, generation.log_probs)) == {float} and max(generation.log_probs) <= _ROUNDING:
-        return generation  # as nearly all are
+            raise ValueError(f"routed_experts has {rows} rows for {tokens} tokens")
+    if set(map(type, generation.log_probs)) == {float} and max(generation.log_probs) <= _MAX_LOG_PROB:
+        return generation  # fast path of nearly all generations
     for one in generation.log_probs:
-        if one is not None and (type(one) not in (int, float) or one > _ROUNDING):
+        if one is not None and (type(one) not in (int, float) or one > _MAX_LOG_PROB):
             raise ValueError(f"{one!r:.100} is not the logarithm of a probability")
     return generation

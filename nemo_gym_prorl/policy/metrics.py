@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics of the policy side, one registry per server so that several can live in one process."""
+"""Prometheus metrics of the policy side, with one registry per server so that one process can run several."""
 
 from __future__ import annotations
 
@@ -14,38 +14,41 @@ from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.http.applications import LoopMetrics
 from nemo_gym_prorl.policy.generation import Generation
 from nemo_gym_prorl.policy.pool.backend import Backend, Health
-from nemo_gym_prorl.policy.pool.dispatcher import Placed
+from nemo_gym_prorl.policy.pool.dispatcher import PlacedResult
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 
-_OF_BACKENDS: Mapping[str, tuple[str, Callable[[Backend], float]]] = {
-    "live_rollouts": ("Rollouts that live there", lambda backend: len(backend.live)),
-    "live_tokens": ("Tokens of their prompts, shared ones once", lambda backend: backend.kv_demand),
+_BACKEND_GAUGES: Mapping[str, tuple[str, Callable[[Backend], float]]] = {
+    "live_rollouts": ("Live rollouts of the backend", lambda backend: len(backend.live)),
+    "live_tokens": (
+        "Tokens of the live rollouts' prompts, shared prefixes counted once",
+        lambda backend: backend.kv_demand,
+    ),
     "in_flight": ("Requests in flight", lambda backend: len(backend.in_flight)),
-    "held": ("Turns that wait for this very backend", lambda backend: len(backend.held)),
+    "held": ("Turns that wait for the backend of their rollout", lambda backend: len(backend.held)),
     "up": ("1 while the backend serves", lambda backend: backend.health is Health.UP),
-    "limit": ("Live rollouts allowed there", lambda backend: backend.limit),
+    "limit": ("Maximum of live rollouts", lambda backend: backend.limit),
 }
-_OF_ROLLOUTS: Mapping[str, tuple[str, str]] = {
-    "rewrites": ("history_rewrites", "Turns whose template would rewrite history"),
+_ROLLOUT_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "rewrites": ("history_rewrites", "Turns at which the template would rewrite history"),
     "differences": (
         "template_differences",
-        "Turns after which the template writes otherwise than stand-ins for them showed; corrected",
+        "Turns whose boundary the rendering of the real conversation corrected",
     ),
     "neutralised": (
         "neutralised_tokens",
-        "Control tokens that observations spelled, encoded as ordinary text",
+        "Control tokens in observations, encoded as ordinary text",
     ),
-    "unreadable": ("unreadable_tokens", "Sampled ids that the tokenizer has no text for"),
-    "ambiguous": ("ambiguous_turns", "Turns that continue one of several that look the same to the agent"),
-    "retokenised": ("retokenised_tokens", "Sampled tokens that were tokenised again"),
+    "unreadable": ("unreadable_tokens", "Sampled ids without text in the tokenizer"),
+    "ambiguous": ("ambiguous_turns", "Turns whose parent was ambiguous (identical visible histories)"),
+    "retokenised": ("retokenised_tokens", "Sampled tokens that were tokenised again from text"),
 }
-"""By the field of :class:`.Counts`."""
+"""Metric name and help text by the field of :class:`.RolloutCounters`."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class PolicyMetrics:
-    """Counters of a policy service, and gauges and counters read from its pool."""
+    """Counters of a policy service, and metrics read from its pool."""
 
     def __init__(self, pool: BackendPool, loops: BackgroundLoops | None = None) -> None:
         self._pool = pool
@@ -55,7 +58,7 @@ class PolicyMetrics:
         at = ("backend", "run")
         self._of_backends = {
             Gauge(f"prorl_policy_{name}", told, at, registry=registry): value
-            for name, (told, value) in _OF_BACKENDS.items()
+            for name, (told, value) in _BACKEND_GAUGES.items()
         }
         self._waiting = Gauge("prorl_policy_waiting", "Turns that wait for a backend", ("run",), registry=registry)
         registry.register(self)
@@ -67,7 +70,7 @@ class PolicyMetrics:
         )
         self._queued = Histogram(
             "prorl_policy_queue_seconds",
-            "Seconds until a backend was free",
+            "Seconds a turn waited for a backend",
             ("run",),
             registry=registry,
             buckets=_SECONDS,
@@ -77,7 +80,7 @@ class PolicyMetrics:
         )
         self.counts = {
             field: Counter(f"prorl_policy_{name}", told, registry=registry)
-            for field, (name, told) in _OF_ROLLOUTS.items()
+            for field, (name, told) in _ROLLOUT_COUNTERS.items()
         }
         self.forks = Counter(
             "prorl_policy_forks",
@@ -86,7 +89,9 @@ class PolicyMetrics:
             registry=registry,
         )
 
-    def turn(self, placed: Placed[Generation], seconds: float, prompt_tokens: int, run: str | None = None) -> None:
+    def turn(
+        self, placed: PlacedResult[Generation], seconds: float, prompt_tokens: int, run: str | None = None
+    ) -> None:
         """Count one turn of a run."""
         generation = placed.result
         prompt = len(generation.prompt_ids) if generation.prompt_ids is not None else prompt_tokens
@@ -98,9 +103,9 @@ class PolicyMetrics:
         self._queued.labels(run or "").observe(placed.queued_s)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yield the counters that the pool keeps, as Prometheus reads them."""
+        """Yield the pool's counters for Prometheus."""
         failovers = CounterMetricFamily(
-            "prorl_policy_failovers", "Requests that failed there", labels=("backend", "run")
+            "prorl_policy_failovers", "Requests that failed on the backend", labels=("backend", "run")
         )
         for backend in self._pool.backends.values():
             failovers.add_metric((backend.id, backend.run or ""), backend.failovers)
@@ -110,11 +115,11 @@ class PolicyMetrics:
         )
 
     def finished(self, branches: int) -> None:
-        """Count one forgotten rollout."""
+        """Count one rollout that was forgotten."""
         self._branches.observe(branches)
 
     def exposition(self) -> bytes:
-        """The metrics in Prometheus text format."""
+        """Return the metrics in Prometheus text format."""
         for gauge in (*self._of_backends, self._waiting):
             gauge.clear()
         for backend in self._pool.backends.values():

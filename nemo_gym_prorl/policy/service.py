@@ -1,15 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""One call per turn: messages in, the policy's next message out, tokens kept.
+"""The policy service: one call per turn, with messages in, the policy's next message out, and tokens kept.
 
-An agent sends its conversation as every OpenAI-style agent does, whole or (cheaper) as what is new since an earlier
-answer. It is matched to the turns of its rollout (:mod:`.tokens.history`): the longest known history is kept as it was
-sampled, only what follows is rendered. An agent may sample a turn twice, or edit its past: each gives a branch, which
-is counted, and none corrupts another.
+An agent sends its whole conversation, as every OpenAI-style agent does, or only the messages since an earlier answer.
+The service matches the conversation to the turns of its rollout (:mod:`.tokens.conversations`). The longest known
+history stays as sampled, and only later messages are rendered. An agent may sample a turn twice, or edit its past.
+Each of these starts a branch, which is counted and never corrupts another.
 
-Invariants: one engine request per turn and attempt, always with the ids of the ledger; a turn enters the ledger once
-its tokens are complete, or not at all; rollouts are forgotten ``keep_s`` after their last use, and one that comes back
-after that is refused rather than read from its text.
+Invariants:
+
+- each attempt at a turn is one engine request, always with the ids of the ledger;
+- a turn enters the ledger only with complete tokens;
+- a rollout is forgotten ``keep_s`` after its last use, and a later turn of it is refused instead of rebuilt from text.
 """
 
 from __future__ import annotations
@@ -31,108 +33,108 @@ from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, S
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend, blocks_of
-from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher, Wait
+from nemo_gym_prorl.policy.pool.dispatcher import BackendDispatcher, WaitClock
 from nemo_gym_prorl.policy.text.formats import FORMATS
-from nemo_gym_prorl.policy.text.parsers import Format, Parsed, parse, parsed_by_engine, unparsed_tool_call
+from nemo_gym_prorl.policy.text.parsers import Parsed, TurnFormat, parse, parsed_by_engine, unparsed_tool_call
 from nemo_gym_prorl.policy.text.renderer import Renderer
-from nemo_gym_prorl.policy.text.template import Message, as_message, head_of, without_developers
+from nemo_gym_prorl.policy.text.template import Message, as_message, merge_developer_messages, role_and_text
 from nemo_gym_prorl.policy.text.turn_boundary import RenderedPrompt
-from nemo_gym_prorl.policy.tokens.history import (
+from nemo_gym_prorl.policy.tokens.conversations import (
     ConversationIndex,
+    ConversationMatch,
     ConversationNode,
-    Match,
     SavedTurn,
     digest,
-    restored,
+    restore_turns,
 )
-from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
-from nemo_gym_prorl.policy.tokens.prompt import IdTexts, Prompt, strip_known_tokens
-from nemo_gym_prorl.policy.turns import Counts, PolicyAnswer, RolloutGone, RolloutTaken, TurnRequest
+from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn, TokenLedger
+from nemo_gym_prorl.policy.tokens.prompt import Prompt, TokenTextCache, strip_known_tokens
+from nemo_gym_prorl.policy.turns import PolicyAnswer, RolloutCounters, RolloutGone, RolloutTaken, TurnRequest
 
 
 _log = logging.getLogger(__name__)
 
-_FORGOTTEN = 100_000
-"""How many forgotten rollouts are known by name."""
+_MAX_FORGOTTEN = 100_000
+"""Names of forgotten rollouts that are remembered, so that a late turn gets a clear error."""
 
-type Rewriting = Literal["keep", "branch"]
-"""What to do when the chat template would render the past differently from how it was sampled."""
+type HistoryPolicy = Literal["keep", "branch"]
+"""What to do when the chat template would render sampled history differently."""
 
 
 @dataclass(slots=True)
 class RolloutState:
-    """All that is kept of a rollout."""
+    """State of one rollout."""
 
     run: str | None = None
     history: ConversationIndex = field(default_factory=ConversationIndex)
-    texts: IdTexts = field(default_factory=IdTexts)
+    texts: TokenTextCache = field(default_factory=TokenTextCache)
     answers: dict[str, ConversationNode] = field(default_factory=dict)
-    counts: Counts = field(default_factory=Counts)
+    counts: RolloutCounters = field(default_factory=RolloutCounters)
     began: datetime = field(default_factory=datetime.now)
-    wait: Wait = field(default_factory=Wait)
+    wait: WaitClock = field(default_factory=WaitClock)
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
     log_prob_modes: set[str] = field(default_factory=set)
-    """Of the engines that sampled its turns here."""
+    """Log-prob modes of the engines that sampled its turns here."""
     used_at: float = 0.0
     restored: bool = False
-    """It has no place at a backend yet, though it has turns."""
+    """The rollout has turns, but no backend yet."""
 
 
-_NOTHING = RolloutState()
+_EMPTY_ROLLOUT = RolloutState()
 
 
 class PolicyService:
     """The policy behind a model server.
 
     Args:
-        dispatcher: where requests run, and how backends are asked.
-        metrics: what is counted.
+        dispatcher: runs requests on backends.
+        metrics: the counters to update.
         renderer: tokenizer and chat template, for engines that take tokens.
-        form: how the model writes thoughts and calls.
-        thoughts: whether a leading thought is taken as one.
-        developers: whether there is a role ``developer``, where the template has it; else that is the system's.
-        history: see :data:`Rewriting`.
-        keep_s: how long an unused rollout is remembered.
+        form: the model's turn format.
+        reads_reasoning: whether leading reasoning is separated from the content.
+        developers: whether the role ``developer`` is passed to templates that have it; else it becomes the system's.
+        history: see :data:`HistoryPolicy`.
+        keep_s: seconds after which an unused rollout is forgotten.
     """
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: BackendDispatcher,
         metrics: PolicyMetrics,
         *,
         renderer: Renderer | None = None,
-        form: Format = FORMATS["hermes"],
-        thoughts: bool = True,
+        form: TurnFormat = FORMATS["hermes"],
+        reads_reasoning: bool = True,
         developers: bool = True,
-        history: Rewriting = "keep",
+        history: HistoryPolicy = "keep",
         keep_s: float = 3600.0,
     ) -> None:
         self.engine, self.dispatcher = dispatcher.engine, dispatcher
         if renderer is not None:
             # Special tokens and many scripts, read as we do.
             text = renderer.tokenizer.sample_text()
-            self.engine.expect(text, renderer.tokenizer.encode(text))
+            self.engine.expect_tokenization(text, renderer.tokenizer.encode(text))
         self.metrics = metrics
         self.renderer = renderer
         self.form = form
-        self.thoughts = thoughts
-        # As vLLM knows whether a template has the role, by this mark.
+        self.reads_reasoning = reads_reasoning
+        # vLLM detects the role by the same literal.
         source = renderer.template.source if renderer is not None else "'developer'"
         self._developers = developers and ("'developer'" in source or '"developer"' in source)
-        self.history: Rewriting = history
+        self.history: HistoryPolicy = history
         self._keep_s = keep_s
         self._rollouts: OrderedDict[str, RolloutState] = OrderedDict()
-        self._calling: set[str] = set()
-        """Backends that have taken a call out of a turn: what they leave in the text is the policy's mistake."""
+        self._parses_calls: set[str] = set()
+        """URLs of backends that have parsed a call: calls they leave in the text are the policy's mistakes."""
         self._forgotten: OrderedDict[str, None] = OrderedDict()
 
     async def turn(self, request: TurnRequest) -> PolicyAnswer:
         """Sample the next turn.
 
         Raises:
-            CallerError: the request cannot be carried out by anybody.
-            RolloutGone: it continues what is not known here.
-            BackendFailed: no backend could carry it out.
+            CallerError: no server could carry out the request.
+            RolloutGone: the request continues a rollout or answer that is unknown here.
+            BackendFailed: no backend carried out the request.
         """
         rollout = self._rollout(request)
         turn = asyncio.ensure_future(self._turn(rollout, request))
@@ -148,19 +150,20 @@ class PolicyService:
             raise
         finally:
             rollout.turns.discard(turn)
-            self._use(request.rollout, rollout)  # it may have waited for long, which is no disuse
-            del turn  # what it raised holds this frame, and all that it was about
+            self._use(request.rollout, rollout)  # a turn that waited for long still counts as use
+            del turn  # its exception references this frame: break the cycle
 
     async def _turn(self, rollout: RolloutState, request: TurnRequest) -> PolicyAnswer:
-        request = self._understood(request)
+        request = self._with_template_effort(request)
         if request.tools and self.renderer is not None and not self.renderer.shows_tools:
             raise CallerError(
-                "the chat template shows tools to no policy: offer none, or give a template that does", field="tools"
+                "the chat template does not render tools: offer none, or set policy.chat_template to one that does",
+                field="tools",
             )
-        match = self._continued(rollout, request)
-        point, new, ledger = match.point, match.new, rollout.history.ledger
-        messages = (*(point.messages if point else ()), *new)
-        why = "edited" if match.foreign else "again"
+        match = self._find_continued_turn(rollout, request)
+        node, new, ledger = match.node, match.new, rollout.history.ledger
+        messages = (*(node.messages if node else ()), *new)
+        why = "edited" if match.unsampled else "again"
         prompt, parent, written = self._render(rollout, match, messages, request)
         observed: Sequence[int] = prompt.new
         asked = SampleRequest(
@@ -177,15 +180,15 @@ class PolicyService:
             try:
                 generation = await self.engine.generate(backend.url, asked)
             except BackendFailed:
-                self._calling.discard(backend.url)
+                self._parses_calls.discard(backend.url)
                 raise
             self._check_calls(backend.url, generation, request)
             return generation
 
         started = time.monotonic()
-        # Rollouts that start with the same messages are siblings, whether or not anybody says so.
-        group = request.group or digest(b"", [head_of(message) for message in messages[:2]]).hex()
-        blocks = blocks_of(prompt) if point is None or rollout.restored else b""
+        # Rollouts that start with the same messages are siblings, even without a group id.
+        group = request.group or digest(b"", [role_and_text(message) for message in messages[:2]]).hex()
+        blocks = blocks_of(prompt) if node is None or rollout.restored else b""
         rollout.restored = False
         with span(SpanGroup.MODEL_CALL, "prorl.sample", rollout=request.rollout, prompt_tokens=len(prompt)) as this:
             placed = await self.dispatcher.run(
@@ -199,71 +202,76 @@ class PolicyService:
         if generation.finish is Finish.CONTEXT:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
-        opened = written.opened if written is not None and self.thoughts else None
+        opened = written.opened if written is not None and self.reads_reasoning else None
         parsed = self._parse(rollout, generation, request, prompt, opened)
-        if not request.parallel or (self.renderer is not None and self.renderer.one_call):
+        if not request.parallel or (self.renderer is not None and self.renderer.single_call_only):
             parsed = replace(parsed, calls=parsed.calls[:1])
         if generation.prompt_ids is not None:
-            parent, observed = ledger.place(generation.prompt_ids, point.turn if point else None)
-        if point is not None and parent is None:
+            parent, observed = ledger.split_prompt(generation.prompt_ids, node.turn if node else None)
+        if node is not None and parent is None:
             why = "rewritten"
-            self._count(rollout, "retokenised", sum(len(turn.sampled) for turn in point.turn.path()))
+            self._count(rollout, "retokenised", sum(len(turn.sampled) for turn in node.turn.path()))
             if generation.prompt_ids is not None:
                 self._count(rollout, "rewrites")
-        if ledger.forks(parent):
+        if ledger.would_branch(parent):
             self.metrics.forks.labels(why).inc()
         turn = ledger.append(parent, observed, generation, placed.weight_version, placed.last_version)
         message, cached = as_message(parsed), generation.cached_tokens or 0
         answer = PolicyAnswer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
-        # Some templates write a thought as they get it: the white space that its prompt held is part of it.
+        # Some templates print reasoning verbatim, so the white space in the prompt is part of it.
         whole = {**message, "content": message["content"].replace("<think>", f"<think>{opened}", 1)}
-        kept = whole if opened and parsed.thought is not None else message
-        rollout.answers[answer.id] = rollout.history.record(point, new, kept, turn, request.tools, written)
+        kept = whole if opened and parsed.reasoning is not None else message
+        rollout.answers[answer.id] = rollout.history.record(node, new, kept, turn, request.tools, written)
         if not parsed.calls:
-            # Most rollouts end like this. One that does not finds its backend again.
+            # A turn without calls usually ends the rollout. A later turn finds its backend again.
             self.dispatcher.apply(self.dispatcher.pool.finish(request.rollout))
         return answer
 
     def rollout(self, name: str) -> RolloutState:
-        """What is kept of a rollout.
+        """Return a rollout's state.
 
         Raises:
-            RolloutGone: it is unknown, or has been forgotten.
+            RolloutGone: the rollout is unknown or forgotten.
         """
         try:
             return self._rollouts[name]
         except KeyError:
-            raise RolloutGone(f"no rollout {name!r} here", field="rollout") from None
+            raise RolloutGone(
+                f"unknown rollout {name!r}: it was never sampled here, or has been deleted or forgotten",
+                field="rollout",
+            ) from None
 
     def ledger(self, rollout: str) -> TokenLedger:
-        """Its tokens."""
+        """Return a rollout's ledger."""
         return self.rollout(rollout).history.ledger
 
     def restore(self, name: str, run: str | None, began: datetime, turns: list[SavedTurn]) -> None:
-        """Have a rollout here that goes on from turns that were sampled elsewhere, or in another rollout.
+        """Create a rollout from turns that were sampled elsewhere, or in another rollout.
 
         Raises:
-            CallerError: there is one of that name, or the turns are none.
+            CallerError: the name is in use, or the turns are invalid.
         """
         if name in self._rollouts:
-            raise RolloutTaken(f"there is a rollout {name!r} already", field="rollout")
+            raise RolloutTaken(f"a rollout {name!r} exists already: choose another name", field="rollout")
         rollout = RolloutState(run, began=began, restored=True)
-        rollout.answers.update(restored(rollout.history, turns))
+        rollout.answers.update(restore_turns(rollout.history, turns))
         self._rollouts[name] = rollout
         self._use(name, rollout)
 
-    def strip_known_tokens(self, rollout: str, body: bytes) -> tuple[bytes, list[Turn]] | None:
-        """A request without the tokens of this rollout that it repeats; see :func:`.echo.strip_known_tokens`."""
-        known = self._rollouts.get(rollout, _NOTHING)
+    def strip_known_tokens(self, rollout: str, body: bytes) -> tuple[bytes, list[LedgerTurn]] | None:
+        """Strip the rollout's known tokens from a request; see :func:`.prompt.strip_known_tokens`."""
+        known = self._rollouts.get(rollout, _EMPTY_ROLLOUT)
         return strip_known_tokens(body, known.history.ledger, known.texts)
 
-    def token_fields(self, rollout: str, turn: Turn) -> tuple[bytes, bytes]:
-        """A turn's three token fields as JSON, but for the name of the first, in two parts: prompt, and the rest."""
+    def token_fields(self, rollout: str, turn: LedgerTurn) -> tuple[bytes, bytes]:
+        """Return a turn's three token fields as JSON without the first field's name, in two parts: prompt ids, and the
+        rest.
+        """
         texts = self.rollout(rollout).texts
         return texts.before(turn), texts.sampled(turn)
 
     def finish(self, rollout: str) -> None:
-        """Forget a rollout, if it is known; turns of it that wait or run are ended, and its slot is free."""
+        """Forget a rollout, if known: cancel its turns and free its slot."""
         gone = self._rollouts.pop(rollout, None)
         for turn in gone.turns if gone is not None else ():
             turn.cancel()
@@ -276,7 +284,7 @@ class PolicyService:
         name = request.rollout
         if "/" in name or name in (".", ".."):
             raise CallerError(
-                "cannot be part of a path, by which its tokens are asked for: no '/', nor '.' or '..' alone",
+                "must not contain '/', nor be '.' or '..', because it is part of the URL of the rollout's tokens",
                 field="X-Rollout-Id",
             )
         if name in self._forgotten and name not in self._rollouts:
@@ -289,7 +297,7 @@ class PolicyService:
             del self._forgotten[name]
         rollout = self._rollouts.setdefault(name, RolloutState(request.run))
         if rollout.run != request.run:
-            raise CallerError(f"{name!r} is a rollout of {rollout.run or 'no run'!r}", field="X-Rollout-Run")
+            raise CallerError(f"the rollout {name!r} belongs to run {rollout.run or 'none'!r}", field="X-Rollout-Run")
         self._use(name, rollout)
         return rollout
 
@@ -299,7 +307,7 @@ class PolicyService:
             self._rollouts.move_to_end(name)
 
     def _forget(self) -> None:
-        """Drop what nobody has used for long."""
+        """Forget the rollouts that have not been used for ``keep_s``."""
         now = time.monotonic()
         old: list[str] = []
         for name, rollout in self._rollouts.items():
@@ -310,127 +318,138 @@ class PolicyService:
         for name in old:
             self.finish(name)
             self._forgotten[name] = None
-        while len(self._forgotten) > _FORGOTTEN:
+        while len(self._forgotten) > _MAX_FORGOTTEN:
             self._forgotten.popitem(last=False)
 
-    def _understood(self, request: TurnRequest) -> TurnRequest:
-        """A request in the words of the template, if it is rendered here: what that does not know would be lost.
+    def _with_template_effort(self, request: TurnRequest) -> TurnRequest:
+        """Translate the effort into template variables if prompts are rendered here; refuse fields that a template
+        cannot express.
 
         Raises:
-            CallerError: the template has no word for something, or the engine none.
+            CallerError: the template or the engine does not support a field.
         """
         if self.renderer is None:
             return request
         if request.tool_choice not in (None, "none"):
             raise CallerError(
                 "'auto' and 'none' are supported by an engine that takes tokens: a call that is forced by a grammar"
-                " is not written as the policy writes calls; leave it out, or set policy.engine to 'vllm_chat'",
+                " is not written in the policy's format; leave it out, or set policy.engine to 'vllm_chat'",
                 field="tool_choice",
             )
         if request.effort is None:
             return request
-        # As vLLM tells a template.
+        # The same variables as in vLLM.
         said = {"reasoning_effort": request.effort, "enable_thinking": request.effort != "none"}
         if not any(name in self.renderer.template.source for name in said):
             raise CallerError(
-                "the chat template knows neither reasoning_effort nor enable_thinking: leave it out",
+                "the chat template uses neither reasoning_effort nor enable_thinking: leave it out",
                 field="reasoning_effort",
             )
         return replace(request, template_variables=said | dict(request.template_variables))
 
-    def _continued(self, rollout: RolloutState, request: TurnRequest) -> Match:
-        """The turn that the request continues, and the messages after it."""
+    def _find_continued_turn(self, rollout: RolloutState, request: TurnRequest) -> ConversationMatch:
+        """Return the turn that the request continues, and the messages after it."""
         lead: tuple[Message, ...] = ()
         if request.instructions:
             lead = ({"role": "system", "content": request.instructions},)
         if request.after is None:
             return rollout.history.find(self._with_roles((*lead, *request.messages)), request.tools)
-        point = rollout.answers.get(request.after)
-        if point is None:
-            raise RolloutGone(f"no answer {request.after!r} in this rollout", field="previous_response_id")
-        if lead and not _begins(point.messages[0], lead[0]):
-            raise CallerError("not those that the rollout began with", field="instructions")
-        # Behind the turn that they continue: none of them begins anything.
-        return Match(point, tuple(self._with_roles((point.messages[-1], *request.messages))[1:]))
+        node = rollout.answers.get(request.after)
+        if node is None:
+            raise RolloutGone(f"the rollout has no answer {request.after!r}", field="previous_response_id")
+        if lead and not _starts_with(node.messages[0], lead[0]):
+            raise CallerError(
+                "differ from those that the rollout began with: send the same or none", field="instructions"
+            )
+        # The continued turn stays in front, so that no system message counts as the first.
+        return ConversationMatch(node, tuple(self._with_roles((node.messages[-1], *request.messages))[1:]))
 
     def _with_roles(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return messages if self._developers else without_developers(messages)
+        return messages if self._developers else merge_developer_messages(messages)
 
     def _render(
-        self, rollout: RolloutState, match: Match, messages: Sequence[Message], request: TurnRequest
-    ) -> tuple[Prompt, Turn | None, RenderedPrompt | None]:
-        """The prompt, the turn that it continues, and what the template wrote, if that was done here."""
+        self, rollout: RolloutState, match: ConversationMatch, messages: Sequence[Message], request: TurnRequest
+    ) -> tuple[Prompt, LedgerTurn | None, RenderedPrompt | None]:
+        """Return the prompt, the turn that it continues, and the rendered text's record if the prompt was rendered
+        here.
+        """
         if match.ambiguous:
             self._count(rollout, "ambiguous")
         if rollout.history.ledger.turns:
             self._count(rollout, "retokenised", rollout.history.retokenised(match.new))
-        point, texts = match.point, rollout.texts
+        node, texts = match.node, rollout.texts
         if self.renderer is None:
-            before = point.turn if point else None
+            before = node.turn if node else None
             return texts.prompt(before, ()), before, None
-        if point is not None:
-            turn = point.turn
-            continuation = self.renderer.next(
-                point.messages,
+        if node is not None:
+            turn = node.turn
+            continuation = self.renderer.render_continuation(
+                node.messages,
                 match.new,
                 request.tools,
                 sampled=turn.sampled,
                 finish=turn.finish,
                 behind=_last(turn.observed),
-                before=point.written,
+                before=node.rendered_prompt,
                 now=rollout.began,
                 variables=request.template_variables,
             )
-            rewrites = continuation.rewrites_history or list(point.tools) != list(request.tools)
+            rewrites = continuation.rewrites_history or list(node.tools) != list(request.tools)
             if rewrites:
                 self._count(rollout, "rewrites")
-            if continuation.differs:
+            if continuation.corrected:
                 self._count(rollout, "differences")
             if not rewrites or self.history == "keep":
-                self._count(rollout, "neutralised", continuation.neutralised)
-                return texts.prompt(turn, continuation.ids), turn, continuation.written
-        first = self.renderer.first(
+                self._count(rollout, "neutralised", continuation.escaped_tokens)
+                return texts.prompt(turn, continuation.ids), turn, continuation.rendered_prompt
+        first = self.renderer.render_prompt(
             messages,
             request.tools,
             now=rollout.began,
             variables=request.template_variables,
         )
-        self._count(rollout, "neutralised", first.neutralised)
-        return texts.prompt(None, first.ids), None, first.written
+        self._count(rollout, "neutralised", first.escaped_tokens)
+        return texts.prompt(None, first.ids), None, first.rendered_prompt
 
     def _count(self, rollout: RolloutState, what: str, number: int = 1) -> None:
-        """Something did not go straight in a rollout."""
+        """Add to one of a rollout's counters and to its metric."""
         setattr(rollout.counts, what, getattr(rollout.counts, what) + number)
         self.metrics.counts[what].inc(number)
 
     def _check_calls(self, url: str, generation: Generation, request: TurnRequest) -> None:
-        """Whether an engine that takes turns apart itself does so with calls."""
-        if generation.message is None or not (request.tools and request.tool_choice != "none") or url in self._calling:
+        """Refuse an engine that should parse calls but leaves one in the text of a final answer."""
+        if (
+            generation.message is None
+            or not (request.tools and request.tool_choice != "none")
+            or url in self._parses_calls
+        ):
             return
         parsed = parsed_by_engine(generation.message)
         tools = {tool["function"]["name"] for tool in request.tools}
         if parsed.calls:
-            self._calling.add(url)
+            self._parses_calls.add(url)
         elif generation.finish is Finish.STOP and (name := unparsed_tool_call(parsed.content, self.form, tools)):
             raise Misconfigured(
-                f"{url} gave a call of {name} as the text of a final answer: it parses no calls. In NeMo RL set "
-                "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser, start vLLM with "
-                "--enable-auto-tool-choice --tool-call-parser; if its model does not write such calls, correct "
-                "policy.tool_call_parser",
+                f"{url} returned a call of {name} as the text of a final answer, so its tool parser is off. "
+                "In NeMo RL set policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser, "
+                "start vLLM with --enable-auto-tool-choice --tool-call-parser; if the model writes calls otherwise, "
+                "correct policy.tool_call_parser",
                 field="tool_parser",
             )
 
     def _parse(
         self, rollout: RolloutState, generation: Generation, request: TurnRequest, prompt: Prompt, opened: str | None
     ) -> Parsed:
-        """A turn taken apart, whose prompt opened its thought with this white space, if it did."""
+        """Return the parsed turn. ``opened``: white space after the reasoning marker that the prompt ends with, if it
+        does.
+        """
         if generation.message is not None:
             return parsed_by_engine(generation.message)
         assert self.renderer is not None
         tokenizer = self.renderer.tokenizer
-        # The padding of an embedding can be sampled. That is the policy's act: it stays in the tokens.
-        self._count(rollout, "unreadable", tokenizer.unreadable(generation.ids))
-        text = self.renderer.said(
+        # The policy can sample embedding padding; the ids stay in the tokens and count as unreadable.
+        self._count(rollout, "unreadable", tokenizer.count_unreadable(generation.ids))
+        text = self.renderer.turn_text(
             generation.ids,
             generation.finish,
             request.sampling.stop,
@@ -441,18 +460,18 @@ class PolicyService:
             text,
             self.form,
             request.tools,
-            thoughts=self.thoughts,
-            in_thought=opened is not None,
+            reads_reasoning=self.reads_reasoning,
+            in_reasoning=opened is not None,
             calls=bool(request.tools) and request.tool_choice != "none",
             cut=generation.finish is Finish.LENGTH,
         )
-        thought = parsed.thought and tokenizer.without_special(parsed.thought)
-        return Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls)
+        reasoning = parsed.reasoning and tokenizer.strip_special_tokens(parsed.reasoning)
+        return Parsed(reasoning, tokenizer.strip_special_tokens(parsed.content), parsed.calls)
 
 
-def _begins(message: Message, lead: Message) -> bool:
-    """Whether a message is the lead, perhaps with what else the system said."""
-    (role, text), (wanted, beginning) = head_of(message), head_of(lead)
+def _starts_with(message: Message, lead: Message) -> bool:
+    """Return whether a message is ``lead``, possibly followed by other system text."""
+    (role, text), (wanted, beginning) = role_and_text(message), role_and_text(lead)
     return role == wanted and (text == beginning or text.startswith(f"{beginning}\n\n"))
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A turn as it is asked for and as it is answered, past any wire format."""
+"""Request and answer of one turn, independent of any wire format."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.text.template import Message
-from nemo_gym_prorl.policy.tokens.ledger import Turn
+from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn
 
 
 class RolloutGone(CallerError):
-    """This process knows no such rollout, or not this answer of it: it was restarted, or has forgotten. The session is
-    lost, and a rollout can only begin anew."""
+    """This process does not know the rollout, or this answer of it: it was restarted, or has forgotten the rollout.
+    The rollout must start again.
+    """
 
     default_kind = FailureKind.SESSION_LOST
     http_status = 410
@@ -26,7 +27,7 @@ class RolloutGone(CallerError):
 
 
 class RolloutTaken(CallerError):
-    """A rollout is to be restored under a name that another one has."""
+    """The name of a rollout to restore is in use."""
 
     http_status = 409
     problem = "rollout-taken"
@@ -34,20 +35,20 @@ class RolloutTaken(CallerError):
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What an agent asks for.
+    """One turn as an agent requests it.
 
     Attributes:
         rollout: id of the rollout; one agent session.
-        group: id that the rollouts of one prompt share; by default the first two messages say it.
-        run: whose backends may sample it; the same in all turns of a rollout.
-        messages: the conversation, or with ``after`` only what is new.
-        instructions: a system message in front of the conversation.
+        group: id that the rollouts of one prompt share; default a digest of the first two messages.
+        run: run whose backends may sample the turn; the same in all turns of a rollout.
+        messages: the conversation, or with ``after`` only the new messages.
+        instructions: system message before the conversation.
         tools: tools in OpenAI's chat format.
-        tool_choice: ``None`` where the policy decides, ``"none"``, ``"required"``, or one function as chat completions
-            name it.
-        parallel: whether a turn may hold more than one call; the first is taken otherwise, as vLLM does.
-        effort: how much to think, in OpenAI's words.
-        sampling: how to sample.
+        tool_choice: ``None`` to let the policy decide, ``"none"``, ``"required"``, or one function as in chat
+            completions.
+        parallel: whether a turn may hold several calls; otherwise the first is kept, as in vLLM.
+        effort: reasoning effort, in OpenAI's terms.
+        sampling: sampling parameters.
         after: id of the answer that the messages continue.
         template_variables: further variables for the chat template.
     """
@@ -68,30 +69,30 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class PolicyAnswer:
-    """A sampled turn as the agent gets it.
+    """A sampled turn as the agent receives it.
 
     Attributes:
-        id: names this answer in ``after`` of a later request.
+        id: id of this answer, for ``after`` of a later request.
         message: assistant message in OpenAI's chat format.
-        parsed: the same, taken apart.
-        turn: its tokens; ``None`` if nothing could be sampled for lack of context.
+        parsed: the parsed turn.
+        turn: the turn's tokens; ``None`` if the context left no room to sample.
         finish: why sampling ended.
         prompt_tokens: length of the prompt.
-        cached_tokens: how many of them the engine had in its prefix cache, as far as it says.
+        cached_tokens: number of prompt tokens in the engine's prefix cache, if reported.
     """
 
     id: str
     message: Message
     parsed: Parsed
-    turn: Turn | None
+    turn: LedgerTurn | None
     finish: Finish
     prompt_tokens: int
     cached_tokens: int = 0
 
 
 @dataclass(slots=True)
-class Counts:
-    """What did not go straight in a rollout."""
+class RolloutCounters:
+    """Irregularities of one rollout, under the names of the wire."""
 
     rewrites: int = 0
     differences: int = 0

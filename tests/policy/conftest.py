@@ -9,14 +9,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.text.formats import FORMATS
 from tests.policy.engines import PROCESSED, tiny_model, vllm
-from tests.policy.hosts import words_in
+from tests.policy.runtimes import words_in
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +27,7 @@ def model_folder() -> Path:
 
 @pytest.fixture(scope="package")
 def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One real vLLM for all tests here, which renders with whatever template a request brings; it ends with them."""
+    """Start one real vLLM for the package; it renders with the template of each request."""
     if running := os.environ.get("PRORL_TEST_ENGINES"):
         yield running.split(",")[0]
         return
@@ -36,16 +37,22 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
+async def connections() -> AsyncIterator[Connections]:
+    async with Connections() as connections:
+        yield connections
+
+
+@pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A tokenizer of three words, too few for a template to be tried out with."""
-    monkeypatch.setattr("nemo_gym_prorl.policy.host.validate_template", lambda *_, **__: FORMATS["hermes"])
+    """Return a folder with a tokenizer of three words, and skip template validation, which needs more."""
+    monkeypatch.setattr("nemo_gym_prorl.policy.runtime.validate_template", lambda *_, **__: FORMATS["hermes"])
     folder = tmp_path / "words"
     folder.mkdir()
     return words_in(folder, "hi", "ho", "?")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whichever test comes first may have to build the engine's environment and teach the model, once per machine."""
+    """Mark engine tests, with a timeout that covers building the engine's environment and training the model once."""
     for item in items:
         if {"engine_url", "model_folder"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.engine)

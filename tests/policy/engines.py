@@ -28,7 +28,7 @@ PROCESSED = ("--logprobs-mode", "processed_logprobs")
 
 
 def vllm_python() -> Path:
-    """The Python of the cached vLLM environment, built if need be; skips the test where that is not possible."""
+    """Return the Python of the cached vLLM environment, built if missing; skip the test if that fails."""
     done = subprocess.run([SCRIPTS / "setup_vllm.sh"], capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"no vLLM here: {done.stderr.strip().splitlines()[-1]}")
@@ -36,7 +36,7 @@ def vllm_python() -> Path:
 
 
 def tiny_model() -> Path:
-    """The folder of the tiny model, made and taught if need be, which takes a minute or two the first time."""
+    """Return the folder of the tiny model, made and trained on first use (one or two minutes)."""
     python = vllm_python()
     folder = python.parents[1] / "tiny-model"
     folder.mkdir(exist_ok=True)
@@ -60,7 +60,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def vllm(folder: Path, log: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A vLLM server; yields its URL and its process once it answers."""
+    """Run a vLLM server; yield its URL and process once it answers."""
     port = free_port()
     command = [
         *(str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
@@ -92,7 +92,7 @@ def vllm(folder: Path, log: Path, *flags: str) -> Iterator[tuple[str, subprocess
 
 
 def begin(command: list[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a server in a session of its own, which the kernel ends with this process, however that ends."""
+    """Start a server in its own session; the kernel kills it with this process."""
     with log.open("wb") as out:
         return subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *command],
@@ -105,7 +105,7 @@ def begin(command: list[str], log: Path, environment: Mapping[str, str]) -> subp
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a server with all its workers."""
+    """Kill a server with all its workers."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
     process.wait()

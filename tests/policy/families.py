@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Chat-template families with different quirks, over one tokenizer, and what models of each family would write."""
+"""Chat-template families over one tokenizer, and the text that models of each family write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 
 
 TEMPLATES = Path(__file__).parent / "templates"
-
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -31,15 +30,15 @@ TOOLS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Family:
-    """One template and what a model trained on it would write.
+    """One template and the text of a model trained on it.
 
     Attributes:
         name: file of the template.
-        tool_format: parser for its tool calls.
+        tool_format: parser of its tool calls.
         stop: token that ends a turn.
-        call: a tool call, as the model writes it, with one ``%s`` for the value of ``what``.
-        thinks: whether the model thinks aloud.
-        call_stop: token that ends a turn with a tool call, if another one.
+        call: a tool call, with one ``%s`` for the value of ``what``.
+        thinks: whether the model writes reasoning.
+        call_stop: token that ends a turn with a tool call, if it differs.
     """
 
     name: str
@@ -88,7 +87,7 @@ FAMILIES = {
 
 
 def call_message(what: str, content: str = "") -> dict[str, Any]:
-    """An assistant message with one tool call, as agents send it."""
+    """Return an assistant message with one tool call, as agents send it."""
     function = {"name": "look", "arguments": json.dumps({"what": what}, ensure_ascii=False)}
     return {
         "role": "assistant",
@@ -108,7 +107,7 @@ def some_words(rng: random.Random) -> str:
 
 
 def lessons(seed: int = 0, conversations: int = 150) -> list[tuple[str, str]]:
-    """Prompts and replies from which a tiny model learns every family's formats: calls, broken calls, answers."""
+    """Return prompts and replies that teach a tiny model every family's formats: calls, broken calls, answers."""
     rng = random.Random(seed)
     lines = []
     for family in FAMILIES.values():

@@ -1,7 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl_model`` as a process of its own, as Gym starts it but without Gym's command line and Ray, which take half a
-minute: ``python -m tests.policy.model_process PORT BASE_URL [POLICY AS JSON]``. An empty URL is none."""
+"""Run ``prorl_model`` as a process, without Gym's command line and Ray, which take half a minute to start.
+
+    python -m tests.policy.model_process PORT BASE_URL [POLICY AS JSON]
+
+An empty URL means no backend.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ import aiohttp
 import uvicorn
 
 from tests.policy.engines import answers, free_port
-from tests.policy.hosts import server
+from tests.policy.runtimes import server
 
 
 START_S = 400
@@ -51,12 +55,12 @@ class Server:
 
 
 def started(engine: str | None, folder: Path, port: int | None = None, **policy: Any) -> Server:
-    """One that answers.
+    """Start a server and wait until it answers.
 
     Args:
         engine: URL of its backend; ``None`` for none.
-        folder: with the tokenizer, and for its log.
-        port: where it listens, if that matters.
+        folder: folder of the tokenizer and of the log.
+        port: port to listen on; ``None`` for a free one.
         policy: settings of its policy.
     """
     port = port or free_port()

@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Print the table of ``docs/models.md``: which published chat templates the service follows, and how far.
+"""Print the table of ``docs/models.md``: which published chat templates the service supports, and how far.
 
     python -m tests.policy.model_table FOLDER
 
-The folder holds templates as ``.jinja`` files, as llama.cpp collects them. What a model would write is taken from its
-own template. Token ids are those of a byte-level tokenizer with the template's special tokens.
+The folder holds templates as ``.jinja`` files, as llama.cpp collects them. A model's text is taken from its own
+template. Token ids are those of a byte-level tokenizer with the template's special tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.formats import FORMATS
-from nemo_gym_prorl.policy.text.parsers import Format, Parsed, parse
+from nemo_gym_prorl.policy.text.parsers import Parsed, TurnFormat, parse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate, with_reasoning
 from nemo_gym_prorl.policy.text.turn_boundary import end_of_turn
 from nemo_gym_prorl.policy.text.validate_template import validate_template
+from tests.policy.call_texts import ARGUMENTS, PROPERTIES
 from tests.policy.families import TOOLS as LOOK
-from tests.policy.test_parsers import ARGUMENTS, PROPERTIES
 from tests.policy.tokenizers import tokenizer_of
 from tests.policy.transitions import SHAPES, Setting, Tally, tally_of, transitions
 
@@ -36,8 +36,6 @@ RESULT = "Seenthat"
 _PROPERTIES = {name: {**PROPERTIES[name], "description": name} for name in ARGUMENTS}
 _EDIT = {"description": "Edit.", "parameters": {"type": "object", "properties": _PROPERTIES, "required": ["text"]}}
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "edit", **_EDIT}}]
-
-
 EOS = {
     "ByteDance-Seed-OSS": "<seed:eos>",
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "<|END_OF_TURN_TOKEN|>",
@@ -52,15 +50,13 @@ EOS = {
     "Reka-Edge": "<sep>",
     "tencent-Hy3": "<｜hy_eos:opensource｜>",
 }
-"""Ends of turns that the templates do not spell like a special token, as the models' configurations name them."""
-
-
+"""End-of-turn tokens that do not look like special tokens, from the models' configurations."""
 SOME: list[Setting] = [(False, 1, False), (True, 1, False, True), (True, 3, True)]
-"""Settings for many templates: one of the three has thoughts, and one long texts."""
+"""Settings for many templates: one of the three has reasoning, and one long texts."""
 
 
 def renderer_of(source: str, kind: str, eos: str = "") -> Renderer:
-    """A template with a tokenizer of a kind that has the template's special tokens and an end of turn."""
+    """Return a template with a tokenizer that has the template's special tokens and an end of turn."""
     if eos:
         tokenizer = tokenizer_of(kind, source, "<s>", names=[eos])
         return Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token=eos))
@@ -73,7 +69,7 @@ def renderer_of(source: str, kind: str, eos: str = "") -> Renderer:
 
 
 def _stops(renderer: Renderer) -> list[str]:
-    """The token at which answers and calls of a template end."""
+    """Return the tokens at which answers and calls of a template end."""
     asked, stops = {"role": "user", "content": "Askone"}, []
     function = {"name": "look", "arguments": '{"what": "Sayone"}'}
     calls = [{"id": "callid001", "type": "function", "function": function}]
@@ -100,8 +96,8 @@ def _stops(renderer: Renderer) -> list[str]:
 
 
 def _seams(renderer: Renderer, eos: str, shapes: Sequence[str], offered: Sequence[Any]) -> Tally:
-    """Turn boundaries of a template. Its models stop at what it writes behind a turn, whoever comes next."""
-    shown = [with_reasoning] if renderer.thought_marker != "<think>" else []
+    """Tally a template's turn boundaries for models that stop at the template's end of turn."""
+    shown = [with_reasoning] if renderer.reasoning_marker != "<think>" else []
     stops = [eos] if eos else _stops(renderer)
     return tally_of(renderer, transitions(renderer.template, stops, shapes, SOME, offered, *shown))
 
@@ -121,8 +117,7 @@ def _conversation(count: int, content: str, result: str = RESULT) -> list[dict[s
 
 
 def _bodies(renderer: Renderer, count: int) -> Iterator[tuple[str, str]]:
-    """What the template writes of a turn with so many calls, up to each place where the model may end it, and the
-    token that ends it there."""
+    """Yield the template's text of a turn with calls up to each possible end, and the token at that end."""
     messages = _conversation(count, "")
     prompt = renderer.template.render(messages[:1], TOOLS, prompt=True)
     full = renderer.template.render(messages, TOOLS, prompt=True)
@@ -134,8 +129,8 @@ def _bodies(renderer: Renderer, count: int) -> Iterator[tuple[str, str]]:
     yield written, ""
 
 
-def _read(renderer: Renderer, form: Format, count: int) -> tuple[str, Parsed] | None:
-    """The first of these that is read as the calls that it was made of."""
+def _read(renderer: Renderer, form: TurnFormat, count: int) -> tuple[str, Parsed] | None:
+    """Return the first of these texts that is parsed as the original calls."""
     wanted = [("edit", ARGUMENTS), ("edit", {"text": "two"})][:count]
     for cut in (True, False):
         for body, _ in _bodies(renderer, count):
@@ -146,8 +141,8 @@ def _read(renderer: Renderer, form: Format, count: int) -> tuple[str, Parsed] | 
     return None
 
 
-def _cut(form: Format, body: str) -> bool:
-    """Whether no beginning of the call counts as a whole one."""
+def _cut(form: TurnFormat, body: str) -> bool:
+    """Return whether every beginning of the call is parsed as malformed."""
     end = body.index("return {")
     return all(
         not [one for one in parse(body[:length], form, TOOLS, cut=True).calls if not one.malformed]
@@ -155,16 +150,16 @@ def _cut(form: Format, body: str) -> bool:
     )
 
 
-def _after_thought(form: Format, body: str) -> bool:
+def _after_thought(form: TurnFormat, body: str) -> bool:
     thought = f"{form.think[0]}hm{form.think[1]}"
     if form.split is not None:
         thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     parsed = parse(f"{thought}{body}", form, TOOLS)
-    return parsed.thought == "hm" and [one.malformed for one in parsed.calls] == [None]
+    return parsed.reasoning == "hm" and [one.malformed for one in parsed.calls] == [None]
 
 
 def _empty_result(renderer: Renderer) -> bool:
-    """Whether what follows a call with an empty result is what the template writes behind the token that ended it."""
+    """Return whether the continuation after a call with an empty result equals the template's."""
     messages = [with_reasoning(one) for one in _conversation(1, "", "")]
     full = renderer.template.render(messages, TOOLS, prompt=True)
     special = renderer.tokenizer.special_pattern
@@ -172,7 +167,7 @@ def _empty_result(renderer: Renderer) -> bool:
     turns = list(_bodies(renderer, 1))
     for body, end in [(body, end) for body, end in turns if end and end in ending] or turns:
         sampled = renderer.tokenizer.encode(body + end)
-        got = renderer.next(messages[:2], messages[2:], TOOLS, sampled=sampled, finish=Finish.STOP)
+        got = renderer.render_continuation(messages[:2], messages[2:], TOOLS, sampled=sampled, finish=Finish.STOP)
         text = renderer.tokenizer.decode(got.ids)
         if full.endswith(text) and full.removesuffix(text).endswith(end):
             return True
@@ -180,27 +175,27 @@ def _empty_result(renderer: Renderer) -> bool:
 
 
 def row(file: Path) -> list[str]:
-    """The cells of one template."""
+    """Return the cells of one template."""
     source, eos = file.read_text(), EOS.get(file.stem, "")
     renderer = renderer_of(source, "bytes", eos)
     try:
         form = validate_template(renderer)
     except CallerError as error:
-        why = error.reason.split("turn by turn: ")[-1].split(". Give another")[0].splitlines()[0]
+        why = error.reason.split("turn by turn: ")[-1].split(". Set another")[0].splitlines()[0]
         return ["refused", why[:90].replace("|", "\\|"), *[""] * 5]
     name = next(name for name, known in FORMATS.items() if known == replace(form, think=known.think))
     if not renderer.shows_tools or name == "plain":
         seams = _seams(renderer, eos, SHAPES[:1], ((),))
         return ["shows no tools", *["–"] * 5, f"{seams.right} of {seams.right + seams.wrong}"]
     one, two = _read(renderer, form, 1), None
-    if not renderer.one_call:
+    if not renderer.single_call_only:
         two = _read(renderer, form, 2)
     seams = _seams(renderer, eos, SHAPES[1:], ((), LOOK))
     yes = {True: "yes", False: "**no**"}
     return [
         f"`{name}`",
         yes[one is not None],
-        "one a turn" if renderer.one_call or (one and not two) else yes[two is not None],
+        "one a turn" if renderer.single_call_only or (one and not two) else yes[two is not None],
         yes[one is not None and _cut(form, one[0])],
         yes[one is not None and _after_thought(form, one[0])],
         yes[_empty_result(renderer)],

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of tests without a model: it says what it is told to, token by token, in vLLM's protocols.
+"""An engine without a model that answers scripted tokens in vLLM's protocols.
 
-Probes of the service are answered as an engine with a small, known distribution answers them.
+Probes of the service get the answers of an engine with a small, known distribution.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tests.policy.engines import MODEL
 
 
 LOGITS = {10: 1.0, 11: 0.5, 12: 0.0, 13: -1.0}
-"""The model's logits after every prompt."""
+"""Logits after every prompt."""
 
 
 def settings_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of a request, in any of the protocols."""
+    """Return the settings of a request in any of the protocols."""
     settings: Mapping[str, Any] = body.get("sampling_params", body)
     return settings
 
 
 def is_probe(body: Mapping[str, Any]) -> bool:
-    """Whether the service asks about the engine itself, and not for a turn."""
+    """Return whether a request is a probe of the engine, not a turn."""
     if "zqxj" in json.dumps(body):
         return True
     settings = settings_of(body)
@@ -47,7 +47,7 @@ def is_probe(body: Mapping[str, Any]) -> bool:
 def sampled(
     settings: Mapping[str, Any], mode: str = LogProbMode.PROCESSED, logits: Mapping[int, float] = LOGITS
 ) -> tuple[int, dict[int, float]]:
-    """The most probable token, which the engine takes, and the log-probs that an engine of this mode returns."""
+    """Return the most probable token, and the log-probs that an engine of this mode returns."""
     biased = dict(logits)
     for token, bias in (settings.get("logit_bias") or {}).items():
         biased[int(token)] = biased.get(int(token), -9.0) + bias
@@ -64,7 +64,7 @@ def sampled(
 def answer_of(
     body: Mapping[str, Any], mode: str = LogProbMode.PROCESSED, logits: Mapping[int, float] = LOGITS
 ) -> dict[str, Any]:
-    """The engine's answer to one token's request, in the protocol of the request."""
+    """Return the answer to a request for one token, in the protocol of the request."""
     token, log_probs = sampled(settings_of(body), mode, logits)
     text = "zqxj" if "zqxj" in json.dumps(body) else "x"
     top = sorted(log_probs.items(), key=lambda one: -one[1])[:5]
@@ -90,7 +90,7 @@ def answer_of(
 
 
 def completion(**changes: Any) -> dict[str, Any]:
-    """An answer of two tokens over ``/v1/completions``."""
+    """Return an answer of two tokens over ``/v1/completions``."""
     choice = {"token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -0.25]}, "finish_reason": "stop"}
     return {"choices": [choice | changes]}
 
@@ -102,13 +102,13 @@ def says(
     *,
     published: bool = True,
 ) -> FastAPI:
-    """An endpoint whose answers we choose: what a misconfigured or foreign server might send.
+    """Return an endpoint with chosen answers, such as those of a misconfigured or foreign server.
 
     Args:
-        path: of the endpoint.
-        answer: to a body; a response or JSON. An answer that is no response yields to a probe's.
-        seen: gets the bodies that are no probes.
-        published: whether the routes are.
+        path: path of the endpoint.
+        answer: returns a response or JSON for a body. Probes are answered unless it returns a response.
+        seen: collects the bodies that are not probes.
+        published: whether the routes are published.
     """
     app = FastAPI(openapi_url="/openapi.json" if published else None)
 
@@ -128,7 +128,7 @@ def says(
 
 
 def letters_after(prompt: list[int]) -> str:
-    """Twenty letters that the prompt determines."""
+    """Return twenty letters that the prompt determines."""
     return "".join(chr(97 + byte % 26) for byte in blake2b(repr(prompt).encode(), digest_size=20).digest())
 
 
@@ -136,15 +136,15 @@ class ScriptedEngine:
     """vLLM's routes over a tokenizer, without a model.
 
     Args:
-        tokenizer: of the engine.
-        texts: what is said, one a turn; by default twenty letters that the prompt determines.
-        context: tokens of prompt and answer.
+        tokenizer: tokenizer of the engine.
+        texts: one text per turn; by default twenty letters that the prompt determines.
+        context: maximum of prompt and sampled tokens.
         finish: why sampling ends.
 
     Attributes:
-        status: of answers; another one than 200 refuses.
-        seen: requests for samples that are no probes.
-        refused: how many requests were.
+        status: status of answers; anything but 200 refuses requests.
+        seen: sampling requests that are not probes.
+        refused: number of refused requests.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class ScriptedEngine:
         self.refused = 0
 
     def app(self) -> FastAPI:
-        """The routes."""
+        """Return the routes."""
         app = FastAPI()
         app.add_api_route("/v1/completions", self._completions, methods=["POST"])
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
@@ -170,7 +170,7 @@ class ScriptedEngine:
         return app
 
     def say(self, body: dict[str, Any]) -> str:
-        """The text of a turn."""
+        """Return the text of a turn."""
         return next(self.texts) if self.texts is not None else letters_after(body["prompt"])
 
     async def _completions(self, request: Request) -> Any:
@@ -185,7 +185,7 @@ class ScriptedEngine:
         return completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)}, finish_reason=self.finish)
 
     async def _chat(self, request: Request) -> Any:
-        """Calls of the first tool, as many as the request allows, or else an ``ok``."""
+        """Answer with calls of the first tool, as many as the request allows, or with ``ok``."""
         body = await request.json()
         if is_probe(body):
             return answer_of(body)
@@ -210,8 +210,10 @@ class ScriptedEngine:
 
 
 def nemo_rl_server(seen: list[dict[str, Any]], mixture: bool = False) -> FastAPI:
-    """NeMo RL's rules: the prompt continues the required prefix; sampling is asserted; ids come as ``token_id:``. Of a
-    mixture each token has its own id as its only expert, but the last."""
+    """Return a server with NeMo RL's rules: required prefix, asserted sampling parameters, ids as ``token_id:``.
+
+    With ``mixture``, each token except the last has its own id as its only expert.
+    """
 
     def answer(body: dict[str, Any]) -> Any:
         if body.get("top_p") != 1.0 or body.get("temperature") != 1.0:
@@ -231,7 +233,7 @@ def own_experts(ids: list[int]) -> str:
 
 
 def saved(folder: Path, tokenizer: Tokenizer, template: str) -> str:
-    """The folder, with the files of a tokenizer and a template in it."""
+    """Write a tokenizer and a template into the folder, and return it."""
     tokenizer._fast.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(template)
     return str(folder)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who asks for a turn: names of rollouts as headers and URLs carry them, and callers that hang up."""
+"""The rollout of a request, by header and URL, and cancellation on disconnect."""
 
 import asyncio
 import string
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.agent.gym_http import in_header
-from nemo_gym_prorl.policy.http.callers import EndsWithCaller, RolloutUrls, header_text
+from nemo_gym_prorl.policy.http.callers import CancelOnDisconnect, RolloutUrlMiddleware, decode_header
 from tests.rollout.serving import serve
 
 
@@ -23,7 +23,7 @@ async def test_a_caller_that_hangs_up_is_no_defect_to_the_middleware_around() ->
     """Gym's middleware prints two tracebacks for each request that ends without an answer."""
     begun, cancelled, seen = asyncio.Event(), asyncio.Event(), asyncio.Queue[int | Exception]()
     app = FastAPI()
-    app.add_middleware(EndsWithCaller)
+    app.add_middleware(CancelOnDisconnect)
 
     @app.middleware("http")
     async def around(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -56,7 +56,7 @@ async def test_a_caller_that_hangs_up_is_no_defect_to_the_middleware_around() ->
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n"), min_size=1, max_size=30))
 def test_a_header_says_what_our_agent_wrote(name: str) -> None:
-    assert header_text(in_header(name)) == name
+    assert decode_header(in_header(name)) == name
 
 
 @given(st.binary(max_size=40))
@@ -66,7 +66,7 @@ def test_a_header_of_any_bytes_is_read(value: bytes) -> None:
         expected = unquote(value.decode())
     except UnicodeDecodeError:
         expected = unquote(text)
-    assert header_text(text) == expected
+    assert decode_header(text) == expected
 
 
 IN_IDS = set(string.ascii_letters + string.digits + "._-")
@@ -74,7 +74,7 @@ IDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", fullmatch=True)
 
 
 async def told(raw_path: str, *rollouts: str, whole: bool = False) -> tuple[dict[str, Any] | None, str]:
-    """The request that is passed on for one of this path and these headers, or what is said where it is refused."""
+    """Return the request that is passed on for this path and these headers, or the body of the refusal."""
     passed: list[dict[str, Any]] = []
     sent: list[dict[str, Any]] = []
 
@@ -91,7 +91,7 @@ async def told(raw_path: str, *rollouts: str, whole: bool = False) -> tuple[dict
         "raw_path": raw_path.encode(),
         "headers": [(b"content-type", b"json"), *((b"x-rollout-id", in_header(one).encode()) for one in rollouts)],
     }
-    await RolloutUrls(behind, whole=whole)(scope, None, send)  # type: ignore[arg-type]
+    await RolloutUrlMiddleware(behind, whole=whole)(scope, None, send)  # type: ignore[arg-type]
     if not sent:
         return passed[0], ""
     assert not passed

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""200 rollouts against a real vLLM: what the trainer gets is what was sampled, to the token and to the log-prob."""
+"""200 rollouts on a real vLLM: training data equals the sampled tokens and log-probs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.engines.protocols import VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
+from nemo_gym_prorl.policy.pool.dispatcher import BackendDispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.formats import FORMATS
@@ -34,7 +34,6 @@ from tests.policy.families import FAMILIES, TOOLS, Family, some_words
 
 
 pytestmark = pytest.mark.engine
-
 ROLLOUTS = 200
 TURNS = 4
 TOLERANCE = 1e-3
@@ -43,7 +42,7 @@ TOLERANCE = 1e-3
 
 @dataclass
 class Run:
-    """One rollout, as its agent saw it and as the ledger kept it."""
+    """One rollout, with the agent's messages and the service's answers."""
 
     family: Family
     service: PolicyService
@@ -52,7 +51,7 @@ class Run:
     answers: list[PolicyAnswer] = field(default_factory=list)
 
     async def play(self, rng: random.Random) -> None:
-        """An ordinary agent: looks where the policy says, complains of broken calls, asks on after an answer."""
+        """Play an ordinary agent that executes calls, reports broken calls, and asks on after an answer."""
         self.messages.append({"role": "user", "content": some_words(rng)})
         for _ in range(TURNS):
             sampling = Sampling(max_tokens=64, temperature=1.0, seed=rng.getrandbits(31))
@@ -73,7 +72,7 @@ def runs(engine_url: str, model_folder: Path) -> list[Run]:
 
 
 async def play_all(engine_url: str, model_folder: Path) -> list[Run]:
-    """All rollouts, a few dozen at a time, over all template families in turn."""
+    """Play all rollouts, 32 at a time, over all template families."""
     tokenizer = Tokenizer(FastTokenizer.from_file(str(model_folder / "tokenizer.json")))
     gate = asyncio.Semaphore(32)
     async with contextlib.AsyncExitStack() as stack:
@@ -81,7 +80,7 @@ async def play_all(engine_url: str, model_folder: Path) -> list[Run]:
         services = {}
         for family in FAMILIES.values():
             pool = BackendPool()
-            dispatcher = Dispatcher(pool, VllmCompletions(connections, MODEL))
+            dispatcher = BackendDispatcher(pool, VllmCompletions(connections, MODEL))
             dispatcher.apply(pool.add("a", engine_url))
             dispatcher.start()  # else a backend that fails once stays down
             stack.push_async_callback(dispatcher.aclose)
@@ -108,7 +107,7 @@ def renderer_of(run: Run) -> Renderer:
 
 
 async def teacher_forced(session: aiohttp.ClientSession, url: str, ids: list[int]) -> list[float]:
-    """The log-prob of each token given those before it, from the engine; 0 for the first."""
+    """Return the engine's log-prob of each token given the tokens before it; 0 for the first."""
     body = {"model": MODEL, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
     async with session.post(f"{url}/v1/completions", json=body) as response:
         scored = (await response.json())["choices"][0]["prompt_logprobs"]
@@ -149,11 +148,11 @@ async def test_the_agent_saw_what_the_tokens_say(runs: list[Run]) -> None:
                 assert tokenizer.decode(ids[-1:]) in tokenizer.special.values()
                 ids.pop()
             text = tokenizer.decode(ids)
-            again = parse(text, FORMATS[run.family.tool_format], TOOLS, in_thought=opened, cut=cut)
-            thought = again.thought and tokenizer.without_special(again.thought)
-            assert (thought, again.calls) == (answer.parsed.thought, answer.parsed.calls)
-            assert tokenizer.without_special(again.content) == answer.parsed.content
-            if not again.calls and again.thought is None:
+            again = parse(text, FORMATS[run.family.tool_format], TOOLS, in_reasoning=opened, cut=cut)
+            thought = again.reasoning and tokenizer.strip_special_tokens(again.reasoning)
+            assert (thought, again.calls) == (answer.parsed.reasoning, answer.parsed.calls)
+            assert tokenizer.strip_special_tokens(again.content) == answer.parsed.content
+            if not again.calls and again.reasoning is None:
                 assert again.content == text
 
 
@@ -164,4 +163,4 @@ async def test_the_rollouts_had_calls_broken_calls_thoughts_and_unicode(runs: li
         assert any(p.malformed for p in parsed), family.name
         assert any(ord(letter) > 0xFF for p in parsed for call in p.calls for letter in call.arguments), family.name
         if family.thinks:
-            assert any(p.thought for p in parsed), family.name
+            assert any(p.reasoning for p in parsed), family.name

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""No field of a request is dropped in silence: one request for each field, route and kind of engine.
+"""Every field of every route is served or refused by name, for each kind of engine.
 
-A field is *served* if the engine is told it, or prompt or answer show it: one of a row's witnesses says so. It is
-*refused* if a 4xx names it. A row without witnesses must be refused.
+A field is *served* if the engine's request, the prompt or the answer shows it, as one of the row's witnesses checks.
+It is *refused* if a 4xx names it. A row without witnesses must be refused.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import aiohttp
 import pytest
 
 from tests.policy.engines import MODEL
-from tests.policy.hosts import server
+from tests.policy.runtimes import server
 from tests.policy.scripted_engine import ScriptedEngine, saved
 from tests.policy.tokenizers import tokenizer_of
 from tests.rollout.serving import serve as serving
 
 
 type Witness = Callable[[dict[str, Any], dict[str, Any], str], bool]
-"""Looks at what the engine was asked, what the caller was told, and the prompt."""
-
+"""Checks the engine's request, the answer and the prompt."""
 TEMPLATE = """{% if tools %}[tools {{ tools | tojson }}]{% endif %}\
 {% if reasoning_effort is defined %}[effort {{ reasoning_effort }}]{% endif %}\
 {% if enable_thinking is defined %}[enable_thinking {{ enable_thinking }}]{% endif %}\
@@ -87,12 +86,11 @@ DEVELOPER = [{"role": "developer", "content": "be brief"}, *HI]
 FOX = {"id": "abcdefgh1", "type": "function", "function": {"name": "look", "arguments": '{"what": "fox"}'}}
 CALLED = [{"role": "assistant", "tool_calls": [FOX]}, {"role": "tool", "tool_call_id": FOX["id"], "content": "red"}]
 PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
-
 type Row = tuple[str, dict[str, Any], *tuple[Witness, ...]]
 
 
 def same(**fields: Any) -> list[Row]:
-    """Fields that engines have under the same name."""
+    """Return rows of fields that engines have under the same name."""
     return [(name, {name: value}, told(name, value)) for name, value in fields.items()]
 
 
@@ -131,6 +129,10 @@ CHAT: list[Row] = [
         *THINKING_OFF,
     ),
     ("chat_template_kwargs", {"chat_template_kwargs": {"enable_thinking": False}}, *THINKING_OFF),
+    ("metadata.extra_body", {"metadata": {"extra_body": "{"}}),
+    ("metadata.chat_template_kwargs", {"metadata": {"chat_template_kwargs": "[]"}}),
+    ("extra_body", {"metadata": {"extra_body": '{"n": 2}'}}),
+    ("tool_choice", {"tool_choice": "required"}),
     *never(service_tier="flex", store=True, min_p=0.1, modalities=["text", "audio"], web_search_options={}),
     *never(audio={"voice": "ash", "format": "wav"}, prediction={"type": "content", "content": "x"}, verbosity="low"),
     *never(prompt_cache_key="x", no_such_field="x", stream_options={"include_usage": True}),
@@ -173,7 +175,7 @@ MESSAGES: list[Row] = [
 
 
 class Engine(ScriptedEngine):
-    """Calls twice where the prompt has tools."""
+    """Engine that writes two calls if the prompt has tools."""
 
     def say(self, body: dict[str, Any]) -> str:
         return CALL * 2 if "[tools" in self.tokenizer.decode(body["prompt"]) else "ok"

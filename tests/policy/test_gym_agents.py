@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym 0.7's own harness agents, as they are, before a real engine: all that they know of a rollout is its URL.
+"""Gym 0.7's own harness agents, unchanged, on a real engine; they know a rollout only by its URL.
 
-One for each route: Gym's own loop asks for responses, mini-swe-agent (through litellm, in a sandbox of ours) for chat
-completions, Claude Code for messages, as streams. The policy knows nothing, so the engine holds it to calls of the
-agent's tool by a grammar; what is scored in the end, no row here has.
+There is one agent for each route: Gym's own loop uses Responses, mini-swe-agent (through litellm, in a sandbox) uses
+chat completions, and Claude Code uses Messages as streams. The tiny policy is untrained, so a grammar forces calls of
+the agent's tool.
 
-Each agent runs with a template without thoughts and with one that drops thoughts before the latest question. Three
-turns have one question, so the template keeps all thoughts and ``rewrites`` is 0.
+Each agent runs with a template without reasoning, and with one that drops reasoning before the latest question. Three
+turns have one question, so the template keeps all reasoning and ``rewrites`` is 0.
 """
 
 from __future__ import annotations
@@ -42,21 +42,18 @@ pytestmark = [
         reason="this Gym's agents know no URLs of rollouts",
     ),
 ]
-
 TURNS = 3
 ROLLOUTS = 3
 MODEL_SERVER = {"type": "responses_api_models", "name": "policy_model"}
 WEATHER = {"type": "resources_servers", "name": "weather"}
-
 type Agent = tuple[dict[str, Any], str, dict[str, Any]]
-"""Its block, the grammar of its calls, and what its rows have of their own."""
-
+"""Configuration block, grammar of the calls, and additional fields of the rows."""
 THOUGHTS = {"chatml": "", "thinking": r"<think>\n[a-z ]{1,20}\n</think>\n\n"}
-"""By template: the grammar of what precedes a call."""
+"""Grammar of the text before a call, by template."""
 
 
 def servers(policy_url: str, name: str, **settings: Any) -> dict[str, Any]:
-    """Gym's agent and its smallest example, over our model server."""
+    """Return the model server, and Gym's agent with its smallest example."""
     return {
         "policy_model": instance(
             "responses_api_models",
@@ -88,7 +85,7 @@ def assert_chain(items: list[dict[str, Any]]) -> None:
 
 
 def called(name: str, argument: str) -> str:
-    """The grammar of a call in the format of the template."""
+    """Return the grammar of a call in the template's format."""
     arguments = rf'\{{"{argument}": "echo [a-z]{{1,9}}"\}}'
     return rf'\n<tool_call>\n\{{"name": "{name}", "arguments": {arguments}\}}\n</tool_call>'
 
@@ -208,7 +205,7 @@ async def test_the_chain_of_an_agent_that_knows_its_url(
 
 
 def check_gyms_capture(folder: Path, index: int, response: dict[str, Any], sequence: dict[str, Any]) -> None:
-    """What Gym's own trainer would be handed: our tokens, one chain, not masked."""
+    """Check that Gym's trainer receives the same tokens as one unmasked chain."""
     from nemo_gym.token_id_capture import trajectories_for_rollout
 
     built = trajectories_for_rollout(f"7-{index}", [folder], verified_response=response)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Items and messages as Gym's own converter makes them, and tokens known by their bytes."""
+"""Items and messages equal those of Gym's own converter, and known tokens are recognised by their bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
 import pytest
 from hypothesis import given
@@ -16,21 +15,17 @@ from hypothesis import strategies as st
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from packaging.version import Version
 
-from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
-from nemo_gym_prorl.cli.scripted.server import serve as scripted
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.http.turn_requests import about, messages_of
+from nemo_gym_prorl.policy.http.turn_requests import answer_fields, messages_of
 from nemo_gym_prorl.policy.text.parsers import Parsed, ToolCall
 from nemo_gym_prorl.policy.text.template import as_message
-from nemo_gym_prorl.policy.tokens.history import CARRIED
+from nemo_gym_prorl.policy.tokens.conversations import KNOWN_TURN
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
-from nemo_gym_prorl.policy.tokens.prompt import MARK, IdTexts, strip_known_tokens
+from nemo_gym_prorl.policy.tokens.prompt import TURN_MARKER, TokenTextCache, strip_known_tokens
 from nemo_gym_prorl.policy.turns import PolicyAnswer
 from nemo_gym_prorl.servers.model_server import ProrlModel
-from tests.policy.hosts import server
-from tests.policy.test_prorl_model import TOOLS
-from tests.rollout.serving import serve as serving
+from tests.policy.runtimes import server
 
 
 GYM = Version(version("nemo-gym"))
@@ -85,7 +80,7 @@ def test_messages_are_those_of_gyms_converter(model: ProrlModel, items: list[dic
 
 
 def test_each_sampled_turn_is_a_message_of_its_own() -> None:
-    """Gym's converter would join the first to the second."""
+    """Gym's converter would join the first two."""
     tokens = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-0.5]}
     said = {"role": "assistant", "content": "a"}
     items = [
@@ -139,7 +134,7 @@ def test_items_are_written_as_gyms_response_writes_them(model: ProrlModel, parse
     items = model._items(as_message(parsed) | fields)
     body = NeMoGymResponseCreateParamsNonStreaming(input=[])
     answer = PolicyAnswer("r", {}, parsed, None, Finish.STOP, 2)
-    whole = model._envelope(body) | about(answer, None) | {"output": items}
+    whole = model._envelope(body) | answer_fields(answer, None) | {"output": items}
     assert items == orjson.loads(NeMoGymResponse.model_validate(whole).model_dump_json(by_alias=True))["output"]
 
 
@@ -149,7 +144,7 @@ STEPS = st.lists(st.tuples(IDS, IDS, st.floats(-50, 0)), min_size=1, max_size=6)
 
 @given(steps=STEPS, again=st.integers(0, 5), cut=st.integers(0, 400))
 def test_known_tokens_are_cut_out_and_no_others(steps: list[Any], again: int, cut: int) -> None:
-    ledger, texts, parent, turns = TokenLedger(), IdTexts(), None, []
+    ledger, texts, parent, turns = TokenLedger(), TokenTextCache(), None, []
     for observed, sampled, log_prob in steps:
         generation = Generation(sampled, [log_prob] * len(sampled), Finish.STOP)
         assert list(texts.prompt(parent, observed)) == [*(parent.sequence() if parent else ()), *observed]
@@ -171,9 +166,9 @@ def test_known_tokens_are_cut_out_and_no_others(steps: list[Any], again: int, cu
     assert found is not None
     raw, known = found
     assert known == turns
-    bare = [{"role": "assistant", "content": item["content"], MARK: at} for at, item in enumerate(items)]
+    bare = [{"role": "assistant", "content": item["content"], TURN_MARKER: at} for at, item in enumerate(items)]
     assert orjson.loads(raw) == {"input": bare}
-    assert [message[CARRIED] for message in messages_of(bare, known)] == turns
+    assert [message[KNOWN_TURN] for message in messages_of(bare, known)] == turns
     for turn in turns:
         assert texts.before(turn) == orjson.dumps(turn.prompt())[:-1]
     at = cut % len(body)
@@ -181,43 +176,3 @@ def test_known_tokens_are_cut_out_and_no_others(steps: list[Any], again: int, cu
         other = body[:at] + (b"1" if body[at : at + 1] != b"1" else b"2") + body[at + 1 :]
         changed = strip_known_tokens(other, ledger, texts)
         assert changed is None or changed[0] != raw
-
-
-async def test_a_caller_is_known_by_its_cookie_or_its_name_and_answered_the_same() -> None:
-    script = {"turns": [{"content": "one"}, {"tool_calls": [{"name": "look", "arguments": {"what": "box"}}]}]}
-    body = {"input": "hi", "tools": TOOLS, "metadata": {"script": orjson.dumps(script).decode()}, "temperature": 1}
-    async with scripted() as engine:
-        made = server(engine, Path(), model=ScriptedConfig().model, policy={})
-        async with serving(made.setup_webserver()) as url:
-            jar = aiohttp.CookieJar(unsafe=True)
-            async with aiohttp.ClientSession(cookie_jar=jar) as http, aiohttp.ClientSession() as named:
-                by_cookie = await _turns(http, url, body, {"Content-Type": "Application/JSON"})
-                assert len(jar) == 1
-                by_name = await _turns(named, url, body, {"X-Rollout-Id": "r"})
-    assert by_name == by_cookie
-    assert [item["type"] for answer in by_name for item in answer["output"]] == ["message", "function_call"]
-
-
-async def _turns(
-    http: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: dict[str, str]
-) -> list[dict[str, Any]]:
-    """Two turns, the second of which sends the first back, without what differs from call to call."""
-    items: list[Any] = [{"role": "user", "content": "hi"}]
-    answers = []
-    for _ in range(2):
-        async with http.post(f"{url}/v1/responses", data=_sent(body, items), headers=_JSON | headers) as response:
-            assert response.status == 200, await response.text()
-            answer = orjson.loads(await response.read())
-        items = [*items, *answer["output"], {"role": "user", "content": "on"}]
-        named = {"id": "", "created_at": 0.0}
-        output = [item | {"id": "", "call_id": ""} for item in answer["output"]]
-        answers.append(answer | named | {"output": output})
-    return answers
-
-
-_JSON = {"Content-Type": "application/json"}
-
-
-def _sent(body: dict[str, Any], items: list[Any]) -> bytes:
-    """A request as Gym's client writes it."""
-    return orjson.dumps(body | {"input": items})

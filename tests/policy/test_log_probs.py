@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs that are kept belong to the distribution that was sampled from, or the request is refused by field."""
+"""Log-probs belong to the sampled distribution, or the request is refused by field."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request, Response
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import (
-    NEUTRAL,
+    NEUTRAL_SETTINGS,
     BackendErred,
     LogitsReturned,
     RequestRefused,
@@ -25,13 +25,19 @@ from nemo_gym_prorl.policy.engines.engine import (
     Sampling,
 )
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
-from nemo_gym_prorl.policy.engines.log_probs import LogProbMode, changes, check, judge, judge_biased
+from nemo_gym_prorl.policy.engines.log_probs import (
+    LogProbMode,
+    changed_settings,
+    classify_biased_mode,
+    classify_mode,
+    unsupported_setting,
+)
 from nemo_gym_prorl.policy.engines.protocols import ENGINES
 from nemo_gym_prorl.policy.generation import Generation
 from nemo_gym_prorl.policy.http.api import _listing, trajectory
 from nemo_gym_prorl.policy.turns import TurnRequest
-from tests.policy.engines import MODEL, free_port, vllm
-from tests.policy.hosts import hosted
+from tests.policy.engines import MODEL, vllm
+from tests.policy.runtimes import hosted
 from tests.policy.scripted_engine import LOGITS, answer_of, is_probe, settings_of
 from tests.rollout.serving import serve as serving
 
@@ -42,16 +48,16 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 class Engine:
-    """Answers each request as an engine of this mode does.
+    """Engine with log-probs of one mode.
 
     Attributes:
-        mode: of its log-probs.
-        logits: after every prompt.
-        own_temperature: the only one that it samples at, as NeMo RL's server does.
-        status: of its answers.
-        follows: whether it follows a grammar.
-        turns: the settings of requests that are no probes.
-        probes: how many probes came.
+        mode: mode of its log-probs.
+        logits: logits after every prompt.
+        own_temperature: the only accepted temperature, as in NeMo RL's server.
+        status: status of its answers.
+        follows: whether it follows grammars.
+        turns: settings of requests that are not probes.
+        probes: number of probes.
     """
 
     def __init__(self, mode: str, logits: dict[int, float] | None = None) -> None:
@@ -87,12 +93,6 @@ class Engine:
         return Response(said, media_type="application/json")
 
 
-@pytest.fixture
-async def connections() -> AsyncIterator[Connections]:
-    async with Connections() as connections:
-        yield connections
-
-
 async def sample(engine: HttpEngine, url: str, sampling: Sampling, **request: Any) -> Generation:
     prompt = (7, 8) if engine.takes_tokens else ()
     return await engine.generate(url, SampleRequest(prompt, sampling, HI, **request))
@@ -114,7 +114,7 @@ async def sample(engine: HttpEngine, url: str, sampling: Sampling, **request: An
     ],
 )
 def test_a_mode_is_told_by_three_log_probs(plain: float, cold: float, only: float, mode: LogProbMode | None) -> None:
-    assert judge(plain, cold, only) is mode
+    assert classify_mode(plain, cold, only) is mode
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_mode_is_told_by_three_log_probs(plain: float, cold: float, only: floa
     [((0.0, -0.01), SCALED), ((-0.01, -8.0), RAW), ((0.0, -0.07), UNKNOWN)],
 )
 def test_a_mode_is_told_by_two_biased_tokens(log_probs: tuple[float, float], mode: LogProbMode) -> None:
-    assert judge_biased(log_probs, SCALED) is mode
+    assert classify_biased_mode(log_probs, SCALED) is mode
 
 
 TRUNCATIONS = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
@@ -148,7 +148,7 @@ OTHERS = {
     "never_heard_of": 1,
 }
 NO_CHANGES = {
-    **NEUTRAL,
+    **NEUTRAL_SETTINGS,
     "stop": ["a"],
     "stop_token_ids": [1],
     "seed": 5,
@@ -177,16 +177,18 @@ def test_settings_by_mode(name: str, value: Any) -> None:
         UNKNOWN: False,
     }
     for mode, serves in included.items():
-        refused = check(Sampling(extra={name: value}), mode, forced_call=False, fix="mend it")
+        refused = unsupported_setting(Sampling(extra={name: value}), mode, forced_call=False, fix="mend it")
         assert (refused is None) == serves, mode
         assert serves or (refused[0].removeprefix("extra_body.") == name and "mend it" in refused[1])
-        assert check(Sampling(temperature=0.0, extra={name: value}), mode, forced_call=True, fix="") is None, "greedy"
+        assert (
+            unsupported_setting(Sampling(temperature=0.0, extra={name: value}), mode, forced_call=True, fix="") is None
+        ), "greedy"
 
 
 def test_settings_that_change_nothing() -> None:
-    assert [name for name, value in NO_CHANGES.items() if changes(Sampling(extra={name: value}))] == []
-    assert check(Sampling(), UNKNOWN, forced_call=True, fix="")[0] == "tool_choice"
-    assert check(Sampling(), RAW, forced_call=True, fix="") is None
+    assert [name for name, value in NO_CHANGES.items() if changed_settings(Sampling(extra={name: value}))] == []
+    assert unsupported_setting(Sampling(), UNKNOWN, forced_call=True, fix="")[0] == "tool_choice"
+    assert unsupported_setting(Sampling(), RAW, forced_call=True, fix="") is None
 
 
 # On the wire
@@ -198,8 +200,8 @@ async def test_every_parameter_is_sent(connections: Connections, protocol: str) 
     async with serving(scripted.app(protocol)) as url:
         await sample(engine, url, Sampling(4))
         await sample(engine, url, Sampling(4, temperature=1e-6, extra={"top_k": None, "min_p": 0.2}))
-    assert NEUTRAL.items() <= scripted.turns[0].items()
-    assert (NEUTRAL | {"temperature": 0.0, "min_p": 0.2}).items() <= scripted.turns[1].items()
+    assert NEUTRAL_SETTINGS.items() <= scripted.turns[0].items()
+    assert (NEUTRAL_SETTINGS | {"temperature": 0.0, "min_p": 0.2}).items() <= scripted.turns[1].items()
 
 
 CASES = [(protocol, mode) for protocol in ENGINES for mode in (PROCESSED_MODE, SCALED, RAW)]
@@ -232,7 +234,7 @@ async def test_nemo_rl_is_probed_under_its_own_sampling(connections: Connections
     engine, scripted = ENGINES["nemo_rl"](connections, MODEL), Engine(mode)
     scripted.own_temperature = 0.6
     async with serving(scripted.app("nemo_rl")) as url:
-        await engine.learn_mode(url)
+        await engine.probe_log_prob_mode(url)
         assert not scripted.probes
         if mode is RAW:
             with pytest.raises(RequestRefused, match=r"temperature: .* policy.generation.vllm_cfg.logprobs_mode"):
@@ -250,7 +252,7 @@ async def test_nemo_rl_is_probed_under_its_own_sampling(connections: Connections
 async def test_a_prompt_without_a_verdict(
     connections: Connections, logits: dict[int, float], mode: dict[str, LogProbMode] | None
 ) -> None:
-    """A model that always begins alike, as those that think do, is probed by a bias."""
+    """A model with one likely beginning, as of reasoning, is probed by a bias."""
     for protocol in ("vllm", "vllm_chat"):
         engine, scripted = ENGINES[protocol](connections, MODEL), Engine(PROCESSED_MODE, logits)
         async with serving(scripted.app(protocol)) as url:
@@ -308,20 +310,6 @@ async def test_a_verdict_ends_with_a_failure_of_the_engine(connections: Connecti
         scripted.status, scripted.mode = 200, RAW
         with pytest.raises(RequestRefused, match="temperature"):
             await sample(engine, url, half)
-
-
-async def test_an_engine_of_another_mode_at_the_same_address_is_noticed(connections: Connections) -> None:
-    engine, port = ENGINES["vllm"](connections, MODEL), free_port()
-    url = f"http://127.0.0.1:{port}"
-    for mode in (PROCESSED_MODE, RAW, PROCESSED_MODE):
-        async with serving(Engine(mode).app("vllm"), port):
-            asked = sample(engine, url, Sampling(4, temperature=0.5))
-            if mode is RAW:
-                with pytest.raises(RequestRefused):
-                    await asked
-            else:
-                assert (await asked).log_prob_mode is mode
-        assert await engine.load(url) is None
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "vllm_chat", "sglang"])
@@ -384,13 +372,10 @@ async def test_the_mode_is_told() -> None:
 # Real engines
 
 
-THINKS = ("--reasoning-parser", "qwen3")
-
-
 @pytest.fixture(scope="module")
 def raw_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A vLLM with its default log-probs, and with a reasoning parser."""
-    with vllm(model_folder, tmp_path_factory.mktemp("raw") / "log", *THINKS) as (url, _):
+    """URL of a vLLM with its default log-probs."""
+    with vllm(model_folder, tmp_path_factory.mktemp("raw") / "log") as (url, _):
         yield url
 
 
@@ -439,17 +424,3 @@ async def test_a_real_engine_with_processed_log_probs(engine_url: str, connectio
         assert log_prob == pytest.approx(log_sigmoid(gap if token == 20 else -gap), abs=1e-4), settings
     for settings in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}, {"temperature": 0.0}):
         assert (await _next(engine, engine_url, 20, 21, **settings))[1] == 0.0
-
-
-@PROTOCOLS
-async def test_a_real_engine_that_waits_for_the_end_of_a_thought(
-    raw_url: str, engine_url: str, connections: Connections, protocol: str
-) -> None:
-    engine = ENGINES[protocol](connections, MODEL)
-    for name, value in FIELDS[:2]:
-        with pytest.raises(RequestRefused, match="reasoning-parser") as refused:
-            await sample(engine, raw_url, Sampling(8, extra={name: value}))
-        assert refused.value.field.removeprefix("extra_body.") == name
-    assert (await sample(engine, raw_url, Sampling(8))).ids
-    followed = await sample(engine, engine_url, Sampling(8, extra={"structured_outputs": {"choice": ["ab", "cd"]}}))
-    assert followed.text in ("ab", "cd")

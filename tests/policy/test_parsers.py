@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Thoughts, content and calls in every format: each JSON type, several calls, cut and malformed ones, markers inside
-arguments; and calls that an engine left in a final answer."""
+"""Reasoning, content and calls in every format, and calls that an engine left in a final answer."""
 
 from __future__ import annotations
 
@@ -16,232 +15,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.policy.engines.engine import Misconfigured
-from nemo_gym_prorl.policy.host import PolicyRuntime
+from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.text.formats import FORMATS, SAME_AS, format_named
-from nemo_gym_prorl.policy.text.parsers import CUT, MALFORMED_NAME, Parsed, parse, parsed_by_engine, unparsed_tool_call
+from nemo_gym_prorl.policy.text.parsers import MALFORMED_NAME, Parsed, parse, unparsed_tool_call
 from nemo_gym_prorl.policy.turns import TurnRequest
+from tests.policy.call_texts import ARGUMENTS, TOOLS, function_element, written
 from tests.policy.families import TOOLS as LOOK_TOOLS
-from tests.policy.hosts import hosted
+from tests.policy.runtimes import hosted
 from tests.policy.scripted_engine import answer_of, is_probe, says
 from tests.policy.vllm_parser import VllmParser
 from tests.rollout.serving import serve as serving
 
 
-PROPERTIES: dict[str, Any] = {
-    "text": {"type": "string"},
-    "count": {"type": "integer"},
-    "share": {"type": "number"},
-    "deep": {"type": "boolean"},
-    "list": {"type": "array", "items": {"type": "integer"}},
-    "map": {"type": "object", "properties": {"k": {"type": "string"}}},
-    "maybe": {"type": ["string", "null"]},
-    "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
-    "mode": {"enum": ["1", "2"]},
-    "kind": {"$ref": "#/$defs/kind"},
-}
-
-
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "edit",
-            "description": "Edit something.",
-            "parameters": {"type": "object", "properties": PROPERTIES, "$defs": {"kind": {"type": "string"}}},
-        },
-    },
-    {
-        "type": "function",
-        "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
-    },
-]
-
-
-ARGUMENTS: dict[str, Any] = {
-    "text": '    return {"é": 1}\n',
-    "count": 3,
-    "share": 1.5,
-    "deep": True,
-    "list": [1, 2],
-    "map": {"k": "5"},
-}
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _bare(value: object) -> str:
-    return value if isinstance(value, str) else _json(value)
-
-
-def _tags(arguments: dict[str, Any], tag: str, close: str, *, line: str = "", typed: bool = False) -> str:
-    kinds = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
-    return "".join(
-        tag.format(name, kind=(kinds[type(value)] if typed else str(isinstance(value, str)).lower()))
-        + f"{line}{_bare(value)}{line}{close}\n"
-        for name, value in arguments.items()
-    )
-
-
-def _elements(value: object) -> str:
-    mark = "]<]minimax[>["
-    if isinstance(value, dict):
-        return "".join(f"{mark}<{name}>{_elements(one)}{mark}</{name}>" for name, one in value.items())
-    if isinstance(value, list):
-        return "".join(f"{mark}<item>{_elements(one)}{mark}</item>" for one in value)
-    return _bare(value)
-
-
-def _gemma(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_gemma(one)}" for name, one in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_gemma, value)) + "]"
-    return f'<|"|>{value}<|"|>' if isinstance(value, str) else _json(value)
-
-
-def _function(name: str, arguments: dict[str, Any], line: str = "\n") -> str:
-    parameters = _tags(arguments, "<parameter={0}>", "</parameter>", line=line)
-    return f"<function={name}>\n{parameters}</function>"
-
-
-def _pairs(name: str, arguments: dict[str, Any], suffix: str = "", sep: str = "") -> str:
-    tag = f"<arg_key{suffix}>{{0}}</arg_key{suffix}>\n<arg_value{suffix}>"
-    return f"<tool_call{suffix}>{name}{sep}\n{_tags(arguments, tag, f'</arg_value{suffix}>')}</tool_call{suffix}>"
-
-
-def _invoke(name: str, arguments: dict[str, Any], mark: str = "", kinds: str = "") -> str:
-    parameters = _tags(arguments, f'<{mark}parameter name="{{0}}"{kinds}>', f"</{mark}parameter>")
-    return f'<{mark}invoke name="{name}">\n{parameters}</{mark}invoke>'
-
-
-def _kimi_k3(name: str, arguments: dict[str, Any]) -> str:
-    tag = '<|open|>argument key="{0}" type="{kind}"<|sep|>'
-    parameters = _tags(arguments, tag, "<|close|>argument<|sep|>", typed=True).replace("<|sep|>\n<", "<|sep|><")
-    return f'<|open|>call tool="{name}" index="1"<|sep|>{parameters.rstrip()}<|close|>call<|sep|>'
-
-
-def _python(name: str, arguments: dict[str, Any]) -> str:
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-
-
-def _object(name: str, arguments: dict[str, Any], key: str = "arguments") -> str:
-    return _json({"name": name, key: arguments})
-
-
-def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """Some calls as a family writes them."""
-    match name:
-        case "hermes":
-            return "\n".join(f"<tool_call>\n{_object(*call)}\n</tool_call>" for call in calls)
-        case "qwen3_coder":
-            return "\n".join(f"<tool_call>\n{_function(*call)}\n</tool_call>" for call in calls)
-        case "seed_oss":
-            return "\n".join(f"<seed:tool_call>\n{_function(*call, line='')}\n</seed:tool_call>" for call in calls)
-        case "llama3_json":
-            return "; ".join(_object(*call, "parameters") for call in calls)
-        case "mistral":
-            return "".join(f"[TOOL_CALLS]{tool}[ARGS]{_json(arguments)}" for tool, arguments in calls)
-        case "pythonic":
-            return f"[{', '.join(_python(*call) for call in calls)}]"
-        case "lfm2":
-            return f"<|tool_call_start|>[{', '.join(_python(*call) for call in calls)}]<|tool_call_end|>"
-        case "deepseek_v3":
-            parts = (f"function<｜tool▁sep｜>{tool}\n```json\n{_json(arguments)}\n```" for tool, arguments in calls)
-        case "deepseek_v31":
-            parts = (f"{tool}<｜tool▁sep｜>{_json(arguments)}" for tool, arguments in calls)
-        case "deepseek_v32" | "deepseek_v4" | "deepseek_v41":
-            block, mark = {
-                "deepseek_v32": ("function_calls", "｜DSML｜"),
-                "deepseek_v4": ("tool_calls", "｜DSML｜"),
-                "deepseek_v41": ("calls", "｜DSML｜ "),
-            }[name]
-            body = "\n".join(_invoke(*call, mark=mark, kinds=' string="{kind}"') for call in calls)
-            return f"<{mark}{block}>\n{body}\n</{mark}{block}>"
-        case "glm45":
-            return "\n".join(_pairs(*call) for call in calls)
-        case "hy_v3":
-            body = "\n".join(_pairs(*call, ":opensource", "<tool_sep:opensource>") for call in calls)
-            return f"<tool_calls:opensource>\n{body}\n</tool_calls:opensource>"
-        case "kimi_k2":
-            body = "".join(
-                f"<|tool_call_begin|>functions.{tool}:{index}<|tool_call_argument_begin|>{_json(arguments)}"
-                "<|tool_call_end|>"
-                for index, (tool, arguments) in enumerate(calls)
-            )
-            return f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
-        case "kimi_k3":
-            return f"<|open|>tools<|sep|>{''.join(_kimi_k3(*call) for call in calls)}<|close|>tools<|sep|>"
-        case "minimax_m2":
-            body = "\n".join(_invoke(*call) for call in calls)
-            return f"<minimax:tool_call>\n{body}\n</minimax:tool_call>"
-        case "minimax_m3":
-            mark = "]<]minimax[>["
-            body = "".join(
-                f'{mark}<invoke name="{tool}">{_elements(arguments)}{mark}</invoke>\n' for tool, arguments in calls
-            )
-            return f"{mark}<tool_call>\n{body}{mark}</tool_call>"
-        case "minicpm5":
-            return "\n".join(
-                f'<function name="{tool}">'
-                + "".join(
-                    f'<param name="{key}">'
-                    + (f"<![CDATA[{value}]]>" if isinstance(value, str) else str(value))
-                    + "</param>"
-                    for key, value in arguments.items()
-                )
-                + "</function>"
-                for tool, arguments in calls
-            )
-        case "gemma4":
-            return "".join(f"<|tool_call>call:{tool}{_gemma(arguments)}<tool_call|>" for tool, arguments in calls)
-        case "granite":
-            return f"<|tool_call|>[{', '.join(_object(*call) for call in calls)}]"
-        case "nemotron_v2":
-            return f"<TOOLCALL>[{', '.join(_object(*call) for call in calls)}]</TOOLCALL>"
-        case "cohere_command3":
-            body = ",\n".join(
-                _json({"tool_call_id": str(index), "tool_name": tool, "parameters": arguments})
-                for index, (tool, arguments) in enumerate(calls)
-            )
-            return f"<|START_ACTION|>[\n{body}\n]<|END_ACTION|>"
-        case "apriel":
-            return f"<tool_calls>[{', '.join(_object(*call) for call in calls)}]</tool_calls>"
-        case "apertus":
-            body = ", ".join(_json({tool: arguments}) for tool, arguments in calls)
-            return f"<|tools_prefix|>[{body}]<|tools_suffix|>"
-        case "gigachat3":
-            return "".join(f"<|function_call|>{_object(*call)}<|message_sep|>" for call in calls)
-        case "solar_open":
-            body = "".join(
-                f"<|tool_call:begin|>id{index}<|tool_call:name|>{tool}<|tool_call:args|>{_json(arguments)}"
-                "<|tool_call:end|>"
-                for index, (tool, arguments) in enumerate(calls)
-            )
-            return f"<|tool_calls|>{body}"
-        case "openai":
-            return "<|start|>assistant".join(
-                f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>{_json(arguments)}<|call|>"
-                for tool, arguments in calls
-            )
-        case _:
-            raise AssertionError(name)
-    body = "".join(f"<｜tool▁call▁begin｜>{part}<｜tool▁call▁end｜>" for part in parts)
-    return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
-
-
 NAMES = [name for name in FORMATS if name != "plain"]
-
-
 UNCLOSED = {"llama3_json", "mistral", "pythonic", "granite", "openai"}
-"""Formats in which a call's last bracket is its end."""
+"""Formats whose calls end with their last bracket."""
 
 
 def _read(text: str, name: str, **more: Any) -> tuple[str | None, str, list[tuple[str, Any]]]:
     parsed = parse(text, FORMATS[name], TOOLS, **more)
     return (
-        parsed.thought,
+        parsed.reasoning,
         parsed.content,
         [(call.name, call.malformed or json.loads(call.arguments)) for call in parsed.calls],
     )
@@ -275,7 +69,7 @@ def test_calls_in_thoughts_are_not_read_and_calls_behind_thoughts_are(name: str)
         assert _read(f"{opening}hm{closing}{call}", name) == ("hm", "", [("edit", ARGUMENTS)])
         return
     assert _read(f"{opening}I might {call}\nor not{closing}{call}", name)[1:] == ("", [("edit", ARGUMENTS)])
-    assert _read(f"hm{closing}{call}", name, in_thought=True) == ("hm", "", [("edit", ARGUMENTS)])
+    assert _read(f"hm{closing}{call}", name, in_reasoning=True) == ("hm", "", [("edit", ARGUMENTS)])
     for text in (f"{opening}I might {call}", f"Well. {opening}I might {call}"):
         assert not _read(text, name, cut=True)[2], "the token limit ended the thought"
     assert not _read(f"Well. {opening}I might {call} or", name)[2]
@@ -318,12 +112,6 @@ def test_no_schema_breaks_a_parser(name: str, schema: Any) -> None:
     tool = {"type": "function", "function": {"name": "edit", "parameters": {"properties": {"text": schema}}}}
     (call,) = parse(written(name, [("edit", {"text": "5"})]), FORMATS[name], [tool]).calls
     assert call.malformed is None
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_half_a_character_breaks_no_parser(name: str) -> None:
-    for call in parse(written(name, [("edit", {"text": "\ud800"})]), FORMATS[name], TOOLS).calls:
-        assert call.malformed or json.loads(call.arguments)["text"].encode()
 
 
 def test_the_harmony_channels() -> None:
@@ -430,12 +218,6 @@ def test_what_is_a_call_and_what_is_an_answer(name: str, text: str, content: str
     assert (said, [call[0] for call in read]) == (content, calls)
 
 
-def test_a_call_that_was_cut_off_says_so() -> None:
-    text = written("hermes", [("look", {})]).removesuffix("\n</tool_call>")
-    assert parse(text, FORMATS["hermes"], cut=True).calls[0].malformed == CUT
-    assert parse(text, FORMATS["hermes"]).calls[0].malformed is None, "the policy ended its turn"
-
-
 BAD = {
     "hermes": [
         ('<tool_call>{"name": "look", "arguments": {"what": </tool_call>', "look"),
@@ -463,19 +245,6 @@ BAD = {
         ("[look(what='" + "x" * 200_000 + "')]", "look"),
     ],
 }
-
-
-TEXT = st.text(st.characters(codec="utf-8"))
-_LITERALS = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**20), 10**20)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(codec="utf-8")),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
-    ),
-)
 
 
 @pytest.mark.parametrize(("name", "text", "function"), [(n, *case) for n, cases in BAD.items() for case in cases])
@@ -510,12 +279,6 @@ def test_calls_in_python_have_literals_of_python_and_of_json() -> None:
     assert json.loads(calls[0].arguments) == {"n": -1.5, "t": True, "o": {"k": [None, None, [1, "x"]]}, "s": "its"}
 
 
-@given(arguments=st.dictionaries(st.from_regex("[a-z]{3,8}x", fullmatch=True), _LITERALS))
-def test_what_python_writes_is_read_as_it_was_meant(arguments: dict[str, object]) -> None:
-    (call,) = parse(f"[{_python('f', arguments)}]", FORMATS["pythonic"]).calls
-    assert (call.malformed, json.loads(call.arguments)) == (None, arguments)
-
-
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic"])
 @pytest.mark.parametrize("value", ["1" * 5000, "[" * 100_000, "NaN", r'"\ud800"'], ids=range(4))
 def test_values_that_not_every_reader_takes_break_no_parser(name: str, value: str) -> None:
@@ -528,12 +291,12 @@ def test_values_that_not_every_reader_takes_break_no_parser(name: str, value: st
 @given(thought=st.text().filter(lambda text: "</think>" not in text), content=st.text())
 def test_thoughts_are_kept_character_for_character(thought: str, content: str) -> None:
     parsed = parse(f"<think>{thought}</think>{content}", FORMATS["plain"])
-    assert (parsed.thought, parsed.content) == (thought, content)
+    assert (parsed.reasoning, parsed.content) == (thought, content)
     unfinished = parse(f"<think>{thought}", FORMATS["plain"])
-    assert (unfinished.thought, unfinished.content) == (thought, "")
+    assert (unfinished.reasoning, unfinished.content) == (thought, "")
     if not thought.startswith("<think>"):
-        opened = parse(f"{thought}</think>{content}", FORMATS["plain"], in_thought=True)
-        assert (opened.thought, opened.content) == (thought, content)
+        opened = parse(f"{thought}</think>{content}", FORMATS["plain"], in_reasoning=True)
+        assert (opened.reasoning, opened.content) == (thought, content)
 
 
 PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[f(", "a=", "'", ")", ",", "-", '{"name": "f"']
@@ -542,7 +305,7 @@ PIECES += ["<function=f>", "}", "]", "<think>", "x"]
 
 @given(text=st.text() | st.lists(st.sampled_from(PIECES)).map("".join), name=st.sampled_from(sorted(FORMATS)))
 def test_no_text_breaks_a_parser_and_text_without_calls_is_content(text: str, name: str) -> None:
-    parsed = parse(text, FORMATS[name], thoughts=False)
+    parsed = parse(text, FORMATS[name], reads_reasoning=False)
     assert all(call.malformed or isinstance(json.loads(call.arguments), dict) for call in parsed.calls)
     if not parsed.calls and not any(piece in text for piece in PIECES[:6]):
         assert parsed.content == text
@@ -550,16 +313,9 @@ def test_no_text_breaks_a_parser_and_text_without_calls_is_content(text: str, na
     unparsed_tool_call(text, FORMATS[name], {"f"})
 
 
-def test_what_an_engine_parsed() -> None:
-    function = {"name": "look", "arguments": "{"}
-    message = {"content": "<think>hm</think>so", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
-    parsed = parsed_by_engine(message)
-    assert (parsed.thought, parsed.content, parsed.malformed) == ("hm", "so", True)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_long_texts_take_linear_time(name: str) -> None:
-    """Each of these took minutes, were a pattern quadratic; the time limit of the test is the check."""
+    """Quadratic patterns would take minutes and exceed the test's time limit."""
     pieces = [" " * 200_000, "<" * 100_000, written(name, [("look", {})])[:12] * 20_000, "<parameter=a>" * 10_000]
     pieces += ["<arg_key>a</arg_key>" * 10_000, '{"' * 50_000, "[" * 100_000, "<tool_call>" * 20_000]
     pieces += ["<function=" * 10_000, "<invoke name=" * 10_000, "<|tool_call>call:1{<tool_call|>" * 3_000]
@@ -605,7 +361,7 @@ def test_a_call_at_the_end_is_left_over_and_talk_about_calls_is_not(content: str
 
 
 def engine(*turns: dict[str, Any]) -> FastAPI:
-    """Takes turns apart itself, and says these."""
+    """Return an engine that parses turns itself, with these turns."""
     left = iter(turns)
 
     def answer(body: dict[str, Any]) -> Any:
@@ -635,7 +391,7 @@ PARSED = {
     ("kind", "name"), [("nemo_rl", "hermes"), ("vllm_chat", "qwen3_coder"), ("nemo_rl", "mistral")]
 )
 async def test_an_engine_without_its_parser_is_an_error_of_the_deployment(kind: str, name: str) -> None:
-    """`tool_call_parser` is the format in which a call is looked for; with `plain` none is."""
+    """`tool_call_parser` names the format to look for; `plain` looks for none."""
     said = {"content": written(name, [("look", {"what": "é"})])}
     async with (
         serving(engine(said, said)) as url,
@@ -675,7 +431,9 @@ ORACLE = [
     *("deepseek_v41", "glm45", "kimi_k2", "kimi_k3", "minimax_m2", "minimax_m3", "minicpm5", "gemma4", "granite"),
     *("apertus", "lfm2"),
 ]
-"""Formats that vLLM reads by a parser of the same name. It trims Seed-OSS's values, which the template does not."""
+"""Formats that vLLM's parser of the same name reads alike; its parser trims Seed-OSS's values, its template does not.
+
+"""
 
 
 @pytest.mark.engine
@@ -686,7 +444,7 @@ def test_calls_are_read_as_by_vllms_own_parsers() -> None:
         [("edit", {"count": 3, "deep": False})],
     ]
     cases = [(name, written(name, calls), calls) for name in ORACLE for calls in conversations]
-    cases.append(("qwen3_coder", _function("edit", {"count": 3}) + "\n</tool_call>", [("edit", {"count": 3})]))
+    cases.append(("qwen3_coder", function_element("edit", {"count": 3}) + "\n</tool_call>", [("edit", {"count": 3})]))
     pattern = r"<\|[^|<>\s]+\|>|<｜[^｜<>]+｜>|｜DSML｜|\[[A-Z_]{3,}\]|</?(?:tool_call|arg_\w+|minimax:\w+)>"
     pattern += r"|\]<\]minimax\[>\["
     markers = {one for _, text, _ in cases for one in re.findall(pattern, text)}
@@ -700,7 +458,7 @@ def test_calls_are_read_as_by_vllms_own_parsers() -> None:
 
 @pytest.mark.engine
 def test_whatever_vllms_own_parser_leaves_is_no_error_of_the_deployment() -> None:
-    """Else a policy would be sampled again for what it says."""
+    """Otherwise a policy would be sampled again because of its content."""
     pieces = ["<tool_call>", "</tool_call>", '{"name": "look", ', '"arguments": ', '{"what": "é"}', "{}", "}", "NaN"]
     pieces += ['"parameters": ', '"name": "look"', "```", "`", "\n", '"\x01"', "1e400", "'", "text", CALL, " "]
     chance = random.Random(0)

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""New weights and the prefix cache: after a resume with a reset, samples are those of an engine that never had others.
+"""After new weights and a resume with a cache reset, samples equal those of a fresh engine.
 
-A real vLLM gets other weights with a shared prefix in its cache, as a trainer of the user's own would do it.
+A real vLLM reloads weights with a shared prefix in its cache, as a custom trainer would.
 """
 
 import asyncio
@@ -18,17 +18,15 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.policy.engines.protocols import ENGINES
-from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.http.api import add_control_routes
+from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from tests.policy.engines import MODEL, vllm, vllm_python
-from tests.policy.hosts import hosted
+from tests.policy.runtimes import hosted
 from tests.rollout.serving import serve
 
 
 PREFIX = [5 + (7 * place) % 200 for place in range(1500)]
-"""Long enough for several blocks of the cache."""
-
-
+"""Prompt of several cache blocks."""
 PERTURB = """
 import sys, torch
 from safetensors.torch import load_file, save_file
@@ -42,7 +40,7 @@ save_file({name: one + changed.get(name, 0) for name, one in weights.items()}, s
 
 @asynccontextmanager
 async def controlled(*urls: str, **config: Any) -> AsyncIterator[tuple[PolicyRuntime, aiohttp.ClientSession]]:
-    """The control routes of a model server before these engines, and a client of them."""
+    """Yield a policy with its control routes, and a client of them."""
     async with hosted(*urls, **config) as host:
         app = FastAPI()
         lifespan = app.router.lifespan_context
@@ -58,7 +56,7 @@ async def call(client: aiohttp.ClientSession, path: str, **body: Any) -> tuple[i
 
 
 async def sampled(http: aiohttp.ClientSession, url: str) -> tuple[dict[str, float], int]:
-    """Log-probs of the likeliest tokens behind the prefix, and how much of the prefix was cached."""
+    """Return log-probs of the most probable tokens after the prefix, and the cached length of the prefix."""
     body = {"model": MODEL, "prompt": PREFIX, "max_tokens": 1, "temperature": 1.0, "logprobs": 20, "seed": 1}
     body |= {"return_tokens_as_token_ids": True}
     async with http.post(f"{url}/v1/completions", json=body) as response:
@@ -68,7 +66,7 @@ async def sampled(http: aiohttp.ClientSession, url: str) -> tuple[dict[str, floa
 
 
 def distance(one: dict[str, float], other: dict[str, float]) -> float:
-    """Largest difference of log-probs of tokens that both have; infinite, if the likeliest ones are others."""
+    """Return the largest difference of common log-probs; infinite if too few tokens are common."""
     common = one.keys() & other.keys()
     return max(abs(one[token] - other[token]) for token in common) if len(common) > 15 else float("inf")
 
@@ -125,7 +123,7 @@ async def test_no_backend_resumes_unless_every_cache_is_empty(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("nemo_gym_prorl.policy.engines.http_engine._RESET_S", 0.3)
+    monkeypatch.setattr("nemo_gym_prorl.policy.engines.engine_control._CACHE_RESET_TIMEOUT_S", 0.3)
     resets: list[str] = []
 
     async def reset(request: Request) -> Response:

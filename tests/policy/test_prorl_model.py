@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The model server: whose turn a request is, what agents send back, malformed calls, errors and keys."""
+"""The model server: identification of rollouts, agents' messages, malformed calls, errors and keys."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fastapi import Body, FastAPI, Response
+from fastapi import Response
 from nemo_gym import base_responses_api_model
 from yarl import URL
 
-from nemo_gym_prorl.agent.conversation import Conversation
-from nemo_gym_prorl.agent.gym_http import Address, GymServer, HttpClient
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as scripted
 from nemo_gym_prorl.failures import CallerError
@@ -27,7 +25,7 @@ from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.servers.model_server import ChatRequest
 from tests.policy.families import FAMILIES, TEMPLATES
 from tests.policy.families import TOOLS as LOOK
-from tests.policy.hosts import server
+from tests.policy.runtimes import server
 from tests.policy.scripted_engine import ScriptedEngine, saved, says
 from tests.policy.tokenizers import tokenizer_of
 from tests.rollout.serving import serve as serving
@@ -42,14 +40,8 @@ TOOLS = [
         "strict": None,
     }
 ]
-
-
 GYM_RECORDS = hasattr(base_responses_api_model, "install_model_call_capture")
-
-
 TOKEN_FIELDS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"}
-
-
 CHATML, THINKING, XML = ((TEMPLATES / f"{name}.jinja").read_text() for name in ("chatml", "thinking", "xml"))
 BYTES = tokenizer_of("bytes", CHATML, THINKING, XML, "<|im_end|>")
 
@@ -62,7 +54,7 @@ async def modelled(
     finish: str = "stop",
     **deployment: object,
 ) -> AsyncIterator[tuple[str, ScriptedEngine]]:
-    """The URL of a model server before an engine that says these texts."""
+    """Yield the URL of a model server, and its engine, which answers these texts."""
     engine = ScriptedEngine(BYTES, texts, finish=finish)
     policy = {"engine": "vllm", "tokenizer": saved(folder, BYTES, template)}
     async with serving(engine.app()) as upstream:
@@ -108,8 +100,10 @@ def assert_chain(turns: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("recorded", [False, True])
 async def test_a_url_is_a_rollout_on_all_three_routes(recorded: bool, tmp_path: Path) -> None:
-    """Of callers that know nothing but their base URL: no cookie, no header, no token ids sent back. Where Gym records
-    calls, they go another way: through its application."""
+    """Callers know only their base URL and send no cookie, header or token ids.
+
+    If Gym records calls, requests go through Gym's application.
+    """
     deployment = {"observability_enabled": True, "model_call_capture_dir": str(tmp_path)} if recorded else {}
     deployment |= {"token_id_capture": {"enabled": recorded, "dir": str(tmp_path)}}
 
@@ -152,38 +146,15 @@ def test_an_engine_that_is_to_stage_tokens_is_refused() -> None:
         model.setup_webserver()
 
 
-async def test_a_header_and_a_url_are_one_rollout(http: aiohttp.ClientSession, url: str) -> None:
-    first = await post(http, f"{url}/v1/responses", {"input": "Hello"}, X_Rollout_Id="r9")
-    below = f"{url}/ng-rollout/r9"
-    await post(http, f"{below}/v1/responses", {"input": "More", "previous_response_id": first["id"]})
-    problem = await post(http, f"{below}/v1/responses", {"input": "Hello"}, 422, X_Rollout_Id="r8")
-    assert [error["field"] for error in problem["errors"]] == ["X-Rollout-Id"]
-    async with http.post(f"{below}/v1/nothing", json={}) as response:
-        assert response.status == 404
-
-
 @pytest.mark.parametrize("path", ["/v1/backends", "/v1/%62ackends", "/v1/rollouts/r9/tokens", "/metrics"])
 async def test_the_server_is_not_steered_below_the_url_of_a_rollout(
     http: aiohttp.ClientSession, url: str, path: str
 ) -> None:
-    """An agent is handed that, and no more."""
+    """Agents receive this URL."""
     for below in (f"{url}/ng-rollout/r9", f"{url}/ng-rollout/r9/training-token-capture"):
         async with http.get(URL(below + path, encoded=True)) as response:
             assert response.status == 404
-            assert (await response.json())["detail"] == "it does not answer below the URL of a rollout"
-
-
-async def test_previous_response_id_continues_with_what_is_new(http: aiohttp.ClientSession, url: str) -> None:
-    headers = {"X_Rollout_Id": "r", "X_Rollout_Tokens": "deferred"}
-    first = await post(http, f"{url}/v1/responses", {"input": "Hello"}, **headers)
-    assert "prompt_token_ids" not in first["output"][-1]
-    more = {"input": "More", "previous_response_id": first["id"]}
-    second = await post(http, f"{url}/v1/responses", more, **headers)
-    tokens = await tokens_of(http, url)
-    (sequence,) = tokens["sequences"]
-    assert len(sequence["ids"]) == len(sequence["mask"]) == len(sequence["log_probs"])
-    assert sum(sequence["mask"]) == 40
-    assert tokens["answers"][first["id"]]["end"] < tokens["answers"][second["id"]]["start"]
+            assert (await response.json())["detail"] == "control routes do not answer below the URL of a rollout"
 
 
 @pytest.mark.parametrize(
@@ -213,45 +184,17 @@ async def test_deferral_is_echoed_exactly_when_the_ids_are_left_out(
                     assert sum((await response.json())["sequences"][0]["mask"]) > 0
 
 
-async def test_what_our_agent_defers_is_in_its_finished_row(http: aiohttp.ClientSession) -> None:
-    client, config = HttpClient(), ScriptedConfig()
-    async with scripted(config) as engine:
-        model = server(engine, Path(), model=config.model, policy={})
-        async with serving(model.setup_webserver()) as url:
-            conversation = Conversation(GymServer("policy_model", Address(url), client), "r", "g")
-            turns = [await conversation.turn({}, [{"role": "user", "content": text}]) for text in ("hi", "and?")]
-            await conversation.settle()
-            await conversation.forget()
-            items = [item for turn in turns for item in turn["output"]]
-            async with http.get(f"{url}/v1/rollouts/r/tokens") as response:
-                assert response.status == 410, "it is over, so it is forgotten"
-    await client.close()
-    first, second = items
-    chain = first["prompt_token_ids"] + first["generation_token_ids"]
-    assert second["prompt_token_ids"][: len(chain)] == chain
-    for item in items:
-        assert len(item["generation_token_ids"]) == len(item["generation_log_probs"]) > 0
-
-
 # What agents send back
 
 THINKS = "<think>\nhm\n</think>\n\n"
-
-
 BLANK = "<think></think>"
-
-
 NOTHING = ""
-
-
 CALLS = '<think>\nso\n</think>\n\n\n<tool_call>\n{"name": "look", "arguments": {"what": "box"}}\n</tool_call>'
-
-
 ODD = [THINKS, BLANK, NOTHING, CALLS]
 
 
 class Simple:
-    """An agent as Gym's ``simple_agent``: results for calls, and otherwise the same again with what came last."""
+    """Agent like Gym's ``simple_agent``: sends results for calls, and asks on after the last turn otherwise."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, name: str, *, carries: bool) -> None:
         self._http = http
@@ -272,7 +215,7 @@ class Simple:
 
 @pytest.mark.parametrize("carries", [True, False], ids=["with ids", "without ids"])
 async def test_odd_turns_stay_in_the_chain(http: aiohttp.ClientSession, tmp_path: Path, carries: bool) -> None:
-    """One chain where that can be known, else a doubt that is counted; each sampled token once, none from text."""
+    """Empty and reasoning-only turns stay in one chain or count as ambiguous; no sampled token is tokenised again."""
     scripts = list(itertools.permutations(ODD, 3))
     texts = (f"{text}<|im_end|>" for script in scripts for text in (CALLS, *script, CALLS, "the end"))
     async with modelled(tmp_path, texts, THINKING) as (url, _):
@@ -292,7 +235,7 @@ async def test_odd_turns_stay_in_the_chain(http: aiohttp.ClientSession, tmp_path
 
 
 def thinking() -> Iterator[str]:
-    """An engine's turns that think and call twice, and then answer."""
+    """Yield turns with reasoning and a call twice, and then an answer."""
     for turn in (1, 2):
         yield f"<think>\nhm {turn}\n</think>\n\n{FAMILIES['thinking'].call % turn}<|im_end|>"
     yield "Done.<|im_end|>"
@@ -305,7 +248,7 @@ async def assert_straight(http: aiohttp.ClientSession, url: str) -> None:
 
 
 async def test_messages_take_their_own_thinking_blocks_back(http: aiohttp.ClientSession, tmp_path: Path) -> None:
-    """Their signature is empty, since no open model signs; Claude Code sends that back on its second turn."""
+    """Claude Code returns thinking blocks with the empty signature that it received."""
     tool = {"name": "look", "description": "", "input_schema": LOOK[0]["function"]["parameters"]}
     body: dict[str, Any] = {"model": "m", "max_tokens": 999, "tools": [tool]}
     body["messages"] = [{"role": "user", "content": "?"}]
@@ -350,14 +293,14 @@ async def test_chat_completions_take_a_thought_under_every_name(
 
 
 def test_a_thought_of_somebody_else_is_shown_to_the_policy() -> None:
-    """Under both names, as vLLM 0.32 gives it to templates."""
+    """The template sees reasoning under both names, as in vLLM."""
     template = (
         "{% for m in messages %}{{ m.role }}{{ m.content }}[{{ m.reasoning }}|{{ m.reasoning_content }}]{% endfor %}"
     )
     renderer = Renderer(BYTES, ChatTemplate(template))
     own = {"role": "assistant", "content": "So.", "reasoning": "hm"}
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}, own]})
-    prompt = renderer.first(asked.model_dump(exclude_unset=True)["messages"])
+    prompt = renderer.render_prompt(asked.model_dump(exclude_unset=True)["messages"])
     assert BYTES.decode(prompt.ids) == "user?[|]assistantSo.[hm|hm]"
 
 
@@ -396,59 +339,7 @@ async def test_a_call_that_the_token_limit_cut_off_is_complete_on_no_route(
         json.loads(arguments)
 
 
-@pytest.mark.parametrize("arguments", ['{"what": ', "[1]", ""])
-async def test_a_malformed_or_cut_call_is_an_input_of_the_messages_api(
-    http: aiohttp.ClientSession, arguments: str
-) -> None:
-    """There it is an object, whatever the policy wrote; and the conversation goes on behind it."""
-    app = FastAPI(openapi_url=None)
-
-    @app.post("/v1/chat/completions")
-    async def answer(asked: dict = Body()) -> dict:
-        call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
-        later = len(asked["messages"]) > 1
-        message = {"role": "assistant", "content": "ok" if later else None, "tool_calls": [] if later else [call]}
-        message["prompt_token_ids"] = [1, 7, 2] if later else [1]
-        logged = {"content": [{"token": "token_id:7", "logprob": -0.5}]}
-        return {"choices": [{"message": message, "logprobs": logged, "finish_reason": "length"}]}
-
-    body: dict = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]}
-    async with (
-        serving(app) as engine,
-        serving(server(engine, Path(), policy={"engine": "vllm_chat"}).setup_webserver()) as address,
-    ):
-        for expected in ("tool_use", "text"):
-            said = await post(http, f"{address}/v1/messages", body, X_Rollout_Id="r")
-            (block,) = said["content"]
-            assert block["type"] == expected
-            if expected == "tool_use":
-                assert block["input"] == ({"malformed": arguments} if arguments else {})
-            result = {"type": "tool_result", "tool_use_id": block.get("id"), "content": "no"}
-            body["messages"] += [
-                {"role": "assistant", "content": said["content"]},
-                {"role": "user", "content": [result]},
-            ]
-        assert len((await tokens_of(http, address))["sequences"]) == 1
-
-
 # Whose fault an error is
-
-
-@pytest.mark.parametrize(
-    ("field", "change"),
-    [
-        ("tool_choice", {"tool_choice": "required"}),
-        ("metadata.extra_body", {"metadata": {"extra_body": "{"}}),
-        ("metadata.chat_template_kwargs", {"metadata": {"chat_template_kwargs": "[]"}}),
-        ("extra_body", {"metadata": {"extra_body": '{"n": 2}'}}),
-    ],
-)
-async def test_what_cannot_be_done_is_refused_by_name(
-    http: aiohttp.ClientSession, url: str, field: str, change: dict[str, Any]
-) -> None:
-    body = {"messages": [{"role": "user", "content": "Hello"}]} | change
-    problem = await post(http, f"{url}/v1/chat/completions", body, 422)
-    assert (problem["type"], problem["errors"][0]["field"]) == ("urn:nemo-gym-prorl:problem:invalid-request", field)
 
 
 async def test_what_the_deployment_must_mend_is_no_fault_of_the_row(http: aiohttp.ClientSession) -> None:
@@ -463,14 +354,8 @@ async def test_what_the_deployment_must_mend_is_no_fault_of_the_row(http: aiohtt
 
 
 DEEP = b"[" * 3000 + b"]" * 3000
-
-
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-
-
 ASKED = b'"messages": [{"role": "user", "content": "hi"}]'
-
-
 NONSENSE = {
     "text": (RESPONSES, b"hello"),
     "nothing in it": (RESPONSES, b"{}"),
@@ -533,15 +418,3 @@ async def test_with_a_key_every_route_needs_it(http: aiohttp.ClientSession) -> N
                 for method, path in routes:
                     async with http.request(method, url + path, json={}, headers=key) as response:
                         assert (response.status, response.content_type) == (401, "application/problem+json")
-
-
-async def test_backends_are_added_as_the_configuration_allows(http: aiohttp.ClientSession) -> None:
-    async with scripted() as engine:
-        model = server(engine, Path(), model=ScriptedConfig().model, policy={"backend_hosts": ["gpu*"]})
-        async with serving(model.setup_webserver()) as url:
-            bodies = [({"url": "http://gpu7:8000/v1", "api_key": "k"}, 201), ({"url": "http://evil:8000/v1"}, 403)]
-            for body, status in bodies:
-                problem = await post(http, f"{url}/v1/backends", body, status)
-                assert "api_key" not in problem
-            assert problem["type"] == "urn:nemo-gym-prorl:problem:backend-host-refused"
-            assert "policy.backend_hosts" in problem["detail"]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent may ask about its rollout while turns wait, run, are cut short or are forgotten."""
+"""State of a rollout while its turns wait, run, are cancelled or are forgotten."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, serve
-from nemo_gym_prorl.policy.pool.dispatcher import Wait
+from nemo_gym_prorl.policy.pool.dispatcher import WaitClock
 from nemo_gym_prorl.servers.model_server import ProrlModel
-from tests.policy.engines import free_port
-from tests.policy.hosts import server
+from tests.policy.runtimes import server
 from tests.rollout.serving import serve as serving
 
 
 class Client:
-    """An agent's side of one model server."""
+    """An agent's client of one model server."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, model: ProrlModel) -> None:
         self._http = http
@@ -49,7 +48,7 @@ class Client:
         return float(said["waited_s"])
 
     async def until_waited(self, rollout: str, more_than_s: float) -> float:
-        """How long it has waited, as soon as that is more than so much."""
+        """Return the waiting time as soon as it exceeds a limit."""
         async with asyncio.timeout(60):
             while (waited := await self.waited(rollout)) <= more_than_s:
                 await asyncio.sleep(0.01)
@@ -62,11 +61,11 @@ class Client:
 
     @property
     def live(self) -> int:
-        return sum(len(backend.live) for backend in self.model._host.pool.backends.values())
+        return sum(len(backend.live) for backend in self.model._runtime.pool.backends.values())
 
     @property
     def in_flight(self) -> int:
-        return sum(len(backend.in_flight) for backend in self.model._host.pool.backends.values())
+        return sum(len(backend.in_flight) for backend in self.model._runtime.pool.backends.values())
 
 
 @contextlib.asynccontextmanager
@@ -107,29 +106,12 @@ async def test_waiting_for_a_backend_and_through_a_pause_is_told_while_it_lasts(
         assert (status, said["errors"][0]["field"]) == (410, "previous_response_id")
 
 
-async def test_waiting_for_the_first_engine_counts_too() -> None:
-    async with client(f"http://127.0.0.1:{free_port()}") as agent:
-        turn = asyncio.create_task(agent.turn("r"))
-        await agent.until(lambda: bool(agent.model._host.pool.waiting))
-        await agent.until_waited("r", 0.3)
-        # What such a rollout has is known without an engine, and it can be given up.
-        status, kept = await agent.call("GET", "/v1/rollouts/r/tokens")
-        assert (status, kept["answers"]) == (200, {})
-        given_up = asyncio.create_task(agent.turn("given up"))
-        await agent.until(lambda: agent.model._host.pool.waiting == 2)
-        assert (await agent.call("DELETE", "/v1/rollouts/given up"))[0] == 200
-        assert (await given_up)[0] == 410
-        async with serve() as engine:
-            assert (await agent.call("POST", "/v1/backends", {"url": engine}))[0] == 201
-            assert (await turn)[0] == 200
-
-
 async def test_a_server_without_a_policy_of_its_own_waits_for_runs_that_bring_one() -> None:
     async with serve() as engine, client([]) as agent:
         headers = {"X-Rollout-Id": "of a run", "X-Rollout-Run": "x"}
         mine = asyncio.create_task(agent.call("POST", "/v1/responses", {"input": "hi"}, headers))
         other = asyncio.create_task(agent.turn("of none"))
-        await agent.until(lambda: agent.model._host.pool.waiting == 2)
+        await agent.until(lambda: agent.model._runtime.pool.waiting == 2)
         assert (await agent.call("POST", "/v1/backends", {"url": engine, "run": "x"}))[0] == 201
         assert (await mine)[0] == 200
         assert not other.done()
@@ -138,8 +120,8 @@ async def test_a_server_without_a_policy_of_its_own_waits_for_runs_that_bring_on
 
 @given(moves=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1.0, 2.0, 4.0])), max_size=30))
 def test_time_in_which_several_turns_wait_counts_once(moves: list[tuple[int, float]]) -> None:
-    """Four turns begin and end to wait in any order; the clock is the test's."""
-    wait, turns, expected = Wait(), dict[int, contextlib.ExitStack](), 0.0
+    """Four turns start and stop waiting in any order, on a clock of the test."""
+    wait, turns, expected = WaitClock(), dict[int, contextlib.ExitStack](), 0.0
     now = 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nemo_gym_prorl.policy.pool.dispatcher.time.monotonic", lambda: now)
@@ -148,26 +130,12 @@ def test_time_in_which_several_turns_wait_counts_once(moves: list[tuple[int, flo
                 turns.pop(turn).close()
             else:
                 turns[turn] = contextlib.ExitStack()
-                turns[turn].enter_context(wait.of_a_turn())
+                turns[turn].enter_context(wait.waiting_turn())
             now += seconds
             expected += seconds if turns else 0.0
             assert wait.seconds == expected
         for turn in turns.values():
             turn.close()
-
-
-async def test_the_tokens_of_complete_turns_outlive_one_that_is_cut_short() -> None:
-    async with serve() as engine, client(engine) as agent:
-        status, first = await agent.turn("r")
-        assert status == 200
-        slow = {"metadata": {"script": '{"turns": [{"content": "a"}, {"content": "x", "latency_s": 600}]}'}}
-        cut = asyncio.create_task(agent.turn("r", previous_response_id=first["id"], **slow))
-        await agent.until(lambda: agent.in_flight == 1)
-        await given_up(cut)
-        status, told = await agent.call("GET", "/v1/rollouts/r/tokens")
-        assert (status, list(told["answers"])) == (200, [first["id"]])
-        assert sum(told["sequences"][0]["mask"]) > 0
-        await agent.until(lambda: not agent.in_flight)
 
 
 SLOW = {"metadata": {"script": '{"turns": [{"content": "x", "latency_s": 600}, {"content": "y"}]}'}}
@@ -178,7 +146,7 @@ async def test_deleting_a_rollout_ends_its_turns_and_frees_its_slot_at_once() ->
         running = asyncio.create_task(agent.turn("r", **SLOW))
         await agent.until(lambda: agent.in_flight == 1)
         waiting = asyncio.create_task(agent.turn("other"))
-        await agent.until(lambda: agent.model._host.pool.waiting == 1)
+        await agent.until(lambda: agent.model._runtime.pool.waiting == 1)
         assert await agent.call("DELETE", "/v1/rollouts/r") == (200, {"rollout": "r"})
         assert (await waiting)[0] == 200
         status, said = await running
@@ -192,15 +160,15 @@ async def test_a_turn_that_is_given_up_gives_its_place_back_at_once_and_finds_it
         running = asyncio.create_task(agent.turn("r", **SLOW))
         await agent.until(lambda: agent.in_flight == 1)
         waiting = asyncio.create_task(agent.turn("other", **SLOW))
-        await agent.until(lambda: agent.model._host.pool.waiting == 1)
+        await agent.until(lambda: agent.model._runtime.pool.waiting == 1)
         # The pool is not told of time, so nobody rests for having been idle.
-        agent.model._host.pool.tick = lambda now: []
+        agent.model._runtime.pool.tick = lambda now: []
         await given_up(running)
-        await agent.until(lambda: agent.model._host.pool.waiting == 0)
+        await agent.until(lambda: agent.model._runtime.pool.waiting == 0)
         assert agent.in_flight == agent.live == 1
         await given_up(waiting)
         await agent.until(lambda: agent.live == 0)
-        assert agent.model._host.pool.backend_of("r") is not None
+        assert agent.model._runtime.pool.backend_of("r") is not None
         assert (await agent.turn("r"))[0] == 200
 
 
@@ -224,7 +192,7 @@ async def test_weights_are_labelled_without_a_pause() -> None:
 
 @pytest.mark.parametrize("name", ["ü-ß", "日本", "a b", "100%", "%41", "x" * 200, "a/b", "."])
 async def test_ids_of_any_script_keep_their_tokens(name: str) -> None:
-    """A name that no path can hold is refused: its tokens could not be asked for, nor its slot given back."""
+    """Names that no path can contain are refused, because their tokens could not be read."""
     async with serve() as engine, client(engine) as agent:
         coded = quote(name, safe="")
         if name in ("a/b", "."):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Agents of all manners against one policy service: what they send, and what the ledger makes of it."""
+"""Agents of all manners on one policy service: their messages, and the resulting ledger."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import pytest
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.http.api import SavedRollout, trajectory
+from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.tokens.history import saved_turns
+from nemo_gym_prorl.policy.tokens.conversations import saved_turns
 from nemo_gym_prorl.policy.turns import PolicyAnswer, RolloutGone, RolloutTaken, TurnRequest
 from tests.policy.families import TEMPLATES, TOOLS
-from tests.policy.hosts import hosted
+from tests.policy.runtimes import hosted
 from tests.policy.scripted_engine import ScriptedEngine, saved
 from tests.policy.tokenizers import tokenizer_of
 from tests.rollout.serving import serve as serving
 
 
 class Agent:
-    """Sends its conversation, whole."""
+    """Agent that sends its whole conversation."""
 
     def __init__(self, service: PolicyService, name: str = "r") -> None:
         self.service = service
@@ -48,7 +48,7 @@ class Agent:
 THINKING = TEMPLATES / "thinking.jinja"
 BYTES = tokenizer_of("bytes", *(path.read_text() for path in TEMPLATES.glob("*.jinja")), "<|im_end|>", "</s>")
 TWENTY = Sampling(max_tokens=20)
-"""The engine says twenty letters that the prompt determines."""
+"""The scripted engine answers twenty letters that the prompt determines."""
 
 
 def text_of(template: Path) -> str:
@@ -57,7 +57,7 @@ def text_of(template: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def started(folder: Path, template: Path = THINKING, **config: Any) -> AsyncIterator[PolicyRuntime]:
-    """A policy before an engine of its own."""
+    """Yield a policy with an engine of its own."""
     tokenizer = saved(folder, BYTES, text_of(template))
     async with (
         serving(ScriptedEngine(BYTES, finish="length").app()) as url,
@@ -70,16 +70,6 @@ async def started(folder: Path, template: Path = THINKING, **config: Any) -> Asy
 async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
     async with started(tmp_path) as host:
         yield Agent(host.service)
-
-
-async def test_a_turn_that_is_sampled_twice_gives_two_branches_of_one_prompt(agent: Agent) -> None:
-    first = await agent.ask()
-    agent.goes_on(first)
-    second, again = await agent.ask(), await agent.ask()
-    ledger = agent.service.ledger("r")
-    assert second.turn.parent is again.turn.parent is first.turn
-    assert second.turn.prompt() == again.turn.prompt()
-    assert [sum(sequence.mask) for sequence in ledger.sequences()] == [40, 20]
 
 
 async def test_an_agent_may_tidy_up_what_it_was_told(agent: Agent) -> None:
@@ -102,12 +92,12 @@ async def test_only_what_is_new_may_be_sent(agent: Agent) -> None:
     place = told["answers"][second.id]
     assert sequence["ids"][place["start"] : place["end"]] == list(second.turn.sampled)
     assert list(sequence["ids"][: place["start"]]) == second.turn.prompt()
-    with pytest.raises(CallerError, match="previous_response_id: no answer 'resp_x'"):
+    with pytest.raises(CallerError, match="previous_response_id: the rollout has no answer 'resp_x'"):
         await agent.ask(after="resp_x")
 
 
 def restored(service: PolicyService, name: str, after: str | None = None) -> SavedRollout:
-    """What is kept of a rollout, as it goes over the wire."""
+    """Return a saved rollout after a round trip over JSON."""
     state = service.rollout(name)
     turns = [*saved_turns(state.answers, after)]
     return SavedRollout.model_validate_json(orjson.dumps({"run": None, "began": state.began, "turns": turns}))
@@ -194,7 +184,7 @@ async def test_a_template_that_drops_thoughts(tmp_path: Path, history: str, bran
     ) as host:
         agent = Agent(host.service)
         first = await agent.ask()
-        assert first.parsed.thought is not None
+        assert first.parsed.reasoning is not None
         agent.goes_on(first)
         await agent.ask()
         assert agent.service.ledger("r").branches == branches
@@ -204,18 +194,12 @@ async def test_a_template_that_drops_thoughts(tmp_path: Path, history: str, bran
         assert f"prorl_policy_retokenised_tokens_total {retokenised}".encode() in metrics
 
 
-async def test_a_full_context_ends_the_rollout_typed_and_without_tokens(agent: Agent) -> None:
-    agent.messages[0]["content"] = "box " * 30_000
-    answer = await agent.ask()
-    assert (answer.finish, answer.turn, answer.message["content"]) == (Finish.CONTEXT, None, "")
-
-
 async def test_finished_and_forgotten_rollouts_cost_nothing(agent: Agent, tmp_path: Path) -> None:
     await agent.ask()
     pool = agent.service.dispatcher.pool
     agent.service.finish("r")
     assert not pool.backends["backend0"].live
-    with pytest.raises(CallerError, match="no rollout 'r' here"):
+    with pytest.raises(CallerError, match="unknown rollout 'r'"):
         agent.service.ledger("r")
     async with started(tmp_path, keep_s=0.001) as host:
         forgetful = Agent(host.service, "old")
@@ -250,7 +234,7 @@ async def test_instructions_are_there_once_however_the_conversation_is_sent(agen
     assert text.count("be brief") == 1
     agent.goes_on(first)
     assert (await agent.ask(instructions="be brief")).turn.parent is first.turn
-    with pytest.raises(CallerError, match="instructions: not those that the rollout began with"):
+    with pytest.raises(CallerError, match="instructions: differ from those that the rollout began with"):
         await agent.ask(messages=more, after=first.id, instructions="be long")
 
 
@@ -281,7 +265,7 @@ async def test_branches_are_counted_by_their_reason(tmp_path: Path) -> None:
 
 
 async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_before(tmp_path: Path) -> None:
-    """How a prompt was written is known for as long as its rollout: written once more, it would have today's words."""
+    """The record of a prompt is kept; rendering the prompt again would use the new variables."""
     template = tmp_path / "template.jinja"
     template.write_text("{{ greeting or 'none' }}\n" + (TEMPLATES / "chatml.jinja").read_text())
     async with started(tmp_path, template=template, history="branch") as host:
@@ -297,3 +281,9 @@ async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_bef
         assert other.turn
         assert other.turn.parent is None
         assert agent.service.rollout("r").counts.rewrites == 1
+
+
+async def test_a_full_context_ends_the_rollout_typed_and_without_tokens(agent: Agent) -> None:
+    agent.messages[0]["content"] = "box " * 30_000
+    answer = await agent.ask()
+    assert (answer.finish, answer.turn, answer.message["content"]) == (Finish.CONTEXT, None, "")

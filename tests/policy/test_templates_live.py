@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Templates of every kind through the policy service and a real vLLM, which is then asked for its own rendering."""
+"""Templates of every kind through the policy service and a real vLLM, compared with vLLM's own rendering."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.policy.engines.engine import Sampling
-from nemo_gym_prorl.policy.host import PolicyRuntime
+from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES
-from tests.policy.hosts import hosted
+from tests.policy.runtimes import hosted
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
 TOOLS: list[dict[str, Any]] = [
     # The order of keys in which Gym's converter writes them is not vLLM's.
     {"function": {"parameters": {"type": "object", "properties": {}}, "name": "look"}, "type": "function"}
@@ -48,7 +47,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 async def rendered_by_vllm(
     session: aiohttp.ClientSession, url: str, template: str, messages: list[dict[str, Any]], *, tools: bool = True
 ) -> list[int]:
-    """The prompt that vLLM would make of the conversation."""
+    """Return the prompt that vLLM renders for the conversation."""
     body = {"model": MODEL, "messages": messages, "tools": TOOLS if tools else None, "chat_template": template}
     body |= {"add_generation_prompt": True, "add_special_tokens": False}
     async with session.post(f"{url}/tokenize", json=body) as response:
@@ -58,7 +57,7 @@ async def rendered_by_vllm(
 
 
 class Agent:
-    """Has the policy say what it is to say, token for token sampled by the engine."""
+    """Has the engine sample given texts by a grammar."""
 
     def __init__(self, host: PolicyRuntime, case: tuple[str, str, str, str]) -> None:
         self.host = host
@@ -85,7 +84,7 @@ class Agent:
 
 
 def ended(sampled: str, end: str) -> str:
-    """A sampled text with the template's end: this model ends its turns by any token that it knows to be one."""
+    """Return a sampled text with the template's end; this model ends turns by any known end token."""
     found = re.search(r"(<[^<>]+>)$", sampled)
     if found is None or end.startswith(found[0]) or found[0] == "</tool_call>":
         return sampled

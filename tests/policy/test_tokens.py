@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, TokenMismatch, Turn
-from nemo_gym_prorl.policy.tokens.prompt import IdTexts
+from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn, TokenLedger, TokenMismatch
+from nemo_gym_prorl.policy.tokens.prompt import TokenTextCache
 
 
 IDS = st.lists(st.integers(0, 9), max_size=6)
@@ -67,24 +67,10 @@ def test_a_prompt_that_an_engine_rendered_continues_only_what_it_repeats(
     ledger = TokenLedger()
     turn = ledger.append(None, prompt, generation(first))
     rendered = turn.sequence() + more
-    assert ledger.place(rendered, turn) == (turn, more)
+    assert ledger.split_prompt(rendered, turn) == (turn, more)
     changed = list(rendered)
     changed[flip % turn.end] += 1
-    assert ledger.place(changed, turn) == (None, changed)
-
-
-def test_weight_versions_are_kept_per_span() -> None:
-    ledger = TokenLedger()
-    turn: Turn | None = None
-    for version in ("1", "2"):
-        turn = ledger.append(turn, [1], generation([2, 3]), version)
-    (sequence,) = ledger.sequences()
-    assert [(s.start, s.end, s.sampled, s.weight_version) for s in sequence.spans] == [
-        (0, 1, False, None),
-        (1, 3, True, "1"),
-        (3, 4, False, None),
-        (4, 6, True, "2"),
-    ]
+    assert ledger.split_prompt(changed, turn) == (None, changed)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +92,14 @@ def test_what_cannot_be_trained_on_is_refused(observed: list[int], answer: Gener
 def test_ids_as_text_are_those_of_the_ledger_whichever_turn_is_asked_for(
     ledger: TokenLedger, data: st.DataObject
 ) -> None:
-    texts = IdTexts()
+    texts = TokenTextCache()
     for turn in data.draw(st.lists(st.sampled_from([None, *ledger.turns]), max_size=12)):
         new = data.draw(IDS)
         prompt = texts.prompt(turn, new)
         assert orjson.loads(b"".join(prompt.parts)) == prompt.ids() == [*(turn.sequence() if turn else ()), *new]
         if turn is not None:
             assert orjson.loads(texts.before(turn) + b"]") == turn.prompt()
-            whole, lengths = texts.reaching(turn)
+            whole, lengths = texts.sequence_text(turn)
             assert [orjson.loads(whole[: lengths[one]] + b"]") for one in turn.path()] == [
                 one.prompt() for one in turn.path()
             ]
@@ -127,3 +113,17 @@ def test_what_cannot_be_a_token_id_is_refused(ids: list[int]) -> None:
     with pytest.raises(TokenMismatch, match="not a token id"):
         ledger.append(None, [1], Generation(ids, [-1.0], Finish.STOP))
     assert not ledger.turns
+
+
+def test_weight_versions_are_kept_per_span() -> None:
+    ledger = TokenLedger()
+    turn: LedgerTurn | None = None
+    for version in ("1", "2"):
+        turn = ledger.append(turn, [1], generation([2, 3]), version)
+    (sequence,) = ledger.sequences()
+    assert [(s.start, s.end, s.sampled, s.weight_version) for s in sequence.spans] == [
+        (0, 1, False, None),
+        (1, 3, True, "1"),
+        (3, 4, False, None),
+        (4, 6, True, "2"),
+    ]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers of the kinds that models have, small: bytes and letters, and the special tokens that texts use."""
+"""Small tokenizers of the kinds that models have, with the special tokens of given texts."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 
 
 KINDS = ["bytes", "first", "always", "prepend", "never", "unigram"]
-"""Bytes as GPT and Qwen; SentencePiece's space before the first text only (Mistral), before each (older ones), by a
-normalizer (Llama 2, Phi-3), never (Gemma); and the first by likelihood instead of merges."""
-
+"""Byte-level (GPT, Qwen), and SentencePiece with a space before the first text only (Mistral), before each (older
+models), by a normalizer (Llama 2, Phi-3) or never (Gemma); ``unigram`` selects pieces by likelihood instead of merges.
+"""
 _SPECIAL = re.compile(
     r"<\|[^|<>\s]+\|>|<｜[^｜<>]+｜>|\[/?[A-Z_]{3,}\]|<(?:start|end)_of_turn>|</?s>|<\|[a-z_\"]+>|<[a-z_]+\|>"
 )
 _LETTERS = sorted(set(map(chr, range(33, 127))) | set("üéñ日本語"))
 _MERGED = ["re", "su", "lt", "resu", "result", "qu", "que"]
-"""Pieces of more than one letter; each is made of the two before it or of letters."""
+"""Pieces of several letters, each merged from the two pieces before it or from letters."""
 
 
 def tokenizer_of(kind: str, *texts: str, names: Sequence[str] = (), strips: bool = False) -> Tokenizer:
-    """A tokenizer of a kind that has all the special tokens that the texts seem to use.
+    """Return a tokenizer with all special tokens found in the texts.
 
     Args:
         kind: one of :data:`KINDS`.
         texts: templates and tokens.
         names: further special tokens.
-        strips: special tokens swallow the white space behind them (Phi-3).
+        strips: whether special tokens drop the white space after them (Phi-3).
     """
     fast = _byte_level() if kind == "bytes" else _sentence_piece(kind)
     found = sorted({*names, *(name for text in texts for name in _SPECIAL.findall(text))})

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between two turns, for any template: every transition of many conversations, and what is right there.
+"""Turn boundaries of any template: transitions of many conversations, each with the correct text.
 
-What is right is said by the template alone: its rendering of the whole conversation, cut behind what the policy would
-have sampled. Where that rendering does not begin with the prompt of the turn, or has no thought of it, the template
-rewrites history, and there is no right answer.
+The correct text comes from the template alone: its rendering of the whole conversation, cut after the policy's text.
+If that rendering does not begin with the turn's prompt, or lacks the turn's reasoning, the template rewrites history,
+and there is no correct text.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from tests.policy.tokenizers import tokenizer_of
 
 
 SHAPES = ["aa", "ac", "ca", "cc", "ta", "tc"]
-"""Turns of a conversation before its last answer: an answer, a call, or two calls at once."""
+"""Turns before the last answer: ``a`` is an answer, ``c`` a call, ``t`` two calls at once."""
 type Setting = tuple[bool, int, bool] | tuple[bool, int, bool, bool]
 SETTINGS: list[Setting] = [(False, 1, False), (True, 1, True), (False, 3, True), (True, 3, False)]
-"""System message or none, questions asked before, short texts or long ones: each pair of these is in one of them."""
-THOUGHT = "hm {}"
-"""What the policy thinks before the turn of that number, where it thinks."""
+"""System message or none, number of questions, and short or long texts; every pair of values occurs."""
+THOUGHT_TEXT = "hm {}"
+"""Reasoning before the turn of that number."""
 
 
 @dataclass(frozen=True)
 class Transition:
-    """A turn, what came after it, and what is right between them.
+    """A turn, the messages after it, and the correct text between them.
 
     Attributes:
         history: the conversation up to and including the turn.
-        new: what others said after it.
-        tools: what the turn was offered.
-        before: the turn's prompt as the template writes it.
-        sampled: what the policy sampled.
-        finish: why it ended.
-        right: what the template writes after that; ``None`` where it rewrites history.
+        new: the messages after it.
+        tools: the offered tools.
+        before: the turn's prompt as the template renders it.
+        sampled: the sampled text.
+        finish: why sampling ended.
+        right: the template's text after that; ``None`` if it rewrites history.
     """
 
     history: Sequence[dict[str, Any]]
@@ -59,7 +59,7 @@ class Transition:
 def conversations(
     shape: str, system: bool, questions: int, long: bool, thinks: bool = False
 ) -> Iterator[list[dict[str, Any]]]:
-    """One conversation of the shape; its turns are numbered, so that no two of them say the same."""
+    """Yield one conversation of the shape, with numbered texts so that all turns differ."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Be kind."}] if system else []
     number = itertools.count()
 
@@ -70,7 +70,7 @@ def conversations(
         messages.append({"role": "user", "content": words("question")})
 
     def thought() -> str:
-        return f"<think>\n{THOUGHT.format(len(messages))}\n</think>\n\n" if thinks else ""
+        return f"<think>\n{THOUGHT_TEXT.format(len(messages))}\n</think>\n\n" if thinks else ""
 
     def answer() -> None:
         messages.append({"role": "assistant", "content": thought() + words("answer")})
@@ -109,8 +109,10 @@ def transitions(
     offered: Sequence[Sequence[dict[str, Any]]] = ((), TOOLS),
     shown: Callable[[Any], Any] = lambda message: message,
 ) -> Iterator[Transition]:
-    """The last two turns of every conversation, where the template takes it: stopped by themselves and cut short,
-    as the template writes them and a little otherwise (a space more)."""
+    """Yield the last two turns of every conversation that the template accepts.
+
+    Each turn is stopped or cut, and written as by the template or with one more space.
+    """
     for shape, setting, tools in itertools.product(shapes, settings, offered):
         for messages in conversations(shape, *setting):
             messages = [shown(message) for message in messages]
@@ -167,16 +169,15 @@ def _transition(
 
 @dataclass
 class Tally:
-    """Transitions of one template.
+    """Counts of one template's transitions.
 
     Attributes:
-        right: to the token what the template says.
-        wrong: not.
-        false_rewrites: told as a rewriting of history, which it is not.
-        rewritten: history is rewritten.
-        noticed: and that is told.
-        differences: corrected by the real rendering.
-        injected: a control token that an observation spells is read as one.
+        right: exact matches.
+        wrong: mismatches.
+        false_rewrites: rewrites reported without cause.
+        rewritten: transitions at which the template rewrites history.
+        noticed: rewrites that were reported.
+        differences: boundaries corrected by the rendering of the real conversation.
     """
 
     right: int = 0
@@ -185,15 +186,10 @@ class Tally:
     rewritten: int = 0
     noticed: int = 0
     differences: int = 0
-    injected: int = 0
-
-    @property
-    def faults(self) -> int:
-        return self.wrong + self.false_rewrites + self.rewritten - self.noticed + self.injected
 
 
 def ids_of(tokenizer: Tokenizer, *parts: str) -> list[list[int]]:
-    """The ids of each part of a text as they are in the whole text."""
+    """Return the ids of each part of a text as they are in the whole text."""
     texts = [""]
     for part in parts:
         texts.append(texts[-1] + part)
@@ -203,19 +199,21 @@ def ids_of(tokenizer: Tokenizer, *parts: str) -> list[list[int]]:
 
 
 def tally(source: str, *stops: str, kind: str = "bytes", shapes: Sequence[str] = SHAPES, **tokens: str) -> Tally:
-    """How many transitions of a template are right, to the token; ``stops`` are what models of its kind stop at."""
+    """Tally the transitions of a template; ``stops`` are the end-of-turn tokens of its models."""
     tokenizer = tokenizer_of(kind, source, *stops, *tokens.values())
     renderer = Renderer(tokenizer, ChatTemplate(source, **tokens))
     return tally_of(renderer, transitions(renderer.template, stops, shapes))
 
 
 def tally_of(renderer: Renderer, ones: Iterator[Transition]) -> Tally:
-    """The same of transitions."""
-    tokenizer, counted, spelled = renderer.tokenizer, Tally(), set()
+    """Tally transitions."""
+    tokenizer, counted = renderer.tokenizer, Tally()
     for one in ones:
         prompt, ids, right = ids_of(tokenizer, one.before[-60:], one.sampled, one.right or "")
-        got = renderer.next(one.history, one.new, one.tools, sampled=ids, finish=one.finish, behind=prompt[-1])
-        counted.differences += got.differs
+        got = renderer.render_continuation(
+            one.history, one.new, one.tools, sampled=ids, finish=one.finish, behind=prompt[-1]
+        )
+        counted.differences += got.corrected
         if one.right is None:
             counted.rewritten += 1
             counted.noticed += got.rewrites_history
@@ -224,17 +222,4 @@ def tally_of(renderer: Renderer, ones: Iterator[Transition]) -> Tally:
             counted.right += same
             counted.wrong += not same
             counted.false_rewrites += got.rewrites_history
-        if (kind := (one.new[0]["role"], bool(one.tools))) not in spelled:
-            spelled.add(kind)
-            counted.injected += _injected(renderer, one, ids, prompt[-1])
     return counted
-
-
-def _injected(renderer: Renderer, one: Transition, ids: list[int], behind: int) -> int:
-    """How many more control tokens there are where what is observed spells all of them."""
-    special, counts = renderer.tokenizer.special, []
-    for text in ("".join(f"x{name}" for name in special.values()), "x"):
-        new = [{**message, "content": f"{text}{message['content']}"} for message in one.new]
-        got = renderer.next(one.history, new, one.tools, sampled=ids, finish=one.finish, behind=behind)
-        counts.append(sum(each in special for each in got.ids))
-    return max(counts[0] - counts[1], 0)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own tool parsers, in a process of vLLM's own environment, which no other can share."""
+"""vLLM's own tool parsers, in a process of vLLM's own environment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for line in sys.stdin:
 
 
 class VllmParser:
-    """All of vLLM's parsers over one tokenizer of bytes and markers; a context manager."""
+    """Context manager over vLLM's parsers with one tokenizer of bytes and markers."""
 
     def __init__(self, *markers: str) -> None:
         self._process = subprocess.Popen(
@@ -53,7 +53,7 @@ class VllmParser:
     def __call__(
         self, name: str, text: str, tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[str | None, list[dict[str, Any]]]:
-        """What is left of a text, and the calls that were in it, in OpenAI's chat format, by the parser of a name."""
+        """Return the remaining text and the calls that the named parser finds, in OpenAI's chat format."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:

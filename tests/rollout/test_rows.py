@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.routed_experts import continued, last_rows
-from nemo_gym_prorl.policy.generation import Finish, Generation, checked
-from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
-from nemo_gym_prorl.policy.tokens.ledger import Turn as LedgerTurn
+from nemo_gym_prorl.policy.generation import Finish, Generation, validate_generation
+from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn, TokenLedger
 from nemo_gym_prorl.rollout.rows import MAX_DEPTH, Turn, check_row, packed, put_tokens, read_json, take_tokens
 from nemo_gym_prorl.rollout.schemas import TurnView
 
@@ -191,7 +190,7 @@ def test_turns_keep_what_is_new_and_give_back_all_of_it(
             sampled, [-1.0] * len(sampled), Finish.STOP, prompt_ids=prompt, routed_experts=experts(seen, *shape)
         )
         own = len(observed) + len(sampled) + (parent is not None)
-        parent = ledger.append(parent, observed, checked(said))
+        parent = ledger.append(parent, observed, validate_generation(said))
         kept = parent.routed_experts
         assert kept is not None
         assert kept == last_rows(experts(seen, *shape), own)
@@ -245,4 +244,4 @@ def test_what_no_turn_has_is_not_made_up() -> None:
 def test_what_an_engine_tells_wrongly_is_refused(text: str, why: str) -> None:
     said = Generation([3], [-1.0], Finish.STOP, prompt_ids=[1, 2], routed_experts=text)
     with pytest.raises(ValueError, match=why):
-        checked(said)
+        validate_generation(said)

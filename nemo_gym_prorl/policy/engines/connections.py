@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Kept connections to engines, and answers checked once where they enter.
+"""Persistent connections to engines, and validation of their answers.
 
-Engines close a connection that was idle for some seconds (vLLM: 5), perhaps just as it is used again. That says
-nothing about their health, so a request whose connection ends before an answer is sent again. A request that is
-cancelled ends its connection, by which engines abort the request.
+Engines close connections that were idle for some seconds (vLLM: 5), possibly just as a request reuses one. Such a
+close says nothing about the engine's health, so a request whose connection ends before an answer is sent again.
+Cancelling a request closes its connection, on which engines abort the request.
 
-More than one choice, missing ids or log-probs, an end that was none: each is an error that says so, never a wrong
+Several choices, missing ids or log-probs, and an aborted generation each raise an error, so they never become a wrong
 trajectory.
 """
 
@@ -27,19 +27,19 @@ from nemo_gym_prorl.policy.generation import Finish
 
 
 _TRIES = 3
-"""Tries of a request whose connection ends before an answer."""
+"""Attempts at a request whose connection ends before an answer."""
 _IDLE_S = 15.0
-"""How long an idle connection is used again."""
+"""Seconds for which an idle connection is reused."""
 _CONNECT_S = 5.0
-"""How long opening a connection may take; what is asked over it may take any time."""
+"""Time limit for opening a connection, in seconds; the answer itself has no limit."""
 _JSON = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 
 
-class Dropped(ConnectionError):
+class ConnectionDropped(ConnectionError):
     """The connection ended.
 
     Attributes:
-        begun: within an answer.
+        begun: whether the answer had begun.
     """
 
     def __init__(self, reason: str, *, begun: bool) -> None:
@@ -48,11 +48,11 @@ class Dropped(ConnectionError):
 
 
 class Connections(contextlib.AbstractAsyncContextManager["Connections"]):
-    """The client sessions of a server's engines; each opened in the loop that first uses it."""
+    """Client sessions of a server's engines, each opened in the event loop that first uses it."""
 
     @functools.cached_property
-    def kept(self) -> aiohttp.ClientSession:
-        """For samples."""
+    def sampling_session(self) -> aiohttp.ClientSession:
+        """Session for sampling requests."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, socket_factory=_socket),
             timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_S),
@@ -60,38 +60,38 @@ class Connections(contextlib.AbstractAsyncContextManager["Connections"]):
         )
 
     @functools.cached_property
-    def control(self) -> aiohttp.ClientSession:
-        """For all else, each within the time that opening a connection may take."""
+    def control_session(self) -> aiohttp.ClientSession:
+        """Session for all other requests, each limited to ``_CONNECT_S``."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_CONNECT_S)
         )
 
     async def __aexit__(self, *_: object) -> None:
-        await self.kept.close()
-        await self.control.close()
+        await self.sampling_session.close()
+        await self.control_session.close()
 
 
 async def post(
     session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], body: Sequence[bytes]
 ) -> tuple[int, bytes]:
-    """Status and content of the answer. Redirects are answers like any other.
+    """Send a POST request and return status and content of the answer. Redirects are not followed.
 
     Args:
-        session: of a :class:`Connections`.
-        url: where.
-        headers: besides those of the message itself.
+        session: session of a :class:`Connections`.
+        url: the address.
+        headers: headers besides those of the body.
         body: JSON, in parts.
 
     Raises:
-        aiohttp.ClientConnectorError: nobody accepts a connection there.
-        TimeoutError: no connection in time.
-        Dropped: the connection ended before the answer did, or what came is none.
-        ValueError: a header cannot be sent.
+        aiohttp.ClientConnectorError: the connection was refused.
+        TimeoutError: the connection was not opened in time.
+        ConnectionDropped: the connection ended before the answer did, or the answer is not HTTP.
+        ValueError: a header is invalid.
     """
     for left in reversed(range(_TRIES)):
         try:
             return await _post(session, url, headers, body)
-        except Dropped as dropped:
+        except ConnectionDropped as dropped:
             if dropped.begun or not left:
                 raise
     raise AssertionError
@@ -115,13 +115,13 @@ async def _post(
         raise
     except aiohttp.ClientError as error:
         begun = begun or isinstance(error, aiohttp.ClientResponseError)
-        raise Dropped(repr(error), begun=begun) from error
+        raise ConnectionDropped(repr(error), begun=begun) from error
 
 
 def _socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
-    # Sampling may take an hour without a byte: an engine whose machine is gone is noticed by the kernel alone.
+    # Sampling can take an hour without a byte, so only TCP keep-alive detects a dead machine.
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return made
 
@@ -133,28 +133,30 @@ class ContextFull(Exception):
     """The prompt leaves no room in the engine's context."""
 
 
-def only_choice(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
-    """The one choice of an OpenAI-style answer."""
+def single_choice(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
+    """Return the only choice of an OpenAI-style answer."""
     choices = required(answer, "choices", url)
     if not choices:
         raise LookupError("no choice")
     if len(choices) != 1:
         raise RequestRefused(
-            f"{url} returned {len(choices)} choices: ask for n rollouts, not for n choices of one",
+            f"{url} returned {len(choices)} choices: run n rollouts in place of n choices",
             field="n",
         )
     return dict(choices[0])
 
 
-def without_echo(content: bytes, echo: Sequence[bytes]) -> bytes:
-    """An answer's content without the prompt's ids, if it repeats exactly those that were sent: comparing bytes costs
-    nothing, reading 64k numbers does. Any others stay, to be looked at.
+def strip_prompt_echo(content: bytes, echo: Sequence[bytes]) -> bytes:
+    """Replace the prompt's ids in an answer by ``null`` if they equal the sent ids byte for byte.
+
+    The comparison of bytes avoids parsing up to 64k numbers. Other ids stay in the answer and are checked after
+    parsing.
 
     Args:
         content: JSON.
-        echo: the list of ids as JSON, in parts; where they stood is ``null`` then.
+        echo: the sent list of ids as JSON, in parts.
     """
-    # No string can hold the name with bare quotes, so this is a field.
+    # A JSON string cannot contain the name with unescaped quotes, so the match is a field.
     field = content.find(_ECHO)
     if field < 0 or not echo:
         return content
@@ -167,33 +169,33 @@ def without_echo(content: bytes, echo: Sequence[bytes]) -> bytes:
 
 
 def required(answer: Mapping[str, Any], name: str, url: str) -> Any:
-    """What no exact trajectory can do without."""
+    """Return a field that an exact trajectory requires."""
     value = answer.get(name)
     if value is None:
         raise Misconfigured(
-            f"{url} answered without {name!r}, which an exact trajectory needs: is it the engine that was configured?",
+            f"{url} answered without {name!r}, which an exact trajectory needs: check policy.engine",
             field="policy_base_url",
         )
     return value
 
 
 def finish(reason: str | None, url: str) -> Finish:
-    """Why sampling ended.
+    """Convert an engine's finish reason.
 
     Raises:
-        BackendFailed: it did not end by itself.
+        BackendFailed: the engine aborted the request.
     """
     if reason in (None, "abort"):
-        raise BackendFailed(f"{url} dropped the request before it was done")
+        raise BackendFailed(f"{url} aborted the request before the sample was complete")
     if reason == "error":
-        raise BackendErred(f"{url} met an error before it was done")
+        raise BackendErred(f"{url} reported an error before the sample was complete")
     if not isinstance(reason, str):
         raise TypeError(f"finish reason {reason!r:.100}")
     return Finish.LENGTH if reason == "length" else Finish.STOP
 
 
 def cached_tokens(answer: Mapping[str, Any]) -> int | None:
-    """How many tokens of the prompt the engine had already, if it tells."""
+    """Return the number of prompt tokens from the engine's prefix cache, if reported."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens")
     return None if cached is None else max(0, int(cached))

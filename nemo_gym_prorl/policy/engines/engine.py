@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an inference engine is to us: an address, how it is to sample, and whose fault its errors are.
+"""Engine addresses, sampling parameters, and the classification of engine errors.
 
-:class:`BackendFailed` is the fault of this backend, another one may do better. Of that kind are :class:`BackendErred`,
-an error that a running engine answers, which may turn out to be the request's fault, and :class:`Misconfigured`, a
-key, name, tokenizer or protocol that is not the engine's. :class:`RequestRefused` is the request's fault, and every
-backend would refuse it.
+- :class:`BackendFailed`: this backend failed, and another one may succeed.
+- :class:`BackendErred`: a running engine answered an error, which the request may have caused.
+- :class:`Misconfigured`: a key, name, tokenizer or protocol does not match the engine.
+- :class:`RequestRefused`: the request is invalid, and every backend would refuse it.
 
-Every request names all sampling parameters. An engine fills a missing one from the model's ``generation_config.json``,
-and then samples from another distribution than the request says.
+Every request names all sampling parameters. Otherwise an engine fills missing ones from the model's
+``generation_config.json``, and samples from another distribution than the request says.
 
-An engine holds no state of a rollout. Cancelling the task that awaits a sample closes the connection, by which the
-engines abort the request.
+Engines hold no state of a rollout. Cancelling the task that awaits a sample closes the connection, on which engines
+abort the request.
 """
 
 from __future__ import annotations
@@ -27,37 +27,39 @@ from nemo_gym_prorl.policy.text.template import Message
 
 
 def checked_url(url: str, field: str = "url") -> str:
-    """A backend's URL, put together from its parts, so that nobody reads another host in it.
+    """Return a backend's URL rebuilt from its parts, so that every parser reads the same host.
 
     Raises:
-        CallerError: it is none.
+        CallerError: the URL is invalid.
     """
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise CallerError(f"{url!r} is no URL: {error}", field=field) from error
+        raise CallerError(f"{url!r} is not a URL: {error}", field=field) from error
     host = parts.hostname or ""
     plain = url.isascii() and url.isprintable() and not set(url) & set(" \\@?#")
     if parts.scheme not in ("http", "https") or not host or not plain:
-        raise CallerError(f"{url!r} must be http(s)://host[:port][/path], and no more", field=field)
+        raise CallerError(
+            f"{url!r} must be http(s)://host[:port][/path], without user, query or fragment", field=field
+        )
     shown = f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{shown}{f':{port}' if port else ''}{parts.path}"
 
 
 def root_of(url: str) -> str:
-    """The URL of a server, whose routes begin with ``/v1`` or not."""
+    """Return a server's URL without ``/v1``."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def origin_of(url: str) -> str:
-    """Scheme, host and port of a URL: what a key belongs to."""
+    """Return scheme, host and port of a URL, the scope of a key."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return f"{parts.scheme}://{parts.hostname}:{port}"
 
 
-_OURS = frozenset(
+_RESERVED_FIELDS = frozenset(
     {
         *("model", "prompt", "messages", "input_ids", "text", "tools", "tool_choice", "stream", "echo", "n"),
         *("max_tokens", "max_completion_tokens", "max_new_tokens", "truncate_prompt_tokens", "prompt_embeds"),
@@ -66,9 +68,9 @@ _OURS = frozenset(
         *("suffix", "best_of"),
     }
 )
-"""Fields of a request that make an exact trajectory; a request for something else would not be noticed."""
+"""Request fields that the service sets itself to get an exact trajectory."""
 
-NEUTRAL: Mapping[str, float] = {
+NEUTRAL_SETTINGS: Mapping[str, float] = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": -1,
@@ -77,20 +79,20 @@ NEUTRAL: Mapping[str, float] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""Parameters that leave the model's distribution as it is, in the names of vLLM and SGLang."""
+"""Parameters that leave the model's distribution unchanged, under the names of vLLM and SGLang."""
 
-_GREEDY = 1e-5
-"""vLLM takes the most probable token at temperatures below this."""
+_GREEDY_BELOW = 1e-5
+"""Temperature below which vLLM takes the most probable token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample, in the names that OpenAI-style engines share. ``None`` is neutral.
+    """Sampling parameters under the names that OpenAI-style engines share. ``None`` is neutral.
 
-    ``extra`` goes into the request as it is, for what only some engines know; what has a name here comes before it.
+    ``extra`` is copied into the request, for parameters of single engines; the named fields override it.
 
     Raises:
-        CallerError: it asks for nothing, or for something else than one continuation of the prompt with its tokens.
+        CallerError: a parameter is invalid, or asks for anything but one continuation with its tokens.
     """
 
     max_tokens: int | None = None
@@ -102,20 +104,20 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
-            # Not to be taken for a context that has no room left, which is a rollout's end and scored.
+            # Engines would report a full context, which ends a rollout and is scored.
             raise CallerError("must be at least 1", field="max_output_tokens")
         for name, value in self.settings.items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise CallerError("is no number that JSON can carry", field=name)
-        if taken := sorted(_OURS & self.extra.keys()):
+                raise CallerError("must be a finite number", field=name)
+        if taken := sorted(_RESERVED_FIELDS & self.extra.keys()):
             raise CallerError(
-                f"must not set {', '.join(taken)}: what is sampled, and that tokens come back, is not a row's to say",
+                f"must not set {', '.join(taken)}: the service sets these fields itself; leave them out",
                 field="extra_body",
             )
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings but ``max_tokens``, with neutral values for those that are not given."""
+        """All settings except ``max_tokens``, with neutral values for missing ones."""
         named = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -123,41 +125,41 @@ class Sampling:
             "seed": self.seed,
         }
         given = {name: value for name, value in self.extra.items() if value is not None}
-        return {**NEUTRAL, **given, **{name: value for name, value in named.items() if value is not None}}
+        return {**NEUTRAL_SETTINGS, **given, **{name: value for name, value in named.items() if value is not None}}
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken, which then has probability 1."""
+        """Whether sampling takes the most probable token, which then has probability 1."""
         temperature = self.settings["temperature"]
-        return isinstance(temperature, int | float) and 0.0 <= temperature < _GREEDY
+        return isinstance(temperature, int | float) and 0.0 <= temperature < _GREEDY_BELOW
 
     def probe(self, max_tokens: int, **extra: object) -> Sampling:
-        """Return short sampling with the same temperature and ``top_p``, which some engines prescribe."""
+        """Return parameters of a short sample with this temperature and ``top_p``, which some engines prescribe."""
         settings = self.settings
         return Sampling(max_tokens, settings["temperature"], settings["top_p"], extra=extra)
 
     def as_openai(self) -> dict[str, Any]:
-        """Return the fields of a request for an OpenAI-style engine."""
-        # Engines differ in where greedy sampling begins, so each gets an exact 0.
+        """Return the fields of a request to an OpenAI-style engine."""
+        # Engines differ in the threshold of greedy sampling, so each gets an exact 0.
         greedy = {"temperature": 0.0} if self.greedy else {}
         limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         return self.settings | greedy | limit
 
 
 class BackendFailed(InfrastructureError):
-    """The backend is gone, broken or overloaded; the same request may succeed on another one."""
+    """The backend is unreachable, broken or overloaded; the same request may succeed on another one."""
 
 
 class BackendErred(BackendFailed):
-    """The engine is there and answered 500: its own defect, or a request that it chokes on."""
+    """The engine answered 500: a defect of the engine, or a request that it cannot process."""
 
 
 class Misconfigured(BackendFailed):
-    """Key, model name, tokenizer or protocol is not the engine's. No row is to blame, and it stays until it is mended.
+    """Key, model name, tokenizer or protocol does not match the engine. The error persists until the setting changes.
 
     Args:
-        reason: what does not fit.
-        field: the setting to look at.
+        reason: the mismatch.
+        field: the setting to check.
     """
 
     def __init__(self, reason: str, *, field: str) -> None:
@@ -170,17 +172,17 @@ class LogitsReturned(Misconfigured):
 
 
 class RequestRefused(CallerError):
-    """The engine refused the request as such; every backend would."""
+    """The engine refused the request, as every backend would."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What a backend says about itself.
+class BackendLoad:
+    """Load that a backend reports.
 
     Attributes:
-        waiting: requests that it has queued.
+        waiting: requests in the backend's queue.
         kv_use: share of its KV cache in use, 0 to 1.
-        capacity: tokens that fit into its KV cache, if it says so.
+        capacity: tokens that fit into its KV cache, if reported.
     """
 
     waiting: int
@@ -190,17 +192,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """What an engine is asked for.
+    """Request for one sample.
 
     Attributes:
-        prompt: ids after which it samples; where it renders the prompt itself, those with which that must begin.
-        sampling: how.
-        messages: what the prompt says; this and what follows is for engines that render it themselves.
-        tools: that are offered.
-        template_variables: further ones.
-        tool_choice: as :class:`~nemo_gym_prorl.policy.turns.TurnRequest` has it.
-        effort: likewise.
-        top: how many of the most probable tokens' log-probs to return.
+        prompt: ids to continue; for an engine that renders the prompt, the ids with which the prompt must begin.
+        sampling: sampling parameters.
+        messages: the conversation; this and all following fields are for engines that render prompts.
+        tools: the offered tools.
+        template_variables: further variables of the chat template.
+        tool_choice: as in :class:`~nemo_gym_prorl.policy.turns.TurnRequest`.
+        effort: as in :class:`~nemo_gym_prorl.policy.turns.TurnRequest`.
+        top: number of most probable tokens whose log-probs are returned.
     """
 
     prompt: Sequence[int]

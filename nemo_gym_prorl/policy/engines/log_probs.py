@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which distribution an engine's log-probs belong to, and which settings a request may then have.
+"""The distribution that an engine's log-probs belong to, and the settings that a request may have.
 
 A trainer needs the log-probs of the distribution that a token was sampled from. Engines differ in which sampling
-settings their log-probs include, and publish neither that nor whether they follow grammars. So the service probes each
-engine (:class:`EngineProbe`) with requests of a few tokens, which leave no state at the engine, and refuses settings
-that the engine's log-probs leave out (:func:`check`). The check uses an allow list: an unknown setting counts as one
-that changes the distribution.
+settings their log-probs include, and publish neither that nor whether they follow grammars. The service therefore
+probes each engine (:class:`EngineProbe`) with stateless requests of a few tokens. It refuses settings that the
+engine's log-probs do not include (:func:`unsupported_setting`). The check uses an allow list, so an unknown setting
+counts as one that changes the distribution.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import orjson
 
 from nemo_gym_prorl.policy.engines.connections import ContextFull
 from nemo_gym_prorl.policy.engines.engine import (
-    NEUTRAL,
+    NEUTRAL_SETTINGS,
     BackendErred,
     LogitsReturned,
     RequestRefused,
@@ -44,21 +44,22 @@ class LogProbMode(StrEnum):
 
 
 _SAME, _DIFFERENT = 0.05, 0.1
-"""Log-probs closer than the first are equal up to the rounding of bfloat16; those further apart than the second are
-not. Between the two the probe has no verdict."""
+"""Thresholds between log-probs. Below the first, two are equal up to the rounding of bfloat16; above the second, they
+differ; between them, the probe has no verdict.
+"""
 
 _PEAKED = -0.3
-"""A most probable token above this log-prob leaves too little for a temperature to change."""
+"""Log-prob of the most probable token above which a temperature changes too little to measure."""
 
 _MIN_TOP = -13.0
-"""The most probable token of 400,000 has at least this log-prob, so a lower one is a logit."""
+"""Lowest possible log-prob of the most probable of 400,000 tokens; a lower value is a logit."""
 
-HARMLESS = frozenset(
+DISTRIBUTION_NEUTRAL = frozenset(
     {
         *("stop", "stop_token_ids", "stop_regex", "ignore_eos", "include_stop_str_in_output", "no_stop_trim"),
         *("seed", "sampling_seed", "user", "metadata", "priority", "request_id", "session_id", "cache_salt", "rid"),
         *("spaces_between_special_tokens", "add_special_tokens", "repetition_detection", "prompt_logprobs"),
-        # These change the prompt, whose ids come back.
+        # These change the prompt, whose ids the engine returns.
         *("chat_template", "documents", "add_generation_prompt", "continue_final_message", "include_reasoning"),
         *("mm_processor_kwargs", "media_io_kwargs"),
     }
@@ -81,13 +82,13 @@ _SCALING = frozenset(
 )
 
 _ALLOWED: Mapping[LogProbMode, frozenset[str]] = {
-    LogProbMode.SCALED: HARMLESS | GRAMMARS | _SCALING,
-    LogProbMode.RAW: HARMLESS | GRAMMARS,
-    LogProbMode.UNKNOWN: HARMLESS,
+    LogProbMode.SCALED: DISTRIBUTION_NEUTRAL | GRAMMARS | _SCALING,
+    LogProbMode.RAW: DISTRIBUTION_NEUTRAL | GRAMMARS,
+    LogProbMode.UNKNOWN: DISTRIBUTION_NEUTRAL,
 }
-"""Settings that may differ from neutral; ``PROCESSED`` allows all."""
+"""Settings that may differ from neutral in each mode; ``PROCESSED`` allows all."""
 
-_NEUTRAL: Mapping[str, Sequence[object]] = {name: (value,) for name, value in NEUTRAL.items()} | {
+_NEUTRAL_VALUES: Mapping[str, Sequence[object]] = {name: (value,) for name, value in NEUTRAL_SETTINGS.items()} | {
     "top_k": (-1, 0),
     "min_tokens": (0,),
     "min_new_tokens": (0,),
@@ -102,7 +103,7 @@ _OWN_FIELDS = frozenset(
         "thinking_token_budget",
     }
 )
-"""Settings that are fields of a request; all others come in its ``extra_body``."""
+"""Settings that are fields of a request; all others are in its ``extra_body``."""
 
 _REASONS: Mapping[LogProbMode, str] = {
     LogProbMode.RAW: "the engine returns log-probs before sampling settings",
@@ -111,31 +112,37 @@ _REASONS: Mapping[LogProbMode, str] = {
 }
 
 
-def changes(sampling: Sampling) -> list[str]:
+def changed_settings(sampling: Sampling) -> list[str]:
     """Return the settings of a request that change the distribution, or may change it."""
     if sampling.greedy:
         return []
-    return [name for name, value in sampling.settings.items() if name not in HARMLESS and not _neutral(name, value)]
+    return [
+        name
+        for name, value in sampling.settings.items()
+        if name not in DISTRIBUTION_NEUTRAL and not _is_neutral(name, value)
+    ]
 
 
 def grammar_of(sampling: Sampling) -> str | None:
-    """Return the name of the setting by which a request asks for a grammar, if it does."""
+    """Return the setting that asks for a grammar, if there is one."""
     settings = sampling.settings
-    return next((name for name in settings if name in GRAMMARS and not _neutral(name, settings[name])), None)
+    return next((name for name in settings if name in GRAMMARS and not _is_neutral(name, settings[name])), None)
 
 
-def check(sampling: Sampling, mode: LogProbMode, *, forced_call: bool, fix: str) -> tuple[str, str] | None:
-    """Return field and reason of the first setting that the engine's log-probs do not include; ``None`` if all are.
+def unsupported_setting(
+    sampling: Sampling, mode: LogProbMode, *, forced_call: bool, fix: str
+) -> tuple[str, str] | None:
+    """Return field and reason of the first setting that the engine's log-probs do not include, if any.
 
     Args:
         sampling: the settings of the request.
-        mode: which distribution the engine's log-probs belong to.
-        forced_call: whether ``tool_choice`` forces a call, which engines do by a grammar.
+        mode: the distribution of the engine's log-probs.
+        forced_call: whether ``tool_choice`` forces a call, which engines implement by a grammar.
         fix: what to change at the engine.
     """
     if mode is LogProbMode.PROCESSED:
         return None
-    false = [field_of(name) for name in changes(sampling) if name not in _ALLOWED[mode]]
+    false = [field_of(name) for name in changed_settings(sampling) if name not in _ALLOWED[mode]]
     if forced_call and mode is LogProbMode.UNKNOWN and not sampling.greedy:
         false.append("tool_choice")
     return (false[0], f"{_REASONS[mode]}, so the log-probs would be false; leave it out, or {fix}") if false else None
@@ -146,8 +153,8 @@ def field_of(setting: str) -> str:
     return setting if setting in _OWN_FIELDS else f"extra_body.{setting}"
 
 
-def _neutral(name: str, value: object) -> bool:
-    return value is None or value is False or value in ([], {}) or value in _NEUTRAL.get(name, ())
+def _is_neutral(name: str, value: object) -> bool:
+    return value is None or value is False or value in ([], {}) or value in _NEUTRAL_VALUES.get(name, ())
 
 
 def are_logits(log_probs: Sequence[float], top: Sequence[float]) -> bool:
@@ -158,12 +165,12 @@ def are_logits(log_probs: Sequence[float], top: Sequence[float]) -> bool:
         top: of the most probable tokens of one position.
     """
     if any(not isinstance(one, int | float) or math.isnan(one) for one in (*log_probs, *top)):
-        raise ValueError("a log-prob that is no number")
+        raise ValueError("a log-prob is not a number")
     positive = max((*log_probs, *top), default=0.0) > 1e-3
     return positive or sum(map(math.exp, top)) > 1.0 + 1e-3 or max(top, default=0.0) < _MIN_TOP
 
 
-def judge(plain: float, cold: float, only: float) -> LogProbMode | None:
+def classify_mode(plain: float, cold: float, only: float) -> LogProbMode | None:
     """Return the mode that explains three log-probs of one prompt's most probable token.
 
     Args:
@@ -172,19 +179,19 @@ def judge(plain: float, cold: float, only: float) -> LogProbMode | None:
         only: under ``top_k`` 1.
 
     Returns:
-        ``None`` where the prompt's distribution does not tell modes apart.
+        ``None`` if the prompt's distribution does not separate the modes.
     """
     if plain > _PEAKED or _SAME < abs(cold - plain) < _DIFFERENT:
         return None
     if abs(cold - plain) <= _SAME:
-        # A tie looks the same at every temperature, but only a processed log-prob is 0 then.
+        # Tied tokens have equal log-probs at every temperature; only a processed one becomes 0 under top_k 1.
         return LogProbMode.RAW if abs(only - plain) <= _SAME else None
     if only >= -_SAME:
         return LogProbMode.PROCESSED
     return LogProbMode.SCALED if only <= -_DIFFERENT else None
 
 
-def judge_biased(log_probs: Sequence[float], biased: LogProbMode) -> LogProbMode:
+def classify_biased_mode(log_probs: Sequence[float], biased: LogProbMode) -> LogProbMode:
     """Return the mode that explains the log-probs of two tokens, each forced by a bias in a request of its own.
 
     Args:
@@ -197,17 +204,19 @@ def judge_biased(log_probs: Sequence[float], biased: LogProbMode) -> LogProbMode
 
 
 _PROMPTS = (((0,), "hi"), ((1, 2), "Name any word."), ((3, 1, 2), "Say a number."))
-"""Prompts of the probe, as ids and as a message. A prompt with one likely continuation does not tell modes apart."""
+"""Prompts of the probe, as ids and as a message; several, because a peaked distribution does not separate the modes.
+
+"""
 
 _TOP = 5
-"""How many most probable tokens a probe asks for: their probabilities add up to 1 at most."""
+"""Most probable tokens that a probe asks for; probabilities of any subset add up to at most 1."""
 _COLD = 0.2
-"""A temperature that makes the most probable token much more probable."""
+"""Temperature that makes the most probable token much more probable."""
 _BIASED = (10, 11)
-"""Token ids that the probe forces by a bias; every vocabulary has them."""
+"""Token ids that the probe forces by a bias; every vocabulary contains them."""
 
 _CHOICE = "zqxj-"
-"""What no model writes by itself."""
+"""Text that no model writes unforced."""
 _CHOICES = [f"{_CHOICE}1", f"{_CHOICE}2"]
 _GRAMMAR_PROBES: Mapping[str, tuple[str, object]] = {
     "structured_outputs": ("structured_outputs", {"choice": _CHOICES}),
@@ -216,7 +225,7 @@ _GRAMMAR_PROBES: Mapping[str, tuple[str, object]] = {
     "ebnf": ("ebnf", 'root ::= "{}" | "{}"'.format(*_CHOICES)),
     **{f"guided_{kind}": ("guided_choice", _CHOICES) for kind in ("json", "regex", "choice", "grammar")},
 }
-"""By the setting that asks for a grammar: the setting of its probe. Others are probed by ``response_format``."""
+"""Setting and value of the probe by the setting that asks for a grammar. All others use ``response_format``."""
 _CHOICE_FORMAT = {"type": "json_schema", "json_schema": {"name": "probe", "schema": {"enum": _CHOICES}}}
 
 
@@ -226,15 +235,15 @@ class _NoVerdict(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineProbe:
-    """Asks one engine about itself.
+    """Probes of one engine.
 
     Args:
-        url: of the engine, for messages.
-        ask: sends a request; raises what engines raise.
+        url: URL of the engine, for messages.
+        ask: sends a request and raises engine errors.
         takes_tokens: whether prompts are ids.
-        biased_mode: the mode of an engine of which is known only that its log-probs include a bias.
-        fixed_sampling: the engine refuses other settings than its own, which the first request has.
-        fix: what makes the engine's log-probs include all settings.
+        biased_mode: mode of an engine of which the probe learned only that its log-probs include a bias.
+        fixed_sampling: whether the engine refuses other settings than its own, which the first request has.
+        fix: setting with which the engine's log-probs include all sampling settings.
     """
 
     url: str
@@ -245,38 +254,38 @@ class EngineProbe:
     fix: str
 
     async def mode(self, sampling: Sampling) -> tuple[LogProbMode, bool]:
-        """Return which distribution the engine's log-probs belong to, and whether that is a verdict to remember.
+        """Return the distribution of the engine's log-probs, and whether the verdict may be cached.
 
         Args:
-            sampling: of a request; the engine takes its temperature and ``top_p``.
+            sampling: settings of a request; the probe uses its temperature and ``top_p``.
 
         Raises:
-            LogitsReturned: they are logits.
+            LogitsReturned: the engine returns logits.
             BackendFailed: the engine cannot sample.
         """
         for prompt in () if self.fixed_sampling else range(len(_PROMPTS)):
             try:
                 verdict = await self._compare(prompt)
-            except (_NoVerdict, BackendErred):  # it may refuse these settings, and take a request's own
+            except (_NoVerdict, BackendErred):  # the engine may still accept a request's own settings
                 break
             if verdict is not None:
                 return verdict, True
         own = sampling.probe(1)
         try:
-            return judge_biased([await self._bias(token, own) for token in _BIASED], self.biased_mode), True
+            return classify_biased_mode([await self._bias(token, own) for token in _BIASED], self.biased_mode), True
         except _NoVerdict:
             return LogProbMode.UNKNOWN, True
         except BackendErred:
-            if changes(sampling):
+            if changed_settings(sampling):
                 raise
             return LogProbMode.UNKNOWN, False
 
     async def require_grammar(self, name: str, sampling: Sampling) -> None:
-        """Refuse a grammar that the engine takes and does not follow.
+        """Refuse a grammar that the engine accepts but does not follow.
 
         Args:
             name: the setting that asks for the grammar.
-            sampling: of the request.
+            sampling: settings of the request.
 
         Raises:
             RequestRefused: names the setting.
@@ -286,7 +295,7 @@ class EngineProbe:
         try:
             text = (await self._sample(probe)).text.strip().lstrip('"')
         except _NoVerdict:
-            return  # the engine says by itself what is wrong with the request
+            return  # the engine reports the error of the real request itself
         except BackendErred:
             # vLLM with a reasoning parser ends some of these requests with an error.
             await self._sample(replace(probe, extra={}))
@@ -301,14 +310,14 @@ class EngineProbe:
         raise RequestRefused(f"{self.url} does not follow a grammar of this kind: {fix}", field=field_of(name))
 
     async def _compare(self, prompt: int) -> LogProbMode | None:
-        """The verdict of one prompt, if it has one: its most probable token under three settings."""
+        """Return the verdict of one prompt: its most probable token under three settings."""
         plain = await self._sample(Sampling(1), prompt, _TOP)
         cold = await self._sample(Sampling(1, temperature=_COLD), prompt, 1)
         only = await self._sample(Sampling(1, extra={"top_k": 1}), prompt, 1)
-        return judge(max(plain.top), max(cold.top), only.log_probs[0])
+        return classify_mode(max(plain.top), max(cold.top), only.log_probs[0])
 
     async def _bias(self, token: int, sampling: Sampling) -> float:
-        """The log-prob of a token that a bias forces."""
+        """Return the log-prob of a token that a bias forces."""
         biased = await self._sample(replace(sampling, extra={"logit_bias": {str(token): 100}}))
         if list(biased.ids) != [token]:
             raise _NoVerdict

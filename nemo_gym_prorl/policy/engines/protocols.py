@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wire protocols: vLLM by tokens or by messages, NeMo RL's HTTP server, SGLang.
 
-Engines that take tokens are always told how many to sample: left alone, vLLM's completions stop after 16 and SGLang
-after 128.
+Requests to engines that take tokens always limit the sampled tokens; the defaults of vLLM's completions (16) and of
+SGLang (128) are too small.
 """
 
 from __future__ import annotations
@@ -15,43 +15,46 @@ from typing import Any
 
 import orjson
 
-from nemo_gym_prorl.policy.engines.connections import cached_tokens, finish, only_choice, required
+from nemo_gym_prorl.policy.engines.connections import cached_tokens, finish, required, single_choice
 from nemo_gym_prorl.policy.engines.engine import Misconfigured, SampleRequest
-from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine, metric
+from nemo_gym_prorl.policy.engines.engine_control import metric
+from nemo_gym_prorl.policy.engines.http_engine import EngineTarget, HttpEngine
 from nemo_gym_prorl.policy.engines.log_probs import LogProbMode
 from nemo_gym_prorl.policy.generation import Generation
-from nemo_gym_prorl.policy.tokens.prompt import json_of_ids
+from nemo_gym_prorl.policy.tokens.prompt import json_parts
 
 
 class VllmCompletions(HttpEngine):
-    """Stock vLLM, tokens in and tokens out, over ``POST /v1/completions``."""
+    """Stock vLLM by tokens, over ``POST /v1/completions``."""
 
     name = "vllm"
-    _route = "/v1/completions"
+    _sample_route = "/v1/completions"
 
-    async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
+    async def _generate(self, target: EngineTarget, request: SampleRequest) -> Generation:
         prompt, sampling = request.prompt, request.sampling
-        room = self.room(asked, len(prompt), sampling.max_tokens)
+        room = self.sampling_limit(target, len(prompt), sampling.max_tokens)
         body = {
             "model": self.model,
             "logprobs": request.top,
             "return_token_ids": True,
-            # Else tokens of the same text are one key among the most probable ones.
+            # Otherwise tokens of equal text share one key among the most probable tokens.
             **({"return_tokens_as_token_ids": True} if request.top else {}),
             "skip_special_tokens": False,
             **replace(sampling, max_tokens=room).as_openai(),
         }
-        answer = await self._post(asked, body, ("prompt", prompt), echoed=True)
-        choice = only_choice(answer, asked.url)
-        sampled = required(choice, "token_ids", asked.url)
+        answer = await self._post(target, body, ("prompt", prompt), echoed=True)
+        choice = single_choice(answer, target.url)
+        sampled = required(choice, "token_ids", target.url)
         echoed = choice.get("prompt_token_ids")
         if echoed and list(echoed) != list(prompt):
-            raise Misconfigured(f"{asked.url} sampled after other tokens than it was given", field="tokenizer")
+            raise Misconfigured(
+                f"{target.url} sampled after other tokens than the request's prompt", field="tokenizer"
+            )
         logged = choice.get("logprobs") or {}
         return Generation(
             sampled,
-            required(logged, "token_logprobs", asked.url),
-            finish(choice.get("finish_reason"), asked.url),
+            required(logged, "token_logprobs", target.url),
+            finish(choice.get("finish_reason"), target.url),
             cached_tokens(answer),
             top=list(logged["top_logprobs"][0].values()) if request.top else (),
             text=choice.get("text") or "",
@@ -59,17 +62,17 @@ class VllmCompletions(HttpEngine):
 
 
 class VllmChat(HttpEngine):
-    """vLLM, messages in and tokens out, over ``POST /v1/chat/completions`` with ``return_token_ids``.
+    """vLLM by messages, over ``POST /v1/chat/completions`` with ``return_token_ids``.
 
-    The engine renders the prompt. It comes back as ids, so a rewritten history is noticed, though not prevented. Where
-    the request has no ``max_tokens``, chat completions sample into what is left of the context.
+    The engine renders the prompt and returns its ids, so a rewritten history is detected but not prevented. Without
+    ``max_tokens``, chat completions sample into the rest of the context.
     """
 
     name = "vllm_chat"
     takes_tokens = False
     _biased_mode = LogProbMode.PROCESSED
-    _route = "/v1/chat/completions"
-    _also: str | None = "/v1/completions"  # NeMo RL's engine has none, and must be told where its prompts start
+    _sample_route = "/v1/chat/completions"
+    _required_route: str | None = "/v1/completions"  # absent in NeMo RL's engine
 
     def _body(self, request: SampleRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -90,28 +93,28 @@ class VllmChat(HttpEngine):
             body["chat_template_kwargs"] = dict(request.template_variables)
         return body
 
-    async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
-        answer = await self._post(asked, self._body(request))
-        choice = only_choice(answer, asked.url)
-        message = required(choice, "message", asked.url)
+    async def _generate(self, target: EngineTarget, request: SampleRequest) -> Generation:
+        answer = await self._post(target, self._body(request))
+        choice = single_choice(answer, target.url)
+        message = required(choice, "message", target.url)
         prompt_ids = message.get("prompt_token_ids") or answer.get("prompt_token_ids")
         ids = message.get("generation_token_ids", choice.get("token_ids"))
         log_probs = message.get("generation_log_probs")
         logged = choice.get("logprobs") or {}
         if log_probs is None:
-            content = required(logged, "content", asked.url)
+            content = required(logged, "content", target.url)
             log_probs = [token["logprob"] for token in content]
             if ids is None and all(token["token"].startswith("token_id:") for token in content):
                 ids = [int(token["token"].removeprefix("token_id:")) for token in content]
         if prompt_ids is None or ids is None:
             raise Misconfigured(
-                f"{asked.url} returned no token ids: it must understand return_token_ids (vLLM 0.10.2 or later)",
+                f"{target.url} returned no token ids: the engine must support return_token_ids (vLLM 0.10.2 or later)",
                 field="policy_base_url",
             )
         return Generation(
             ids,
             log_probs,
-            finish(choice.get("finish_reason"), asked.url),
+            finish(choice.get("finish_reason"), target.url),
             cached_tokens(answer),
             prompt_ids=prompt_ids,
             message=message,
@@ -122,16 +125,16 @@ class VllmChat(HttpEngine):
 
 
 class NemoRl(VllmChat):
-    """NeMo RL's own HTTP server: chat completions whose prompt continues exactly the ids it is told to continue.
+    """NeMo RL's HTTP server: chat completions whose prompt must begin with given ids.
 
-    It refuses requests whose temperature and ``top_p`` are not those of its training or validation profile, and any
-    ``top_k``.
+    The server refuses any ``top_k``, and any temperature or ``top_p`` other than those of its training or validation
+    profile.
     """
 
     name = "nemo_rl"
     log_probs_fix = "set policy.generation.vllm_cfg.logprobs_mode to processed_logprobs"
     _fixed_sampling = True
-    _also, _foreign = None, "/v1/completions"
+    _required_route, _forbidden_route = None, "/v1/completions"
     reset_route = None
     reset_hint = "NeMo RL does it: set async_rl.recompute_kv_cache_after_weight_updates to true"
 
@@ -139,12 +142,12 @@ class NemoRl(VllmChat):
         body = super()._body(request)
         body["return_tokens_as_token_ids"] = True
         if request.prompt:
-            body["required_prefix_token_ids"] = orjson.Fragment(b"".join(json_of_ids(request.prompt)))
+            body["required_prefix_token_ids"] = orjson.Fragment(b"".join(json_parts(request.prompt)))
         return body
 
 
 def _parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under SGLang's names, which refuses those that it does not know."""
+    """Return settings under SGLang's names; SGLang refuses unknown names."""
     parameters = {name: value for name, value in settings.items() if name not in ("metadata", "user")}
     if "seed" in parameters:
         parameters["sampling_seed"] = parameters.pop("seed")
@@ -157,19 +160,19 @@ def _parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SglangGenerate(HttpEngine):
-    """SGLang, tokens in and tokens out, over ``POST /generate``."""
+    """SGLang by tokens, over ``POST /generate``."""
 
     name = "sglang"
-    _route = "/generate"
+    _sample_route = "/generate"
     _load_names = ("sglang:num_queue_reqs", "sglang:token_usage")
     reset_route = "/flush_cache"
     reset_hint = "SGLang has it since 0.2"
-    _kept_free = 1
+    _reserved_tokens = 1
     log_probs_fix = "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB (truncation is never included)"
 
-    async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
+    async def _generate(self, target: EngineTarget, request: SampleRequest) -> Generation:
         prompt, sampling = request.prompt, request.sampling
-        room = self.room(asked, len(prompt), sampling.max_tokens)
+        room = self.sampling_limit(target, len(prompt), sampling.max_tokens)
         parameters = {
             **_parameters(replace(sampling, max_tokens=None).as_openai()),
             "max_new_tokens": room,
@@ -178,14 +181,14 @@ class SglangGenerate(HttpEngine):
         body = {"sampling_params": parameters, "return_logprob": True}
         if request.top:
             body["top_logprobs_num"] = request.top
-        answer = await self._post(asked, body, ("input_ids", prompt))
-        about = required(answer, "meta_info", asked.url)
-        pairs = required(about, "output_token_logprobs", asked.url)
+        answer = await self._post(target, body, ("input_ids", prompt))
+        about = required(answer, "meta_info", target.url)
+        pairs = required(about, "output_token_logprobs", target.url)
         ids, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
         return Generation(
             ids,
             log_probs,
-            finish(about["finish_reason"]["type"], asked.url),
+            finish(about["finish_reason"]["type"], target.url),
             about.get("cached_tokens"),
             top=[one[0] for one in about["output_top_logprobs"][0]] if request.top else (),
             text=answer.get("text") or "",
@@ -199,4 +202,4 @@ class SglangGenerate(HttpEngine):
 ENGINES: dict[str, type[VllmCompletions] | type[VllmChat] | type[NemoRl] | type[SglangGenerate]] = {
     engine.name: engine for engine in (VllmCompletions, VllmChat, NemoRl, SglangGenerate)
 }
-"""Protocols by the name that a configuration gives them."""
+"""Protocols by their name in a configuration."""

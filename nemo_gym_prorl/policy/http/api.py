@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The policy side over HTTP: its control routes, and what they answer.
+"""Control routes of the policy side, and their answers.
 
-Everything here is independent of NeMo Gym; ``prorl_model`` adds Gym's own routes. Backends may be added, drained,
-removed, labelled and given new weights while rollouts run.
+The routes are independent of NeMo Gym; ``prorl_model`` adds Gym's own routes. Backends may be added, drained, removed,
+labelled and given new weights while rollouts run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.http.applications import health_router
 from nemo_gym_prorl.http.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
-from nemo_gym_prorl.policy.host import PolicyRuntime
 from nemo_gym_prorl.policy.pool.backend import Backend
+from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.tokens.history import SavedTurn, saved_turns
+from nemo_gym_prorl.policy.tokens.conversations import SavedTurn, saved_turns
 from nemo_gym_prorl.policy.turns import RolloutGone
 
 
@@ -32,7 +32,9 @@ type _Label = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x
 
 
 class NewBackend(BaseModel):
-    """Body of ``POST /v1/backends``. Without a key it is sent none, unless its origin was configured with one."""
+    """Body of ``POST /v1/backends``. A backend without a key receives the key that its origin was configured with, if
+    any.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -43,8 +45,8 @@ class NewBackend(BaseModel):
     run: _Label | None = None
 
 
-class Backends(BaseModel):
-    """Which of them a request means; without an id every backend of the run."""
+class BackendSelector(BaseModel):
+    """Backends that a request applies to; without an id, all backends of the run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,13 +54,13 @@ class Backends(BaseModel):
     run: _Label | None = None
 
 
-class Pause(Backends):
+class Pause(BackendSelector):
     """Body of ``pause``."""
 
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
 
 
-class Resume(Backends):
+class Resume(BackendSelector):
     """Body of ``resume``."""
 
     weight_version: _Label | None = None
@@ -66,7 +68,7 @@ class Resume(Backends):
 
 
 class SavedRollout(BaseModel):
-    """A rollout's turns; ``began`` is the time that its template is told."""
+    """A rollout's turns; ``began`` is the time of day that its template sees."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -76,7 +78,7 @@ class SavedRollout(BaseModel):
     turns: Annotated[list[SavedTurn], Field(min_length=1)]
 
 
-class Weights(Backends):
+class Weights(BackendSelector):
     """Body of ``weight_version``."""
 
     weight_version: _Label
@@ -91,117 +93,124 @@ class Share(BaseModel):
     run: _Label | None = None
 
 
-def add_control_routes(app: FastAPI, host: PolicyRuntime, declared: Mapping[str, Declared] | None = None) -> None:
-    """Add ``/v1/backends``, ``/v1/rollouts`` and ``/metrics`` to an application, the error handlers, and the start and
-    end of the service. For ``declared`` see :func:`~nemo_gym_prorl.http.problems.add_problem_handlers`."""
+def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[str, Declared] | None = None) -> None:
+    """Add the control routes, the error handlers, and start and shutdown of the service to an application.
+
+    Routes are ``/v1/backends``, ``/v1/rollouts`` and ``/metrics``. For ``declared`` see
+    :func:`~nemo_gym_prorl.http.problems.add_problem_handlers`.
+    """
     router = APIRouter(dependencies=[Depends(no_other_parameters)])
 
     @router.post("/v1/backends", status_code=201, responses=problem_responses(400, 403, 409))
     async def add(body: NewBackend) -> dict[str, Any]:
-        """Add a backend for the rollouts of a run. Turns that wait may be placed there at once."""
-        return _described(host, await host.add(body.url, body.id, body.weight_version, body.api_key, body.run))
+        """Add a backend for the rollouts of a run. Waiting turns may be placed on it at once."""
+        return _described(runtime, await runtime.add(body.url, body.id, body.weight_version, body.api_key, body.run))
 
     @router.get("/v1/backends", responses=problem_responses())
     async def listing(run: _Label | None = None) -> dict[str, Any]:
-        """The backends, how they fare, and how many turns wait; of all runs, or of one."""
-        return _listing(host, run)
+        """List backends with their state and the number of waiting turns, of all runs or of one."""
+        return _listing(runtime, run)
 
     @router.delete("/v1/backends/{backend_id}", responses=problem_responses(404))
     async def remove(backend_id: str, drain: bool = False) -> dict[str, Any]:
-        """Remove a backend: at once, or with `drain` give it no new rollouts."""
-        host.dispatcher.apply(host.pool.drain(backend_id) if drain else host.pool.remove(backend_id))
+        """Remove a backend: at once, or with `drain` after its rollouts have ended."""
+        runtime.dispatcher.apply(runtime.pool.drain(backend_id) if drain else runtime.pool.remove(backend_id))
         return {"id": backend_id, "draining": drain}
 
     @router.delete("/v1/backends", responses=problem_responses())
     async def clear(run: _Label | None = None) -> dict[str, Any]:
-        """Remove all backends of a run; turns wait for new ones. Without a run, those of rollouts that name none."""
-        host.dispatcher.apply(host.pool.clear(run))
+        """Remove all backends of a run, whose turns wait for new ones. Without a run, those of rollouts that name
+        none.
+        """
+        runtime.dispatcher.apply(runtime.pool.clear(run))
         return {"backends": []}
 
     @router.post("/v1/backends/pause", responses=problem_responses(400, 404))
     async def pause(body: Pause) -> dict[str, Any]:
-        """Start nothing there until `resume`; answers when nothing runs there, or the time is over."""
-        return {"drained": await host.dispatcher.pause(body.id, body.timeout_s, body.run)}
+        """Start no turn until `resume`. Answers when no turn is in flight, or after the timeout."""
+        return {"drained": await runtime.dispatcher.pause(body.id, body.timeout_s, body.run)}
 
     @router.post("/v1/backends/resume", responses=problem_responses(400, 404, 500))
     async def resume(body: Resume) -> dict[str, Any]:
-        """Go on, with a new label if the weights are new. With `reset_prefix_cache` each backend's prefix cache is
-        emptied first, so no turn reads keys and values of earlier weights. An error resumes no paused backend."""
-        await host.resume(body.id, body.weight_version, body.run, reset_prefix_cache=body.reset_prefix_cache)
-        return _listing(host, body.run)
+        """Resume backends, with a new label if the weights are new.
+
+        With `reset_prefix_cache` each backend's prefix cache is emptied first, so that no turn reads keys and values
+        of earlier weights. After an error, paused backends stay paused.
+        """
+        await runtime.resume(body.id, body.weight_version, body.run, reset_prefix_cache=body.reset_prefix_cache)
+        return _listing(runtime, body.run)
 
     @router.post("/v1/backends/weight_version", responses=problem_responses(400, 404))
     async def label(body: Weights) -> dict[str, Any]:
-        """Label the weights, without a pause: a turn that is being sampled begins with the old ones and ends with
-        these."""
-        host.label(body.weight_version, body.id, body.run)
-        return _listing(host, body.run)
+        """Label the weights without a pause. A turn in flight begins with the old label and ends with the new one."""
+        runtime.label(body.weight_version, body.id, body.run)
+        return _listing(runtime, body.run)
 
     @router.post("/v1/backends/share", responses=problem_responses(400))
     async def share(body: Share) -> dict[str, Any]:
-        """Have a run's backends at their `limit` once among so many model servers that share them, not once each."""
-        host.dispatcher.apply(host.pool.share(body.parts, body.run))
-        return _listing(host, body.run)
+        """Divide the `limit` of a run's backends among several model servers that share them."""
+        runtime.dispatcher.apply(runtime.pool.share(body.parts, body.run))
+        return _listing(runtime, body.run)
 
     @router.get("/v1/rollouts/{rollout}/tokens", response_model=dict[str, Any], responses=problem_responses(410))
     async def tokens(rollout: str) -> Response:
         """All tokens of a rollout's complete turns."""
-        # Written here: the framework would go through a hundred thousand numbers one by one, and all turns wait.
-        return Response(orjson.dumps(trajectory(host.service, rollout)), media_type="application/json")
+        # FastAPI's encoder would walk a hundred thousand numbers on the event loop.
+        return Response(orjson.dumps(trajectory(runtime.service, rollout)), media_type="application/json")
 
     @router.get("/v1/rollouts/{rollout}/waited", responses=problem_responses(410))
     async def waited(rollout: str) -> dict[str, float]:
-        """Seconds for which turns of a rollout have waited for a backend, the one that waits now included."""
-        return {"waited_s": host.service.rollout(rollout).wait.seconds}
+        """Seconds for which turns of a rollout have waited for a backend, a waiting turn included."""
+        return {"waited_s": runtime.service.rollout(rollout).wait.seconds}
 
     @router.get("/v1/rollouts/{rollout}/turns", response_model=SavedRollout, responses=problem_responses(400, 410))
     async def turns(rollout: str, after: str | None = None) -> Response:
-        """The rollout's turns, or those after an answer: what another one goes on from."""
-        state = host.service.rollout(rollout)
+        """The rollout's turns, or those after an answer, for a server or rollout that continues them."""
+        state = runtime.service.rollout(rollout)
         if after is not None and after not in state.answers:
-            raise RolloutGone(f"no answer {after!r} in this rollout", field="after")
+            raise RolloutGone(f"the rollout has no answer {after!r}", field="after")
         told = {"run": state.run, "began": state.began, "waited_s": state.wait.seconds}
         saved = orjson.dumps({**told, "turns": [*saved_turns(state.answers, after)]})
         return Response(saved, media_type="application/json")
 
     @router.put("/v1/rollouts/{rollout}/turns", responses=problem_responses(400, 409))
     async def restore(rollout: str, body: SavedRollout) -> dict[str, Any]:
-        """Have a rollout here that goes on from these turns."""
-        host.service.restore(rollout, body.run, body.began, body.turns)
+        """Create a rollout that continues these turns."""
+        runtime.service.restore(rollout, body.run, body.began, body.turns)
         return {"rollout": rollout, "turns": len(body.turns)}
 
     @router.delete("/v1/rollouts/{rollout}", responses=problem_responses())
     async def finish(rollout: str) -> dict[str, Any]:
-        """Forget a rollout and free its slot at once, whether or not it is known; its turns are ended."""
-        host.service.finish(rollout)
+        """Forget a rollout: cancel its turns and free its slot. Unknown rollouts are ignored."""
+        runtime.service.finish(rollout)
         return {"rollout": rollout}
 
     @router.get("/metrics", response_class=PlainTextResponse, responses=problem_responses())
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return PlainTextResponse(host.metrics.exposition(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(runtime.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
     app.include_router(router)
-    app.include_router(health_router(host.dispatcher.loops))
+    app.include_router(health_router(runtime.dispatcher.loops))
     add_problem_handlers(app, declared)
     inner = app.router.lifespan_context
 
     @contextlib.asynccontextmanager
     async def lifespan(served: FastAPI) -> AsyncIterator[Any]:
-        async with host.lifespan(), inner(served) as state:
+        async with runtime.lifespan(), inner(served) as state:
             yield state
 
     app.router.lifespan_context = lifespan
 
 
-def _listing(host: PolicyRuntime, run: str | None) -> dict[str, Any]:
-    pool, waiting = host.pool, host.pool.waiting_of
+def _listing(runtime: PolicyRuntime, run: str | None) -> dict[str, Any]:
+    pool, waiting = runtime.pool, runtime.pool.waiting_of
     chosen = pool.backends.values() if run is None else pool.of_run(run)
     number = sum(waiting.values()) if run is None else waiting.get(run, 0)
-    return {"backends": [_described(host, backend) for backend in chosen], "waiting": number}
+    return {"backends": [_described(runtime, backend) for backend in chosen], "waiting": number}
 
 
-def _described(host: PolicyRuntime, backend: Backend) -> dict[str, Any]:
+def _described(runtime: PolicyRuntime, backend: Backend) -> dict[str, Any]:
     return {
         "id": backend.id,
         "url": backend.url,
@@ -215,17 +224,18 @@ def _described(host: PolicyRuntime, backend: Backend) -> dict[str, Any]:
         "limit": backend.limit,
         "live_tokens": backend.kv_demand,
         "capacity": backend.capacity,
-        "log_probs": host.engine.log_prob_modes.get(backend.url),
+        "log_probs": runtime.engine.log_prob_modes.get(backend.url),
     }
 
 
 def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
-    """All tokens of a rollout: its sequences, where in them each answer lies, and what did not go straight.
+    """Return all tokens of a rollout: its sequences, the place of each answer in them, and the counters of
+    irregularities.
 
     An answer's prompt is ``ids[:start]`` of its sequence, its generation ``ids[start:end]``. Its ``weight_versions``
-    are the labels of the weights when sampling it began and ended. Its ``routed_experts``, where the engine tells,
-    are of its last tokens: of all that are new in it, and the one before. ``log_probs`` are the modes of the engines
-    that sampled the rollout here.
+    are the labels of the weights when sampling began and ended. Its ``routed_experts``, where the engine reports them,
+    belong to its last tokens: all new ones, and the one before. ``log_probs`` are the modes of the engines that
+    sampled the rollout here.
     """
     state = service.rollout(rollout)
     ledger = state.history.ledger
@@ -246,12 +256,12 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
         ],
         "answers": {
             answer_id: {
-                "sequence": next(index for index, path in enumerate(paths) if point.turn in path),
-                "start": point.turn.start,
-                "end": point.turn.end,
-                "weight_versions": [point.turn.weight_version, point.turn.last_version],
-                **({"routed_experts": experts} if (experts := point.turn.routed_experts) is not None else {}),
+                "sequence": next(index for index, path in enumerate(paths) if node.turn in path),
+                "start": node.turn.start,
+                "end": node.turn.end,
+                "weight_versions": [node.turn.weight_version, node.turn.last_version],
+                **({"routed_experts": experts} if (experts := node.turn.routed_experts) is not None else {}),
             }
-            for answer_id, point in state.answers.items()
+            for answer_id, node in state.answers.items()
         },
     }

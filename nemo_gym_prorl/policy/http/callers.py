@@ -1,14 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who asks for a turn, and whether they are still there.
+"""The rollout that a request belongs to, and cancellation when its client disconnects.
 
-A caller says which rollout it is in a header, or in the URL that it was given (Gym's harness agents know nothing but
-their base URL); who says neither is told by a session.
+A client names its rollout in a header, or in the URL that it was given (Gym's harness agents know only their base
+URL). Other clients are identified by their session cookie.
 
-A turn's work is small beside what a web framework does around it: models of request and answer, dependencies,
-middlewares with a task each. So routes of turns stand in front of all that
-(:mod:`nemo_gym_prorl.http.applications`), with what they need of it: a session's cookie, errors as documents, an
-end when a caller hangs up. The last is for routes of Gym's own as well.
+A turn needs little of a web framework: no request and answer models, no dependencies, no middleware tasks. Routes of
+turns therefore run in front of FastAPI (:mod:`nemo_gym_prorl.http.applications`). This module gives them the session's
+cookie, errors as problem documents, and cancellation on disconnect. Gym's own routes use the cancellation too.
 """
 
 from __future__ import annotations
@@ -32,18 +31,19 @@ from nemo_gym_prorl.http.problems import ProblemError, answer_to
 from nemo_gym_prorl.policy.turns import TurnRequest
 
 
-DEFERRAL = "X-Rollout-Tokens"
+TOKENS_HEADER = "X-Rollout-Tokens"
+"""Header with which a client defers tokens (``deferred``), repeated in the answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """What a request says of its rollout.
+class RolloutCaller:
+    """Rollout of a request.
 
     Attributes:
-        rollout: its name.
-        group: of its siblings, if it is told.
-        run: whose backends may sample it; ``None`` for those of no run.
-        deferred: answers are to have no tokens.
+        rollout: name of the rollout.
+        group: name of its group, if given.
+        run: run whose backends may sample it; ``None`` for those of no run.
+        deferred: whether answers omit tokens.
     """
 
     rollout: str
@@ -51,16 +51,16 @@ class Caller:
     run: str | None
     deferred: bool
 
-    def asking(self, request: TurnRequest, **more: Any) -> TurnRequest:
-        """A request as this caller's, with what more there is to say of it."""
+    def complete(self, request: TurnRequest, **more: Any) -> TurnRequest:
+        """Return a request with this caller's rollout, group and run."""
         return replace(request, rollout=self.rollout, group=self.group, run=self.run, **more)
 
 
-def header_text(value: str) -> str:
-    """A header whose value may be any text: percent-encoded, or as the bytes of UTF-8 or Latin-1.
+def decode_header(value: str) -> str:
+    """Decode a header of arbitrary text: percent-encoded, or the bytes of UTF-8 or Latin-1.
 
     Args:
-        value: its bytes, read as Latin-1.
+        value: the header's bytes, read as Latin-1.
     """
     if value.isascii() and "%" not in value:
         return value
@@ -69,25 +69,25 @@ def header_text(value: str) -> str:
     return unquote(value)
 
 
-def caller_of(headers: Headers, session: str) -> Caller:
-    """Who says so in these headers, or else has this session."""
+def caller_of(headers: Headers, session: str) -> RolloutCaller:
+    """Return the rollout that the headers name, or else the session."""
     group = headers.get("x-rollout-group")
-    return Caller(
-        header_text(headers.get("x-rollout-id", "")) or session,
-        None if group is None else header_text(group),
-        header_text(headers.get("x-rollout-run", "")) or None,
-        headers.get(DEFERRAL) == "deferred",
+    return RolloutCaller(
+        decode_header(headers.get("x-rollout-id", "")) or session,
+        None if group is None else decode_header(group),
+        decode_header(headers.get("x-rollout-run", "")) or None,
+        headers.get(TOKENS_HEADER) == "deferred",
     )
 
 
-def route_of_callers(
-    answer: Callable[[Request, Caller, bytes], Awaitable[Response]], field: str
+def turn_route(
+    answer: Callable[[Request, RolloutCaller, bytes], Awaitable[Response]], field: str
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A route that answers turns: with the caller's name, or else its session, which a new caller is given.
+    """Return a route that calls ``answer`` with the caller, identified by its headers or a session cookie.
 
     Args:
-        answer: to a request, of whom, with its body.
-        field: where in a session its id is.
+        answer: handles request, caller and body.
+        field: key of the id in the session.
     """
 
     async def route(request: Request) -> Response:
@@ -95,32 +95,31 @@ def route_of_callers(
         if session is None and not request.headers.get("x-rollout-id"):
             session = str(uuid.uuid4())
         if session is not None:
-            request.session[field] = session  # what is set is sent again: so it does not run out
+            request.session[field] = session  # setting the field renews the cookie
         return await answer(request, caller_of(request.headers, session or ""), await request.body())
 
     return route
 
 
 _PREFIX = "/ng-rollout/"
-_OF_A_ROLLOUT = re.compile(
+_ROLLOUT_PATH = re.compile(
     rf"(?P<prefix>{_PREFIX}(?P<rollout>[A-Za-z0-9][A-Za-z0-9._-]{{0,199}})(?:/training-token-capture)?)"
     r"/(?!ng-rollout/).*[^/]"
 )
 
 _CONTROL = ("/v1/backends", "/v1/rollouts", "/metrics")
-"""Routes that are no rollout's, and what they begin with."""
+"""Prefixes of the routes that belong to no rollout."""
 
 
-class RolloutUrls:
-    """ASGI middleware: the rollout of a URL ``/ng-rollout/<id>/v1/…``, as Gym writes it, is named in the header, too.
+class RolloutUrlMiddleware:
+    """ASGI middleware that copies the rollout of a URL ``/ng-rollout/<id>/v1/…``, Gym's notation, into the header.
 
-    So what stands behind it is told in one way. The id is a word of Gym's own kind: one that is escaped in a path may
-    be another one to whoever reads it next. The routes by which the server is steered do not answer there: who is
-    handed the URL of a rollout, as agents are, is not handed them.
+    Later handlers read the header only. Ids are limited to Gym's characters, because parsers may unescape other ids
+    differently. Control routes do not answer below such a URL, because agents receive the URL of their rollout.
 
     Args:
-        app: gets the request.
-        whole: leave the URL as it is, for an application that takes it apart itself.
+        app: the application.
+        whole: keep the URL, for an application that parses it itself.
     """
 
     def __init__(self, app: ASGIApp, *, whole: bool) -> None:
@@ -128,7 +127,7 @@ class RolloutUrls:
         self._whole = whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] == "http" and scope["path"].startswith(_PREFIX):
             try:
                 scope = self._named(scope)
@@ -138,7 +137,7 @@ class RolloutUrls:
         await self._app(scope, receive, send)
 
     def _named(self, scope: Scope) -> Scope:
-        read = _OF_A_ROLLOUT.fullmatch(scope["raw_path"].decode("latin-1"))
+        read = _ROLLOUT_PATH.fullmatch(scope["raw_path"].decode("latin-1"))
         if read is None:
             raise CallerError(
                 "must be /ng-rollout/ID/v1/… without a slash at its end, with an ID of at most 200 letters, digits, "
@@ -147,10 +146,12 @@ class RolloutUrls:
             )
         prefix, rollout = read["prefix"], read["rollout"]
         if scope["path"].removeprefix(prefix).startswith(_CONTROL):
-            raise ProblemError(404, "http-404", "it does not answer below the URL of a rollout")
-        for header in map(header_text, Headers(scope=scope).getlist("x-rollout-id")):
+            raise ProblemError(404, "http-404", "control routes do not answer below the URL of a rollout")
+        for header in map(decode_header, Headers(scope=scope).getlist("x-rollout-id")):
             if header not in ("", rollout):
-                raise CallerError(f"{header!r} is not {rollout!r} of the URL: leave it out", field="X-Rollout-Id")
+                raise CallerError(
+                    f"{header!r} differs from {rollout!r} in the URL: leave the header out", field="X-Rollout-Id"
+                )
         others = [(name, value) for name, value in scope["headers"] if name != b"x-rollout-id"]
         named = {**scope, "headers": [*others, (b"x-rollout-id", rollout.encode())]}
         if not self._whole:
@@ -159,17 +160,17 @@ class RolloutUrls:
         return named
 
 
-class EndsWithCaller:
-    """ASGI middleware: what is done for a caller is cancelled when that hangs up.
+class CancelOnDisconnect:
+    """ASGI middleware that cancels a request when its client disconnects.
 
-    Nobody reads an answer then, but Gym's middlewares further out take it for a defect if there is none.
+    The middleware still answers, because Gym's outer middlewares treat a missing answer as a defect.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         task = asyncio.current_task()
         if scope["type"] != "http" or task is None:
             await self._app(scope, receive, send)

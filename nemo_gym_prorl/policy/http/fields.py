@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every field of a request is served or refused by its name; none is dropped in silence.
+"""Serve or refuse every field of a request by its name; no field is ignored.
 
-The three APIs ask for the same things under different names, so each is read into the fields of chat completions, by a
-table of its own. What an engine can be told is told to it, what is done anyway may be asked for, and everything else
+The three APIs use different names for the same parameters. A table per API maps each to the fields of chat
+completions. Fields of engines are passed on, values that ask for existing behaviour are accepted, and everything else
 is refused.
 """
 
@@ -15,27 +15,27 @@ from typing import Any
 from nemo_gym_prorl.failures import CallerError
 
 
-FOR_ENGINES = frozenset(
+ENGINE_FIELDS = frozenset(
     {
         *("frequency_penalty", "presence_penalty", "logit_bias", "response_format"),
         *("top_k", "thinking_token_budget", "user"),
     }
 )
-"""Fields that engines are told as they are."""
+"""Fields that are passed to engines unchanged."""
 
-_SERVED = FOR_ENGINES | {
+_SERVED = ENGINE_FIELDS | {
     *("messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed", "logprobs"),
     *("tools", "tool_choice", "parallel_tool_calls", "metadata", "chat_template_kwargs", "reasoning_effort"),
 }
 
-_ANYWAY: Mapping[str, Collection[object]] = {
+_NO_OP_VALUES: Mapping[str, Collection[object]] = {
     "background": (False,),
     "cache_control": ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"}),
     "context_management": ({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},),
     "include": ([],),
     "modalities": (["text"],),
     "n": (1,),
-    "reasoning.summary": ("auto",),  # thoughts come as summaries, whole
+    "reasoning.summary": ("auto",),  # reasoning comes complete, as summaries
     "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
     "stream": (False,),
@@ -45,49 +45,49 @@ _ANYWAY: Mapping[str, Collection[object]] = {
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
-"""What is done whether or not it is asked for."""
+"""Values that ask for behaviour that the service has anyway."""
 
 
-def check(
+def check_fields(
     given: Mapping[str, Any], served: Collection[str] = _SERVED, tools: Collection[str | None] = ("function",)
 ) -> None:
-    """Refuse what is neither served nor done anyway.
+    """Refuse fields that are neither served nor no-ops.
 
     Args:
-        given: fields and their values; ``None`` asks for nothing.
-        served: those that are read elsewhere; by default those of chat completions.
-        tools: the types of tools that are functions.
+        given: fields and values; ``None`` counts as absent.
+        served: names that the caller reads; by default those of chat completions.
+        tools: types of tools that count as functions.
 
     Raises:
-        CallerError: there is one; it is named.
+        CallerError: names the first refused field.
     """
     for name, value in given.items():
-        if value is not None and name not in served and value not in _ANYWAY.get(name, ()):
+        if value is not None and name not in served and value not in _NO_OP_VALUES.get(name, ()):
             raise CallerError(
-                "is not served here: leave it out; what only the engine knows goes into metadata.extra_body",
+                "is not served: leave it out, or put an engine's own field into metadata.extra_body",
                 field=name,
             )
     listed = given.get("tools")
     for index, tool in enumerate(listed if isinstance(listed, list) else ()):
         if isinstance(tool, dict) and tool.get("type") not in tools:
             raise CallerError(
-                f"{tool.get('type')!r} is none: only functions can be called", field=f"tools.{index}.type"
+                f"{tool.get('type')!r} is not supported: only functions can be called", field=f"tools.{index}.type"
             )
 
 
-def _as_it_is(value: Any, field: str) -> Any:
+def _unchanged(value: Any, field: str) -> Any:
     return value
 
 
 def _tool_choice(choice: Any, field: str) -> Any:
-    """Of the Responses API, as chat completions have it; what is none of the known forms stays."""
+    """Convert a tool choice of the Responses API to chat completions; unknown forms stay unchanged."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
 
 def _response_format(form: Any, field: str) -> dict[str, Any]:
-    """A format of the other APIs, whose schema lies beside its type, as chat completions have it."""
+    """Convert a format of the other APIs, which have the schema beside the type, to chat completions."""
     match form:
         case {"type": "text" | "json_object" as kind}:
             return {"type": kind}
@@ -96,54 +96,54 @@ def _response_format(form: Any, field: str) -> dict[str, Any]:
     raise CallerError("must be text, json_object, or json_schema with a schema", field=field)
 
 
-def _texts(value: Any, field: str) -> list[str]:
+def _strings(value: Any, field: str) -> list[str]:
     if not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
         raise CallerError("must be a list of texts", field=field)
     return value
 
 
 def _thinking(kind: Any, field: str) -> str | None:
-    """The effort to think that is meant; ``None`` where another field may say how much."""
+    """Return the effort of a ``thinking.type``; ``None`` if another field may give the effort."""
     if kind not in ("enabled", "disabled", "adaptive"):
         raise CallerError("must be 'enabled', 'disabled' or 'adaptive'", field=field)
     return "none" if kind == "disabled" else None
 
 
 type _Table = Mapping[str, tuple[str, Callable[[Any, str], Any]]]
-"""By a field's name, dotted where it is in an object: how chat completions call it, and how it is read."""
+"""Name in chat completions and converter, by a field's name, dotted for fields of objects."""
 
 _OF_RESPONSES: _Table = {
-    **{name: (name, _as_it_is) for name in ("temperature", "top_p", "metadata", "parallel_tool_calls", "user")},
-    "max_output_tokens": ("max_tokens", _as_it_is),
-    "reasoning.effort": ("reasoning_effort", _as_it_is),
+    **{name: (name, _unchanged) for name in ("temperature", "top_p", "metadata", "parallel_tool_calls", "user")},
+    "max_output_tokens": ("max_tokens", _unchanged),
+    "reasoning.effort": ("reasoning_effort", _unchanged),
     "text.format": ("response_format", _response_format),
     "tool_choice": ("tool_choice", _tool_choice),
 }
 _OF_MESSAGES: _Table = {
-    "metadata.user_id": ("user", _as_it_is),
-    "output_config.effort": ("reasoning_effort", _as_it_is),
+    "metadata.user_id": ("user", _unchanged),
+    "output_config.effort": ("reasoning_effort", _unchanged),
     "output_config.format": ("response_format", _response_format),
-    "stop_sequences": ("stop", _texts),
-    "thinking.budget_tokens": ("thinking_token_budget", _as_it_is),
+    "stop_sequences": ("stop", _strings),
+    "thinking.budget_tokens": ("thinking_token_budget", _unchanged),
     "thinking.type": ("thinking", _thinking),
-    "top_k": ("top_k", _as_it_is),
+    "top_k": ("top_k", _unchanged),
 }
 
 
-def of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request of the Responses API, but for input and tools, as chat completions have them.
+def chat_fields_of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the fields of a Responses API request, except input and tools, to chat completions.
 
     Raises:
-        CallerError: one cannot be served.
+        CallerError: names a field that cannot be served.
     """
     return _read(body, _OF_RESPONSES, ("input", "instructions", "model", "previous_response_id", "tools", "store"))
 
 
-def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request of the Messages API that Gym's converter leaves out, as chat completions have them.
+def chat_fields_of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the fields of a Messages API request that Gym's converter drops to chat completions.
 
     Raises:
-        CallerError: one cannot be served.
+        CallerError: names a field that cannot be served.
     """
     by_gym = ("model", "messages", "system", "max_tokens", "temperature", "top_p", "tools", "tool_choice", "stream")
     chat = _read(body, _OF_MESSAGES, by_gym, (None, "custom"))
@@ -157,7 +157,7 @@ def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
 def _read(
     body: Mapping[str, Any], table: _Table, elsewhere: Collection[str], tools: Collection[str | None] = ("function",)
 ) -> dict[str, Any]:
-    """What a table tells of a request, whose other fields are read elsewhere."""
+    """Convert the fields in a table, and refuse fields that are neither in the table nor read elsewhere."""
     objects = {name.partition(".")[0] for name in table if "." in name}
     given: dict[str, Any] = {}
     for name, value in body.items():
@@ -167,5 +167,5 @@ def _read(
             given |= {f"{name}.{inner}": one for inner, one in value.items()}
         else:
             raise CallerError("must be an object", field=name)
-    check(given, {*table, *elsewhere}, tools)
+    check_fields(given, {*table, *elsewhere}, tools)
     return {chat: read(given[name], name) for name, (chat, read) in table.items() if given.get(name) is not None}

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A turn of the Responses API from bytes to bytes.
+"""Turns of the Responses API, from request bytes to answer bytes.
 
-What a rollout's requests have in common (tools, sampling, metadata) is checked and converted once by Gym's own
-classes, and known by its bytes from then on. What differs is the input, whose items are read here. In the answer the
-tokens are the text that they were all along.
+Tools, sampling and metadata are the same in all requests of a rollout. Gym's own classes check and convert these once,
+and later requests are recognised by their bytes. The items of the input are read here. Tokens in the answer stay the
+JSON text of the cache.
 
-Agents send texts, calls and their results, thoughts, and turns of ours, with their tokens or without. Items are read
-as Gym 0.7's converter reads them, but each sampled turn stays a message of its own, also where the converter would
-join it to its neighbours. Any other item or field is refused by its name. Items of an answer are Gym's converter's.
+Agents send texts, calls and their results, reasoning, and earlier turns, with or without tokens. Items are read as Gym
+0.7's converter reads them, except that each sampled turn stays a message of its own. All other items and fields are
+refused by name. Gym's converter makes the items of an answer.
 """
 
 from __future__ import annotations
@@ -25,33 +25,32 @@ import orjson
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.problems import invalid_body
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.host import PolicyRuntime
-from nemo_gym_prorl.policy.http.callers import Caller
+from nemo_gym_prorl.policy.http.callers import RolloutCaller
+from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.template import Message
-from nemo_gym_prorl.policy.tokens.history import CARRIED
-from nemo_gym_prorl.policy.tokens.ledger import Turn
-from nemo_gym_prorl.policy.tokens.prompt import MARK
+from nemo_gym_prorl.policy.tokens.conversations import KNOWN_TURN, TOKEN_FIELDS
+from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn
+from nemo_gym_prorl.policy.tokens.prompt import TURN_MARKER
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 
 
 _STATUSES = ("in_progress", "completed", "incomplete", None)
-_TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 _STATE = ("id", "status")
 
 
-def messages_of(items: object, turns: Sequence[Turn] = ()) -> list[Message]:
-    """The chat messages of input items; a sampled turn is one of its own.
+def messages_of(items: object, turns: Sequence[LedgerTurn] = ()) -> list[Message]:
+    """Convert input items to chat messages; each sampled turn becomes one message.
 
     Args:
         items: the input.
-        turns: those that have marks in their last items.
+        turns: the turns that markers in the items refer to.
 
     Raises:
-        CallerError: they have other forms than these; names the field.
+        CallerError: names the field of an unsupported item.
     """
     messages: list[Message] = []
-    said, marks = _Said(), 0
+    assistant, marks = _AssistantMessage(), 0
     if isinstance(items, str):
         messages.append({"content": items, "role": "user"})
     elif not isinstance(items, list):
@@ -62,30 +61,30 @@ def messages_of(items: object, turns: Sequence[Turn] = ()) -> list[Message]:
             raise CallerError("must be an object", field=at)
         item = dict(given)
         kind, tokens = item.pop("type", "message"), _tokens(item, turns, at)
-        marks += CARRIED in tokens
+        marks += KNOWN_TURN in tokens
         if kind == "function_call_output":
             new: Message | None = _result(item, at)
         elif kind == "message" and item.get("role") in ("user", "system", "developer"):
             new = _text(item, at)
         else:
             new = None
-            said.add(kind, item, at)
+            assistant.add(kind, item, at)
         if new is not None:
             if tokens:
-                raise CallerError("only what the policy said has tokens", field=at)
-            messages += [*said.message(), new]
-            said = _Said()
+                raise CallerError("only items of the policy have tokens: leave the token fields out", field=at)
+            messages += [*assistant.message(), new]
+            assistant = _AssistantMessage()
         elif tokens:
-            messages += said.message()
+            messages += assistant.message()
             messages[-1] = {**messages[-1], **tokens}
-            said = _Said()
+            assistant = _AssistantMessage()
     if marks != len(turns):
-        raise CallerError("token ids stand where they are no item's", field="input")
-    return [*messages, *said.message()]
+        raise CallerError("token fields must be fields of items", field="input")
+    return [*messages, *assistant.message()]
 
 
-class _Said:
-    """What the policy said since the last message of others, or since its last turn."""
+class _AssistantMessage:
+    """Collects the policy's items since the last message of another role, or since the last sampled turn."""
 
     def __init__(self) -> None:
         self._anything = False
@@ -114,14 +113,14 @@ class _Said:
         return [{"content": self._content or None, "role": "assistant", **calls}]
 
 
-def _tokens(item: dict[str, Any], turns: Sequence[Turn], at: str) -> dict[str, Any]:
-    """What an item says of the turn that ends with it, taken out of it: a turn of ours, or one's tokens."""
-    mark, given = item.pop(MARK, None), {name: item.pop(name, None) for name in _TOKENS}
+def _tokens(item: dict[str, Any], turns: Sequence[LedgerTurn], at: str) -> dict[str, Any]:
+    """Remove an item's token fields and return them: a known turn, or the fields of an unknown one."""
+    mark, given = item.pop(TURN_MARKER, None), {name: item.pop(name, None) for name in TOKEN_FIELDS}
     if item.pop("routed_experts", None) is not None:
-        raise CallerError("no engine here can be told: leave it out", field=f"{at}.routed_experts")
+        raise CallerError("engines do not accept routed_experts: leave it out", field=f"{at}.routed_experts")
     if mark is not None:
-        return {CARRIED: turns[mark]}
-    for name, kinds in zip(_TOKENS, ((int,), (int,), (int, float)), strict=True):
+        return {KNOWN_TURN: turns[mark]}
+    for name, kinds in zip(TOKEN_FIELDS, ((int,), (int,), (int, float)), strict=True):
         numbers = given[name]
         if numbers is not None and not (isinstance(numbers, list) and all(type(one) in kinds for one in numbers)):
             raise CallerError("must be a list of numbers", field=f"{at}.{name}")
@@ -129,7 +128,7 @@ def _tokens(item: dict[str, Any], turns: Sequence[Turn], at: str) -> dict[str, A
 
 
 def _only(item: Mapping[str, Any], at: str, texts: Sequence[str], free: Sequence[str] = ()) -> None:
-    """Its fields are these texts, all of them, and perhaps the others; of any other nothing is asked.
+    """Refuse an item that lacks one of ``texts``, or has fields besides ``texts`` and ``free``.
 
     Raises:
         CallerError: names the field.
@@ -139,7 +138,7 @@ def _only(item: Mapping[str, Any], at: str, texts: Sequence[str], free: Sequence
             raise CallerError("must be a text", field=f"{at}.{name}")
     for name, value in item.items():
         if value is not None and name not in texts and name not in free:
-            raise CallerError("cannot be shown to the policy: leave it out", field=f"{at}.{name}")
+            raise CallerError("is not supported: leave it out", field=f"{at}.{name}")
     if not isinstance(item.get("id"), str | None):
         raise CallerError("must be a text", field=f"{at}.id")
     if item.get("status") not in _STATUSES:
@@ -147,7 +146,7 @@ def _only(item: Mapping[str, Any], at: str, texts: Sequence[str], free: Sequence
 
 
 def _parts(parts: object, at: str, kinds: Sequence[str]) -> list[str]:
-    """The texts of a list of parts."""
+    """Return the texts of a list of parts."""
     if not isinstance(parts, list):
         raise CallerError("must be a text or a list of parts", field=at)
     for index, part in enumerate(parts):
@@ -188,7 +187,7 @@ def _own_text(item: Mapping[str, Any], at: str) -> str:
 
 
 def _thoughts(item: Mapping[str, Any], at: str) -> list[str]:
-    # Gym's converter turns the empty signature of a thinking block of ours into an empty text.
+    # Gym's converter turns the empty signature of a thinking block into an empty text.
     _only(
         {name: value for name, value in item.items() if value or name != "encrypted_content"},
         at,
@@ -198,19 +197,19 @@ def _thoughts(item: Mapping[str, Any], at: str) -> list[str]:
     return _parts(item.get("summary"), f"{at}.summary", ("summary_text",))
 
 
-_REMEMBERED = 512
-"""Kinds of requests that are known by their bytes."""
-_STAND_INS = {"prompt_token_ids": [0], "generation_token_ids": [0], "generation_log_probs": [0.0]}
-"""Tokens that are shown to Gym's converter in the place of the turn's, which are text already."""
+_MAX_TEMPLATES = 512
+"""Request templates that are cached (LRU)."""
+_PLACEHOLDER_TOKENS = {"prompt_token_ids": [0], "generation_token_ids": [0], "generation_log_probs": [0.0]}
+"""Tokens for Gym's converter in place of the turn's, which are already JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTemplate:
-    """What requests have in common that differ in their input alone.
+    """The part that requests of a rollout share: everything except the input.
 
     Attributes:
-        asked: the turn, but for its rollout and messages.
-        envelope: what the answers say of that, all fields of an answer among them.
+        asked: the turn without rollout and messages.
+        envelope: the fields of the answer that depend on the request only.
     """
 
     asked: TurnRequest
@@ -218,42 +217,43 @@ class RequestTemplate:
 
 
 class TurnRequests:
-    """Answers turns.
+    """Answers turn requests.
 
     Args:
-        host: the policy.
-        terms: reads a request without its input, and what else it asks for in the fields of chat completions; raises
-            where something is wrong.
-        items: a turn in chat form as items of an answer.
+        runtime: the policy.
+        template: validates a request without its input, together with further fields of chat completions.
+        items: converts a turn in chat form to items of an answer.
         tokens: whether items carry tokens.
     """
 
     def __init__(
         self,
-        host: PolicyRuntime,
-        terms: Callable[[dict[str, Any], Mapping[str, Any]], RequestTemplate],
+        runtime: PolicyRuntime,
+        template: Callable[[dict[str, Any], Mapping[str, Any]], RequestTemplate],
         items: Callable[[Message], list[dict[str, Any]]],
         *,
         tokens: bool,
     ) -> None:
-        self._host = host
-        self._read, self._items = terms, items
+        self._runtime = runtime
+        self._read, self._items = template, items
         self._with_tokens = tokens
-        self._terms: OrderedDict[bytes, RequestTemplate] = OrderedDict()
+        self._templates: OrderedDict[bytes, RequestTemplate] = OrderedDict()
 
-    async def answer(self, caller: Caller, body: bytes, more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-        """The answer to a request.
+    async def answer(
+        self, caller: RolloutCaller, body: bytes, more: Mapping[str, Any] = MappingProxyType({})
+    ) -> bytes:
+        """Answer a request.
 
         Args:
-            caller: whose.
-            body: of it.
-            more: what else it asks for, which this API has no words for.
+            caller: the rollout of the request.
+            body: body of the request.
+            more: fields of chat completions that the Responses API lacks.
 
         Raises:
-            RolloutError: the turn failed, or something is wrong with the request; names the field.
-            ProblemError: it is no JSON, or Gym's classes do not take a field.
+            RolloutError: the turn failed, or a field is invalid.
+            ProblemError: the body is not JSON, or Gym's classes refuse a field.
         """
-        service = self._host.service
+        service = self._runtime.service
         raw, turns = service.strip_known_tokens(caller.rollout, body) or (body, [])
         params = read_object(raw)
         if "input" not in params:
@@ -262,45 +262,45 @@ class TurnRequests:
         after = params.pop("previous_response_id", None)
         if not (after is None or isinstance(after, str)):
             raise CallerError("must be a text", field="previous_response_id")
-        terms = self._known(params, more)
-        answer = await service.turn(caller.asking(terms.asked, messages=messages, after=after))
+        template = self._template_of(params, more)
+        answer = await service.turn(caller.complete(template.asked, messages=messages, after=after))
         output = self._output(service, caller, answer)
-        return orjson.dumps({**terms.envelope, **about(answer, after), "output": output})
+        return orjson.dumps({**template.envelope, **answer_fields(answer, after), "output": output})
 
-    def _output(self, service: PolicyService, caller: Caller, answer: PolicyAnswer) -> list[dict[str, Any]]:
-        """A turn's items, with its tokens if the caller wants them."""
+    def _output(self, service: PolicyService, caller: RolloutCaller, answer: PolicyAnswer) -> list[dict[str, Any]]:
+        """Return a turn's items, with tokens if the caller wants them."""
         turn = answer.turn if self._with_tokens and not caller.deferred else None
-        items = self._items({**answer.message, **_STAND_INS} if turn is not None else answer.message)
+        items = self._items({**answer.message, **_PLACEHOLDER_TOKENS} if turn is not None else answer.message)
         calls = (item for item in items if item["type"] == "function_call")
         for item, read in zip(calls, answer.parsed.calls, strict=True):
             if read.malformed:
                 item["status"] = "incomplete"
         if turn is not None:
-            # All that follows the name of the first token field is written as one piece.
-            items[-1] = {name: value for name, value in items[-1].items() if name not in _STAND_INS}
+            # One JSON fragment holds the three token fields, without the first field's name.
+            items[-1] = {name: value for name, value in items[-1].items() if name not in _PLACEHOLDER_TOKENS}
             items[-1]["prompt_token_ids"] = orjson.Fragment(b"".join(service.token_fields(caller.rollout, turn)))
         return items
 
-    def _known(self, params: dict[str, Any], more: Mapping[str, Any]) -> RequestTemplate:
+    def _template_of(self, params: dict[str, Any], more: Mapping[str, Any]) -> RequestTemplate:
         try:
             key = orjson.dumps((params, {**more}))
         except orjson.JSONEncodeError as error:
-            raise invalid_body(ValueError(f"it is nested too deep: {error}")) from error
-        if (terms := self._terms.get(key)) is not None:
-            self._terms.move_to_end(key)
-            return terms
-        terms = self._terms[key] = self._read(params, more)
-        if len(self._terms) > _REMEMBERED:
-            self._terms.popitem(last=False)
-        return terms
+            raise invalid_body(ValueError(f"the request is nested too deep: {error}")) from error
+        if (template := self._templates.get(key)) is not None:
+            self._templates.move_to_end(key)
+            return template
+        template = self._templates[key] = self._read(params, more)
+        if len(self._templates) > _MAX_TEMPLATES:
+            self._templates.popitem(last=False)
+        return template
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """A body that is a JSON object.
+    """Parse a body that must be a JSON object.
 
     Raises:
-        ProblemError: it is no JSON.
-        CallerError: it is no object.
+        ProblemError: the body is not JSON.
+        CallerError: the body is not an object.
     """
     try:
         params = orjson.loads(body)
@@ -311,8 +311,8 @@ def read_object(body: bytes) -> dict[str, Any]:
     return params
 
 
-def about(answer: PolicyAnswer, after: str | None) -> dict[str, Any]:
-    """What an answer of the Responses API says of its turn, besides its items."""
+def answer_fields(answer: PolicyAnswer, after: str | None) -> dict[str, Any]:
+    """Return the fields of a Responses API answer that describe its turn, besides the items."""
     sampled = len(answer.turn.sampled) if answer.turn else 0
     return {
         "id": answer.id,

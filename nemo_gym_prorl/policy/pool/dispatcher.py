@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rim of :mod:`.pool`: clock, tasks and probes around the pure pool.
+"""Asynchronous driver of the pure :mod:`.pool`: clock, tasks and probes.
 
-A request runs under a *ticket*. The pool says where; a backend that fails gives the ticket back, and the same request
-is sent elsewhere. The task that awaits :meth:`Dispatcher.run` may be cancelled at any time: that closes the request's
-connection, which aborts the request at the engine, and the slot is free again.
+A request runs under a *ticket*. The pool assigns a backend. If the backend fails, the ticket is assigned again, and
+the same request goes to another backend. The task that awaits :meth:`BackendDispatcher.run` may be cancelled at any
+time. Cancellation closes the request's connection, which aborts the request at the engine and frees the slot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision,
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 
-class Wait:
+class WaitClock:
     """Seconds in which at least one turn of a rollout waited for a backend, or through a pause."""
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Wait:
         self._since = self._over_s = 0.0
 
     @contextlib.contextmanager
-    def of_a_turn(self) -> Iterator[None]:
-        """A turn of the rollout waits while this is entered."""
+    def waiting_turn(self) -> Iterator[None]:
+        """Count a turn as waiting within the context."""
         if not self._turns:
             self._since = time.monotonic()
         self._turns += 1
@@ -47,28 +47,28 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """Until now."""
+        """Seconds so far, a wait in progress included."""
         return self._over_s + (time.monotonic() - self._since if self._turns else 0.0)
 
 
 _log = logging.getLogger(__name__)
 
-_FAILOVERS = 8
-"""How often one turn is sent to another backend before it fails."""
+_MAX_FAILOVERS = 8
+"""Backends to which one turn is sent again before it fails."""
 
 
 @dataclass(slots=True)
-class _Lease:
+class _TicketState:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     assign: Assign | None = None
-    given_up: str | None = None
+    given_up_reason: str | None = None
     task: asyncio.Task[object] | None = None
     aborted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Placed[T]:
-    """A request's result, where it ran, and with which weights it began and ended."""
+class PlacedResult[T]:
+    """A request's result, its backend, and the labels of the weights when it began and ended."""
 
     result: T
     backend: str
@@ -78,15 +78,15 @@ class Placed[T]:
 
 
 @dataclass(slots=True)
-class Dispatcher:
+class BackendDispatcher:
     """Runs requests on the backends of a pool.
 
     Args:
-        pool: the decisions; only this object may send it events.
+        pool: the placement decisions; all events must come from this object.
         engine: answers probes and load reports.
-        tick_s: interval of probes and idle checks.
-        report_s: interval of load reports; 0 for none.
-        loops: supervises the ticking and the load reports.
+        tick_s: seconds between checks for probes and idle rollouts.
+        report_s: seconds between load reports; 0 for none.
+        loops: supervises the background loops.
     """
 
     pool: BackendPool
@@ -94,19 +94,19 @@ class Dispatcher:
     tick_s: float = 0.5
     report_s: float = 2.0
     loops: BackgroundLoops = field(default_factory=BackgroundLoops)
-    _leases: dict[int, _Lease] = field(default_factory=dict)
+    _ticket_states: dict[int, _TicketState] = field(default_factory=dict)
     _tickets: itertools.count[int] = field(default_factory=itertools.count)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
-    _moved: asyncio.Event = field(default_factory=asyncio.Event)
+    _state_changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self) -> None:
-        """Start the background work; needs a running event loop."""
+        """Start the background loops; needs a running event loop."""
         self.loops.start("backend-tick", self._tick, delay_s=self.tick_s)
         if self.report_s:
             self.loops.start("backend-reports", self._report)
 
     async def aclose(self) -> None:
-        """Stop the background work. Requests belong to their callers."""
+        """Stop the background work. Callers own their requests."""
         await self.loops.aclose()
         for task in list(self._background):
             task.cancel()
@@ -120,116 +120,119 @@ class Dispatcher:
         tokens: int = 0,
         blocks: bytes = b"",
         run: str | None = None,
-        wait: Wait | None = None,
-    ) -> Placed[T]:
-        """Run one request where the pool says.
+        wait: WaitClock | None = None,
+    ) -> PlacedResult[T]:
+        """Run one request on the backend that the pool assigns.
 
         Args:
-            rollout: whose turn it is.
-            group: the same for all rollouts of one prompt, if that is known.
+            rollout: rollout of the turn.
+            group: group of the rollouts of one prompt, if known.
             call: sends the request to a backend.
-            tokens: length of its prompt, if that is known.
-            blocks: of that prompt (:func:`.prefixes.blocks_of`); only a rollout's first are read.
-            run: whose backends may carry it out.
-            wait: where it is booked how long it waits.
+            tokens: length of the prompt, if known.
+            blocks: blocks of the prompt (:func:`.backend.blocks_of`), read for a rollout's first turn only.
+            run: run whose backends may serve the request.
+            wait: clock that records the wait for a backend.
 
         Raises:
-            BackendFailed: no backend did it after so many were tried, or there was none for too long.
-            RequestRefused: every backend would choke on it.
+            BackendFailed: too many backends failed, or none served for too long.
+            RequestRefused: every backend would fail on the request.
         """
         ticket = next(self._tickets)
-        lease = self._leases[ticket] = _Lease()
-        wait, queued_s, failovers = wait or Wait(), 0.0, 0
+        state = self._ticket_states[ticket] = _TicketState()
+        wait, queued_s, failovers = wait or WaitClock(), 0.0, 0
         over = False
         try:
             self.apply(self.pool.request(ticket, rollout, group, time.monotonic(), tokens, blocks, run))
             while True:
                 asked = time.monotonic()
-                with wait.of_a_turn():
-                    assign = await self._assigned(lease)
+                with wait.waiting_turn():
+                    assign = await self._assigned(state)
                 queued_s += time.monotonic() - asked
                 backend = self.pool.backends[assign.backend]
-                lease.task = asyncio.ensure_future(self._ask(call, backend))
+                state.task = asyncio.ensure_future(self._send(call, backend))
                 try:
-                    result = await lease.task
+                    result = await state.task
                 except BackendFailed as error:
-                    if failovers >= _FAILOVERS:
+                    if failovers >= _MAX_FAILOVERS:
                         raise
-                    # It lives and would fail again: if no other can do it, whoever waits had better know at once.
-                    if isinstance(error, BackendErred | Misconfigured) and not self._others(backend):
+                    # A live engine would fail again, so without another backend the error is reported at once.
+                    if isinstance(error, BackendErred | Misconfigured) and not self._has_other_backend(backend):
                         raise
                     failovers += 1
                     if backend.health is not Health.DOWN:
-                        _log.warning("backend %s is out, its turns wait: %s", backend.id, error.reason)
+                        _log.warning("backend %s is down, its turns wait: %s", backend.id, error.reason)
                     self.apply(self.pool.failed(ticket, time.monotonic()))
                 except asyncio.CancelledError:
-                    if not lease.aborted or is_cancelled():
+                    if not state.aborted or is_cancelled():
                         raise
                 else:
-                    over = not lease.aborted
+                    over = not state.aborted
                     last = backend.weight_version
-                    return Placed(result, assign.backend, assign.weight_version, last, queued_s)
+                    return PlacedResult(result, assign.backend, assign.weight_version, last, queued_s)
         finally:
-            if lease.task is not None and not lease.task.done():
-                lease.task.cancel()
-            lease.task = None  # what it raised holds this frame, and all that it was about
-            del self._leases[ticket]
+            if state.task is not None and not state.task.done():
+                state.task.cancel()
+            state.task = None  # its exception references this frame: break the cycle
+            del self._ticket_states[ticket]
             self.apply((self.pool.answered if over else self.pool.withdraw)(ticket, time.monotonic()))
 
-    async def _ask[T](self, call: Callable[[Backend], Awaitable[T]], backend: Backend) -> T:
-        """One request. If the engine answers with an error twice, though not to a request that nothing is wrong with,
-        the request is to blame: no backend is the worse for it, and none is tried in vain."""
+    async def _send[T](self, call: Callable[[Backend], Awaitable[T]], backend: Backend) -> T:
+        """Send one request, and a second time after an engine error.
+
+        If the engine answers a valid request between two errors, the request is at fault. The backend then keeps its
+        health, and no other backend is tried.
+        """
         with contextlib.suppress(BackendErred):
             return await call(backend)
         try:
             return await call(backend)
         except BackendErred as error:
-            if await self.engine.samples(backend.url):
+            if await self.engine.can_sample(backend.url):
                 raise RequestRefused(error.reason, field="request") from error
             raise
 
-    def _others(self, backend: Backend) -> bool:
-        """Whether another backend of its run is up."""
+    def _has_other_backend(self, backend: Backend) -> bool:
+        """Return whether another backend of its run is up."""
         return any(peer is not backend and peer.health is Health.UP for peer in self.pool.of_run(backend.run))
 
-    async def _assigned(self, lease: _Lease) -> Assign:
-        while lease.assign is None:
-            if lease.given_up is not None:
-                raise BackendFailed(lease.given_up)
-            lease.changed.clear()
-            await lease.changed.wait()
-        assign, lease.assign, lease.aborted = lease.assign, None, False
+    async def _assigned(self, state: _TicketState) -> Assign:
+        while state.assign is None:
+            if state.given_up_reason is not None:
+                raise BackendFailed(state.given_up_reason)
+            state.changed.clear()
+            await state.changed.wait()
+        assign, state.assign, state.aborted = state.assign, None, False
         return assign
 
     def apply(self, decisions: list[Decision]) -> None:
-        """Carry out what the pool decided after something moved."""
-        self._moved.set()
+        """Carry out the pool's decisions."""
+        self._state_changed.set()
         for decision in decisions:
             match decision:
                 case Assign(ticket=ticket):
-                    lease = self._leases[ticket]
-                    lease.assign = decision
-                    lease.changed.set()
+                    state = self._ticket_states[ticket]
+                    state.assign = decision
+                    state.changed.set()
                 case Abort(ticket=ticket):
-                    lease = self._leases[ticket]
-                    lease.assign, lease.aborted = None, True
-                    if lease.task is not None:
-                        lease.task.cancel()
+                    state = self._ticket_states[ticket]
+                    state.assign, state.aborted = None, True
+                    if state.task is not None:
+                        state.task.cancel()
                 case GiveUp(ticket=ticket, reason=reason):
-                    lease = self._leases[ticket]
-                    lease.given_up = reason
-                    lease.changed.set()
+                    state = self._ticket_states[ticket]
+                    state.given_up_reason = reason
+                    state.changed.set()
                 case Probe(backend=backend_id):
                     self.spawn(self._probe(backend_id))
 
     async def pause(self, backend_id: str | None = None, timeout_s: float = 600.0, run: str | None = None) -> bool:
-        """Pause one backend or all of a run, and wait until nothing runs there; ``False`` if something still does."""
+        """Pause one backend or all of a run, and return whether no request is in flight before the timeout."""
         chosen = self.pool.pause(backend_id, run)
         try:
             async with asyncio.timeout(timeout_s):
                 while any(backend.in_flight for backend in chosen):
-                    self._moved.clear()
-                    await self._moved.wait()
+                    self._state_changed.clear()
+                    await self._state_changed.wait()
         except TimeoutError:
             return False
         return True
@@ -250,7 +253,7 @@ class Dispatcher:
     async def _probe(self, backend_id: str) -> None:
         backend = self.pool.backends.get(backend_id)
         if backend is not None:
-            alive = False  # the pool hears of every probe, or no further probe would be due
+            alive = False  # every probe is reported, or no further one would be scheduled
             with log_exceptions():
                 alive = await self.engine.healthy(backend.url)
             if alive:
@@ -260,7 +263,7 @@ class Dispatcher:
             self.apply(self.pool.probed(backend_id, alive, time.monotonic()))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something in the background, until it is done or this is closed."""
+        """Run a coroutine in the background, cancelled on close."""
         task = spawn_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)

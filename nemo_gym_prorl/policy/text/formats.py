@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""How each model family writes a turn: one entry per format, by vLLM's name for it.
+"""Turn formats of the model families, by vLLM's parser names.
 
-The entries follow the families' own chat templates and model cards; ``tests/policy`` holds them against those and
-against vLLM's parsers.
+Each entry follows the family's own chat template and model card. ``tests/policy`` compares the entries with these and
+with vLLM's parsers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from nemo_gym_prorl.policy.text.parsers import Format, Found, ToolSchemas
+from nemo_gym_prorl.policy.text.parsers import ReaderResult, ToolSchemas, TurnFormat
 from nemo_gym_prorl.policy.text.readers import (
-    Tags,
+    ParameterTags,
     elements,
     gemma,
     harmony,
@@ -24,12 +24,12 @@ from nemo_gym_prorl.policy.text.readers import (
 )
 
 
-def _marked(opening: str, closing: str, **more: object) -> Format:
-    """JSON calls between two markers."""
-    return Format(re.compile(re.escape(opening)), json_until(closing), **more)  # type: ignore[arg-type]
+def _marked(opening: str, closing: str, **more: object) -> TurnFormat:
+    """Return a format with JSON calls between two markers."""
+    return TurnFormat(re.compile(re.escape(opening)), json_until(closing), **more)  # type: ignore[arg-type]
 
 
-_PLAIN = Format(re.compile(r"(?!)"), lambda text, opening, schemas: Found([], 0), unmarked=True)
+_PLAIN = TurnFormat(re.compile(r"(?!)"), lambda text, opening, schemas: ReaderResult([], 0), unmarked=True)
 
 _LLAMA = re.compile(
     r"<\|python_tag\|>|(?=\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?"
@@ -43,13 +43,15 @@ _MISTRAL, _MISTRAL_NEWER = named_json(_MISTRAL_HEAD), re.compile(_MISTRAL_HEAD)
 _MISTRAL_OLDER = json_until()
 
 
-def _mistral(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
-    """Newer models name the function before ``[ARGS]``; older ones write a list of JSON objects."""
+def _mistral(text: str, opening: re.Match[str], schemas: ToolSchemas) -> ReaderResult:
+    """Read Mistral's calls. Newer models write the function's name before ``[ARGS]``, older ones a list of JSON
+    objects.
+    """
     newer = _MISTRAL_NEWER.match(text, opening.end())
     return (_MISTRAL if newer else _MISTRAL_OLDER)(text, opening, schemas)
 
 
-_FUNCTION = Tags(
+_FUNCTION = ParameterTags(
     parameter=r"<parameter=(?P<key>[^>\n]{1,200})>",
     value_end=r"</parameter>",
     call_end=r"</function>",
@@ -59,13 +61,13 @@ _FUNCTION = Tags(
 _KEY_VALUE = r"<arg_key{0}>(?P<key>[^<>]{{1,200}})</arg_key{0}>\s*<arg_value{0}>"
 
 
-def _dsml(block: str, space: str = "") -> Format:
-    """DeepSeek's markup, from V3.2 on."""
+def _dsml(block: str, space: str = "") -> TurnFormat:
+    """Return a format of DeepSeek's markup, from V3.2 on."""
     mark = f"｜DSML｜{space}"
-    return Format(
+    return TurnFormat(
         re.compile(rf'(?:<{mark}{block}>\s*)?<{mark}invoke name="(?P<name>[^"<>]{{0,200}})">|<{mark}{block}>'),
         tagged(
-            Tags(
+            ParameterTags(
                 rf'<{mark}parameter name="(?P<key>[^"]{{1,200}})"(?: string="(?P<kind>[^"]*)")?>',
                 rf"</{mark}parameter>",
                 rf"</{mark}invoke>",
@@ -77,21 +79,21 @@ def _dsml(block: str, space: str = "") -> Format:
 
 _M3 = "]<]minimax[>["
 
-FORMATS: Mapping[str, Format] = {
+FORMATS: Mapping[str, TurnFormat] = {
     "hermes": _marked("<tool_call>", "</tool_call>"),
-    "qwen3_coder": Format(
+    "qwen3_coder": TurnFormat(
         re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^<>\n]{0,200})>|<tool_call>"), tagged(_FUNCTION)
     ),
-    "llama3_json": Format(_LLAMA, json_until(), unmarked=True),
-    "mistral": Format(
-        re.compile(r"\[TOOL_CALLS\]"), _mistral, ("[THINK]", "[/THINK]"), own_ids=re.compile(r"[A-Za-z0-9]{9}")
+    "llama3_json": TurnFormat(_LLAMA, json_until(), unmarked=True),
+    "mistral": TurnFormat(
+        re.compile(r"\[TOOL_CALLS\]"), _mistral, ("[THINK]", "[/THINK]"), call_id_pattern=re.compile(r"[A-Za-z0-9]{9}")
     ),
-    "pythonic": Format(
+    "pythonic": TurnFormat(
         re.compile(r"\A\s*+(?:(?:<\|python_tag\|>|<\|python_start\|>)\s*+)?(?=\[\s*+[^\W\d][\w.-]*+\s*+\()"),
         python_list(),
         unmarked=True,
     ),
-    "deepseek_v3": Format(
+    "deepseek_v3": TurnFormat(
         re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
         named_json(
             r"(?P<name>[^\n<]{0,200})\n(?:```json\n)?",
@@ -99,21 +101,21 @@ FORMATS: Mapping[str, Format] = {
             fence=r"```",
         ),
     ),
-    "deepseek_v31": Format(
+    "deepseek_v31": TurnFormat(
         re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"),
         named_json(r"(?P<name>[^\n<]{0,200})<｜tool▁sep｜>", r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?"),
     ),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
     "deepseek_v41": _dsml("calls", " "),
-    "glm45": Format(
+    "glm45": TurnFormat(
         re.compile(r"<tool_call>(?P<name>[^<\n]{0,200})"),
-        tagged(Tags(_KEY_VALUE.format(""), r"</arg_value>", r"</tool_call>")),
+        tagged(ParameterTags(_KEY_VALUE.format(""), r"</arg_value>", r"</tool_call>")),
     ),
-    "hy_v3": Format(
+    "hy_v3": TurnFormat(
         re.compile(r"(?:<tool_calls(?::\w+)?>\s*)?<tool_call(?::\w+)?>(?P<name>[^<\n]{0,200})<tool_sep(?::\w+)?>"),
         tagged(
-            Tags(
+            ParameterTags(
                 _KEY_VALUE.format(r"(?::\w+)?"),
                 r"</arg_value(?::\w+)?>",
                 r"</tool_call(?::\w+)?>",
@@ -122,21 +124,21 @@ FORMATS: Mapping[str, Format] = {
         ),
         ("<think:opensource>", "</think:opensource>"),
     ),
-    "kimi_k2": Format(
+    "kimi_k2": TurnFormat(
         re.compile(r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>"),
         named_json(
             r"(?P<id>[^<]{1,300})<\|tool_call_argument_begin\|>",
             r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
         ),
-        own_ids=re.compile(r"functions\.[\w.-]+:\d+"),
+        call_id_pattern=re.compile(r"functions\.[\w.-]+:\d+"),
     ),
-    "kimi_k3": Format(
+    "kimi_k3": TurnFormat(
         re.compile(
             r'(?:<\|open\|>tools<\|sep\|>\s*)?<\|open\|>call tool="(?P<name>[^"<>]{0,200})"[^<]*<\|sep\|>'
             r"|<\|open\|>tools<\|sep\|>"
         ),
         tagged(
-            Tags(
+            ParameterTags(
                 r'<\|open\|>argument key="(?P<key>[^"]{1,200})"(?: type="(?P<kind>[^"]*)")?[^<]*<\|sep\|>',
                 r"<\|close\|>argument<\|sep\|>",
                 r"<\|close\|>call<\|sep\|>",
@@ -144,29 +146,31 @@ FORMATS: Mapping[str, Format] = {
             )
         ),
         ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
-        sheds=re.compile(r"<\|(?:open|close)\|>(?:response|message)<\|sep\|>"),
+        dropped_markers=re.compile(r"<\|(?:open|close)\|>(?:response|message)<\|sep\|>"),
     ),
-    "minimax_m2": Format(
+    "minimax_m2": TurnFormat(
         re.compile(r'(?:<minimax:tool_call>\s*)?<invoke name="?(?P<name>[^"<>]{0,200})"?>|<minimax:tool_call>'),
         tagged(
-            Tags(r'<parameter name="?(?P<key>[^">]{1,200})"?>', r"</parameter>", r"</invoke>", r"</minimax:tool_call>")
+            ParameterTags(
+                r'<parameter name="?(?P<key>[^">]{1,200})"?>', r"</parameter>", r"</invoke>", r"</minimax:tool_call>"
+            )
         ),
     ),
-    "minimax_m3": Format(
+    "minimax_m3": TurnFormat(
         re.compile(rf'(?:{re.escape(_M3)}<tool_call>\s*)?{re.escape(_M3)}<invoke name="?(?P<name>[^"<>]{{0,200}})"?>'),
         elements(_M3, "</invoke>", "</tool_call>"),
         ("<mm:think>", "</mm:think>"),
     ),
-    "minicpm5": Format(
+    "minicpm5": TurnFormat(
         re.compile(r'<function name="(?P<name>[^"<>]{0,200})">'),
-        tagged(Tags(r'<param name="(?P<key>[^"]{1,200})">', r"</param>", r"</function>", cdata=True)),
+        tagged(ParameterTags(r'<param name="(?P<key>[^"]{1,200})">', r"</param>", r"</function>", cdata=True)),
     ),
-    "seed_oss": Format(
+    "seed_oss": TurnFormat(
         re.compile(r"(?:<seed:tool_call>\s*)?<function=(?P<name>[^<>\n]{0,200})>|<seed:tool_call>"),
-        tagged(Tags(_FUNCTION.parameter, _FUNCTION.value_end, _FUNCTION.call_end, r"</seed:tool_call>")),
+        tagged(ParameterTags(_FUNCTION.parameter, _FUNCTION.value_end, _FUNCTION.call_end, r"</seed:tool_call>")),
         ("<seed:think>", "</seed:think>"),
     ),
-    "gemma4": Format(
+    "gemma4": TurnFormat(
         re.compile(r"<\|tool_call>call:(?P<name>[^{<]{0,200})\{"),
         gemma("<tool_call|>"),
         ("<|channel>thought\n", "<channel|>"),
@@ -177,31 +181,33 @@ FORMATS: Mapping[str, Format] = {
         "<|START_ACTION|>",
         "<|END_ACTION|>",
         think=("<|START_THINKING|>", "<|END_THINKING|>"),
-        sheds=re.compile(r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>"),
+        dropped_markers=re.compile(r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>"),
     ),
     "apriel": _marked(
         "<tool_calls>",
         "</tool_calls>",
         think=("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
-        sheds=re.compile(r"\[(?:BEGIN|END) FINAL RESPONSE\]"),
+        dropped_markers=re.compile(r"\[(?:BEGIN|END) FINAL RESPONSE\]"),
     ),
     "apertus": _marked("<|tools_prefix|>", "<|tools_suffix|>", think=("<|inner_prefix|>", "<|inner_suffix|>")),
-    "gigachat3": Format(
+    "gigachat3": TurnFormat(
         re.compile(r"<\|function_call\|>|(?:<\|message_sep\|>\s*)?function call<\|role_sep\|>\n"),
         json_until("<|message_sep|>"),
     ),
-    "solar_open": Format(
+    "solar_open": TurnFormat(
         re.compile(r"(?:<\|tool_calls\|>)?<\|tool_call:begin\|>"),
         named_json(
             r"(?P<id>[^<]{0,200})<\|tool_call:name\|>(?P<name>[^<]{0,200})<\|tool_call:args\|>",
             r"<\|tool_call:end\|>(?:<\|calls\|>)?",
         ),
     ),
-    "lfm2": Format(re.compile(r"<\|tool_call_start\|>"), python_list("<|tool_call_end|>")),
-    "openai": Format(re.compile(r"(?!)"), _PLAIN.read, split=harmony),
+    "lfm2": TurnFormat(re.compile(r"<\|tool_call_start\|>"), python_list("<|tool_call_end|>")),
+    "openai": TurnFormat(re.compile(r"(?!)"), _PLAIN.read, split=harmony),
     "plain": _PLAIN,
 }
-"""Formats by vLLM's name of the parser; ``plain`` reads no calls. A template's format is the first that fits."""
+"""Formats by vLLM's parser name; ``plain`` reads no calls. Detection takes the first format that reads a template's
+calls.
+"""
 
 SAME_AS: Mapping[str, str] = {
     "llama_json": "llama3_json",
@@ -220,16 +226,16 @@ SAME_AS: Mapping[str, str] = {
     "poolside_v1": "glm45",
     "nemotron_json": "nemotron_v2",
 }
-"""Further names of formats, as vLLM and earlier versions have them."""
+"""Aliases of formats: other parser names of vLLM, and names of earlier versions."""
 
 
-THOUGHT_MARKERS = (
+REASONING_MARKERS = (
     *dict.fromkeys(form.think for form in FORMATS.values() if form.think != FORMATS["plain"].think),
     FORMATS["plain"].think,
 )
-"""All pairs of markers around thoughts, the most common one last."""
+"""All pairs of reasoning markers, the most common pair last."""
 
 
-def format_named(name: str) -> Format | None:
+def format_named(name: str) -> TurnFormat | None:
     """Return the format of a name, or ``None`` where no format has it."""
     return FORMATS.get(SAME_AS.get(name, name))

@@ -1,25 +1,26 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Text of a sampled turn to thought, content and tool calls, whose arguments are typed by the tools' schemas.
+"""Parse the text of a sampled turn into reasoning, content and tool calls with typed arguments.
 
-One scanner serves all formats of :mod:`.formats`: it skips thoughts, finds the marker that opens a call, and hands the
-text behind it to the format's reader. Readers are pure and never raise, since policies in training write anything.
+One scanner serves all formats of :mod:`.formats`. It skips reasoning, finds the marker that opens a call, and passes
+the text after the marker to the format's reader. Readers are pure and never raise, because policies in training write
+arbitrary text.
 
 Invariants:
 
-- Text that is no call stays content, character for character.
-- A call that cannot be understood is still a call, with the reason in :attr:`ToolCall.malformed`. The agent answers
-  such a call with an observation, and the policy learns from that.
-- A call that the token limit cut off is malformed, however much of it can be read.
-- No call is read from inside a thought. A complete call at the end of an unfinished thought ends the thought, as in
-  vLLM's parsers.
+- Text that is not a call stays content, character for character.
+- A call that cannot be parsed is still a call, with the reason in :attr:`ToolCall.malformed`. The agent answers such a
+  call with an observation, so that the policy can learn from its mistake.
+- A call that the token limit cut off is malformed, even if it can be parsed.
+- No call is read inside reasoning. A complete call at the end of unfinished reasoning ends the reasoning, as in vLLM's
+  parsers.
 
 Formats such as Qwen3-Coder's write each parameter as bare text, so ``5`` may be a number or a string. The tool's JSON
-schema decides (:class:`ToolSchemas`), as in vLLM's parsers: a parameter that is declared a string stays the text that
-the policy wrote, white space included.
+schema decides (:class:`ToolSchemas`), as in vLLM's parsers. A parameter that is declared a string keeps its exact
+text, white space included.
 
-An engine that takes turns apart itself, but runs without its tool parser, reports a call as a final answer.
-:func:`unparsed_tool_call` recognises one only beyond doubt: to refuse a sample for what it says would bias training.
+An engine that parses turns itself, but runs without its tool parser, returns a call as part of a final answer.
+:func:`unparsed_tool_call` detects only unambiguous cases, because refusing a sample for its content biases training.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from pydantic_core import from_json
 
 
 MAX_PYTHON_CHARS = 100_000
-"""Longest Python literal that is read; Python's own parser needs quadratic memory for some inputs."""
+"""Longest Python literal that is parsed; CPython's parser needs quadratic memory for some inputs."""
 _MAX_DEPTH = 100
 _MAX_BRANCHES = 16
-"""Branches of a union that are looked at on each of its levels, so that a schema cannot take long."""
+"""Branches examined on each level of a union, which bounds the time that a schema can take."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
-ITEM = "[]"
+ARRAY_ITEM = "[]"
 _STRING = "string"
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 
@@ -50,20 +51,20 @@ def read_json(text: str) -> Any:
     """Return the value of strict JSON.
 
     Raises:
-        ValueError: the text is no JSON, is nested deeper than 200 levels, or holds ``NaN``, half a surrogate pair or a
-            number of thousands of digits.
+        ValueError: invalid JSON, nesting above 200 levels, ``NaN``, half a surrogate pair, or a number of thousands of
+            digits.
     """
     try:
         return from_json(text, allow_inf_nan=False)
-    except TypeError as error:  # half a surrogate pair in the text itself
+    except TypeError as error:  # the text holds half a surrogate pair
         raise ValueError(str(error)) from error
 
 
 def read_python(text: str) -> Any:
-    """Return the value of a Python literal that JSON can express; nothing is executed.
+    """Return the value of a Python literal that JSON can express, without executing code.
 
     Raises:
-        ValueError: the text is anything else, or longer than :data:`MAX_PYTHON_CHARS`.
+        ValueError: the text is not such a literal, or is longer than :data:`MAX_PYTHON_CHARS`.
     """
     return python_value(parse_expression(text))
 
@@ -72,13 +73,13 @@ def parse_expression(text: str) -> ast.expr:
     """Return the syntax tree of one Python expression.
 
     Raises:
-        ValueError: the text is none, or longer than :data:`MAX_PYTHON_CHARS`.
+        ValueError: the text is not an expression, or is longer than :data:`MAX_PYTHON_CHARS`.
     """
     if len(text) > MAX_PYTHON_CHARS:
         raise ValueError(f"longer than {MAX_PYTHON_CHARS} characters")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes such as "\\d" are the policy's, not our log's
+            warnings.simplefilter("ignore")  # warnings about the policy's invalid escapes, such as "\\d", are noise
             return ast.parse(text, mode="eval").body
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(str(error)) from error
@@ -88,7 +89,7 @@ def python_value(node: ast.expr, depth: int = _MAX_DEPTH) -> Any:
     """Return the value of a literal's syntax tree; ``true``, ``false`` and ``null`` count as literals.
 
     Raises:
-        ValueError: the node is no literal that JSON can express.
+        ValueError: the node is not a literal that JSON can express.
     """
     if depth == 0:
         raise ValueError(f"nested over {_MAX_DEPTH} deep")
@@ -107,7 +108,7 @@ def python_value(node: ast.expr, depth: int = _MAX_DEPTH) -> Any:
         case ast.Dict(keys=keys, values=values):
             names = [python_value(key, depth - 1) if key else None for key in keys]
             if not all(isinstance(name, str) for name in names):
-                raise ValueError("the keys of an object must be texts")
+                raise ValueError("keys of an object must be strings")
             return {str(name): python_value(value, depth - 1) for name, value in zip(names, values, strict=True)}
         case _:
             raise ValueError(type(node).__name__)
@@ -131,22 +132,22 @@ class ToolSchemas:
         return name in self._of
 
     def types(self, tool: str, path: Sequence[str]) -> frozenset[str]:
-        """Return the JSON types declared at a path below a tool's parameters (:data:`ITEM` for an array's elements).
+        """Return the JSON types declared at a path below a tool's parameters; empty if none are declared.
 
-        Empty where none is declared.
+        :data:`ARRAY_ITEM` in a path stands for an array's elements.
         """
         root = self._of.get(tool, {})
         schema: Any = root
         for name in path:
-            schema = _resolved(schema, root).get("items") if name == ITEM else _property(schema, name, root)
+            schema = _resolved(schema, root).get("items") if name == ARRAY_ITEM else _property(schema, name, root)
         return _types(schema, root)
 
     def typed(self, tool: str, path: Sequence[str], text: str) -> Any:
-        """Return the bare text at a path below a tool's parameters as a value of its declared type.
+        """Convert the bare text at a path below a tool's parameters to its declared type.
 
-        A string stays as written. Any other type is read as JSON or as a Python literal (templates write ``True``).
-        Text that fits no declared type stays text, for the tool to refuse. An undeclared parameter is JSON where
-        possible, else text.
+        Strings keep their text. Other types are read as JSON or as a Python literal (templates write ``True``). Text
+        that fits no declared type stays text, so that the tool rejects it. An undeclared parameter is read as JSON if
+        possible.
         """
         types = self.types(tool, path)
         if types and types <= {_STRING, "null"}:
@@ -162,13 +163,13 @@ class ToolSchemas:
 
 
 def _property(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
-    """The schema of one property of an object schema; ``{}`` where there is none."""
+    """Return the schema of one property of an object schema; ``{}`` if undeclared."""
     properties = _resolved(schema, root).get("properties")
     return (properties.get(name) if isinstance(properties, Mapping) else None) or {}
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema behind its local ``$ref``; ``{}`` for one that cannot be followed."""
+    """Follow a schema's local ``$ref``; ``{}`` if the reference cannot be resolved."""
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, Mapping):
             return {}
@@ -182,7 +183,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int = 3) -> frozenset[str]:
-    """All JSON types that a schema declares, through unions, constants and references; empty for any type."""
+    """Return all JSON types that a schema allows, through unions, constants and references; empty for any type."""
     schema = _resolved(schema, root)
     declared = schema.get("type")
     listed = declared if isinstance(declared, list) else [declared]
@@ -218,7 +219,7 @@ def _types_of(value: object) -> frozenset[str]:
 
 
 MALFORMED_NAME = "malformed_tool_call"
-"""Function name of a call that does not say which function it means."""
+"""Function name of a call that names no function."""
 CUT = "the token limit cut it off"
 
 
@@ -228,9 +229,9 @@ class ToolCall:
 
     Attributes:
         name: the function; :data:`MALFORMED_NAME` if the text names none.
-        arguments: a JSON object as text, or the text as written if it is none.
-        malformed: why the call cannot be carried out; ``None`` for a good one.
-        id: the call's id, where the format has one.
+        arguments: a JSON object as text, or the original text of malformed arguments.
+        malformed: why the call cannot be executed; ``None`` for a valid call.
+        id: the call's id, if the format writes ids.
     """
 
     name: str
@@ -241,9 +242,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """One assistant turn, taken apart."""
+    """A parsed assistant turn."""
 
-    thought: str | None
+    reasoning: str | None
     content: str
     calls: tuple[ToolCall, ...]
 
@@ -253,118 +254,120 @@ class Parsed:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a reader made of the text behind a call's opening marker.
+class ReaderResult:
+    """Result of a reader for the text after a call's opening marker.
 
     Attributes:
-        calls: the calls; empty if the text is no call after all.
-        end: index behind the last of them.
-        closed: whether the text closes the last call with the format's own marker.
-        runs_out: the text ends within the arguments, so that what looks like further calls may be part of them.
+        calls: the calls; empty if the text is not a call.
+        end: index after the last call.
+        closed: whether the format's own marker closes the last call.
+        unterminated: the text ends within the arguments, so apparent further calls may be part of them.
     """
 
     calls: list[ToolCall]
     end: int
     closed: bool = True
-    runs_out: bool = False
+    unterminated: bool = False
 
 
-type Reader = Callable[[str, re.Match[str], ToolSchemas], Found]
-"""Reads the calls behind an opening marker, which is the match."""
+type Reader = Callable[[str, re.Match[str], ToolSchemas], ReaderResult]
+"""Function that reads the calls after an opening marker; the match is the marker."""
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """How one or several model families write a turn.
+class TurnFormat:
+    """Turn format of one or several model families.
 
     Attributes:
-        opens: matches what opens a call; a group ``name`` may hold the function's name.
-        read: reads what follows.
-        think: the markers around a thought.
-        sheds: matches markers that are no part of the content, such as those around an answer.
-        own_ids: matches ids that the policy gives its calls and that its template wants back.
-        unmarked: calls have no marker of their own, so none ends a thought.
-        split: takes a turn apart into thought, content and calls in its own way; replaces all of the above.
+        opens: pattern of a call's opening marker; a group ``name`` may hold the function's name.
+        read: reader of the text after the marker.
+        think: the markers around reasoning.
+        dropped_markers: pattern of markers that are removed from the content, such as those around an answer.
+        call_id_pattern: pattern of call ids that the policy writes and that the template expects back.
+        unmarked: calls have no marker, so a call cannot end reasoning.
+        split: parses the whole turn; replaces all other attributes.
     """
 
     opens: re.Pattern[str]
     read: Reader
     think: tuple[str, str] = ("<think>", "</think>")
-    sheds: re.Pattern[str] | None = None
-    own_ids: re.Pattern[str] | None = None
+    dropped_markers: re.Pattern[str] | None = None
+    call_id_pattern: re.Pattern[str] | None = None
     unmarked: bool = False
-    split: Callable[[str], tuple[str | None, str, Found]] | None = None
+    split: Callable[[str], tuple[str | None, str, ReaderResult]] | None = None
 
 
 def parse(
     text: str,
-    form: Format,
+    form: TurnFormat,
     tools: Sequence[Mapping[str, Any]] = (),
     *,
-    thoughts: bool = True,
-    in_thought: bool = False,
+    reads_reasoning: bool = True,
+    in_reasoning: bool = False,
     calls: bool = True,
     cut: bool = False,
 ) -> Parsed:
-    """Take a turn apart.
+    """Parse a turn.
 
     Args:
-        text: what the policy wrote, without the end-of-turn token.
-        form: how its family writes.
+        text: the policy's text, without the end-of-turn token.
+        form: format of the model family.
         tools: the offered tools in OpenAI's chat format, whose schemas type bare parameters.
-        thoughts: whether a thought at the beginning is taken as one.
-        in_thought: the prompt had already opened the thought.
-        calls: whether calls are read; else they stay content.
-        cut: the token limit ended the turn.
+        reads_reasoning: whether leading reasoning is separated from the content.
+        in_reasoning: whether the prompt already opened the reasoning.
+        calls: whether calls are read; otherwise they stay content.
+        cut: whether the token limit ended the turn.
     """
     if form.split is not None:
         own_thought, said, found = form.split(text)
         whole = _cut(found.calls, found.closed or not cut) if calls else []
         return Parsed(own_thought, said, tuple(_with_own_ids(whole, None)))
     schemas = ToolSchemas(tools)
-    thought, rest = _split_thought(text, form, in_thought=in_thought) if thoughts else (None, text)
-    if calls and thought is not None and not rest and not cut and not form.unmarked:
-        thought, rest = _ended_by_call(thought, form, schemas)
-    content, read = _scan(rest, form, schemas, thoughts=thoughts, cut=cut) if calls else (rest, [])
-    if form.sheds is not None:
-        content = form.sheds.sub("", content)
+    reasoning, rest = _split_reasoning(text, form, in_reasoning=in_reasoning) if reads_reasoning else (None, text)
+    if calls and reasoning is not None and not rest and not cut and not form.unmarked:
+        reasoning, rest = _ended_by_call(reasoning, form, schemas)
+    content, read = _scan(rest, form, schemas, reads_reasoning=reads_reasoning, cut=cut) if calls else (rest, [])
+    if form.dropped_markers is not None:
+        content = form.dropped_markers.sub("", content)
     if read and not content.strip():
         content = ""
-    return Parsed(thought, content, tuple(_with_own_ids(read, form.own_ids)))
+    return Parsed(reasoning, content, tuple(_with_own_ids(read, form.call_id_pattern)))
 
 
-def _split_thought(text: str, form: Format, *, in_thought: bool = False) -> tuple[str | None, str]:
-    """The thought with which a text begins, and the rest. An unfinished thought is all of the text."""
+def _split_reasoning(text: str, form: TurnFormat, *, in_reasoning: bool = False) -> tuple[str | None, str]:
+    """Return the leading reasoning of a text, and the rest. Unfinished reasoning is the whole text."""
     opening, closing = form.think
-    body = text if in_thought else text.lstrip()
-    if not in_thought and body.startswith(closing):
-        return "", body.removeprefix(closing)  # some models close a thought that they do not begin
-    if not (in_thought or body.startswith(opening)):
+    body = text if in_reasoning else text.lstrip()
+    if not in_reasoning and body.startswith(closing):
+        return "", body.removeprefix(closing)  # some models close reasoning without opening it
+    if not (in_reasoning or body.startswith(opening)):
         return None, text
-    thought, _, rest = body.removeprefix(opening).partition(closing)
-    return thought, rest
+    reasoning, _, rest = body.removeprefix(opening).partition(closing)
+    return reasoning, rest
 
 
-def _ended_by_call(thought: str, form: Format, schemas: ToolSchemas) -> tuple[str, str]:
-    """An unfinished thought without the complete calls at its end, and those."""
-    opening = form.opens.search(thought)
+def _ended_by_call(reasoning: str, form: TurnFormat, schemas: ToolSchemas) -> tuple[str, str]:
+    """Split unfinished reasoning before the complete calls at its end."""
+    opening = form.opens.search(reasoning)
     if opening is None or not opening[0].strip():
-        return thought, ""
-    content, calls = _scan(thought[opening.start() :], form, schemas, thoughts=False, cut=True)
+        return reasoning, ""
+    content, calls = _scan(reasoning[opening.start() :], form, schemas, reads_reasoning=False, cut=True)
     whole = calls and not content.strip() and not any(call.malformed for call in calls)
-    return (thought[: opening.start()], thought[opening.start() :]) if whole else (thought, "")
+    return (reasoning[: opening.start()], reasoning[opening.start() :]) if whole else (reasoning, "")
 
 
-def _scan(text: str, form: Format, schemas: ToolSchemas, *, thoughts: bool, cut: bool) -> tuple[str, list[ToolCall]]:
-    """The content and the calls of a text behind its thought."""
+def _scan(
+    text: str, form: TurnFormat, schemas: ToolSchemas, *, reads_reasoning: bool, cut: bool
+) -> tuple[str, list[ToolCall]]:
+    """Return the content and the calls of a text after its reasoning."""
     content: list[str] = []
     calls: list[ToolCall] = []
     closed, at, start = True, 0, -1
     while (opening := form.opens.search(text, at)) is not None:
-        if thoughts and start < at:
+        if reads_reasoning and start < at:
             start = text.find(form.think[0], at)
             start = len(text) if start < 0 else start
-        if thoughts and start < opening.start():
+        if reads_reasoning and start < opening.start():
             end = text.find(form.think[1], start)
             end = len(text) if end < 0 else end + len(form.think[1])
             content.append(text[at:end])
@@ -372,19 +375,19 @@ def _scan(text: str, form: Format, schemas: ToolSchemas, *, thoughts: bool, cut:
             continue
         found = form.read(text, opening, schemas)
         end = max(found.end, opening.end(), opening.start() + 1)
-        if cut and found.runs_out:
+        if cut and found.unterminated:
             end = len(text)
         content.append(text[at : opening.start() if found.calls else end])
         calls += found.calls
         if found.calls:
-            closed = found.closed and not found.runs_out
+            closed = found.closed and not found.unterminated
         at = end
     content.append(text[at:])
     return "".join(content), _cut(calls, closed or not cut)
 
 
 def _cut(calls: list[ToolCall], whole: bool) -> list[ToolCall]:
-    """The calls, of which the last is malformed, with an unfinished object as its arguments, unless it is whole."""
+    """Return the calls, the last one marked malformed with unfinished arguments unless ``whole``."""
     if whole or not calls:
         return calls
     *others, last = calls
@@ -394,7 +397,7 @@ def _cut(calls: list[ToolCall], whole: bool) -> list[ToolCall]:
 
 
 def _with_own_ids(calls: Sequence[ToolCall], pattern: re.Pattern[str] | None) -> list[ToolCall]:
-    """The calls with the ids that the policy gave them, where these match the pattern and are unique in the turn."""
+    """Return the calls, keeping only ids that match the pattern and are unique in the turn."""
     known: set[str] = set()
     kept = []
     for call in calls:
@@ -405,20 +408,20 @@ def _with_own_ids(calls: Sequence[ToolCall], pattern: re.Pattern[str] | None) ->
 
 
 def parsed_by_engine(message: Mapping[str, Any]) -> Parsed:
-    """A turn that the engine has already taken apart, in OpenAI's chat format."""
+    """Return a turn that the engine already parsed into OpenAI's chat format."""
     calls = []
     for call in message.get("tool_calls") or ():
         name, arguments = call["function"].get("name"), call["function"].get("arguments", "")
         calls.append(replace(as_call(name, arguments, str(arguments)), id=call.get("id")))
     content = message.get("content") or ""
-    thought = message.get("reasoning") or message.get("reasoning_content")
-    if thought is None and content.lstrip().startswith("<think>"):
-        thought, _, content = content.lstrip().removeprefix("<think>").partition("</think>")
-    return Parsed(thought, content, tuple(calls))
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if reasoning is None and content.lstrip().startswith("<think>"):
+        reasoning, _, content = content.lstrip().removeprefix("<think>").partition("</think>")
+    return Parsed(reasoning, content, tuple(calls))
 
 
 def as_call(name: object, arguments: object, raw: str, own_id: object = None) -> ToolCall:
-    """Return a call of parsed JSON, or of arguments that still are JSON text, with the reason if it is none."""
+    """Return a call of parsed JSON arguments, or of JSON text; a malformed one states the reason."""
     own = own_id if isinstance(own_id, str) else None
     if not isinstance(name, str) or not name:
         return ToolCall(MALFORMED_NAME, raw, "it names no function", own)
@@ -436,29 +439,29 @@ def as_call(name: object, arguments: object, raw: str, own_id: object = None) ->
         written.encode()
     except ValueError:
         return ToolCall(name, raw, "its arguments hold a number that is too large, or half a character", own)
-    # Arguments that came as text stay as they are: an engine that renders history must see what it wrote.
+    # Textual arguments stay unchanged: an engine that renders history must see its own text.
     return ToolCall(name, text if text is not None else written, None, own)
 
 
 _QUOTED = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
 
 
-def unparsed_tool_call(content: str, form: Format, tools: Collection[str]) -> str | None:
-    """The tool that the end of a text calls, if it does so beyond doubt.
+def unparsed_tool_call(content: str, form: TurnFormat, tools: Collection[str]) -> str | None:
+    """Return the tool that the end of a text calls, if that is unambiguous.
 
-    Calls that are malformed are the policy's mistake, which engines leave in the text as well; so are those of tools
-    that nobody offered. What is in a block of code, or has text behind it, is talk about a call.
+    Malformed calls and calls of unknown tools are the policy's mistakes, which engines leave in the text as well. A
+    call in a code block, or before other text, is quoted and not meant as a call.
 
     Args:
-        content: of a turn that is said to be final, without its thought.
-        form: how the model writes calls.
-        tools: names of those that were offered.
+        content: content of a turn that counts as final, without its reasoning.
+        form: format of the model family.
+        tools: names of the offered tools.
     """
     plain = _QUOTED.sub("", content)
-    found, quoted_too = parse(plain, form, thoughts=False), parse(content, form, thoughts=False).calls
+    found, quoted_too = parse(plain, form, reads_reasoning=False), parse(content, form, reads_reasoning=False).calls
     rest, calls = found.content, found.calls
     if not calls or any(call.malformed or call.name not in tools for call in (*calls, *quoted_too)):
-        return None  # engines leave all calls of a turn in its text for the sake of one that they can't read
+        return None  # engines leave all calls of a turn in the text if one cannot be parsed
     if "<tool_call>{" in "".join(plain.split()) and plain.count('"arguments"') < len(calls):
-        return None  # engines insist on the key, and we don't
+        return None  # engines require the key, these readers do not
     return calls[0].name if plain.startswith(rest.rstrip()) else None

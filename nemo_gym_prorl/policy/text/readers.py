@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of tool calls: JSON, bare parameters between tags, nested elements, Python, Gemma's and Harmony's notation.
+"""Readers of tool calls: JSON, bare parameters between tags, nested elements, Python, and the notations of Gemma and
+Harmony.
 
-Each function returns a :data:`~nemo_gym_prorl.policy.text.parsers.Reader` for one way to write calls; :mod:`.formats`
-gives them their markers. Readers run in time linear in the text, since the text is the policy's.
+Each function returns a :data:`~nemo_gym_prorl.policy.text.parsers.Reader`; :mod:`.formats` combines readers with
+markers. Readers run in time linear in the text, because the text is untrusted.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.policy.text.parsers import (
-    ITEM,
+    ARRAY_ITEM,
     MALFORMED_NAME,
-    Found,
     Reader,
+    ReaderResult,
     ToolCall,
     ToolSchemas,
     as_call,
@@ -35,13 +36,13 @@ _BETWEEN = re.compile(r"[\s;,]*")
 
 
 def _skip(text: str, at: int) -> int:
-    """Index behind white space and separators."""
+    """Return the index after white space and separators."""
     found = _BETWEEN.match(text, at)
     return found.end() if found else at
 
 
 def _json_end(text: str, at: int) -> int | None:
-    """Index behind the JSON value that begins there; ``None`` if there is none, -1 if the text ends within it."""
+    """Return the index after the JSON value at ``at``; ``None`` for no value, -1 if the text ends within it."""
     try:
         return _DECODER.raw_decode(text, at)[1]
     except json.JSONDecodeError as error:
@@ -63,7 +64,7 @@ def _object_call(value: object, raw: str) -> ToolCall:
 
 
 def _json_calls(raw: str) -> list[ToolCall]:
-    """The calls in JSON text: an object, or a list of objects."""
+    """Return the calls in JSON text: an object, or a list of objects."""
     try:
         value = read_json(raw)
     except ValueError as error:
@@ -77,28 +78,28 @@ def _json_calls(raw: str) -> list[ToolCall]:
 def json_until(closing: str = "") -> Reader:
     """Return a reader of JSON objects, or of a list of objects, up to a closing marker or the end of the turn.
 
-    A marker that a JSON string contains closes nothing.
+    A closing marker inside a JSON string is ignored.
     """
 
-    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
+    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> ReaderResult:
         calls: list[ToolCall] = []
         at = end = _skip(text, opening.end())
-        runs_out = False
+        unterminated = False
         goes_on = (closing, "{", "[", opening[0] or "\0")
         while not calls or text.startswith(("{", "["), at):
             start, ends = at, _json_end(text, at)
-            runs_out, ends = runs_out or ends == -1, None if ends == -1 else ends
+            unterminated, ends = unterminated or ends == -1, None if ends == -1 else ends
             end = at = len(text) if ends is None else ends
             at = _skip(text, at)
             if ends is None or (closing and at < len(text) and not text.startswith(goes_on, at)):
-                # No JSON, or more than JSON: the block ends at its next marker.
+                # Invalid JSON, or text after it: the block ends at its next marker.
                 marker = text.find(closing, start if ends is None else at) if closing else -1
                 end = at = len(text) if marker < 0 else marker
             calls += _json_calls(text[start:end].strip())
         if closing and text.startswith(closing, at):
-            return Found(calls, at + len(closing), runs_out=runs_out)
+            return ReaderResult(calls, at + len(closing), unterminated=unterminated)
         reopened = bool(opening[0]) and text.startswith(opening[0], at)
-        return Found(calls, at if closing else end, closed=reopened or not closing, runs_out=runs_out)
+        return ReaderResult(calls, at if closing else end, closed=reopened or not closing, unterminated=unterminated)
 
     return read
 
@@ -107,22 +108,22 @@ def named_json(head: str = "", closing: str = "", fence: str = "") -> Reader:
     """Return a reader of a function's name, its arguments as JSON, and a closing marker.
 
     Args:
-        head: pattern of what stands between the opening marker and the arguments, with groups ``name`` and perhaps
-            ``id``; empty where the opening itself holds the name.
-        closing: pattern of what closes a call; empty if the last brace of the arguments does.
-        fence: pattern of what may stand between the arguments and the closing marker.
+        head: pattern between the opening marker and the arguments, with the group ``name`` and optionally ``id``;
+            empty if the opening marker holds the name.
+        closing: pattern of a call's end; empty if the last brace of the arguments ends the call.
+        fence: optional pattern between the arguments and the closing marker.
     """
     headed = re.compile(head, re.DOTALL)
     closes, closer = re.compile(rf"\s*+(?:{fence}\s*+)?(?:{closing})"), re.compile(closing)
 
-    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
+    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> ReaderResult:
         about = headed.match(text, opening.end())
         groups = opening.groupdict() | (about.groupdict() if about else {})
         own = (groups.get("id") or "").strip()
         name = (groups.get("name") or own.removeprefix("functions.").partition(":")[0]).strip()
         at = about.end() if about else opening.end()
         end = _json_end(text, at)
-        runs_out, end = end == -1, None if end == -1 else end
+        unterminated, end = end == -1, None if end == -1 else end
         closed = closes.match(text, end) if end is not None else None
         if end is None or closed is None:
             later = closer.search(text, at) if closing else None
@@ -131,7 +132,7 @@ def named_json(head: str = "", closing: str = "", fence: str = "") -> Reader:
             closed = later
         raw = text[at:end].strip()
         call = as_call(name if _NAME.fullmatch(name) else None, raw, raw, own or None)
-        return Found([call], closed.end() if closed and closing else end, closed is not None, runs_out)
+        return ReaderResult([call], closed.end() if closed and closing else end, closed is not None, unterminated)
 
     return read
 
@@ -140,17 +141,17 @@ def named_json(head: str = "", closing: str = "", fence: str = "") -> Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class Tags:
-    """The tags behind a call's opening one, as patterns.
+class ParameterTags:
+    """Patterns of the tags after a call's opening tag.
 
     Attributes:
-        parameter: a parameter's opening tag, with the group ``key`` and perhaps ``kind``, which is ``true`` or
-            ``string`` for text and anything else for JSON.
+        parameter: a parameter's opening tag, with the group ``key`` and optionally ``kind``: ``true`` or ``string``
+            for text, anything else for JSON.
         value_end: a parameter's closing tag.
-        call_end: what closes a call.
-        block_end: what may close a block of calls behind it.
+        call_end: end of a call.
+        block_end: optional end of a block of calls.
         lines: one line break at either end of a value belongs to the tags.
-        cdata: a value may be quoted as a CDATA section.
+        cdata: a value may be a CDATA section.
     """
 
     parameter: str
@@ -164,10 +165,10 @@ class Tags:
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 
-def tagged(tags: Tags) -> Reader:
-    """Return a reader of bare parameters, typed by the tool's schema where their tags do not tell the type.
+def tagged(tags: ParameterTags) -> Reader:
+    """Return a reader of bare parameters, typed by the tool's schema unless their tags declare the type.
 
-    A closing tag that is part of a value (of an XML file, say) is told from the real one by what follows the tag.
+    A closing tag inside a value (of an XML file, say) is recognised by the text after the tag.
     """
     unnamed = re.sub(r"\(\?P<\w+>", "(?:", tags.parameter)
     tag, boundary = re.compile(rf"\s*(?:{tags.parameter})"), re.compile(rf"(?P<end>{tags.value_end})|{unnamed}")
@@ -176,7 +177,7 @@ def tagged(tags: Tags) -> Reader:
     stop = re.compile(rf"{unnamed}|{tags.call_end}|{tags.block_end}")
 
     def value_of(text: str, at: int) -> tuple[str, int] | None:
-        """The bare value that begins there and the index behind its closing tag; ``None`` if nothing ends it."""
+        """Return the bare value at ``at`` and the index after its closing tag; ``None`` if the value does not end."""
         first: re.Match[str] | None = None
         for found in boundary.finditer(text, at):
             if found["end"] is None:
@@ -187,7 +188,7 @@ def tagged(tags: Tags) -> Reader:
             first = first or found
         return (text[at : first.start()], first.end()) if first else None
 
-    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
+    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> ReaderResult:
         name = (opening.groupdict().get("name") or "").strip()
         arguments: dict[str, Any] = {}
         at, garbage, unclosed = opening.end(), False, ""
@@ -211,12 +212,12 @@ def tagged(tags: Tags) -> Reader:
             call = ToolCall(name, raw, unclosed or "there is text where its parameters should be")
         else:
             call = as_call(name, arguments, raw)
-        return Found([call], end.end() if end else at, end is not None)
+        return ReaderResult([call], end.end() if end else at, end is not None)
 
     return read
 
 
-def _typed(bare: str, kind: str | None, schemas: ToolSchemas, name: str, key: str, tags: Tags) -> Any:
+def _typed(bare: str, kind: str | None, schemas: ToolSchemas, name: str, key: str, tags: ParameterTags) -> Any:
     if tags.lines:
         bare = bare.removeprefix("\n").removesuffix("\n")
     if tags.cdata and (quoted := _CDATA.fullmatch(bare)) is not None:
@@ -235,9 +236,9 @@ def _typed(bare: str, kind: str | None, schemas: ToolSchemas, name: str, key: st
 
 
 def elements(mark: str, call_end: str, block_end: str) -> Reader:
-    """Return a reader of arguments as nested elements, each of whose tags a mark precedes.
+    """Return a reader of arguments as nested elements, with a mark before each tag (MiniMax M3).
 
-    An element with elements inside is an object, or an array where the schema or the name ``item`` says so.
+    An element with child elements is an object, or an array if the schema or the name ``item`` says so.
     """
     opens = re.compile(re.escape(mark) + r"<([^/<>\s][^<>]*)>")
     space, closes = (
@@ -246,10 +247,10 @@ def elements(mark: str, call_end: str, block_end: str) -> Reader:
     )
 
     def element(text: str, at: int, schemas: ToolSchemas, tool: str, path: list[str]) -> tuple[Any, int]:
-        """The value of the element whose opening tag ends there, and the index behind its closing tag."""
+        """Return the value of the element whose opening tag ends at ``at``, and the index after its closing tag."""
         if len(path) > _MAX_DEPTH:
             raise ValueError(f"nested over {_MAX_DEPTH} deep")
-        name = path[-1] if path[-1] != ITEM else "item"
+        name = path[-1] if path[-1] != ARRAY_ITEM else "item"
         inner = opens.match(text, space.match(text, at).end())  # type: ignore[union-attr]
         if inner is None:
             end = text.find(mark, at)
@@ -265,17 +266,17 @@ def elements(mark: str, call_end: str, block_end: str) -> Reader:
             fields: dict[str, Any] = {}
             end = inner.start()
             while (inner := opens.match(text, space.match(text, end).end())) is not None:  # type: ignore[union-attr]
-                one, end = element(text, inner.end(), schemas, tool, [*path, ITEM if array else inner[1]])
+                one, end = element(text, inner.end(), schemas, tool, [*path, ARRAY_ITEM if array else inner[1]])
                 items.append(one)
                 fields[inner[1]] = one
             end = space.match(text, end).end()  # type: ignore[union-attr]
             value = items if array else fields
         close = f"{mark}</{name}>"
         if end < 0 or not text.startswith(close, end):
-            raise ValueError(f"it does not close the element {name!r}")
+            raise ValueError(f"the element {name!r} is not closed")
         return value, end + len(close)
 
-    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
+    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> ReaderResult:
         name, at = opening["name"].strip(), opening.end()
         arguments: dict[str, Any] = {}
         try:
@@ -284,10 +285,10 @@ def elements(mark: str, call_end: str, block_end: str) -> Reader:
         except ValueError as error:
             later = text.find(f"{mark}{call_end}", at)
             end = len(text) if later < 0 else later + len(mark) + len(call_end)
-            return Found([ToolCall(name, text[opening.start() : end], str(error))], end, later >= 0)
+            return ReaderResult([ToolCall(name, text[opening.start() : end], str(error))], end, later >= 0)
         closed = closes.match(text, at)
         call = as_call(name, arguments, text[opening.start() : at])
-        return Found([call], closed.end() if closed else at, closed is not None)
+        return ReaderResult([call], closed.end() if closed else at, closed is not None)
 
     return read
 
@@ -296,9 +297,9 @@ def elements(mark: str, call_end: str, block_end: str) -> Reader:
 
 
 def python_list(closing: str = "") -> Reader:
-    """Return a reader of ``[f(a=1), g(b="x")]`` up to a closing marker or the end of the turn. Nothing is run."""
+    """Return a reader of ``[f(a=1), g(b="x")]`` up to a closing marker or the end of the turn. No code is executed."""
 
-    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
+    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> ReaderResult:
         end = text.find(closing, opening.end()) if closing else -1
         closed = end >= 0
         end = end if closed else len(text)
@@ -306,7 +307,7 @@ def python_list(closing: str = "") -> Reader:
         if not closing:
             for marker in ("<|python_tag|>", "<|python_start|>"):
                 body = body.removeprefix(marker).removesuffix("<|python_end|>").strip()
-        return Found(_python_calls(body), end + len(closing) if closed else end, closed or not closing)
+        return ReaderResult(_python_calls(body), end + len(closing) if closed else end, closed or not closing)
 
     return read
 
@@ -319,7 +320,7 @@ def _python_calls(body: str) -> list[ToolCall]:
     except ValueError as error:
         return [ToolCall(name, body, f"it is not a list of calls in Python: {error}")]
     if not isinstance(listed, ast.List):
-        return [ToolCall(name, body, "there is something after the list of calls")]
+        return [ToolCall(name, body, "there is text after the list of calls")]
     return [_python_call(node, body) for node in listed.elts]
 
 
@@ -335,7 +336,7 @@ def _python_call(node: ast.expr, raw: str) -> ToolCall:
             if keyword.arg is None:
                 raise ValueError("** is not allowed")
             if keyword.arg in arguments:
-                raise ValueError(f"{keyword.arg} is there twice")
+                raise ValueError(f"the argument {keyword.arg} is given twice")
             arguments[keyword.arg] = python_value(keyword.value)
     except ValueError as error:
         return ToolCall(name, raw, f"its arguments are not named literals: {error}")
@@ -343,7 +344,7 @@ def _python_call(node: ast.expr, raw: str) -> ToolCall:
 
 
 def _dotted(node: ast.expr) -> str | None:
-    """The name of a function, perhaps in a module."""
+    """Return the dotted name of a function; ``None`` for any other expression."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -359,7 +360,7 @@ _BARE = re.compile(r"[^,{}\[\]<]*")
 _KEY = re.compile(r'(?:<\|"\|>)?([^,:{}\[\]<>|]{1,200})(?:<\|"\|>)?:')
 
 
-class _RunsOut(ValueError):
+class _Unterminated(ValueError):
     """The text ends within a value."""
 
 
@@ -367,17 +368,17 @@ def gemma(closing: str) -> Reader:
     """Return a reader of ``call:f{key:<|"|>text<|"|>,n:1,list:[true]}``, Gemma 4's notation."""
 
     def value(text: str, at: int, depth: int) -> tuple[Any, int]:
-        """The value that begins there and the index behind it.
+        """Return the value at ``at`` and the index after it.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no value.
         """
         if depth == 0:
             raise ValueError(f"nested over {_MAX_DEPTH} deep")
         if text.startswith(_QUOTE, at):
             end = text.find(_QUOTE, at + len(_QUOTE))
             if end < 0:
-                raise _RunsOut("a text does not end")
+                raise _Unterminated("a string is not terminated")
             return text[at + len(_QUOTE) : end], end + len(_QUOTE)
         if text.startswith("{", at):
             return fields(text, at + 1, depth - 1)
@@ -394,35 +395,35 @@ def gemma(closing: str) -> Reader:
         return read_json(bare[0].strip()), bare.end()
 
     def fields(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
-        """The object whose opening brace ends there, and the index behind its closing one."""
+        """Return the object whose opening brace ends at ``at``, and the index after its closing brace."""
         found: dict[str, Any] = {}
         at = _skip(text, at)
         while not text.startswith("}", at):
             key = _KEY.match(text, at)
             if key is None:
-                raise (ValueError if at < len(text) else _RunsOut)("an object does not end")
+                raise (ValueError if at < len(text) else _Unterminated)("an object is not terminated")
             found[key[1].strip()], at = value(text, _skip(text, key.end()), depth)
             at = behind(text, at, "}")
         return found, at + 1
 
     def behind(text: str, at: int, end: str) -> int:
-        """Index behind the separator after a value, or at the bracket that ends its container."""
+        """Return the index after the separator behind a value, or of the bracket that ends the container."""
         at = _skip(text, at)
         if text.startswith(end, at) or text.startswith((",", "\n"), at - 1):
             return at
-        raise (ValueError if at < len(text) else _RunsOut)("something else than a value follows a value")
+        raise (ValueError if at < len(text) else _Unterminated)("a separator is missing after a value")
 
-    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> Found:
-        name, runs_out = opening["name"].strip(), False
+    def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> ReaderResult:
+        name, unterminated = opening["name"].strip(), False
         try:
             arguments, end = fields(text, opening.end(), _MAX_DEPTH)
             call = as_call(name, arguments, text[opening.start() : end])
         except ValueError as error:
-            end, runs_out = text.find(closing, opening.end()), isinstance(error, _RunsOut)
+            end, unterminated = text.find(closing, opening.end()), isinstance(error, _Unterminated)
             end = len(text) if end < 0 else end
             call = ToolCall(name, text[opening.start() : end], str(error))
         closed = text.startswith(closing, end)
-        return Found([call], end + len(closing) if closed else end, closed, runs_out)
+        return ReaderResult([call], end + len(closing) if closed else end, closed, unterminated)
 
     return read
 
@@ -438,12 +439,12 @@ _HARMONY = re.compile(
 )
 
 
-def harmony(text: str) -> tuple[str | None, str, Found]:
-    """Split a turn of OpenAI's Harmony format into its thought, its content and its calls.
+def harmony(text: str) -> tuple[str | None, str, ReaderResult]:
+    """Split a turn of OpenAI's Harmony format into reasoning, content and calls.
 
-    The channel ``analysis`` is thought; a message to ``functions.NAME`` is a call; everything else is content.
+    The channel ``analysis`` is reasoning, a message to ``functions.NAME`` is a call, and everything else is content.
     """
-    thoughts: list[str] = []
+    reads_reasoning: list[str] = []
     content: list[str] = []
     calls: list[ToolCall] = []
     closed, at = True, 0
@@ -454,7 +455,7 @@ def harmony(text: str) -> tuple[str | None, str, Found]:
             calls.append(as_call(recipient[1], body.strip() or "{}", body))
             closed = message["end"] == "<|call|>" or bool(body.strip() and not calls[-1].malformed)
         else:
-            (thoughts if "<|channel|>analysis" in head else content).append(body)
+            (reads_reasoning if "<|channel|>analysis" in head else content).append(body)
         at = message.end()
     content.append(text[at:])
-    return "\n".join(thoughts) if thoughts else None, "".join(content), Found(calls, at, closed)
+    return "\n".join(reads_reasoning) if reads_reasoning else None, "".join(content), ReaderResult(calls, at, closed)

@@ -1,23 +1,25 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to tokens, one turn at a time, for any chat template.
+"""Render messages to tokens, one turn at a time, for any chat template.
 
-The policy's own tokens are kept as sampled, so after the first prompt only *new* messages are tokenised. What stands
-between a sampled turn and them is asked of the template itself (:mod:`.turn_boundary`). Templates get messages, tools
-and the time of day as from vLLM, so that a first prompt is to the token what vLLM makes of the same conversation.
+The policy's own tokens are kept as sampled, so after the first prompt only *new* messages are tokenised. The text
+between a sampled turn and new messages comes from the template itself (:mod:`.turn_boundary`). Templates receive
+messages, tools and the time of day in vLLM's form, so a first prompt has exactly the tokens that vLLM makes of the
+same conversation.
 
-If what the template renders before the turn boundary changes once the new messages are there (thoughts dropped, tool
-lists moved), it *rewrites history*. The caller is told, and keeps the history as sampled or starts a branch.
+A template *rewrites history* if new messages change its rendering of earlier ones (it drops reasoning, or moves the
+list of tools). The caller learns of a rewrite, and keeps the history as sampled or starts a branch.
 
 Control tokens in observations stay text (:class:`EscapedSpecials`). A tokenizer reads ``<|im_end|>`` in a web page as
-the token that ends a turn: the page's author could end the policy's turn and speak as its user. So a control token in
-an observation is hidden from the template behind a made-up word, found again in what the template wrote, and encoded
-as ordinary characters. Observations are results of tools, and what others say after the policy's first answer, since
-many agents report what they saw as a user. Rows of a data set are their author's own. Control tokens are the special
-ones; in results of tools also added tokens that the template itself writes, since some models do not mark all of
-theirs as special.
+the token that ends a turn, so the page's author could end the policy's turn and speak as its user. A control token in
+an observation is therefore replaced by a placeholder word before rendering, restored in the rendered text, and encoded
+as ordinary characters.
 
-Invariant: the tokens made per turn depend on the new messages, not on the length of the conversation.
+Observations are results of tools, and messages of other roles after the policy's first answer, because many agents
+report results as a user. Rows of a data set are trusted. Control tokens are the special tokens; in results of tools
+also added tokens that the template itself writes, since some models do not mark all of these as special.
+
+Invariant: the number of tokens made per turn depends on the new messages, not on the length of the conversation.
 """
 
 from __future__ import annotations
@@ -53,14 +55,14 @@ from nemo_gym_prorl.policy.text.turn_boundary import (
 )
 
 
-_RESULTS = ("tool", "function", "ipython")
+_RESULT_ROLES = ("tool", "function", "ipython")
 
 
 class EscapedSpecials:
-    """Control tokens in observations, each behind a word of its own.
+    """Replaces control tokens in observations by placeholder words.
 
     Attributes:
-        messages: the messages with the words in place of the tokens.
+        messages: the messages with the placeholders.
     """
 
     def __init__(
@@ -71,27 +73,26 @@ class EscapedSpecials:
         *,
         answered: bool,
     ) -> None:
-        """
-        Args:
-            messages: the conversation or its new end, contents as text.
-            special: matches what is hidden in what others say.
-            control: matches what is hidden in results of tools.
-            answered: the policy has answered before the first of the messages.
+        """Args:
+        messages: the conversation or its new end, contents as text.
+        special: pattern of the tokens escaped in other roles' messages.
+        control: pattern of the tokens escaped in results of tools.
+        answered: whether the policy has answered before the first of the messages.
         """
         self._texts: list[str] = []
         self._word = ""
         self.messages: list[Mapping[str, Any]] = []
         for message in messages:
-            pattern = control if message["role"] in _RESULTS else special
+            pattern = control if message["role"] in _RESULT_ROLES else special
             answered = answered or message["role"] == "assistant"
-            observed = message["role"] in _RESULTS or (answered and message["role"] != "assistant")
+            observed = message["role"] in _RESULT_ROLES or (answered and message["role"] != "assistant")
             if observed and pattern.search(message["content"]):
                 self._word = self._word or _absent_from(messages)
                 message = {**message, "content": pattern.sub(self._hide, message["content"])}
             self.messages.append(message)
 
     def reveal(self, text: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text with the tokens back in their places, and where those are."""
+        """Return the text with the tokens restored, and the places of the tokens."""
         if not self._texts:
             return text, []
         plain, places, end = [], [], 0
@@ -116,70 +117,72 @@ def _absent_from(messages: Sequence[Mapping[str, Any]]) -> str:
     return word
 
 
-_NAMED = "additional_chat_templates"
+_NAMED_TEMPLATES = "additional_chat_templates"
 _TOKENIZER_FILES = [
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
-    f"{_NAMED}/*.jinja",
+    f"{_NAMED_TEMPLATES}/*.jinja",
 ]
-PROBE_NAME = "rehearse"
-PROBE: Tools = [
+PROBE_TOOL_NAME = "rehearse"
+PROBE_TOOLS: Tools = [
     {
         "type": "function",
         "function": {
-            "name": PROBE_NAME,
+            "name": PROBE_TOOL_NAME,
             "description": "Play it.",
             "parameters": {"type": "object", "properties": {"part": {"type": "string"}}, "required": ["part"]},
         },
     }
 ]
-"""A tool with which a template is tried out."""
+"""Tool with which a template is validated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What to append after a sampled turn, or a whole first prompt.
+    """Tokens after a sampled turn, or a whole first prompt.
 
     Attributes:
-        ids: the rendered new messages with everything around them, up to the opening of the next assistant turn.
-        rewrites_history: the template would now render an earlier message differently from what was sampled or seen.
-        differs: the template's rendering of the whole conversation had to correct what its stand-ins showed.
-        neutralised: control tokens that observations spelled, encoded as ordinary characters.
-        written: the conversation up to there as the template wrote it, for the next turn.
+        ids: the rendered new messages with all text around them, up to the opening of the next assistant turn.
+        rendered_prompt: the conversation up to there as the template rendered it, for the next turn.
+        rewrites_history: the template now renders an earlier message differently from the sampled or observed tokens.
+        corrected: the rendering of the whole conversation corrected the boundary that the placeholders gave.
+        escaped_tokens: number of control tokens in observations that were encoded as ordinary characters.
     """
 
     ids: list[int]
-    written: RenderedPrompt
+    rendered_prompt: RenderedPrompt
     rewrites_history: bool = False
-    differs: bool = False
-    neutralised: int = 0
+    corrected: bool = False
+    escaped_tokens: int = 0
 
 
 class Renderer:
-    """Turns messages into token ids with one tokenizer and one chat template."""
+    """Renders messages to token ids with one tokenizer and one chat template."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.thought_marker = "<think>"
-        """Opens a thought, in this model's words."""
-        self._controls = tokenizer.controls(template.source)
+        self.reasoning_marker = "<think>"
+        """Marker that opens reasoning in this model's format."""
+        self._controls = tokenizer.control_tokens_pattern(template.source)
 
     @classmethod
     def load(cls, source: str, chat_template: str | None = None) -> Renderer:
-        """From a folder with ``tokenizer.json``, or from a model name in the Hugging Face cache or hub.
+        """Load a folder with ``tokenizer.json``, or a model name from the Hugging Face cache or hub.
 
         Args:
             source: folder or model name.
             chat_template: file of a Jinja template that replaces the model's own.
 
         Raises:
-            CallerError: there is no tokenizer or no template, or they cannot be read.
+            CallerError: the tokenizer or the template is missing, or cannot be read.
         """
         folder = Path(source)
         if not folder.is_dir():
             folder = _download(source)
         if not (folder / "tokenizer.json").is_file():
-            raise CallerError(f"no tokenizer.json in {folder}", field="tokenizer")
+            raise CallerError(
+                f"no tokenizer.json in {folder}: name a folder with one, or a Hugging Face model", field="tokenizer"
+            )
         config_file = folder / "tokenizer_config.json"
         config = json.loads(config_file.read_text()) if config_file.is_file() else {}
         if chat_template is None:
@@ -187,10 +190,12 @@ class Renderer:
         elif Path(chat_template).is_file():
             templates = {"default": Path(chat_template).read_text()}
         else:
-            raise CallerError(f"no file {chat_template}", field="chat_template")
+            raise CallerError(f"no file {chat_template}: name a Jinja template", field="chat_template")
         if "default" not in templates:
             named = f": it has only {', '.join(templates)}" if templates else ""
-            raise CallerError(f"the tokenizer has no chat template{named}; give one", field="chat_template")
+            raise CallerError(
+                f"the tokenizer has no chat template{named}: set policy.chat_template", field="chat_template"
+            )
         tokens = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token")}
         fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
         template = ChatTemplate(templates["default"], templates.get("tool_use"), **tokens)
@@ -198,49 +203,53 @@ class Renderer:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether a prompt says which tools there are; a template that refuses the question says so itself."""
+        """Whether a prompt lists the offered tools; true for a template that refuses the probe, which reports its own
+        error.
+        """
         try:
-            return PROBE_NAME in self.template.render([{"role": "user", "content": "u"}], PROBE, prompt=True)
+            return PROBE_TOOL_NAME in self.template.render(
+                [{"role": "user", "content": "u"}], PROBE_TOOLS, prompt=True
+            )
         except CallerError:
             return True
 
     @cached_property
-    def example(self) -> str:
-        """A prompt, or nothing where the template refuses one."""
+    def sample_prompt(self) -> str:
+        """A prompt of one user message; empty if the template refuses the message."""
         try:
             return self.template.render([{"role": "user", "content": "u"}], prompt=True)
         except CallerError:
             return ""
 
     @cached_property
-    def one_call(self) -> bool:
-        """Whether the template refuses a turn of several calls, as Llama 3's does: it has room for the first."""
-        return self._takes_calls(1) and not self._takes_calls(2)
+    def single_call_only(self) -> bool:
+        """Whether the template refuses a turn of several calls, as Llama 3's does; only the first is then kept."""
+        return self._renders_calls(1) and not self._renders_calls(2)
 
-    def _takes_calls(self, count: int) -> bool:
+    def _renders_calls(self, count: int) -> bool:
         ids = [f"probe{number:04}" for number in range(count)]
-        function = {"name": PROBE_NAME, "arguments": json.dumps({"part": "p"})}
+        function = {"name": PROBE_TOOL_NAME, "arguments": json.dumps({"part": "p"})}
         calls = [{"id": name, "type": "function", "function": function} for name in ids]
         results: list[Message] = [{"role": "tool", "tool_call_id": name, "content": "r"} for name in ids]
         asked: Message = {"role": "user", "content": "u"}
         try:
             self.template.render(
-                [asked, {"role": "assistant", "content": "", "tool_calls": calls}, *results], PROBE, prompt=True
+                [asked, {"role": "assistant", "content": "", "tool_calls": calls}, *results], PROBE_TOOLS, prompt=True
             )
         except CallerError:
             return False
         return True
 
     @property
-    def wants_tools(self) -> bool:
-        """Whether nothing can be asked without tools, as with a template that is for tools only."""
+    def requires_tools(self) -> bool:
+        """Whether the template renders no prompt without tools."""
         try:
             self.template.render([{"role": "user", "content": "u"}], prompt=True)
         except CallerError:
             return self.shows_tools
         return False
 
-    def first(
+    def render_prompt(
         self,
         messages: Sequence[Message],
         tools: Tools = (),
@@ -248,14 +257,14 @@ class Renderer:
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Continuation:
-        """The prompt for a conversation that has no sampled turn yet, rendered in full."""
+        """Render the whole prompt of a conversation without sampled turns."""
         plain = self._plain(messages)
-        spelled = self._spelled(plain, answered=False)
-        text, places = spelled.reveal(self.template.writer(tools, now, variables)(spelled.messages, True))
+        escaped = self._escape_observations(plain, answered=False)
+        text, places = escaped.reveal(self.template.writer(tools, now, variables)(escaped.messages, True))
         ids, neutralised = self.tokenizer.encode_observed(text, places)
-        return Continuation(ids, RenderedPrompt.of(text, plain, self.thought_marker), neutralised=neutralised)
+        return Continuation(ids, RenderedPrompt.of(text, plain, self.reasoning_marker), escaped_tokens=neutralised)
 
-    def next(
+    def render_continuation(
         self,
         history: Sequence[Message],
         new: Sequence[Message],
@@ -268,37 +277,36 @@ class Renderer:
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Continuation:
-        """What follows a sampled turn.
+        """Render what follows a sampled turn.
 
         Args:
             history: the conversation up to and including the sampled assistant message.
             new: the messages after it.
-            tools: the tools as given to :meth:`first`.
+            tools: the tools as given to :meth:`render_prompt`.
             sampled: the ids of that turn.
             finish: why sampling ended.
-            behind: the last id of its prompt.
-            before: the prompt of that turn, whose messages are the first of the history; without it the prompt is
-                rendered again.
-            now: the time as given to :meth:`first`.
-            variables: the variables as given to :meth:`first`.
+            behind: the last id of the turn's prompt.
+            before: the prompt of the turn, whose messages start the history; rendered again if ``None``.
+            now: the time as given to :meth:`render_prompt`.
+            variables: the variables as given to :meth:`render_prompt`.
 
         Raises:
             CallerError: the template refuses the messages.
         """
         known = tuple(before.plain) if before is not None else ()
         past, coming = (*known, *self._plain(history[len(known) :])), self._plain(new)
-        spelled = self._spelled(coming, answered=True)
+        escaped = self._escape_observations(coming, answered=True)
         plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
         said = SampledTurn(self.tokenizer.decode(sampled, behind), end, finish is Finish.STOP, plain)
         write = self.template.writer(tools, now, variables)
-        boundary = find_turn_boundary(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
+        boundary = find_turn_boundary(write, past, escaped.messages, said, self.tokenizer.special_pattern, before)
         last = sampled[-1] if sampled else behind
-        ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(boundary.text), last)
-        written = RenderedPrompt.of(spelled.reveal(boundary.full)[0], past + coming, self.thought_marker)
-        return Continuation(ids, written, boundary.rewrites, boundary.differs, neutralised)
+        ids, neutralised = self.tokenizer.encode_observed(*escaped.reveal(boundary.text), last)
+        written = RenderedPrompt.of(escaped.reveal(boundary.full)[0], past + coming, self.reasoning_marker)
+        return Continuation(ids, written, boundary.rewrites, boundary.corrected, neutralised)
 
-    def said(
+    def turn_text(
         self,
         sampled: Sequence[int],
         finish: Finish,
@@ -306,14 +314,17 @@ class Renderer:
         variables: Mapping[str, Any] | None = None,
         behind: int | None = None,
     ) -> str:
-        """The text of a sampled turn without what ended it: a token, a stop string, the template's own end. ``behind``
-        is the last id of its prompt."""
+        """Return the text of a sampled turn without its end: a token, a stop string, or the template's own end of
+        turn.
+
+        ``behind`` is the last id of the turn's prompt.
+        """
         text = self.tokenizer.decode(sampled, behind)
         if finish is not Finish.STOP:
             return text
         if sampled and sampled[-1] in self.tokenizer.special:
-            return self.tokenizer.without_end(sampled, text, behind)
-        # Engines look for a stop string where the last token may have completed it (with min_tokens, not before).
+            return self.tokenizer.strip_end_token(sampled, text, behind)
+        # With min_tokens an engine ignores early stop strings, so only one that the last token completes ends a turn.
         before = len(self.tokenizer.decode(sampled[:-1], behind))
         ends = (text.find(one, max(0, before - len(one) + 1)) for one in stop if one)
         cut = min((at for at in ends if at >= 0), default=len(text))
@@ -323,25 +334,25 @@ class Renderer:
 
     def _plain(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         plain = map(for_template, messages)
-        return tuple(plain if self.thought_marker == "<think>" else map(with_reasoning, plain))
+        return tuple(plain if self.reasoning_marker == "<think>" else map(with_reasoning, plain))
 
-    def _spelled(self, plain: Sequence[Message], *, answered: bool) -> EscapedSpecials:
+    def _escape_observations(self, plain: Sequence[Message], *, answered: bool) -> EscapedSpecials:
         return EscapedSpecials(plain, self.tokenizer.special_pattern, self._controls, answered=answered)
 
 
 def _templates(folder: Path, config: object) -> dict[str, str]:
-    """A tokenizer's templates by their names: files, and what its config holds, one or a list of named ones."""
+    """Return a tokenizer's templates by name, from files and from its config (one template, or a list)."""
     templates = {"default": config} if isinstance(config, str) else {}
     if isinstance(config, list):
         templates = {entry["name"]: entry["template"] for entry in config}
-    templates |= {file.stem: file.read_text() for file in sorted((folder / _NAMED).glob("*.jinja"))}
+    templates |= {file.stem: file.read_text() for file in sorted((folder / _NAMED_TEMPLATES).glob("*.jinja"))}
     if (file := folder / "chat_template.jinja").is_file():
         templates["default"] = file.read_text()
     return templates
 
 
 def _token_text(token: object) -> str:
-    """A special token of a tokenizer config: text, or an object with the text in it."""
+    """Return the text of a special token of a tokenizer config: a string, or an object that contains the string."""
     if isinstance(token, dict):
         return str(token["content"])
     return str(token or "")
@@ -354,5 +365,5 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_TOKENIZER_FILES))
     except (OSError, ValueError) as error:
         raise CallerError(
-            f"neither a folder nor a model that can be fetched: {name} ({error})", field="tokenizer"
+            f"neither a folder nor a model that can be downloaded: {name} ({error})", field="tokenizer"
         ) from error

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A model's chat template, and messages and tools in the form in which vLLM hands them to it.
+"""Chat templates, and messages and tools in the form in which vLLM passes them to a template.
 
-A template is a Jinja program over the whole conversation. It runs in a sandbox with the helpers that published
-templates expect, and gets messages, tools and the time of day as from vLLM.
+A template is a Jinja program over the whole conversation. Templates run in Jinja's sandbox with the helpers that
+published templates expect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nemo_gym_prorl.policy.text.parsers import MALFORMED_NAME, Parsed, read_json
 
 
 type Message = Mapping[str, Any]
-"""A chat message as templates know it: ``role``, ``content``, and for an assistant perhaps ``tool_calls``."""
+"""Chat message in the form of templates: ``role``, ``content``, and optionally ``tool_calls`` of an assistant."""
 
 type Tools = Sequence[Mapping[str, Any]]
 """Tools in OpenAI's chat format."""
@@ -32,20 +32,20 @@ type Tools = Sequence[Mapping[str, Any]]
 type Conversation = Sequence[Message]
 
 type Render = Callable[[Conversation, bool], str]
-"""The text of messages, with or without the opening of an assistant turn after them."""
+"""Function that renders messages, with or without the opening of an assistant turn after them."""
 
 
-THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-"""A thought in a turn's text, as vLLM's clients write it."""
+REASONING_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+"""Reasoning in a turn's text, as vLLM's clients write it."""
 
 _MALFORMED = "malformed"
 
 
 def text_of(content: object) -> str:
-    """The text of a message, which may come in parts; vLLM puts each on a line of its own.
+    """Return the text of a message's content. Like vLLM, it puts each part of a list on its own line.
 
     Raises:
-        CallerError: a part is no text.
+        CallerError: a part is not text.
     """
     if isinstance(content, list):
         for part in content:
@@ -56,11 +56,11 @@ def text_of(content: object) -> str:
 
 
 def for_template(message: Message) -> Message:
-    """Templates want text where the wire may carry parts, and a tool call's arguments as an object, not as JSON."""
+    """Return a message with its content as text and the arguments of its calls as objects."""
     plain = {name: value for name, value in message.items() if name != "tool_calls"}
     plain["content"] = text_of(message.get("content"))
     if message.get("reasoning_content"):
-        plain["reasoning"] = message["reasoning_content"]  # vLLM gives a thought to templates under both names
+        plain["reasoning"] = message["reasoning_content"]  # vLLM passes reasoning to templates under both names
     if not message.get("tool_calls"):
         return plain
     calls = []
@@ -68,22 +68,27 @@ def for_template(message: Message) -> Message:
         function = call["function"]
         arguments = function["arguments"]
         if isinstance(arguments, str):
-            arguments = arguments_of(arguments)
+            arguments = parse_arguments(arguments)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**plain, "tool_calls": calls}
 
 
 def with_reasoning(message: Message) -> Message:
-    """Return a message whose thought is in fields of its own, for templates that write thoughts in other markers."""
+    """Return a message with its reasoning in separate fields, for templates with their own reasoning markers."""
     content = str(message.get("content") or "")
-    if message["role"] != "assistant" or not (thoughts := THOUGHT.findall(content)):
+    if message["role"] != "assistant" or not (reads_reasoning := REASONING_BLOCK.findall(content)):
         return message
-    thought = "".join(thoughts)
-    return {**message, "content": THOUGHT.sub("", content), "reasoning": thought, "reasoning_content": thought}
+    reasoning = "".join(reads_reasoning)
+    return {
+        **message,
+        "content": REASONING_BLOCK.sub("", content),
+        "reasoning": reasoning,
+        "reasoning_content": reasoning,
+    }
 
 
-def arguments_of(arguments: str) -> Mapping[str, Any]:
-    """A call's arguments; templates go through the names of an object, which a malformed call may lack."""
+def parse_arguments(arguments: str) -> Mapping[str, Any]:
+    """Return a call's arguments as an object; malformed arguments become an object of one key."""
     try:
         value = read_json(arguments or "{}")
     except ValueError:
@@ -91,11 +96,11 @@ def arguments_of(arguments: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {_MALFORMED: arguments}
 
 
-def without_developers(messages: Sequence[Message]) -> Sequence[Message]:
-    """Messages for a template that has no role ``developer``: those are the system's, as vLLM has it.
+def merge_developer_messages(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return messages for a template without the role ``developer``, whose messages become the system's, as in vLLM.
 
-    As there, the system's messages in front of the first answer become one, which many templates want. Later ones
-    stay where they are, where vLLM would move them to the front as well: that would be another conversation.
+    As in vLLM, the system's messages before the first answer are joined into one, which many templates require. Later
+    ones stay in place. vLLM would move them to the front, which would change the conversation.
     """
     if not any(message["role"] == "developer" for message in messages):
         return messages
@@ -110,10 +115,10 @@ def without_developers(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def as_message(parsed: Parsed) -> dict[str, Any]:
-    """OpenAI's form of a turn, its thought in ``<think>`` tags as Gym's converters expect it."""
+    """Return a parsed turn in OpenAI's chat format, its reasoning in ``<think>`` tags as Gym's converters expect."""
     content = parsed.content
-    if parsed.thought is not None:
-        content = f"<think>{parsed.thought}</think>{content}"
+    if parsed.reasoning is not None:
+        content = f"<think>{parsed.reasoning}</think>{content}"
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if parsed.calls:
         message["tool_calls"] = [
@@ -128,29 +133,31 @@ def as_message(parsed: Parsed) -> dict[str, Any]:
 
 
 def _call_id() -> str:
-    # Nine letters and digits: Mistral's templates refuse anything else.
+    # Mistral's templates accept only ids of nine letters and digits.
     return uuid.uuid4().hex[:9]
 
 
-def head_of(message: Message) -> list[str]:
-    """A message by its role and text, as two that begin a conversation are told from others."""
+def role_and_text(message: Message) -> list[str]:
+    """Return a message's role and text, which identify the start of a conversation."""
     return [message["role"], text_of(message.get("content")).strip()]
 
 
 def is_malformed(function: Mapping[str, Any]) -> bool:
-    """Whether a call in a message is one that the policy wrote wrong."""
+    """Return whether a call in a message is malformed."""
     arguments = function["arguments"]
-    return function["name"] == MALFORMED_NAME or (isinstance(arguments, str) and _MALFORMED in arguments_of(arguments))
+    return function["name"] == MALFORMED_NAME or (
+        isinstance(arguments, str) and _MALFORMED in parse_arguments(arguments)
+    )
 
 
 _OPTIONAL = ("strict", "defer_loading")
 
 
 def tool_for_template(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool with the keys and in the order in which vLLM dumps it: many templates write it as it is.
+    """Return a tool with the keys and the order of vLLM's dump, which many templates print unchanged.
 
     Raises:
-        CallerError: it is no function with a name.
+        CallerError: the tool is not a function with a name.
     """
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -168,7 +175,7 @@ _REFUSALS = (
 
 
 class _Generation(jinja2.ext.Extension):
-    """Accepts ``{% generation %}`` blocks, with which some templates mark what a trainer may learn from."""
+    """Jinja extension for ``{% generation %}`` blocks, with which some templates mark trainable text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain set
 
@@ -178,14 +185,14 @@ class _Generation(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled Jinja chat template, run in a sandbox with the helpers that published templates expect.
+    """Compiled Jinja chat template in a sandbox.
 
     Args:
         source: the template.
-        with_tools: the one that is taken instead where tools are offered, if the model has one.
+        with_tools: template used instead when tools are offered, if the model has one.
         bos_token: variable of the template.
         eos_token: variable of the template.
-        variables: further ones.
+        variables: further variables.
     """
 
     def __init__(
@@ -216,14 +223,14 @@ class ChatTemplate:
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of the messages; with ``prompt``, followed by the opening of an assistant turn.
+        """Render the messages; with ``prompt``, followed by the opening of an assistant turn.
 
         Args:
             messages: the conversation.
             tools: tools in OpenAI's chat format.
             prompt: whether an assistant turn is opened.
-            now: the time of day that the template may ask for; by default the real one. A conversation needs one for
-                all its turns, or it would be rewritten at midnight.
+            now: the time of day for the template; default the real time. All turns of a conversation need the same
+                time, or midnight would rewrite history.
             variables: further variables of the template.
 
         Raises:
@@ -237,7 +244,7 @@ class ChatTemplate:
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Render:
-        """The same for several renderings of messages that are in the template's form already.
+        """Return a function that renders messages already in the template's form.
 
         Args:
             tools: as in :meth:`render`.
@@ -266,7 +273,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML; models were trained on plain JSON.
+    # Jinja's own filter escapes for HTML, but models are trained on plain JSON.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

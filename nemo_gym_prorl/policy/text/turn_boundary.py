@@ -1,24 +1,23 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a sampled turn ends in what the chat template writes, and what the template puts after it.
+"""Find where a sampled turn ends in a chat template's rendering, and what the template puts after the turn.
 
-A template is an arbitrary program over the whole conversation: it may count messages, number tool results, repeat the
-tools, append a token of its own at the end. So the boundary is looked for in its rendering of the *real* conversation:
+A template is an arbitrary program over the whole conversation. It may count messages, number tool results, repeat the
+tools, or append a token at the end. The boundary is therefore located in the rendering of the *real* conversation:
 
-1. As it stands. Where the conversation is rendered as the prompt before the turn, then exactly the text that was
-   sampled, all that follows is what comes after the turn. That is the template's own word, and there is nothing to
-   guess or to check. Most turns are like this.
-2. By stand-ins, where the template writes the turn otherwise than the policy did (a call's JSON in another notation, a
-   malformed call, no thoughts) or rewrites what was before it. The turn's content and arguments are replaced by a
-   made-up word, and what follows the last such word is what follows the turn: after quotes and brackets that close a
-   call, which the policy wrote itself and which are told by a second stand-in without calls. The *end* of the turn is
-   what is written after the turn both with and without messages behind it, so a token that a template appends to a
-   whole conversation is none. What comes out is held against the rendering of the real conversation; if that says
-   otherwise, it is right, and the difference is counted.
+1. Exact match. If the rendering is the prompt before the turn followed by exactly the sampled text, the rest is what
+   comes after the turn. This case needs no guess and no check, and covers most turns.
+2. Placeholders. A template may write the turn differently from the policy (a call's JSON in another notation, a
+   malformed call, no reasoning), or rewrite earlier text. The turn's content and arguments are then replaced by a
+   placeholder word, and the text after its last occurrence follows the turn.
 
-Cost: one rendering of the conversation as text in the first case, since the prompt before the turn is known again
-(:class:`RenderedPrompt`), and up to six in the second. Only new messages are tokenised, which for the same text takes
-many times as long as rendering.
+With placeholders, quotes and brackets that close a call are part of that text, although the policy wrote them itself.
+A second rendering without calls identifies them. The *end* of the turn is the text that the template writes after the
+turn both with and without later messages, so a token at the end of a whole conversation does not count. The result is
+compared with the rendering of the real conversation, which wins; the difference is counted.
+
+Cost: one rendering of the conversation as text in the first case, because the prompt before the turn is recognised by
+its hash (:class:`RenderedPrompt`), and up to six in the second. Only new messages are tokenised.
 
 Pure: no task, socket, clock or thread.
 """
@@ -31,25 +30,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.text.template import THOUGHT, Conversation, Render
+from nemo_gym_prorl.policy.text.template import REASONING_BLOCK, Conversation, Render
 
 
-_LONGEST_END = 200
-"""Characters that a sampled text and what follows it may share at most."""
+_MAX_OVERLAP_CHARS = 200
+"""Characters that the end of a sampled text and the beginning of the following text may share at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt as the template wrote it, to know it again when its turn goes on.
+    """Length and hash of a prompt as the template rendered it, to recognise the prompt at the next turn.
 
-    Its text would be most of what a rollout keeps. Length and hash are enough to tell whether another text begins with
-    it; written again to find out, it would be written with the tools and variables of today.
+    The text itself is not stored, because texts would dominate a rollout's memory. It is not rendered again either,
+    because tools and variables may have changed.
 
     Attributes:
-        length: of the text.
-        digest: its hash.
-        opened: the white space behind the marker that starts a thought, where the opening of the turn ends with that.
-        plain: the messages that it was written of, in the form in which templates get them.
+        length: length of the text in characters.
+        digest: hash of the text.
+        opened: the white space after the reasoning marker, if the prompt ends by opening reasoning.
+        plain: the rendered messages, in the template's form.
     """
 
     length: int
@@ -58,26 +57,26 @@ class RenderedPrompt:
     plain: Conversation = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, text: str, plain: Conversation = (), thought: str = "<think>") -> RenderedPrompt:
-        """A whole text, for a model that opens its thoughts with this marker."""
+    def of(cls, text: str, plain: Conversation = (), reasoning: str = "<think>") -> RenderedPrompt:
+        """Return the record of a rendered text, for a model whose reasoning starts with the marker ``thought``."""
         bare = text.rstrip()
-        opened = text[len(bare) :] if bare.endswith(thought.rstrip()) else None
+        opened = text[len(bare) :] if bare.endswith(reasoning.rstrip()) else None
         return cls(len(text), hash(text), opened, plain)
 
     def begins(self, text: str) -> bool:
-        """Whether a text begins with what was written then."""
+        """Return whether a text begins with this prompt."""
         return len(text) >= self.length and hash(text[: self.length]) == self.digest
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """What the policy sampled in the turn before the boundary.
+    """The turn before the boundary, as sampled.
 
     Attributes:
-        text: all of it.
-        end: the special token that it ends with; empty for none.
-        stopped: sampling ended because the turn did.
-        plain: the template need not write the turn otherwise: no call in it is malformed.
+        text: the whole text.
+        end: the special token at its end; empty for none.
+        stopped: whether the policy ended the turn.
+        plain: whether the turn has no malformed call, so the template may render the turn exactly as sampled.
     """
 
     text: str
@@ -92,98 +91,112 @@ class SampledTurn:
 
 @dataclass(frozen=True, slots=True)
 class TurnBoundary:
-    """What stands between a sampled turn and the next one.
+    """Text between a sampled turn and the next turn.
 
     Attributes:
-        text: what to append after the sampled text.
-        full: the whole conversation as the template writes it, up to the next turn.
-        rewrites: the template would now write something before the boundary otherwise than it did.
-        differs: the stand-ins showed another text than the real conversation, which was taken then.
+        text: the text to append after the sampled text.
+        full: the template's rendering of the whole conversation, up to the next turn.
+        rewrites: the template now renders text before the boundary differently.
+        corrected: the placeholders gave another text than the real conversation, whose text is used.
     """
 
     text: str
     full: str
     rewrites: bool = False
-    differs: bool = False
+    corrected: bool = False
 
 
 def find_turn_boundary(
     render: Render,
     history: Conversation,
     new: Conversation,
-    said: SampledTurn,
+    sampled_turn: SampledTurn,
     special: re.Pattern[str],
     before: RenderedPrompt | None = None,
 ) -> TurnBoundary:
-    """What follows a sampled turn.
+    """Return the boundary after a sampled turn.
 
     Args:
         render: the template.
         history: the conversation up to and including the sampled message.
         new: the messages after it.
-        said: what was sampled.
-        special: matches any special token.
-        before: the prompt of the turn as the template wrote it; rendered again where it is not known.
+        sampled_turn: the turn as sampled.
+        special: pattern of any special token.
+        before: the prompt of the turn; rendered again if ``None``.
 
     Raises:
-        CallerError: the template refuses the messages, or drops the one that was sampled.
+        CallerError: the template refuses the messages, or drops the sampled message.
     """
     full = render([*history, *new], True)
     before = before or RenderedPrompt.of(render(history[:-1], True))
     kept, start = before.begins(full), before.length
-    if kept and said.plain:
-        if said.text.strip() and full.startswith(said.text, start):
-            return TurnBoundary(full[start + len(said.text) :], full)
-        if said.body.strip() and full.startswith(said.body, start):
-            tail = full[start + len(said.body) :]
-            ending = _ending(render, history, new, full, tail, special) if said.stopped else ""
+    if kept and sampled_turn.plain:
+        if sampled_turn.text.strip() and full.startswith(sampled_turn.text, start):
+            return TurnBoundary(full[start + len(sampled_turn.text) :], full)
+        if sampled_turn.body.strip() and full.startswith(sampled_turn.body, start):
+            tail = full[start + len(sampled_turn.body) :]
+            ending = _ending(render, history, new, full, tail, special) if sampled_turn.stopped else ""
             return TurnBoundary(
-                _unsaid(tail, ending, _before_next(render, history, new, full, tail), said, special), full
+                _strip_sampled_end(
+                    tail, ending, _before_next(render, history, new, full, tail), sampled_turn, special
+                ),
+                full,
             )
-    tail, ending = _by_stand_ins(render, history, new, full, said, special)
-    rewrites = not kept or _drops(full[start:] if kept else full, history[-1])
-    right = tail if not kept else _corrected(tail, full, start, history[-1], said, special)
+    tail, ending = _find_by_placeholders(render, history, new, full, sampled_turn, special)
+    rewrites = not kept or _drops_content(full[start:] if kept else full, history[-1])
+    right = tail if not kept else _corrected(tail, full, start, history[-1], sampled_turn, special)
     ending = right.removesuffix(tail) + ending if right.endswith(tail) else ""
     before_next = _before_next(render, history, new, full, right)
-    return TurnBoundary(_unsaid(right, ending, before_next, said, special), full, rewrites, right != tail)
+    return TurnBoundary(
+        _strip_sampled_end(right, ending, before_next, sampled_turn, special), full, rewrites, right != tail
+    )
 
 
 def end_of_turn(render: Render, special: re.Pattern[str]) -> str:
-    """What the template writes at the end of an assistant turn, whatever follows it."""
-    asked, said = {"role": "user", "content": "u"}, {"role": "assistant", "content": "Sentinel"}
+    """Return the text at the end of an assistant turn that does not depend on the next message."""
+    user, assistant = {"role": "user", "content": "u"}, {"role": "assistant", "content": "Sentinel"}
     try:
-        full = render([asked, said, asked], True)
+        full = render([user, assistant, user], True)
     except CallerError:
         return ""
-    return _ending(render, [asked, said], [asked], full, full.rpartition("Sentinel")[2], special)
+    return _ending(render, [user, assistant], [user], full, full.rpartition("Sentinel")[2], special)
 
 
 def overlap(text: str, following: str) -> int:
-    """How many characters at the end of a text are the beginning of what follows it."""
-    longest = min(len(text), len(following), _LONGEST_END)
+    """Return how many characters at the end of a text begin the following text."""
+    longest = min(len(text), len(following), _MAX_OVERLAP_CHARS)
     return next((length for length in range(longest, 0, -1) if text.endswith(following[:length])), 0)
 
 
-def _by_stand_ins(
-    render: Render, history: Conversation, new: Conversation, full: str, said: SampledTurn, special: re.Pattern[str]
+def _find_by_placeholders(
+    render: Render,
+    history: Conversation,
+    new: Conversation,
+    full: str,
+    sampled_turn: SampledTurn,
+    special: re.Pattern[str],
 ) -> tuple[str, str]:
-    """What follows the turn, and the end of turn in that."""
+    """Return the text after the turn, and the end of the turn within it."""
     word = "Sentinel"
     while word in full:
         word += "Z"
     content, calls = str(history[-1].get("content") or ""), history[-1].get("tool_calls") or []
-    thoughts, _, _ = content.rpartition("</think>")
-    plain = {"role": "assistant", "content": f"{thoughts}</think>\n\n{word}" if thoughts else word}
+    reads_reasoning, _, _ = content.rpartition("</think>")
+    plain = {"role": "assistant", "content": f"{reads_reasoning}</think>\n\n{word}" if reads_reasoning else word}
     stub: dict[str, Any] = dict(plain)
     if calls:
-        # Some templates write the content behind the calls and their results.
+        # Some templates write the content after the calls and their results.
         stub["content"] = content
         stub["tool_calls"] = [call | {"function": call["function"] | {"arguments": {"a": word}}} for call in calls]
     joined = render([*history[:-1], stub, *new], True)
     tail = joined.rpartition(word)[2]
     if word not in joined:
         raise CallerError("the chat template drops the assistant message that was just sampled", field="messages")
-    if said.stopped and said.end and _end_at(tail, _before_next(render, history, new, joined, tail), said.end) >= 0:
+    if (
+        sampled_turn.stopped
+        and sampled_turn.end
+        and _end_at(tail, _before_next(render, history, new, joined, tail), sampled_turn.end) >= 0
+    ):
         return tail, ""
     ending = _ending(render, [*history[:-1], stub], new, joined, tail, special)
     if calls:
@@ -192,19 +205,24 @@ def _by_stand_ins(
     return tail, ending
 
 
-def _drops(written: str, message: Mapping[str, Any]) -> bool:
-    """Whether a thought of the message, or what it says besides calls, is nowhere in what was written of it."""
+def _drops_content(written: str, message: Mapping[str, Any]) -> bool:
+    """Return whether the rendering lacks the message's reasoning, or its text besides calls."""
     content, squeezed = str(message.get("content") or ""), "".join(written.split())
-    said = [*THOUGHT.findall(content), THOUGHT.sub("", content), str(message.get("reasoning_content") or "")]
-    return any("".join(part.split()) not in squeezed for part in said)
+    parts = [
+        *REASONING_BLOCK.findall(content),
+        REASONING_BLOCK.sub("", content),
+        str(message.get("reasoning_content") or ""),
+    ]
+    return any("".join(part.split()) not in squeezed for part in parts)
 
 
 def _ending(
     render: Render, history: Conversation, new: Conversation, full: str, tail: str, special: re.Pattern[str]
 ) -> str:
-    """The end of a turn: what stands there whoever speaks next, without the header that all speakers share.
+    """Return the end of a turn: the text that is the same for every next speaker, without the header that all speakers
+    share.
 
-    Nobody may be next, too; some templates write another end then, or none.
+    Without a next speaker some templates write another end, or none.
     """
     before = full[: len(full) - len(tail)]
     opening = _after(full, render([*history, *new], False))
@@ -233,14 +251,16 @@ def _closing(
     ending: str,
     special: re.Pattern[str],
 ) -> str:
-    """What closes a call: all that is written before what follows a turn without calls, or before its end."""
+    """Return the text that closes a call: all text before the end of a turn, or before the text after a turn without
+    calls.
+    """
     end = end_of_turn(render, special)
     if end and end in ending:
         return ending.rpartition(end)[0]
     try:
         uncalled = render([*history, *new], True).rpartition(word)[2]
     except CallerError:
-        uncalled = ""  # No result without a call, says this template.
+        uncalled = ""  # this template refuses a result without a call
     if uncalled and tail.endswith(uncalled):
         return tail.removesuffix(uncalled)
     ends = list(special.finditer(ending))
@@ -248,12 +268,12 @@ def _closing(
 
 
 def _corrected(
-    tail: str, full: str, start: int, said: Mapping[str, Any], sampled: SampledTurn, special: re.Pattern[str]
+    tail: str, full: str, start: int, message: Mapping[str, Any], sampled: SampledTurn, special: re.Pattern[str]
 ) -> str:
-    """What follows the turn in the rendering of the real conversation, where it begins at ``start``."""
+    """Return the text after the turn in the rendering of the real conversation, where the turn begins at ``start``."""
     if not full.endswith(tail):
-        content = THOUGHT.sub("", str(said.get("content") or "")).strip()
-        at = full.find(content, start) if content and not said.get("tool_calls") else -1
+        content = REASONING_BLOCK.sub("", str(message.get("content") or "")).strip()
+        at = full.find(content, start) if content and not message.get("tool_calls") else -1
         return tail if at < 0 else full[at + len(content) :]
     turn = full[start : len(full) - len(tail)]
     while (ends := list(special.finditer(turn))) and not turn[ends[-1].end() :].strip():
@@ -263,35 +283,37 @@ def _corrected(
     return full[start + len(turn) :]
 
 
-def _unsaid(tail: str, ending: str, before_next: int, said: SampledTurn, special: re.Pattern[str]) -> str:
-    """What follows the turn, without the part of it that the policy sampled already."""
-    if said.end and said.stopped:
-        at = _end_at(tail, before_next, said.end)
+def _strip_sampled_end(
+    tail: str, ending: str, before_next: int, sampled_turn: SampledTurn, special: re.Pattern[str]
+) -> str:
+    """Return the text after the turn without the part that the policy sampled already."""
+    if sampled_turn.end and sampled_turn.stopped:
+        at = _end_at(tail, before_next, sampled_turn.end)
         if at < 0:
-            at = ending.find(said.end)
+            at = ending.find(sampled_turn.end)
         if at >= 0:
-            return tail[at + len(said.end) :]
-        # The turn has its end, only another one than the template would write.
+            return tail[at + len(sampled_turn.end) :]
+        # The turn ends with another token than the template's.
         ends = list(special.finditer(ending))
         return tail[ends[-1].end() :] if ends else tail
-    shared = overlap(said.text, tail)
+    shared = overlap(sampled_turn.text, tail)
     known = tail[:shared]
-    return tail[shared:] if said.stopped or not known.strip() or special.search(known) else tail
+    return tail[shared:] if sampled_turn.stopped or not known.strip() or special.search(known) else tail
 
 
 def _end_at(tail: str, before_next: int, end: str) -> int:
-    """Where the turn's end is in what follows it, before anything that the next message says."""
+    """Return where the turn's end is in the following text, before the next message's content; -1 if absent."""
     at = tail.find(end)
     return at if at <= 0 or at < before_next else -1
 
 
 def _before_next(render: Render, history: Conversation, new: Conversation, full: str, tail: str) -> int:
-    """How much of what follows the turn stands before the content of the next message."""
+    """Return how many characters after the turn precede the content of the next message."""
     if not new:
         return len(tail)
-    if said := str(new[0].get("content") or "").strip().partition("\n")[0]:
-        return tail.find(said)
-    # An empty content is found by another one in its place.
+    if first_line := str(new[0].get("content") or "").strip().partition("\n")[0]:
+        return tail.find(first_line)
+    # Empty content is located by a placeholder.
     try:
         other = render([*history, {**new[0], "content": "Sentinel"}, *new[1:]], True)
     except CallerError:
@@ -302,7 +324,7 @@ def _before_next(render: Render, history: Conversation, new: Conversation, full:
 
 
 def _shared(one: str, other: str, special: re.Pattern[str]) -> str:
-    """The beginning that two texts have in common, in which no special token is cut."""
+    """Return the common beginning of two texts, never ending within a special token."""
     length = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
     common = min(one, other, key=len) if length is None else one[:length]
     for text in (one, other):

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a chat template can be followed turn by turn, tried out with a few conversations before the first rollout.
+"""Validate a chat template and tokenizer before the first rollout, with a few made-up conversations.
 
-A template is an arbitrary program, and tokenizers differ in what they do to white space. What goes wrong does so in
-silence: results that are not shown, an end of turn written twice, a space that nobody wrote. So each turn boundary of
-some made-up conversations is rendered as it will be, and compared with the template's rendering of the whole. A
-template whose rollouts would differ in a token is refused at the start, with the difference. Pure: no task, socket,
-clock or thread.
+A template is an arbitrary program, and tokenizers differ in their treatment of white space. Defects are silent:
+results that are not shown, an end of turn written twice, an added space. The validation therefore renders each turn
+boundary of made-up conversations as a rollout would, and compares it with the template's rendering of the whole
+conversation. A template whose rollouts would differ in one token is refused at the start, with the difference. Pure:
+no task, socket, clock or thread.
 """
 
 from __future__ import annotations
@@ -19,94 +19,97 @@ from datetime import datetime
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.text.formats import FORMATS, THOUGHT_MARKERS, format_named
-from nemo_gym_prorl.policy.text.parsers import Format, ToolCall, parse
-from nemo_gym_prorl.policy.text.renderer import PROBE, PROBE_NAME, Renderer
+from nemo_gym_prorl.policy.text.formats import FORMATS, REASONING_MARKERS, format_named
+from nemo_gym_prorl.policy.text.parsers import ToolCall, TurnFormat, parse
+from nemo_gym_prorl.policy.text.renderer import PROBE_TOOL_NAME, PROBE_TOOLS, Renderer
 from nemo_gym_prorl.policy.text.template import Message, Tools
 from nemo_gym_prorl.policy.text.turn_boundary import end_of_turn
 
 
 _NOW = datetime(2000, 1, 1)
-"""As in a rollout, it does not get later from turn to turn."""
+"""Fixed time of day; all turns of a rollout have the same time."""
 
 
-class CannotFollow(CallerError):
-    """A chat template or tokenizer whose conversations would not be what the model was trained on."""
+class UnsupportedTemplate(CallerError):
+    """The chat template or tokenizer would produce conversations that differ from the model's training format."""
 
     problem = "template-not-followed"
 
 
-def validate_template(renderer: Renderer, tool_format: str | None = None, *, thoughts: bool = True) -> Format:
-    """Try conversations out, without tools and with those that the template shows; return how the model writes turns.
+def validate_template(
+    renderer: Renderer, tool_format: str | None = None, *, reads_reasoning: bool = True
+) -> TurnFormat:
+    """Check conversations without tools, and with tools if the template shows them; return the model's turn format.
 
-    The markers of a thought are those that the template itself names.
+    The reasoning markers are those that the template itself contains.
 
     Args:
-        renderer: the template and the tokenizer; its ``thought_marker`` is set.
-        tool_format: name of the format of calls; with ``plain`` nobody calls, and ``None`` takes the first format that
-            reads what the template writes.
-        thoughts: whether a leading thought is taken as one.
+        renderer: the template and the tokenizer; sets its ``reasoning_marker``.
+        tool_format: name of the call format; ``plain`` reads no calls, and ``None`` takes the first format that reads
+            the template's calls.
+        reads_reasoning: whether leading reasoning is separated from the content.
 
     Raises:
-        CannotFollow: it says what goes wrong.
+        UnsupportedTemplate: the reason is in the message.
     """
     try:
-        return _validate(renderer, tool_format, thoughts=thoughts)
-    except CannotFollow:
+        return _validate(renderer, tool_format, reads_reasoning=reads_reasoning)
+    except UnsupportedTemplate:
         raise
     except (CallerError, TypeError, ValueError, MemoryError) as error:
-        raise _cannot_follow(str(error)) from error
+        raise _unsupported(str(error)) from error
 
 
-def _validate(renderer: Renderer, tool_format: str | None, *, thoughts: bool) -> Format:
+def _validate(renderer: Renderer, tool_format: str | None, *, reads_reasoning: bool) -> TurnFormat:
     plays_calls = tool_format != "plain" and renderer.shows_tools
-    source = renderer.template.source + renderer.example
-    markers = [pair for pair in THOUGHT_MARKERS if any(marker.strip() in source for marker in pair)]
-    think = (markers or [THOUGHT_MARKERS[-1]])[0]
-    renderer.thought_marker = think[0]
-    name = tool_format or (_found(renderer, think) if plays_calls else "plain")
+    source = renderer.template.source + renderer.sample_prompt
+    markers = [pair for pair in REASONING_MARKERS if any(marker.strip() in source for marker in pair)]
+    think = (markers or [REASONING_MARKERS[-1]])[0]
+    renderer.reasoning_marker = think[0]
+    name = tool_format or (_detect_format(renderer, think) if plays_calls else "plain")
     form = replace(format_named(name) or FORMATS["plain"], think=think)
     if name == "plain" and renderer.shows_tools:
-        # Calls are not read, and answers are as the family writes them.
-        with contextlib.suppress(CannotFollow):
-            family = FORMATS[_found(renderer, think)]
-            form = replace(form, sheds=family.sheds, split=family.split)
-    always: Tools = PROBE if tool_format != "plain" and renderer.wants_tools else ()
-    for conversation in _answers():
-        _play(renderer, conversation, always, form, "plain", thoughts=thoughts)
-    for conversation in _calls() if plays_calls else ():
-        _play(renderer, conversation, PROBE, form, name, thoughts=thoughts)
+        # Calls are not read, but answers keep the family's format.
+        with contextlib.suppress(UnsupportedTemplate):
+            family = FORMATS[_detect_format(renderer, think)]
+            form = replace(form, dropped_markers=family.dropped_markers, split=family.split)
+    always: Tools = PROBE_TOOLS if tool_format != "plain" and renderer.requires_tools else ()
+    for conversation in _answer_conversations():
+        _check_conversation(renderer, conversation, always, form, "plain", reads_reasoning=reads_reasoning)
+    for conversation in _call_conversations() if plays_calls else ():
+        _check_conversation(renderer, conversation, PROBE_TOOLS, form, name, reads_reasoning=reads_reasoning)
     return form
 
 
-def _found(renderer: Renderer, think: tuple[str, str]) -> str:
-    """The name of the first format that reads the call that the template writes; formats with markers come first.
+def _detect_format(renderer: Renderer, think: tuple[str, str]) -> str:
+    """Return the name of the first format that reads the template's call; formats with markers come first.
 
     Raises:
-        CannotFollow: there is none, or the template takes no call.
+        UnsupportedTemplate: no format does, or the template refuses a call.
     """
-    conversation = next(_calls())
+    conversation = next(_call_conversations())
     try:
-        prompt = renderer.template.render(conversation[:1], PROBE, prompt=True, now=_NOW)
-        full = renderer.template.render(conversation[:3], PROBE, prompt=True, now=_NOW)
+        prompt = renderer.template.render(conversation[:1], PROBE_TOOLS, prompt=True, now=_NOW)
+        full = renderer.template.render(conversation[:3], PROBE_TOOLS, prompt=True, now=_NOW)
     except CallerError as error:
-        raise _cannot_follow(f"it does not take a call and its result: {error.reason}") from error
-    boundary = _Boundary(renderer, conversation[:2], conversation[2:3], PROBE, prompt, full)
+        raise _unsupported(f"the template refuses a call and its result: {error.reason}") from error
+    boundary = _RenderedTurn(renderer, conversation[:2], conversation[2:3], PROBE_TOOLS, prompt, full)
     boundary.holds_turn()
     for name in sorted(FORMATS, key=lambda name: FORMATS[name].unmarked):
         if boundary.call_end(replace(FORMATS[name], think=think)) is not None:
             return name
-    raise _cannot_follow(f"no tool_call_parser reads its calls, such as {boundary.written().strip()[:200]!r}")
+    example = boundary.turn_text().strip()[:200]
+    raise _unsupported(f"no tool_call_parser reads the template's calls, such as {example!r}")
 
 
-def _answers() -> Iterator[list[Message]]:
-    yield [_user("Askone"), _said("Sayone"), _user("Asktwo"), _said("Saytwo"), _user("Askthree")]
-    yield [{"role": "system", "content": "Rules"}, _user("Askone"), _said("Sayone"), _user("Asktwo")]
+def _answer_conversations() -> Iterator[list[Message]]:
+    yield [_user("Askone"), _assistant("Sayone"), _user("Asktwo"), _assistant("Saytwo"), _user("Askthree")]
+    yield [{"role": "system", "content": "Rules"}, _user("Askone"), _assistant("Sayone"), _user("Asktwo")]
 
 
-def _calls() -> Iterator[list[Message]]:
+def _call_conversations() -> Iterator[list[Message]]:
     begun = [_user("Askone"), _call("Partone"), _result("Seenone", "Partone")]
-    yield [*begun, _call("Parttwo"), _result("Seentwo", "Parttwo"), _said("Sayone"), _user("Asktwo")]
+    yield [*begun, _call("Parttwo"), _result("Seentwo", "Parttwo"), _assistant("Sayone"), _user("Asktwo")]
     yield [{"role": "system", "content": "Rules"}, *begun]
 
 
@@ -114,12 +117,12 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _said(text: str) -> Message:
+def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
 def _call(part: str) -> Message:
-    function = {"name": PROBE_NAME, "arguments": json.dumps({"part": part})}
+    function = {"name": PROBE_TOOL_NAME, "arguments": json.dumps({"part": part})}
     return {
         "role": "assistant",
         "content": "",
@@ -128,21 +131,27 @@ def _call(part: str) -> Message:
 
 
 def _result(text: str, part: str) -> Message:
-    return {"role": "tool", "tool_call_id": _id(part), "name": PROBE_NAME, "content": text}
+    return {"role": "tool", "tool_call_id": _id(part), "name": PROBE_TOOL_NAME, "content": text}
 
 
 def _id(part: str) -> str:
     return f"call{part[4:]}00"
 
 
-def _marks(message: Message) -> str:
-    """The word of a message that no other has."""
+def _unique_word(message: Message) -> str:
+    """Return the word of a message that no other message contains."""
     calls = message.get("tool_calls")
     return str(json.loads(calls[-1]["function"]["arguments"])["part"] if calls else message["content"])
 
 
-def _play(
-    renderer: Renderer, conversation: Sequence[Message], tools: Tools, form: Format, name: str, *, thoughts: bool
+def _check_conversation(
+    renderer: Renderer,
+    conversation: Sequence[Message],
+    tools: Tools,
+    form: TurnFormat,
+    name: str,
+    *,
+    reads_reasoning: bool,
 ) -> None:
     turns = [at for at, message in enumerate(conversation) if message["role"] == "assistant"]
     for at, end in zip(turns, [*turns[1:], len(conversation)], strict=True):
@@ -152,15 +161,15 @@ def _play(
             full = renderer.template.render([*history, *new], tools, prompt=True, now=_NOW)
         except CallerError as error:
             if conversation[0]["role"] == "system":
-                return  # It says itself, and by name, that it takes no system's messages.
+                return  # a template without system messages refuses them with an error of its own
             called = any("tool_calls" in message for message in conversation)
             said = "a call and its result" if called else "an answer and another question"
-            raise _cannot_follow(f"it does not take {said}: {error.reason}") from error
-        _Boundary(renderer, history, new, tools, prompt, full).check(form, name, thoughts=thoughts)
+            raise _unsupported(f"the template refuses {said}: {error.reason}") from error
+        _RenderedTurn(renderer, history, new, tools, prompt, full).check(form, name, reads_reasoning=reads_reasoning)
 
 
-class _Boundary:
-    """One turn of a conversation, and what the template writes of it."""
+class _RenderedTurn:
+    """One turn of a conversation and the template's rendering of it."""
 
     def __init__(
         self,
@@ -176,81 +185,82 @@ class _Boundary:
         self._prompt, self._full = prompt, full
 
     def holds_turn(self) -> str:
-        """The word of the turn that no other message has, once it is known that the template writes it."""
-        turn, mark = self._history[-1], _marks(self._history[-1])
-        said = "the policy's calls" if turn.get("tool_calls") else "what the policy said"
-        self._holds(mark in self._full, f"it drops {said}")
+        """Return the unique word of the turn, after checking that the rendering contains it."""
+        turn, mark = self._history[-1], _unique_word(self._history[-1])
+        said = "the policy's calls" if turn.get("tool_calls") else "the policy's text"
+        self._require(mark in self._full, f"the template drops {said}")
         return mark
 
-    def check(self, form: Format, name: str, *, thoughts: bool) -> None:
+    def check(self, form: TurnFormat, name: str, *, reads_reasoning: bool) -> None:
         full, turn, mark = self._full, self._history[-1], self.holds_turn()
         for message in self._new:
-            what = "results of tools" if message["role"] == "tool" else "what users say"
-            self._holds(_marks(message) in full, f"it drops {what}")
+            what = "results of tools" if message["role"] == "tool" else "messages of users"
+            self._require(_unique_word(message) in full, f"the template drops {what}")
         at = full.rindex(mark) + len(mark)
-        self._holds(_marks(self._new[0]) in full[at:], "it writes what follows a turn before it")
-        gap = full[at : full.index(_marks(self._new[0]), at)]
+        self._require(_unique_word(self._new[0]) in full[at:], "the template puts later messages before a turn")
+        gap = full[at : full.index(_unique_word(self._new[0]), at)]
         if turn.get("tool_calls"):
             found = self.call_end(form)
             others = (other for other in FORMATS if self.call_end(replace(FORMATS[other], think=form.think)))
             if found is None:
                 named = "".join(f", {other!r} does" for other in others)
-                self._holds(False, f"tool_call_parser {name!r} does not read its calls{named}")
+                self._require(False, f"tool_call_parser {name!r} does not read the template's calls{named}")
             closed, end = found or (at, "")
         else:
             end = self._end(gap)
             closed = at + gap.index(end) if end else at
-        whole, start = self._whole, self._start
+        whole, start = self._keeps_prompt, self._turn_start
         body = full[start:closed]
         if whole and not turn.get("tool_calls"):
-            opened = thoughts and self._prompt.rstrip().endswith(form.think[0].rstrip())
+            opened = reads_reasoning and self._prompt.rstrip().endswith(form.think[0].rstrip())
             said = parse(body.rpartition(form.think[1])[2] if opened else body, form, calls=False).content
-            text = self._tokenizer.without_special(said).strip()
-            self._holds(text == turn["content"], f"an answer would be read as {text!r}")
+            text = self._tokenizer.strip_special_tokens(said).strip()
+            self._require(text == turn["content"], f"an answer would be parsed as {text!r}")
         right = full[closed + len(end) :]
         if whole:
             body, cut = full[start:closed], full[closed:]
-            self._follows(body + end, right, returned=True)
+            self._check_continuation(body + end, right, returned=True)
         elif not turn.get("tool_calls"):
             body, cut = mark, full[at:]
         else:
             return
-        self._follows(f" {body}{end}", right)
-        self._follows(body, cut, finish=Finish.LENGTH)
+        self._check_continuation(f" {body}{end}", right)
+        self._check_continuation(body, cut, finish=Finish.LENGTH)
         eos = self._renderer.template.eos_token
         if end and eos not in gap and eos in self._tokenizer.special.values():
-            # The token at which some models end a call opens the result, and is still due behind another end.
-            self._follows(body + eos, right, or_else=end + right)
+            # Some models end a call with the token that opens the result, which must still follow another end.
+            self._check_continuation(body + eos, right, or_else=end + right)
 
     def _end(self, gap: str) -> str:
-        """The token at which the turn ends, if the template has one for that."""
+        """Return the token at which the turn ends, if the template has one."""
         special = self._tokenizer.special_pattern
         own = special.findall(end_of_turn(self._renderer.template.writer(self._tools), special))
         known = [self._renderer.template.eos_token, *own[:1]]
         return next((end for end in known if end and end in gap), "")
 
     @property
-    def _whole(self) -> bool:
-        """Whether the prompt of the turn stands unchanged before what follows."""
+    def _keeps_prompt(self) -> bool:
+        """Whether the rendering begins with the unchanged prompt of the turn."""
         return self._full.startswith(self._prompt)
 
     @property
-    def _start(self) -> int:
-        return len(self._prompt) if self._whole else self._parting()
+    def _turn_start(self) -> int:
+        return len(self._prompt) if self._keeps_prompt else self._divergence()
 
-    def written(self) -> str:
-        """What the template writes of a turn that calls, and of what follows up to the next message's content."""
-        at = self._full.rindex(_marks(self._history[-1]))
-        return self._full[self._start : self._full.index(_marks(self._new[0]), at)]
+    def turn_text(self) -> str:
+        """Return the rendering of a turn with calls, up to the next message's content."""
+        at = self._full.rindex(_unique_word(self._history[-1]))
+        return self._full[self._turn_start : self._full.index(_unique_word(self._new[0]), at)]
 
-    def call_end(self, form: Format) -> tuple[int, str] | None:
-        """Where a turn that calls ends, and the token at which it does, if the format reads its calls up to there.
+    def call_end(self, form: TurnFormat) -> tuple[int, str] | None:
+        """Return index and token of the end of a turn with calls, if the format reads the calls up to there.
 
-        Tried are the template's end of turn, each special token behind the call, and the end of turn in plain text.
+        Candidates are the template's end of turn, each special token after the call, and the end of turn in plain
+        text.
         """
         full, special = self._full, self._tokenizer.special_pattern
-        at = full.rindex(_marks(self._history[-1])) + len(_marks(self._history[-1]))
-        gap = full[at : full.index(_marks(self._new[0]), at)]
+        at = full.rindex(_unique_word(self._history[-1])) + len(_unique_word(self._history[-1]))
+        gap = full[at : full.index(_unique_word(self._new[0]), at)]
         plain = end_of_turn(self._renderer.template.writer(self._tools), special).strip()
         known = [end for end in (self._end(gap),) if end]
         places = [(gap.index(end), end) for end in known]
@@ -259,63 +269,65 @@ class _Boundary:
         places += [(len(gap.rstrip()), ""), (0, "")]
         for closed in (True, False):
             for place, end in places:
-                if self._reads(full[self._start : at + place], form, closed=closed):
+                if self._reads(full[self._turn_start : at + place], form, closed=closed):
                     return at + place, end
         return None
 
-    def _parting(self) -> int:
-        """Where the template begins to write the turn otherwise than its prompt did: behind a token or a line."""
+    def _divergence(self) -> int:
+        """Return where the rendering starts to differ from the prompt, rounded back to a token or a line."""
         pairs = enumerate(zip(self._prompt, self._full, strict=False))
         alike = self._full[: next((place for place, (one, other) in pairs if one != other), None)]
         tokens = [token.end() for token in self._tokenizer.special_pattern.finditer(alike)]
         return max([0, alike.rfind("\n") + 1, *tokens])
 
-    def _reads(self, body: str, form: Format, *, closed: bool) -> bool:
-        """Whether a format reads the turn's calls, which it must find closed, and leaves nothing of their markers."""
+    def _reads(self, body: str, form: TurnFormat, *, closed: bool) -> bool:
+        """Return whether a format reads the turn's calls, closed if ``closed``, without leaving marker text in the
+        content.
+        """
         parsed = parse(body.rpartition(form.think[1])[2], form, self._tools, cut=closed)
-        left = self._whole and self._tokenizer.without_special(parsed.content).strip()
-        return _named(parsed.calls) == _wanted(self._history[-1]) and not left
+        left = self._keeps_prompt and self._tokenizer.strip_special_tokens(parsed.content).strip()
+        return _calls_of(parsed.calls) == _expected_calls(self._history[-1]) and not left
 
-    def _follows(
+    def _check_continuation(
         self, sampled: str, right: str, *, finish: Finish = Finish.STOP, returned: bool = False, or_else: str = ""
     ) -> None:
-        """What is put after a sampled text is what the template puts there, to the token.
+        """Check that the renderer appends to a sampled text exactly the template's tokens.
 
-        With ``returned``, the text is also what its tokens are read as.
+        With ``returned``, the sampled ids must also decode to the text.
         """
         encode, texts = self._tokenizer.encode, (self._prompt, self._prompt + sampled, self._prompt + sampled + right)
         prompt, turn, whole = map(encode, texts)
         if turn[: len(prompt)] != prompt or whole[: len(turn)] != turn:
-            return  # A token lies across the boundary, as none does that is sampled.
+            return  # a token spans the boundary, which sampled tokens never do
         ids, behind = turn[len(prompt) :], prompt[-1]
-        self._holds(bool(ids), f"the tokenizer has no ids for {sampled!r}")
-        got = self._renderer.next(
+        self._require(bool(ids), f"the tokenizer has no ids for {sampled!r}")
+        got = self._renderer.render_continuation(
             self._history, self._new, self._tools, sampled=ids, finish=finish, behind=behind, now=_NOW
         )
         text = self._tokenizer.decode(got.ids, ids[-1])
         same = got.ids == whole[len(turn) :] or text == or_else
-        self._holds(same, f"after {sampled!r} there would be {text!r} and not {right!r}")
+        self._require(same, f"after {sampled!r} the service would append {text!r}, but the template writes {right!r}")
         text = self._tokenizer.decode(ids, behind)
-        same = text.split() == sampled.split()  # Spaces beside special tokens may be the tokenizer's own.
-        self._holds(not returned or same, f"the tokenizer gives {sampled!r} back as {text!r}")
+        same = text.split() == sampled.split()  # the tokenizer may add spaces beside special tokens
+        self._require(not returned or same, f"the tokenizer decodes {sampled!r} to {text!r}")
 
-    def _holds(self, true: bool, otherwise: str) -> None:
+    def _require(self, true: bool, otherwise: str) -> None:
         if not true:
-            raise _cannot_follow(otherwise)
+            raise _unsupported(otherwise)
 
 
-def _cannot_follow(why: str) -> CannotFollow:
-    return CannotFollow(
-        f"it cannot be followed turn by turn: {why}. Give another template or another tool_call_parser "
-        "(plain where no tools are offered), or let the engine render and read its turns (engine: vllm_chat)",
+def _unsupported(why: str) -> UnsupportedTemplate:
+    return UnsupportedTemplate(
+        f"the chat template cannot be rendered turn by turn: {why}. Set another chat_template or tool_call_parser "
+        "(plain if no tools are offered), or engine: vllm_chat, whose engine renders and parses turns itself",
         field="chat_template",
     )
 
 
-def _named(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
+def _calls_of(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
     return [(call.name, json.loads(call.arguments)) for call in calls if not call.malformed]
 
 
-def _wanted(turn: Message) -> list[tuple[str, object]]:
+def _expected_calls(turn: Message) -> list[tuple[str, object]]:
     functions = [call["function"] for call in turn["tool_calls"]]
     return [(function["name"], json.loads(function["arguments"])) for function in functions]

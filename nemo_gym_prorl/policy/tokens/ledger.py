@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokens of a rollout, exactly as they were sampled.
 
-Text is a lossy view of tokens: many token sequences decode to the same text, and only one of them was sampled. So a
-rollout is kept as a tree of *turns*, each of which adds two things to its parent's sequence: ids that were *observed*
-(rendered from new messages, never trained on) and ids that were *sampled* (with their log-probs and the weights that
-sampled them). A turn cannot be built any other way, which gives the invariants for nothing:
+Text is a lossy view of tokens: many token sequences decode to the same text, and only one of them was sampled. A
+rollout is therefore a tree of *turns*. Each turn adds two things to its parent's sequence: *observed* ids (rendered
+from new messages, never trained on) and *sampled* ids (with log-probs and weight labels).
+
+Turns can only be built by :meth:`TokenLedger.append`, so these invariants hold by construction:
 
 - a turn's prompt is its parent's whole sequence followed by the newly observed ids: an exact prefix chain;
-- what was sampled is never tokenised again;
+- sampled ids are never tokenised again;
 - ids, log-probs and mask of a sequence have equal length.
 
 Two turns with the same parent are two *branches*: the history was sampled twice, or rewritten. Pure: no task, socket,
@@ -28,29 +29,28 @@ from nemo_gym_prorl.policy.generation import Finish, Generation
 
 
 class TokenMismatch(InfrastructureError):
-    """What an engine answered cannot be the tokens of this rollout."""
+    """An engine's answer cannot be the tokens of this rollout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """One turn of the policy. Never changed, and linked to the turn whose sequence it continues.
+class LedgerTurn:
+    """One immutable turn of the policy, linked to the turn whose sequence it continues.
 
-    Numbers are kept packed: as objects of their own they are most of what thousands of rollouts keep, and are strewn
-    over memory.
+    Numbers are stored in packed arrays, which take 4 bytes an id and 8 a log-prob.
 
     Attributes:
         parent: the turn that this one continues; ``None`` for the first turn of a branch.
         observed: ids rendered since the parent's end (uint32); the whole prompt for a first turn.
         sampled: ids that the policy sampled (uint32).
         log_probs: one per sampled id (float64).
-        weight_version: the weights with which sampling began, if the backend has a label for them.
-        last_version: those with which it ended; others than at first where weights changed meanwhile.
+        weight_version: label of the weights when sampling began, if the backend has one.
+        last_version: label of the weights when sampling ended; differs after an update during sampling.
         finish: why sampling ended.
         start: number of tokens before ``sampled``, that is the length of the prompt.
-        routed_experts: of these ids and the last one before, where the engine tells.
+        routed_experts: experts of these ids and of the last id before them, where the engine reports experts.
     """
 
-    parent: Turn | None
+    parent: LedgerTurn | None
     observed: array[int]
     sampled: array[int]
     log_probs: array[float]
@@ -62,13 +62,13 @@ class Turn:
 
     @property
     def end(self) -> int:
-        """Length of the sequence with this turn's sampled ids."""
+        """Length of the sequence including this turn's sampled ids."""
         return self.start + len(self.sampled)
 
-    def path(self) -> list[Turn]:
-        """The turns from the first one of the branch to this one."""
+    def path(self) -> list[LedgerTurn]:
+        """Return the turns from the first one of the branch to this one."""
         turns = []
-        turn: Turn | None = self
+        turn: LedgerTurn | None = self
         while turn is not None:
             turns.append(turn)
             turn = turn.parent
@@ -76,7 +76,7 @@ class Turn:
         return turns
 
     def sequence(self) -> list[int]:
-        """All token ids up to the end of this turn."""
+        """Return all token ids up to the end of this turn."""
         ids: list[int] = []
         for turn in self.path():
             ids.extend(turn.observed)
@@ -84,13 +84,13 @@ class Turn:
         return ids
 
     def prompt(self) -> list[int]:
-        """The ids that this turn was sampled from."""
+        """Return the ids that this turn was sampled from."""
         return self.sequence()[: self.start]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch ``[start, end)`` of a sequence that has one source."""
+    """Part ``[start, end)`` of a sequence that is either all sampled or all observed."""
 
     start: int
     end: int
@@ -100,12 +100,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """One branch as a trainer wants it. ``ids``, ``log_probs`` and ``mask`` have equal length.
+    """One branch in the form that a trainer needs. ``ids``, ``log_probs`` and ``mask`` have equal length.
 
     Attributes:
         ids: all token ids (uint32).
-        log_probs: of the sampled ones, 0 for all others (float64).
-        spans: who is the source of which stretch, from the first token to the last.
+        log_probs: log-probs of the sampled ids, 0 for all others (float64).
+        spans: consecutive spans that cover the sequence.
     """
 
     ids: array[int]
@@ -114,7 +114,7 @@ class TrainingSequence:
 
     @property
     def mask(self) -> list[int]:
-        """1 for what is trained on, 0 for all else."""
+        """1 for trained tokens, 0 for all others."""
         mask: list[int] = []
         for span in self.spans:
             mask += [int(span.sampled)] * (span.end - span.start)
@@ -122,26 +122,26 @@ class TrainingSequence:
 
 
 class TokenLedger:
-    """The turns of one rollout, in the order in which they were sampled."""
+    """Turns of one rollout, in the order in which they were sampled."""
 
     def __init__(self) -> None:
-        self.turns: list[Turn] = []
-        self._with_children: set[Turn] = set()
-        self._by_tokens: dict[tuple[int, int], list[Turn]] = {}
+        self.turns: list[LedgerTurn] = []
+        self._with_children: set[LedgerTurn] = set()
+        self._by_tokens: dict[tuple[int, int], list[LedgerTurn]] = {}
 
     def append(
         self,
-        parent: Turn | None,
+        parent: LedgerTurn | None,
         observed: Sequence[int],
         generation: Generation,
         weight_version: str | None = None,
         last_version: str | None = None,
-    ) -> Turn:
-        """Record a turn, with the labels of the weights when its sampling began and ended.
+    ) -> LedgerTurn:
+        """Record a turn, with the weight labels when its sampling began and ended.
 
         Raises:
-            TokenMismatch: log-probs are missing or not numbers, ids are none, the prompt is empty, or a token has no
-                experts where others have.
+            TokenMismatch: log-probs are missing or not finite, an id is invalid, the prompt is empty, or rows of
+                experts are missing.
         """
         if parent is None and not observed:
             raise TokenMismatch("the prompt has no tokens: the engine or the chat template rendered nothing")
@@ -159,10 +159,10 @@ class TokenLedger:
                 experts = last_rows(experts, own if parent is None else own + 1)
             except ValueError as error:
                 raise TokenMismatch(str(error)) from error
-        turn = Turn(
+        turn = LedgerTurn(
             parent=parent,
-            observed=packed_ids(observed),
-            sampled=packed_ids(generation.ids),
+            observed=pack_ids(observed),
+            sampled=pack_ids(generation.ids),
             log_probs=array("d", generation.log_probs),
             weight_version=weight_version,
             last_version=last_version,
@@ -171,53 +171,55 @@ class TokenLedger:
             routed_experts=experts,
         )
         self.turns.append(turn)
-        self._by_tokens.setdefault((turn.start, hash_of_ids(turn.sampled)), []).append(turn)
+        self._by_tokens.setdefault((turn.start, ids_hash(turn.sampled)), []).append(turn)
         if parent is not None:
             self._with_children.add(parent)
         return turn
 
-    def place(self, prompt_ids: Sequence[int], candidate: Turn | None) -> tuple[Turn | None, list[int]]:
-        """Split a prompt that an engine rendered into the turn it continues and what it adds.
+    def split_prompt(
+        self, prompt_ids: Sequence[int], candidate: LedgerTurn | None
+    ) -> tuple[LedgerTurn | None, list[int]]:
+        """Split a prompt that an engine rendered into the turn that it continues and the ids after that turn.
 
-        The candidate is kept if its sequence is an exact prefix of the prompt; otherwise the engine rewrote history,
-        and the prompt starts a branch of its own.
+        The candidate is kept if its sequence is an exact prefix of the prompt. Otherwise the engine rewrote history,
+        and the prompt starts a branch.
         """
         ids = list(prompt_ids)
         if candidate is not None and ids[: candidate.end] == candidate.sequence():
             return candidate, ids[candidate.end :]
         return None, ids
 
-    def forks(self, parent: Turn | None) -> bool:
-        """Whether a turn after this one, or a first turn, would start a branch beside one that is there."""
+    def would_branch(self, parent: LedgerTurn | None) -> bool:
+        """Return whether a turn after ``parent``, or a first turn for ``None``, would start another branch."""
         return parent in self._with_children if parent is not None else bool(self.turns)
 
-    def find(self, prompt_ids: Sequence[int], sampled: Sequence[int]) -> Turn | None:
-        """The latest turn with exactly these tokens."""
-        ids = packed_ids(sampled)
-        alike = [turn for turn in self._by_tokens.get((len(prompt_ids), hash_of_ids(ids)), ()) if turn.sampled == ids]
+    def find(self, prompt_ids: Sequence[int], sampled: Sequence[int]) -> LedgerTurn | None:
+        """Return the latest turn with exactly these tokens."""
+        ids = pack_ids(sampled)
+        alike = [turn for turn in self._by_tokens.get((len(prompt_ids), ids_hash(ids)), ()) if turn.sampled == ids]
         prompt = list(prompt_ids)
         return next((turn for turn in reversed(alike) if turn.prompt() == prompt), None)
 
-    def leaves(self) -> Iterator[Turn]:
-        """The last turn of every branch."""
+    def leaves(self) -> Iterator[LedgerTurn]:
+        """Return the last turn of every branch."""
         return (turn for turn in self.turns if turn not in self._with_children)
 
     @property
     def branches(self) -> int:
-        """Number of sequences that it takes to hold all sampled tokens; 1 for a rollout whose history never forked."""
+        """Number of sequences that hold all sampled tokens; 1 for a rollout whose history never branched."""
         return sum(1 for _ in self.leaves())
 
     def sequences(self) -> list[TrainingSequence]:
-        """Every branch as a training sequence.
+        """Return every branch as a training sequence.
 
-        A turn that several branches share is marked as sampled in the first of them only, so that no sampled token is
-        trained on twice.
+        A turn that several branches share is marked as sampled only in the first of them, so no token is trained on
+        twice.
         """
-        seen: set[Turn] = set()
+        seen: set[LedgerTurn] = set()
         return [self._sequence(leaf, seen) for leaf in self.leaves()]
 
     @staticmethod
-    def _sequence(leaf: Turn, seen: set[Turn]) -> TrainingSequence:
+    def _sequence(leaf: LedgerTurn, seen: set[LedgerTurn]) -> TrainingSequence:
         ids, log_probs, spans = array("I"), array("d"), list[Span]()
         for turn in leaf.path():
             trained = turn not in seen
@@ -229,11 +231,11 @@ class TokenLedger:
         return TrainingSequence(ids, log_probs, tuple(span for span in spans if span.end > span.start))
 
 
-def packed_ids(ids: Sequence[int]) -> array[int]:
-    """Ids as they are kept.
+def pack_ids(ids: Sequence[int]) -> array[int]:
+    """Return ids as a packed array.
 
     Raises:
-        TokenMismatch: what cannot be one is among them.
+        TokenMismatch: a value cannot be a token id.
     """
     try:
         return array("I", ids)
@@ -241,6 +243,6 @@ def packed_ids(ids: Sequence[int]) -> array[int]:
         raise TokenMismatch(f"not a token id: {error}") from error
 
 
-def hash_of_ids(ids: Sequence[int]) -> int:
-    """Equal for equal ids, in whatever sequence."""
-    return hash((ids if isinstance(ids, array) else packed_ids(ids)).tobytes())
+def ids_hash(ids: Sequence[int]) -> int:
+    """Return a hash that is equal for equal ids, whatever sequence type holds them."""
+    return hash((ids if isinstance(ids, array) else pack_ids(ids)).tobytes())

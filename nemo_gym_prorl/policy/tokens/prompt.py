@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids as the text that they are on the wire: prompts that are appended to, and tokens that agents send back.
+"""Token ids as JSON text: prompts that grow by appending, and tokens that agents send back.
 
-A prompt of 64k tokens is 400 KB of JSON, in the request to the engine, in the engine's answer, in ours to the agent
-and in what the agent sends back, in every turn. As text, ids are copied and compared, which takes microseconds. No
-number is read out of the text: the ledger's numbers count, and the text is made of them.
+A prompt of 64k tokens is 400 KB of JSON. Each turn sends this JSON to the engine, and receives it from the engine and
+from the agent. As text, ids can be copied and compared without parsing numbers. The ledger's numbers are the source of
+truth, and the text is always written from them.
 
 Gym's agents send each turn's prompt, ids and log-probs with the whole history. :func:`strip_known_tokens` compares
-these with what was written, byte for byte, and cuts them out before the rest is read as JSON. A turn that differs in
-any byte is not cut out, and is read in full. Pure: no task, socket, clock or thread.
+these fields with the ledger's text byte for byte and cuts equal ones out before JSON parsing. A turn that differs in
+any byte stays in the request and is parsed in full. Pure: no task, socket, clock or thread.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from typing import overload
 
 import orjson
 
-from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
+from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn, TokenLedger
 
 
-BRANCHES = 4
-"""Of so many branches the texts are kept, those that were asked for last: an agent goes on from one of them."""
+MAX_BRANCHES = 4
+"""Branches whose texts are cached (LRU); an agent continues one of the latest."""
 
 
 class Prompt(Sequence[int]):
-    """The ids of a prompt: a turn's whole sequence and what is new after it.
+    """Ids of a prompt: the whole sequence of a turn, and new ids after it.
 
     Args:
-        before: the turn that it continues, if any.
-        new: the ids after that.
-        parts: all of them as a list in JSON, in parts.
+        before: the turn that the prompt continues, if any.
+        new: the ids after that turn.
+        parts: all ids as a JSON list, in parts.
     """
 
     __slots__ = ("_ids", "before", "new", "parts")
 
-    def __init__(self, before: Turn | None, new: Sequence[int], parts: Sequence[bytes]) -> None:
+    def __init__(self, before: LedgerTurn | None, new: Sequence[int], parts: Sequence[bytes]) -> None:
         self.before = before
         self.new = new
         self.parts = parts
@@ -59,42 +59,44 @@ class Prompt(Sequence[int]):
         return iter(self.ids())
 
     def ids(self) -> list[int]:
-        """The numbers."""
+        """Return all ids, built on first use."""
         if self._ids is None:
             self._ids = [*(self.before.sequence() if self.before else ()), *self.new]
         return self._ids
 
 
-def json_of_ids(ids: Sequence[int]) -> Sequence[bytes]:
-    """Ids as a list in JSON, in parts."""
+def json_parts(ids: Sequence[int]) -> Sequence[bytes]:
+    """Return ids as a JSON list, in parts."""
     return ids.parts if isinstance(ids, Prompt) else (orjson.dumps(list(ids)),)
 
 
-class IdTexts:
-    """The texts of a rollout's sequences, each appended to as its branch grows: a prompt of any length is put together
-    of three pieces. A text that is not kept is written again when it is asked for."""
+class TokenTextCache:
+    """Cached JSON texts of a rollout's sequences; an evicted text is written again on demand.
+
+    A prompt of any length is a concatenation of three pieces.
+    """
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[Turn, bytes] = OrderedDict()
-        self._lengths: dict[Turn, int] = {}
-        self._sampled: dict[Turn, bytes] = {}
+        self._texts: OrderedDict[LedgerTurn, bytes] = OrderedDict()
+        self._lengths: dict[LedgerTurn, int] = {}
+        self._sampled: dict[LedgerTurn, bytes] = {}
 
-    def prompt(self, before: Turn | None, new: Sequence[int]) -> Prompt:
-        """What follows a turn, as a prompt."""
-        added = _added(new, first=before is None)
-        return Prompt(before, new, (added, b"]") if before is None else (self._upto(before), added, b"]"))
+    def prompt(self, before: LedgerTurn | None, new: Sequence[int]) -> Prompt:
+        """Return the prompt that continues the turn ``before`` by new ids."""
+        added = _list_items(new, first=before is None)
+        return Prompt(before, new, (added, b"]") if before is None else (self._sequence_text(before), added, b"]"))
 
-    def before(self, turn: Turn) -> bytes:
-        """The text of a turn's prompt: a list that is not closed."""
-        text = self._upto(turn)
+    def before(self, turn: LedgerTurn) -> bytes:
+        """Return the text of a turn's prompt: a JSON list without its closing bracket."""
+        text = self._sequence_text(turn)
         return text[: self._lengths[turn]]
 
-    def reaching(self, tip: Turn) -> tuple[bytes, Mapping[Turn, int]]:
-        """The text of a turn's whole sequence, and how much of it is the prompt of each turn on the way."""
-        return self._upto(tip), self._lengths
+    def sequence_text(self, tip: LedgerTurn) -> tuple[bytes, Mapping[LedgerTurn, int]]:
+        """Return the text of a turn's whole sequence, and the length of each turn's prompt within it."""
+        return self._sequence_text(tip), self._lengths
 
-    def sampled(self, turn: Turn) -> bytes:
-        """What follows the ids of a turn's prompt, where its three token fields are written as JSON."""
+    def sampled(self, turn: LedgerTurn) -> bytes:
+        """Return the JSON after a turn's prompt ids: the closing bracket, and the two other token fields."""
         if turn not in self._sampled:
             self._sampled[turn] = b'],"generation_token_ids":%b,"generation_log_probs":%b' % (
                 orjson.dumps(turn.sampled.tolist()),
@@ -102,64 +104,70 @@ class IdTexts:
             )
         return self._sampled[turn]
 
-    def _upto(self, tip: Turn) -> bytes:
-        """A list that is not closed, of all ids up to the end of a turn."""
-        missing: list[Turn] = []
-        turn: Turn | None = tip
+    def _sequence_text(self, tip: LedgerTurn) -> bytes:
+        """Return all ids up to the end of a turn as a JSON list without its closing bracket."""
+        missing: list[LedgerTurn] = []
+        turn: LedgerTurn | None = tip
         while turn is not None and turn not in self._texts:
             missing.append(turn)
             turn = turn.parent
         parts = [b"" if turn is None else self._texts.pop(turn)]
         length = len(parts[0])
         for one in reversed(missing):
-            observed = _added(one.observed.tolist(), first=one.parent is None)
-            sampled = _added(one.sampled.tolist(), first=False)
+            observed = _list_items(one.observed.tolist(), first=one.parent is None)
+            sampled = _list_items(one.sampled.tolist(), first=False)
             self._lengths[one] = length + len(observed)
             length = self._lengths[one] + len(sampled)
             parts += (observed, sampled)
         whole = self._texts[tip] = b"".join(parts)
-        if len(self._texts) > BRANCHES:
+        if len(self._texts) > MAX_BRANCHES:
             self._texts.popitem(last=False)
         return whole
 
 
-def _added(ids: Sequence[int], *, first: bool) -> bytes:
-    """Ids at the beginning of a list, which is never empty, or behind others."""
+def _list_items(ids: Sequence[int], *, first: bool) -> bytes:
+    """Return ids as JSON list items, with the opening bracket if they are the first."""
     if not ids:
         return b"[" if first else b""
     text = orjson.dumps(ids)[:-1]
     return text if first else b",%b" % text[1:]
 
 
-MARK = f"turn of {uuid.uuid4().hex}"
-"""The field in the place of a known turn's tokens, with its number among those found. No caller knows the name."""
+TURN_MARKER = f"turn of {uuid.uuid4().hex}"
+"""Field that replaces a known turn's tokens; its value is the turn's index. The random name cannot occur in a request.
+
+"""
 
 _NAME = b'"prompt_token_ids":'
 
 
-def strip_known_tokens(body: bytes, ledger: TokenLedger, texts: IdTexts) -> tuple[bytes, list[Turn]] | None:
-    """A request without the tokens of the turns that it repeats, and those turns in their order.
+def strip_known_tokens(
+    body: bytes, ledger: TokenLedger, texts: TokenTextCache
+) -> tuple[bytes, list[LedgerTurn]] | None:
+    """Return a request without the tokens of the turns that it repeats, and those turns in order.
 
     Returns:
-        ``None`` where it has tokens that are not those of one branch from its first turn on.
+        ``None`` if the request has tokens that are not those of one branch from its first turn on.
     """
     at = body.find(_NAME)
     if at < 0:
         return body, []
-    for leaf in islice(_latest(ledger), BRANCHES):
-        if (found := _along(body, at, leaf.path(), texts)) is not None:
+    for leaf in islice(_latest_leaves(ledger), MAX_BRANCHES):
+        if (found := _strip_branch(body, at, leaf.path(), texts)) is not None:
             return found
     return None
 
 
-def _latest(ledger: TokenLedger) -> list[Turn]:
+def _latest_leaves(ledger: TokenLedger) -> list[LedgerTurn]:
     return list(ledger.leaves())[::-1]
 
 
-def _along(body: bytes, at: int, path: Sequence[Turn], texts: IdTexts) -> tuple[bytes, list[Turn]] | None:
+def _strip_branch(
+    body: bytes, at: int, path: Sequence[LedgerTurn], texts: TokenTextCache
+) -> tuple[bytes, list[LedgerTurn]] | None:
     parts, end, number = [], 0, 0
-    text, lengths = texts.reaching(path[-1])
-    # No string can hold the name with bare quotes, so each of these is a field.
+    text, lengths = texts.sequence_text(path[-1])
+    # A JSON string cannot contain the name with unescaped quotes, so each match is a field.
     while at >= 0:
         if number == len(path):
             return None
@@ -169,7 +177,7 @@ def _along(body: bytes, at: int, path: Sequence[Turn], texts: IdTexts) -> tuple[
             known = bool(turn.sampled) and body.startswith(ids, start) and body.startswith(rest, start + length)
         if not known:
             return None
-        parts.append(b'%b"%b":%d' % (body[end:at], MARK.encode(), number))
+        parts.append(b'%b"%b":%d' % (body[end:at], TURN_MARKER.encode(), number))
         end = start + length + len(rest)
         at, number = body.find(_NAME, end), number + 1
     return b"".join([*parts, body[end:]]), list(path[:number])

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl doctor --policy-url``: one line for each thing that would fail later, with its fix."""
+"""``prorl doctor --policy-url``: one line for each defect that a rollout would meet, with its fix."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fastapi import Body, FastAPI
 from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli.app import app
-from nemo_gym_prorl.policy.fitness import Finding, examine_engine
-from nemo_gym_prorl.policy.host import PolicyConfig
+from nemo_gym_prorl.policy.engine_checks import EngineFinding, check_engine
+from nemo_gym_prorl.policy.runtime import PolicyConfig
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES
-from tests.policy.hosts import words_in
+from tests.policy.runtimes import words_in
 from tests.policy.scripted_engine import answer_of, completion, says
 from tests.rollout.serving import serve as serving
 
 
-async def _findings(url: str, **settings: Any) -> dict[str, Finding]:
+async def _findings(url: str, **settings: Any) -> dict[str, EngineFinding]:
     config = PolicyConfig(base_url=[url], **({"model": MODEL} | settings))
-    return {one.name: one async for one in examine_engine(config)}
+    return {one.name: one async for one in check_engine(config)}
 
 
 @pytest.mark.engine
@@ -45,7 +45,7 @@ async def test_a_real_engine_is_looked_over(engine_url: str, model_folder: Path)
     ("settings", "name", "said"),
     [
         ({"model": "nope"}, "Engine", "serves tiny, not 'nope'"),
-        ({"tool_call_parser": "mistral"}, "Template", "'mistral' does not read its calls, 'hermes' does"),
+        ({"tool_call_parser": "mistral"}, "Template", "'mistral' does not read the template's calls, 'hermes' does"),
         ({"chat_template": "opened", "tokenizer": None, "engine": "sglang"}, "Engine", "has no /generate"),
         ({"tokenizer": "words"}, "Template", "the tokenizer has no ids for 'Sayone'"),
         ({"tokenizer": "nowhere-at-all"}, "Template", "neither a folder nor a model"),

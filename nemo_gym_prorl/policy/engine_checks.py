@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine and a tokenizer are fit to train with: what a deployment would find out turn by turn, at once."""
+"""Check whether an engine and a tokenizer support training, before any rollout runs (``prorl doctor``)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from nemo_gym_prorl.policy.engines.engine import (
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.log_probs import LogProbMode
 from nemo_gym_prorl.policy.engines.protocols import ENGINES
-from nemo_gym_prorl.policy.host import PolicyConfig
+from nemo_gym_prorl.policy.runtime import PolicyConfig
 from nemo_gym_prorl.policy.text.formats import FORMATS, format_named
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.validate_template import validate_template
 
 
 _CHECK_S = 45.0
-"""Limit of one check; an engine on a CPU needs some seconds for its first sample."""
+"""Time limit of one check in seconds; an engine on a CPU needs several seconds for its first sample."""
 
 
 _FIXES = {
@@ -40,18 +40,18 @@ _FIXES = {
     "policy.engine": "pass another --engine",
     "policy_api_key": "pass --policy-key",
 }
-"""The fix, by the wrong field."""
+"""Fixes by the name of the wrong field."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One property of the engine or the tokenizer.
+class EngineFinding:
+    """Result of one check of the engine or the tokenizer.
 
     Attributes:
-        name: the property.
-        level: ``warn`` where training works with restrictions, ``missing`` where it does not.
-        found: its value.
-        fix: what to change; empty where nothing is wrong.
+        name: the checked property.
+        level: ``warn`` if training works with restrictions, ``missing`` if it does not.
+        found: the property's value.
+        fix: what to change; empty if nothing is wrong.
     """
 
     name: str
@@ -60,11 +60,11 @@ class Finding:
     fix: str = ""
 
 
-async def examine_engine(config: PolicyConfig) -> AsyncIterator[Finding]:
-    """Check the first backend of a configuration; every check that the earlier ones allow is made.
+async def check_engine(config: PolicyConfig) -> AsyncIterator[EngineFinding]:
+    """Check the first backend of a configuration, as far as each check's prerequisites hold.
 
     Raises:
-        CallerError: the configuration names no backend, or no URL.
+        CallerError: the configuration has no backend, or an invalid URL.
     """
     url = checked_url(config.base_url[0], "--policy-url") if config.base_url else ""
     headers = config.headers | authorization(config.keys()[0] if config.base_url else "")
@@ -74,14 +74,14 @@ async def examine_engine(config: PolicyConfig) -> AsyncIterator[Finding]:
             templates = await asyncio.to_thread(_templates, config, engine)
             yield templates
             if templates.level == "missing":
-                return  # what the engine says of prompts depends on the tokenizer
-        reached = await _found("Engine", lambda: _reached(engine, url, config.model))
+                return  # later checks send prompts made by the tokenizer
+        reached = await _run_check("Engine", lambda: _check_reachable(engine, url, config.model))
         yield reached
         if config.tokenizer_folder is None and reached.level != "missing":
-            yield Finding(
+            yield EngineFinding(
                 "Template",
                 "warn",
-                "the engine renders prompts and reads calls",
+                "the engine renders prompts and parses calls",
                 "pass --tokenizer, so that no sampled token is tokenised again",
             )
         if reached.level != "missing":
@@ -93,44 +93,53 @@ async def examine_engine(config: PolicyConfig) -> AsyncIterator[Finding]:
                 ("Prefix cache", _prefix_cache),
                 ("Grammars", _grammars),
             ):
-                found = await _found(name, lambda check=check: check(engine, url))  # type: ignore[misc]
+                found = await _run_check(name, lambda check=check: check(engine, url))  # type: ignore[misc]
                 yield found
                 if found.level == "missing":
                     return
 
 
-async def _found(name: str, check: Callable[[], Awaitable[tuple[str, str]]]) -> Finding:
-    """A check as a finding: with a fix it is a warning, and an error is a thing that is missing."""
+async def _run_check(name: str, check: Callable[[], Awaitable[tuple[str, str]]]) -> EngineFinding:
+    """Run one check. A returned fix makes a warning, an exception a missing property."""
     try:
         async with asyncio.timeout(_CHECK_S):
             found, fix = await check()
     except TimeoutError:
-        return Finding(name, "missing", f"no answer within {_CHECK_S:g} s", "see the engine's log")
+        return EngineFinding(name, "missing", f"no answer within {_CHECK_S:g} s", "see the engine's log")
     except RolloutError as error:
-        fix = _FIXES.get(getattr(error, "field", ""), "see that the engine runs and that --policy-url is its address")
+        fix = _FIXES.get(
+            getattr(error, "field", ""), "check that the engine runs and that --policy-url is its address"
+        )
         if error.reason.startswith("tokenizer:"):
             fix = "pass the --tokenizer of the model that the engine serves"
-        return Finding(name, "missing", error.reason, fix)
-    return Finding(name, "warn" if fix else "ok", found, fix)
+        return EngineFinding(name, "missing", error.reason, fix)
+    return EngineFinding(name, "warn" if fix else "ok", found, fix)
 
 
-def _templates(config: PolicyConfig, engine: HttpEngine) -> Finding:
+def _templates(config: PolicyConfig, engine: HttpEngine) -> EngineFinding:
     try:
         if config.tool_call_parser is not None and format_named(config.tool_call_parser) is None:
             raise CallerError(f"{config.tool_call_parser!r} is none of {', '.join(FORMATS)}", field="tool_call_parser")
         renderer = Renderer.load(str(config.tokenizer_folder), config.chat_template)
-        form = validate_template(renderer, config.tool_call_parser, thoughts=config.thoughts)
+        form = validate_template(renderer, config.tool_call_parser, reads_reasoning=config.thoughts)
     except CallerError as error:
-        return Finding("Template", "missing", error.reason, "correct --tokenizer, --chat-template or its parser")
+        return EngineFinding("Template", "missing", error.reason, "correct --tokenizer, --chat-template or its parser")
     text = renderer.tokenizer.sample_text()
-    engine.expect(text, renderer.tokenizer.encode(text))
+    engine.expect_tokenization(text, renderer.tokenizer.encode(text))
     name = next((name for name, known in FORMATS.items() if known.opens is form.opens), config.tool_call_parser)
     if not renderer.shows_tools:
-        return Finding("Template", "warn", "followed; it shows no tools", "offer none, or give a template that does")
-    return Finding("Template", "ok", f"followed; calls are read by {name}, thoughts begin with {form.think[0]!r}")
+        return EngineFinding(
+            "Template",
+            "warn",
+            "supported, but it renders no tools",
+            "offer none, or give a template that renders tools",
+        )
+    return EngineFinding(
+        "Template", "ok", f"supported; calls are read by {name}, reasoning begins with {form.think[0]!r}"
+    )
 
 
-async def _reached(engine: HttpEngine, url: str, model: str) -> tuple[str, str]:
+async def _check_reachable(engine: HttpEngine, url: str, model: str) -> tuple[str, str]:
     await engine.check_protocol(url)
     served = [str(card.get("id")) for card in await engine.models(url)]
     if not served and await engine.routes(url) is None:
@@ -141,12 +150,12 @@ async def _reached(engine: HttpEngine, url: str, model: str) -> tuple[str, str]:
 
 
 async def _tokenizer(engine: HttpEngine, url: str) -> tuple[str, str]:
-    await engine.learn_mode(url)  # meets the engine, which must read a text as the tokenizer does
+    await engine.probe_log_prob_mode(url)  # the handshake compares the tokenizers
     return "reads texts as the engine does" if engine.takes_tokens else "the engine's own", ""
 
 
 async def _log_probs(engine: HttpEngine, url: str) -> tuple[str, str]:
-    await engine.learn_mode(url)
+    await engine.probe_log_prob_mode(url)
     mode = engine.log_prob_modes.get(url, LogProbMode.UNKNOWN)
     if mode is LogProbMode.PROCESSED:
         return "of the sampled distribution, with all settings", ""
@@ -174,7 +183,7 @@ async def _prefix_cache(engine: HttpEngine, url: str) -> tuple[str, str]:
     if stated is not None and stated[1] != "True":
         return "off: each turn computes its whole prompt", "start vLLM with --enable-prefix-caching"
     if stated is None:
-        return "whether it is on is not published", "see that the engine keeps prefixes"
+        return "not published whether it is on", "check that the engine caches prefixes"
     if engine.reset_route is None or engine.reset_route not in (await engine.routes(url) or ()):
         return "on, and it cannot be reset after a weight update", engine.reset_hint
     return "on, and it can be reset after a weight update", ""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which turn a conversation continues, however its agent echoes it."""
+"""Matching conversations to sampled turns, however agents change the messages."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.tokens.history import ConversationFingerprint, ConversationIndex, ConversationNode, Match
+from nemo_gym_prorl.policy.tokens.conversations import (
+    ConversationFingerprint,
+    ConversationIndex,
+    ConversationMatch,
+    ConversationNode,
+)
 
 
 type Messages = list[dict[str, Any]]
-
 USER = {"role": "user", "content": "q"}
 IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
 def said(thought: str | None, content: str, *calls: str) -> dict[str, Any]:
-    """An assistant message as the service gives it out; calls by their ids."""
+    """Return an assistant message as the service sends it; calls by their ids."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if thought is not None:
         message["content"] = f"<think>{thought}</think>{content}"
@@ -36,21 +40,23 @@ def said(thought: str | None, content: str, *calls: str) -> dict[str, Any]:
     return message
 
 
-def sample(history: ConversationIndex, match: Match, message: dict[str, Any], ids: list[int]) -> ConversationNode:
-    """What the service does after it has found the place: ask an engine, and keep what it sampled."""
-    parent = match.point.turn if match.point else None
+def sample(
+    history: ConversationIndex, match: ConversationMatch, message: dict[str, Any], ids: list[int]
+) -> ConversationNode:
+    """Record a sampled turn after a match, as the service does."""
+    parent = match.node.turn if match.node else None
     observed = [crc32(json.dumps(match.new).encode())]
     turn = history.ledger.append(parent, observed, Generation(ids, [-1.0] * len(ids), Finish.STOP))
-    return history.record(match.point, match.new, message, turn)
+    return history.record(match.node, match.new, message, turn)
 
 
-def carried(point: ConversationNode) -> dict[str, Any]:
-    turn = point.turn
+def carried(node: ConversationNode) -> dict[str, Any]:
+    turn = node.turn
     return dict(zip(IDS, (turn.prompt(), list(turn.sampled), list(turn.log_probs)), strict=True))
 
 
 def merged(messages: Messages) -> Messages:
-    """What Gym's converter makes of neighbouring assistant messages, and of those with nothing to see."""
+    """Merge neighbouring assistant messages and drop empty ones, as Gym's converter does."""
     result: Messages = []
     for is_assistant, run in itertools.groupby(messages, lambda message: message["role"] == "assistant"):
         if not is_assistant:
@@ -65,32 +71,16 @@ def merged(messages: Messages) -> Messages:
     return result
 
 
-def test_a_turn_that_only_thinks_is_not_lost_when_its_message_is_joined_with_the_next() -> None:
-    """Gym's ``simple_agent`` asks on after such a turn, and Gym's converter makes one message of the two."""
-    history = ConversationIndex()
-    first = sample(history, history.find([USER]), said(None, "", "c1"), [1])
-    result = {"role": "tool", "content": "r", "tool_call_id": "c1"}
-    echo: Messages = [USER, first.messages[-1], result]
-    thinks = sample(history, history.find(echo), said("A", ""), [2])
-    echo.append(dict(thinks.messages[-1]))
-    calls = sample(history, history.find(echo), said("B", "", "c2"), [3])
-    echo.append(dict(calls.messages[-1]))
-    assert merged(echo)[-1]["content"] == "<think>A</think><think>B</think>"
-    match = history.find([*merged(echo), result])
-    assert (match.point, match.new) == (calls, (result,))
-    assert calls.turn.parent is thinks.turn
-
-
 @dataclass
 class Node:
-    """A sampled turn, and the conversation up to it in its agent's memory, with the tokens of each turn."""
+    """A sampled turn, and the agent's record of the conversation up to it, with the tokens of each turn."""
 
-    point: ConversationNode
+    node: ConversationNode
     conversation: Messages
 
 
 CONTENT = st.sampled_from(["", "a", " a", "b", "a b"])
-THOUGHT = st.sampled_from([None, "", "t", "u"])
+THOUGHTS = st.sampled_from([None, "", "t", "u"])
 CALLS = st.sampled_from([(), ("new",), ("same",), ("new", "new")])
 OTHERS = st.lists(
     st.sampled_from([USER, {"role": "user", "content": "on"}, {"role": "tool", "content": "r"}]), max_size=2
@@ -102,10 +92,10 @@ def test_a_turn_with_nothing_to_see_is_gone_on_from_when_its_message_was_dropped
     empty = sample(history, history.find([USER]), said("hm", ""), [1])
     again = {"role": "user", "content": "go on"}
     match = history.find([USER, again])
-    assert (match.point, match.new, match.ambiguous) == (empty, (again,), True)
+    assert (match.node, match.new, match.ambiguous) == (empty, (again,), True)
     follow = sample(history, match, said(None, "yes"), [2])
-    assert history.find([USER, again, said(None, "yes"), USER]).point is follow
-    assert history.find([USER]).point is None, "asked once more, it is sampled once more"
+    assert history.find([USER, again, said(None, "yes"), USER]).node is follow
+    assert history.find([USER]).node is None, "asked once more, it is sampled once more"
     assert history.ledger.branches == 1
 
 
@@ -115,7 +105,7 @@ def manners(draw: st.DrawFn) -> dict[str, bool]:
 
 
 def echo(conversation: Messages, manner: dict[str, bool]) -> Messages:
-    """A conversation as an agent of the given manners sends it."""
+    """Return a conversation as an agent of the given manners sends it."""
     result: Messages = []
     for index, message in enumerate(conversation):
         kept = {k: v for k, v in message.items() if manner["carries"] or k not in IDS}
@@ -133,14 +123,14 @@ def echo(conversation: Messages, manner: dict[str, bool]) -> Messages:
 def looks(messages: Messages) -> ConversationFingerprint:
     visible = ConversationFingerprint()
     for message in messages:
-        visible = visible.then(message)
+        visible = visible.with_message(message)
     return visible
 
 
 @given(data=st.data())
 @settings(max_examples=400)
 def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObject) -> None:
-    """Parallel branches, turns sampled again, and turns that look alike, echoed in every manner."""
+    """Parallel branches, turns sampled again, and turns that look alike, changed in every manner."""
     history = ConversationIndex()
     nodes: list[Node] = []
     numbers = itertools.count()
@@ -152,32 +142,32 @@ def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObjec
         sent = [*echo(known, manner), *new]
         match = history.find(sent)
         assert looks(sent[: len(sent) - len(match.new)]) == (
-            match.point.visible if match.point else ConversationFingerprint()
+            match.node.visible if match.node else ConversationFingerprint()
         )
         dropped = (
             manner["merges"] and known[-1]["role"] == "assistant" and echo(known, manner)[-1]["role"] != "assistant"
         )
         if base is None:
-            assert match.point is None or match.ambiguous
+            assert match.node is None or match.ambiguous
         elif not dropped:
-            assert match.point is not None
+            assert match.node is not None
             if match.new != tuple(new):
                 assert match.ambiguous, "a turn that is not among the messages, and nobody was told"
-            elif match.point.turn.sequence() != base.point.turn.sequence():
+            elif match.node.turn.sequence() != base.node.turn.sequence():
                 assert match.ambiguous, "another turn than the one that was meant, and nobody was told"
                 assert not manner["carries"]
-        thought, content, calls = data.draw(THOUGHT), data.draw(CONTENT), data.draw(CALLS)
+        thought, content, calls = data.draw(THOUGHTS), data.draw(CONTENT), data.draw(CALLS)
         message = said(thought, content, *(f"{call}{next(numbers)}" if call == "new" else call for call in calls))
         # One text may be many token sequences, but never the other way round.
         text = crc32(f"{thought}|{content}|{len(calls)}".encode())
-        point = sample(history, match, message, [text, data.draw(st.integers(0, 1))])
+        node = sample(history, match, message, [text, data.draw(st.integers(0, 1))])
         # The agent remembers what it was told, under the history that it sent.
         nodes.append(
-            Node(point, [*known, *new, message | carried(point)])
-            if match.point is (base and base.point)
-            else Node(point, [*sent, message | carried(point)])
+            Node(node, [*known, *new, message | carried(node)])
+            if match.node is (base and base.node)
+            else Node(node, [*sent, message | carried(node)])
         )
-    assert sum(sum(s.mask) for s in history.ledger.sequences()) == sum(len(n.point.turn.sampled) for n in nodes)
+    assert sum(sum(s.mask) for s in history.ledger.sequences()) == sum(len(n.node.turn.sampled) for n in nodes)
 
 
 @given(data=st.data(), length=st.integers(1, 5))
@@ -185,23 +175,24 @@ def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObjec
 def test_nothing_after_an_edit_is_taken_for_known(data: st.DataObject, length: int) -> None:
     history = ConversationIndex()
     conversation: Messages = []
-    points: list[ConversationNode] = []
+    nodes: list[ConversationNode] = []
     for index in range(length):
         conversation += [{"role": "user", "content": f"q{index}"}]
-        message = said(data.draw(THOUGHT), data.draw(CONTENT))
-        points.append(sample(history, history.find(conversation), message, [index]))
-        conversation.append(message | carried(points[-1]))
+        message = said(data.draw(THOUGHTS), data.draw(CONTENT))
+        nodes.append(sample(history, history.find(conversation), message, [index]))
+        conversation.append(message | carried(nodes[-1]))
     sent = echo(conversation, data.draw(manners()) | {"merges": False})
     edited = data.draw(st.integers(0, len(sent) - 1))
     if data.draw(st.booleans()):
         del sent[edited]
     else:
         sent[edited] = {**sent[edited], "content": "something else"}
-    found = history.find([*sent, USER]).point
+    found = history.find([*sent, USER]).node
     last_question = edited // 2
-    invisible = not looks([{"role": "assistant", "content": ""}, conversation[edited]]).said if edited % 2 else False
+    edited_turn = looks([{"role": "assistant", "content": ""}, conversation[edited]])
+    invisible = bool(edited % 2) and not edited_turn.assistant_text
     if not (invisible and len(sent) < len(conversation)):
-        assert found is (points[last_question - 1] if last_question else None)
+        assert found is (nodes[last_question - 1] if last_question else None)
 
 
 def test_tokens_from_elsewhere_are_taken_over_as_one_chain() -> None:
@@ -209,37 +200,28 @@ def test_tokens_from_elsewhere_are_taken_over_as_one_chain() -> None:
     conversation: Messages = []
     for index in range(3):
         conversation.append(USER)
-        point = sample(there, there.find(conversation), said("t", "a"), [index, 7])
-        conversation.append(point.messages[-1] | carried(point))
+        node = sample(there, there.find(conversation), said("t", "a"), [index, 7])
+        conversation.append(node.messages[-1] | carried(node))
     match = here.find([*conversation, USER])
-    assert match.point is not None
-    assert match.point.turn.sequence() == point.turn.sequence()
+    assert match.node is not None
+    assert match.node.turn.sequence() == node.turn.sequence()
     assert here.ledger.branches == 1
     assert sum(here.ledger.sequences()[0].mask) == 6
-    assert here.find([*conversation, USER]).point is match.point
-
-
-def test_tokens_that_a_converter_repeats_are_not_those_of_the_agents_own_words() -> None:
-    history = ConversationIndex()
-    point = sample(history, history.find([USER]), said(None, "a"), [1])
-    own = said(None, "my summary") | carried(point)
-    match = history.find([USER, point.messages[-1] | carried(point), USER, own, USER])
-    assert match.point is point
-    assert match.foreign == (own,)
+    assert here.find([*conversation, USER]).node is match.node
 
 
 def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
-    """An agent that compacts its history keeps the last turn, tokens and all; its prompt is another one now."""
+    """An agent that compacts its history keeps the last turn with its tokens, but the prompt differs."""
     history = ConversationIndex()
     first = sample(history, history.find([USER]), said(None, "long"), [1])
     long = [USER, first.messages[-1] | carried(first), USER]
     second = sample(history, history.find(long), said(None, "b"), [2])
     short = [{"role": "user", "content": "in short"}, second.messages[-1] | carried(second), USER]
     match = history.find(short)
-    assert match.point is None
+    assert match.node is None
     assert history.retokenised(match.new) == 1
     third = sample(history, match, said(None, "c"), [3])
-    assert history.find([*short, third.messages[-1] | carried(third), USER]).point is third
+    assert history.find([*short, third.messages[-1] | carried(third), USER]).node is third
     assert history.ledger.branches == 2
 
 
@@ -248,7 +230,7 @@ def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
     [
         ({"generation_token_ids": [1], "prompt_token_ids": [1]}, "generation_log_probs: missing"),
         ({"generation_token_ids": [1], "generation_log_probs": [-1.0]}, "prompt_token_ids: missing"),
-        (dict(zip(IDS, ([1], [2, 3], [-1.0]), strict=True)), "generation_log_probs: 1 of them for 2 tokens"),
+        (dict(zip(IDS, ([1], [2, 3], [-1.0]), strict=True)), "generation_log_probs: 1 log-probs for 2 tokens"),
     ],
 )
 def test_half_of_the_token_fields_is_refused(fields: dict[str, Any], wrong: str) -> None:
@@ -256,37 +238,10 @@ def test_half_of_the_token_fields_is_refused(fields: dict[str, Any], wrong: str)
         ConversationIndex().find([USER, said(None, "a") | fields])
 
 
-texts = st.sampled_from(["", "a", "b", " a "])
-contents = st.one_of(texts, st.none(), st.builds(lambda text: [{"type": "text", "text": text}], texts))
-calls = st.lists(st.sampled_from(['{"x": 1}', '{"x":1}', "{", '{"x": true}']), max_size=2)
-
-
-@st.composite
-def echoed(draw: st.DrawFn) -> dict[str, Any]:
-    """A message as agents may send it."""
-    role = draw(st.sampled_from(["user", "assistant", "tool"]))
-    message: dict[str, Any] = {"role": role, "content": draw(contents)}
-    if role == "assistant":
-        functions = [{"name": "f", "arguments": arguments} for arguments in draw(calls)]
-        message["tool_calls"] = [{"id": "c", "type": "function", "function": function} for function in functions]
-    return message
-
-
-@given(conversations=st.lists(st.lists(echoed(), max_size=6), max_size=6), sampled=st.lists(echoed(), max_size=3))
-def test_what_was_sent_before_changes_nothing_in_what_is_found(
-    conversations: list[Messages], sampled: Messages
-) -> None:
-    def begun() -> ConversationIndex:
-        history, match = ConversationIndex(), Match(None, (USER,))
-        for number, message in enumerate(sampled):
-            point = sample(history, match, {**message, "role": "assistant"}, [number])
-            match = Match(point, (USER,))
-        return history
-
-    used = begun()
-    for rest in conversations:
-        messages = [USER, *({**one, "role": "assistant"} for one in sampled[:1]), *rest]
-        mine, fresh = used.find(messages), begun().find(messages)
-        assert (mine.new, mine.ambiguous) == (fresh.new, fresh.ambiguous)
-        assert len(used._steps) <= len(messages)
-        assert (mine.point and mine.point.turn.sampled) == (fresh.point and fresh.point.turn.sampled)
+def test_tokens_that_a_converter_repeats_are_not_those_of_the_agents_own_words() -> None:
+    history = ConversationIndex()
+    point = sample(history, history.find([USER]), said(None, "a"), [1])
+    own = said(None, "my summary") | carried(point)
+    match = history.find([USER, point.messages[-1] | carried(point), USER, own, USER])
+    assert match.node is point
+    assert match.unsampled == (own,)

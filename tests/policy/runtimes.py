@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A policy of a test's own, bare or as a model server, and the smallest tokenizer that one takes."""
+"""Policies for tests, bare or as a model server, and a minimal tokenizer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from omegaconf import DictConfig
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
-from nemo_gym_prorl.policy.host import PolicyConfig, PolicyRuntime
+from nemo_gym_prorl.policy.runtime import PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.servers.model_server import ProrlModel, ProrlModelConfig
 from tests.policy.engines import MODEL
 
 
 @contextlib.asynccontextmanager
 async def hosted(*urls: str, **config: Any) -> AsyncIterator[PolicyRuntime]:
-    """A policy before these engines, from its start to its end."""
+    """Run a policy over these engines."""
     host = PolicyRuntime(PolicyConfig(base_url=list(urls), **({"model": MODEL} | config)))
     async with host.lifespan():
         yield host
@@ -31,7 +31,7 @@ async def hosted(*urls: str, **config: Any) -> AsyncIterator[PolicyRuntime]:
 def server(
     base_url: str | list[str], model_folder: Path, deployment: dict[str, object] | None = None, **config: object
 ) -> ProrlModel:
-    """The model server as Gym makes it in a deployment with these settings; nothing of it runs yet."""
+    """Return a model server as Gym creates it in a deployment with these settings, not started."""
     settings = {
         "host": "127.0.0.1",
         "port": 0,
@@ -48,7 +48,7 @@ def server(
 
 
 def words_in(folder: Path, *words: str, template: str = "{{ messages[0].content }}") -> str:
-    """A folder with a tokenizer of these words, one of which is a question mark: too few for a rehearsal."""
+    """Write a tokenizer of these words, which must include a question mark; too few for template validation."""
     numbered = {word: number for number, word in enumerate(words)}
     FastTokenizer(WordLevel(numbered, unk_token="?")).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(template)

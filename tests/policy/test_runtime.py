@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""From the start of the policy side to its first turn: what ends the start, what is waited for, what backends are, who
-gets which key, and whose fault a failure is; backends of several runs."""
+"""From the start of the policy side to its first turn: invalid configurations, missing engines, keys, and runs."""
 
 from __future__ import annotations
 
@@ -14,8 +13,6 @@ import aiohttp
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, serve
 from nemo_gym_prorl.failures import CallerError
@@ -26,12 +23,12 @@ from nemo_gym_prorl.policy.engines.engine import (
     Sampling,
     checked_url,
 )
-from nemo_gym_prorl.policy.host import HostRefused, PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.policy.http.api import add_control_routes
-from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend, Health
+from nemo_gym_prorl.policy.pool.backend import Health
+from nemo_gym_prorl.policy.runtime import HostRefused, PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port
-from tests.policy.hosts import hosted, server
+from tests.policy.runtimes import hosted, server
 from tests.policy.scripted_engine import completion, nemo_rl_server, says
 from tests.rollout.serving import serve as serving
 
@@ -46,7 +43,7 @@ HI = [{"role": "user", "content": "hi"}]
     ("policy", "said"),
     [
         ({"tokenizer": "{tmp}/nowhere"}, "tokenizer"),
-        ({"engine": "vllm"}, "tokenizer: engine 'vllm' takes tokens"),
+        ({"engine": "vllm"}, "tokenizer: engine 'vllm' needs a tokenizer"),
         ({"tokenizer": "{words}", "chat_template": "{tmp}/none.jinja"}, "chat_template: no file"),
         ({"tool_call_parser": "xml"}, "tool_call_parser: 'xml' is none of"),
         ({"api_key": ["one", "two"]}, "api_key: 2 keys for 1 backends"),
@@ -91,15 +88,6 @@ async def test_an_engine_that_never_comes_fails_a_turn_in_time() -> None:
             await asyncio.wait_for(await answer_later(host), 20)
 
 
-def router(inner: FastAPI) -> FastAPI:
-    """Passes on what it knows, and publishes no routes; what it does not know is 404, as at NeMo RL's."""
-    app = FastAPI(openapi_url=None)
-    for route in inner.router.routes:
-        if getattr(route, "methods", None) == {"POST"}:
-            app.router.routes.append(route)
-    return app
-
-
 def sglang() -> FastAPI:
     about = {"output_token_logprobs": [[-0.5, 1, None]], "finish_reason": {"type": "length"}}
     return says("/generate", lambda _: {"meta_info": about})
@@ -110,7 +98,7 @@ def vllm() -> FastAPI:
 
 
 async def test_an_engine_that_nobody_named_is_vllm_or_refused(words: str, caplog: pytest.LogCaptureFixture) -> None:
-    """By tokens where there are any. Chat completions alone are NeMo RL's, which would sample after other tokens."""
+    """With a tokenizer the default is vLLM by tokens. An engine with chat completions only is NeMo RL's."""
     async with serving(nemo_rl_server([])) as url:
         async with hosted(url) as host:
             with pytest.raises(Misconfigured, match=r"policy\.engine: .* has no /v1/completions, .* not 'vllm_chat'"):
@@ -129,12 +117,6 @@ async def test_an_engine_that_nobody_named_is_vllm_or_refused(words: str, caplog
     config = ScriptedConfig()
     async with serve(config) as url, hosted(url, model=config.model) as host:
         assert (await (await answer_later(host))).turn.sampled
-
-
-async def test_an_engine_that_publishes_no_routes_is_found_out_by_its_answers(words: str) -> None:
-    async with serving(router(sglang())) as url, hosted(url, tokenizer=words) as host:
-        with pytest.raises(Misconfigured, match="does not serve"):
-            await asyncio.wait_for(await answer_later(host), 20)
 
 
 async def test_a_backend_of_another_kind_is_refused() -> None:
@@ -199,22 +181,8 @@ async def test_a_refused_sampling_parameter_is_the_requests_fault_and_takes_noth
         assert list((await service.turn(right)).turn.sampled) == [3, 4]
 
 
-async def test_one_500_is_passed_over() -> None:
-    app, broken = nemo_rl_server([]), iter([True, False])
-    inner = app.router.routes[-1].endpoint
-
-    async def now_and_then(request: Request) -> Response:
-        return Response("oh", status_code=500) if next(broken, False) else await inner(request)
-
-    app.router.routes.pop()
-    app.add_api_route("/v1/chat/completions", now_and_then, methods=["POST"])
-    async with serving(app) as url, hosted(url, engine="nemo_rl") as host:
-        assert list((await asyncio.wait_for(await answer_later(host), 20)).turn.sampled) == [3, 4]
-        assert host.pool.backends["backend0"].health is Health.UP
-
-
 async def test_an_engine_without_health_comes_back_after_it_was_gone(caplog: pytest.LogCaptureFixture) -> None:
-    """And its log says why turns wait, once."""
+    """The log states once why turns wait."""
     port = free_port()
     async with hosted(f"http://127.0.0.1:{port}", engine="nemo_rl") as host:
         asked = await answer_later(host)
@@ -230,7 +198,7 @@ async def test_an_engine_without_health_comes_back_after_it_was_gone(caplog: pyt
             await running
         assert host.pool.backends["backend0"].health is Health.UP
     said = [record.getMessage() for record in caplog.records if record.name.endswith("dispatcher")]
-    assert said[0].startswith("backend backend0 is out, its turns wait: ")
+    assert said[0].startswith("backend backend0 is down, its turns wait: ")
     assert said[1:] == ["backend backend0 answers again"]
 
 
@@ -246,19 +214,6 @@ async def test_an_engine_that_answers_every_request_with_an_error_is_no_fault_of
             service = host.service
             answers = await asyncio.gather(*(service.turn(turn) for turn in turns))
         assert all(list(answer.turn.sampled) == [3, 4] for answer in answers)
-
-
-async def test_a_backend_with_a_wrong_key_sends_its_rollouts_to_one_with_a_right_one() -> None:
-    locked = says("/v1/chat/completions", lambda _: Response("who are you?", status_code=401))
-    async with (
-        serving(locked) as bad,
-        serving(nemo_rl_server([])) as good,
-        hosted(bad, good, engine="nemo_rl") as host,
-    ):
-        service = host.service
-        for index in range(4):
-            request = TurnRequest(f"r{index}", HI, sampling=Sampling(temperature=1.0))
-            assert list((await service.turn(request)).turn.sampled) == [3, 4]
 
 
 # Who gets which key
@@ -289,7 +244,7 @@ async def test_keys_go_where_they_belong() -> None:
         await host.add(added)
         await host.add(keyed, api_key="k3")
         for backend in host.pool.backends.values():
-            assert not await service.engine.samples(backend.url)
+            assert not await service.engine.can_sample(backend.url)
     assert seen == {
         "one": "Bearer k1",
         "one header": "s",
@@ -314,7 +269,7 @@ async def test_backends_may_be_added_on_known_and_allowed_hosts_only() -> None:
         ):
             await host.add(allowed)
         for refused in ("http://10.2.0.1:1", "http://evil", "http://trusted.evil", "http://169.254.169.254"):
-            with pytest.raises(HostRefused, match=r"not among the hosts in policy\.backend_hosts"):
+            with pytest.raises(HostRefused, match=r"add it to policy\.backend_hosts"):
                 await host.add(refused)
 
 
@@ -336,50 +291,7 @@ def test_what_is_no_url_of_a_backend_is_refused(url: str) -> None:
         checked_url(url)
 
 
-@given(text=st.text(max_size=40) | st.from_regex(r"https?://[a-z0-9.@:/\\\[\]?#%-]{0,30}", fullmatch=True))
-def test_a_url_is_refused_or_put_together_from_its_parts(text: str) -> None:
-    try:
-        url = checked_url(text)
-    except CallerError:
-        return
-    assert checked_url(url) == url
-
-
 # Runs, and control routes
-
-
-async def url_of(backend: Backend) -> str:
-    return backend.url
-
-
-async def test_a_turn_runs_at_its_rollouts_run_only() -> None:
-    host = PolicyRuntime(PolicyConfig(base_url=[], model="m", engine="vllm_chat", unreachable_s=1.0))
-    dispatcher, pool = host.dispatcher, host.pool
-    async with host.lifespan():
-        for run in ("x", "y"):
-            await host.add(f"http://127.0.0.1:1/{run}", run=run, weight_version="1")
-        with pytest.raises(AlreadyThere, match="of run 'x'"):
-            await host.add("http://127.0.0.1:1/x/v1", run="y")
-        pool.label("2", run="y")
-        for number in range(6):
-            run = "xy"[number % 2]
-            placed = await dispatcher.run(f"r{number}", None, url_of, run=run)
-            assert placed.result.endswith(f"/{run}")
-            assert placed.weight_version == {"x": "1", "y": "2"}[run]
-        assert await dispatcher.pause(run="x")
-        paused = asyncio.ensure_future(dispatcher.run("r0", None, url_of, run="x"))
-        assert (await dispatcher.run("r1", None, url_of, run="y")).result.endswith("/y")
-        assert not paused.done()
-        dispatcher.apply(pool.resume(run="x", weight_version="3"))
-        assert (await paused).weight_version == "3"
-        dispatcher.apply(pool.clear(run="x"))
-        assert [backend.run for backend in pool.backends.values()] == ["y"]
-        waits = asyncio.ensure_future(dispatcher.run("r0", None, url_of, run="x"))
-        await asyncio.sleep(0.2)
-        assert pool.waiting_of["x"] == 1
-        with pytest.raises(BackendFailed, match=r"no backend of run 'x' served for 1 s \(there is none\)"):
-            await waits
-        assert not pool.waiting
 
 
 @pytest.mark.parametrize(
@@ -401,24 +313,6 @@ async def test_new_weights_have_engines_of_their_run_met_again(update: str, met:
         assert {run for run, url in urls.items() if url in host.engine.contexts} == met
 
 
-async def test_two_who_pause_are_both_told_when_nothing_runs() -> None:
-    async with hosted("http://127.0.0.1:1", engine="vllm_chat") as host:
-        dispatcher, begun, release = host.dispatcher, asyncio.Event(), asyncio.Event()
-
-        async def call(_: Any) -> None:
-            begun.set()
-            await release.wait()
-
-        running = asyncio.ensure_future(dispatcher.run("r", None, call))
-        await asyncio.wait_for(begun.wait(), 60)
-        pauses = [asyncio.ensure_future(dispatcher.pause(timeout_s=120)) for _ in range(2)]
-        await asyncio.sleep(0.05)
-        assert not any(pause.done() for pause in pauses)
-        release.set()
-        await running
-        assert await asyncio.wait_for(asyncio.gather(*pauses), 60) == [True, True]
-
-
 async def test_the_control_routes() -> None:
     host = PolicyRuntime(PolicyConfig(base_url=[], model=MODEL, engine="vllm_chat", control_token="secret"))
     app = FastAPI()
@@ -435,7 +329,7 @@ async def test_the_control_routes() -> None:
         )
         assert (status, said["weight_version"]) == (201, "1")
         status, said = await call("POST", "/v1/backends", {"url": "http://127.0.0.1:2", "id": "a"})
-        assert (status, said["detail"]) == (409, "id: there is a backend 'a' already")
+        assert (status, said["detail"]) == (409, "id: a backend 'a' exists already: choose another id")
         assert await call("POST", "/v1/backends/pause", {}) == (200, {"drained": True})
         _, said = await call("POST", "/v1/backends/resume", {"weight_version": "2"})
         assert said["backends"][0]["weight_version"] == "2"

@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of the policy side, and its start and end. What must be there before the first turn is checked at the
-start. Engines may come later; which may join is checked here.
+"""Configuration, start and shutdown of the policy side.
+
+Everything that the first turn needs is checked at the start. Engines may join later; this module decides which engines
+may.
 """
 
 from __future__ import annotations
@@ -34,42 +36,42 @@ from nemo_gym_prorl.policy.engines.engine import (
 )
 from nemo_gym_prorl.policy.engines.protocols import ENGINES
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend
-from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
+from nemo_gym_prorl.policy.pool.backend import Backend, BackendExists
+from nemo_gym_prorl.policy.pool.dispatcher import BackendDispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.policy.service import PolicyService, Rewriting
+from nemo_gym_prorl.policy.service import HistoryPolicy, PolicyService
 from nemo_gym_prorl.policy.text.formats import FORMATS, format_named
-from nemo_gym_prorl.policy.text.parsers import Format
+from nemo_gym_prorl.policy.text.parsers import TurnFormat
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.validate_template import validate_template
 
 
 class PolicyConfig(BaseModel):
-    """How to reach the policy and how to read it.
+    """How to reach the policy and how to parse its turns.
 
     Attributes:
-        base_url: one backend or several, with or without ``/v1``, for rollouts that name no run; none, where all come
-            with the runs that use them.
+        base_url: one or several backends, with or without ``/v1``, for rollouts that name no run; empty if every run
+            registers its own backends.
         api_key: bearer token for these backends, or one for each of them; empty for none.
         model: model name as the backends serve it.
-        engine: wire protocol; ``null`` is vLLM's, by tokens where there is a tokenizer, else by messages. An engine
-            that is of another kind is refused when it is first met.
+        engine: wire protocol; ``null`` is vLLM's, by tokens if there is a tokenizer, else by messages. An engine of
+            another kind is refused at its handshake.
         tokenizer: folder or Hugging Face name; ``null`` takes ``model`` if that is a folder with a tokenizer.
         chat_template: file of a Jinja template that replaces the tokenizer's own.
-        tool_call_parser: how the model writes tool calls, by vLLM's name; ``null`` finds the one that reads what the
-            chat template writes. Where the engine takes turns apart itself (``nemo_rl``, ``vllm_chat``), the format
-            tells whether it does: a call that is left in a final answer is an error (``null``: ``hermes``).
-        thoughts: whether a leading ``<think>`` block is taken as reasoning.
-        replace_developer_role_with_system: also where the template has the role, or the engine renders.
+        tool_call_parser: the model's call format, by vLLM's name; ``null`` detects the format from the chat template.
+            For an engine that parses turns itself (``nemo_rl``, ``vllm_chat``), the format detects calls left in a
+            final answer, which are an error (``null``: ``hermes``).
+        thoughts: whether a leading ``<think>`` block is separated as reasoning.
+        replace_developer_role_with_system: replace the role even if the template has it, or the engine renders.
         history: keep tokens as sampled when the template would rewrite them, or start a branch.
-        limit: live rollouts per backend at most.
-        unreachable_s: how long nothing of a run may be under way, for want of a backend that serves, before its turns
-            that wait fail; in seconds. As long as anything is, they wait.
-        keep_s: how long an unused rollout's tokens are remembered, in seconds.
-        headers: sent to these backends with every request.
-        backend_hosts: hosts, or patterns as ``10.0.*``, of backends that may be added at run time, besides loopback
-            and the hosts of ``base_url``.
-        control_token: bearer token that every route asks for; ``null`` for none.
+        limit: maximum of live rollouts per backend.
+        unreachable_s: seconds without any turn of a run being sampled, for lack of a serving backend, after which the
+            run's waiting turns fail.
+        keep_s: seconds after which an unused rollout's tokens are forgotten.
+        headers: headers of every request to these backends.
+        backend_hosts: hosts, or patterns such as ``10.0.*``, of backends that may be added at run time, besides
+            loopback and the hosts of ``base_url``.
+        control_token: bearer token that every route requires; ``null`` for none.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -83,7 +85,7 @@ class PolicyConfig(BaseModel):
     tool_call_parser: str | None = None
     thoughts: bool = True
     replace_developer_role_with_system: bool = False
-    history: Rewriting = "keep"
+    history: HistoryPolicy = "keep"
     limit: Annotated[int, Field(ge=1)] = 256
     unreachable_s: Annotated[float, Field(gt=0)] = 900.0
     keep_s: Annotated[float, Field(gt=0)] = 3600.0
@@ -93,39 +95,42 @@ class PolicyConfig(BaseModel):
 
     @property
     def tokenizer_folder(self) -> str | None:
-        """Where the tokenizer is, or its name; ``None`` if there is none."""
+        """Folder or name of the tokenizer; ``None`` without one."""
         return self.tokenizer or (self.model if Path(self.model, "tokenizer.json").is_file() else None)
 
     @property
     def protocol(self) -> str:
-        """Which of ``ENGINES`` the backends speak."""
+        """Name of the backends' protocol in ``ENGINES``."""
         return self.engine or ("vllm" if self.tokenizer_folder is not None else "vllm_chat")
 
     def keys(self) -> list[str]:
-        """The key of each backend in ``base_url``.
+        """Return the key of each backend in ``base_url``.
 
         Raises:
-            CallerError: there are not as many keys as backends.
+            CallerError: the number of keys differs from the number of backends.
         """
         if isinstance(self.api_key, str):
             return [self.api_key] * len(self.base_url)
         if len(self.api_key) != len(self.base_url):
-            raise CallerError(f"{len(self.api_key)} keys for {len(self.base_url)} backends", field="api_key")
+            raise CallerError(
+                f"{len(self.api_key)} keys for {len(self.base_url)} backends: give one key, or one per backend",
+                field="api_key",
+            )
         return self.api_key
 
 
 class HostRefused(CallerError):
-    """A backend is to be added on a host that nobody allowed: prompts would go there."""
+    """A backend is on a host that is not allowed, so prompts must not be sent there."""
 
     http_status = 403
     problem = "backend-host-refused"
 
 
 def check_host(url: str, config: PolicyConfig) -> None:
-    """Refuse a backend on a host that is neither loopback, nor in ``base_url``, nor allowed.
+    """Refuse a backend on a host that is neither loopback, nor in ``base_url``, nor in ``backend_hosts``.
 
     Raises:
-        HostRefused: it is none of these.
+        HostRefused: the host is not allowed.
     """
     host = urlsplit(url).hostname or ""
     known = {urlsplit(known).hostname for known in config.base_url}
@@ -135,27 +140,27 @@ def check_host(url: str, config: PolicyConfig) -> None:
         or any(fnmatchcase(host, pattern.lower()) for pattern in config.backend_hosts)
     ):
         return
-    raise HostRefused(f"{host} is not among the hosts in policy.backend_hosts", field="url")
+    raise HostRefused(f"{host} is not an allowed host: add it to policy.backend_hosts", field="url")
 
 
 _log = logging.getLogger(__name__)
 
 
 class PolicyRuntime:
-    """A policy service, its backends and its connections.
+    """A policy service with its backends and connections.
 
     Args:
-        config: see there.
+        config: the configuration.
 
     Attributes:
-        pool: which backend samples what.
-        metrics: what is counted in this process.
-        engine: how backends are asked.
+        pool: places rollouts on backends.
+        metrics: Prometheus metrics of this process.
+        engine: client of the backends' protocol.
         dispatcher: runs requests.
-        service: the service, from the start on.
+        service: the service, available after the start.
 
     Raises:
-        CallerError: the configuration cannot work.
+        CallerError: the configuration is invalid.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -164,54 +169,56 @@ class PolicyRuntime:
             raise CallerError(f"{config.tool_call_parser!r} is none of {', '.join(FORMATS)}", field="tool_call_parser")
         self._form = form
         if ENGINES[config.protocol].takes_tokens and config.tokenizer_folder is None:
-            raise CallerError(f"engine {config.protocol!r} takes tokens, so it needs a tokenizer", field="tokenizer")
+            raise CallerError(f"engine {config.protocol!r} needs a tokenizer: set policy.tokenizer", field="tokenizer")
         self.config = config
         self.pool = BackendPool(limit=config.limit, unreachable_s=config.unreachable_s)
-        self._by_origin: dict[str, dict[str, str]] = {}
+        self._headers_by_origin: dict[str, dict[str, str]] = {}
         for index, (given, key) in enumerate(zip(config.base_url, config.keys(), strict=True)):
             url = checked_url(given, "base_url")
-            self._by_origin[origin_of(url)] = config.headers | authorization(key)
+            self._headers_by_origin[origin_of(url)] = config.headers | authorization(key)
             self.pool.add(f"backend{index}", url)
         self._connections = Connections()
-        self.engine = ENGINES[config.protocol](self._connections, config.model, self._by_origin)
-        self.dispatcher = Dispatcher(self.pool, self.engine)
+        self.engine = ENGINES[config.protocol](self._connections, config.model, self._headers_by_origin)
+        self.dispatcher = BackendDispatcher(self.pool, self.engine)
         self.metrics = PolicyMetrics(self.pool, self.dispatcher.loops)
         self.service: PolicyService
 
     @contextlib.asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """Start, and end, with an application: one whose tokenizer is missing does not start.
+        """Start and stop the service with an application.
 
         Raises:
-            CallerError: the tokenizer or its template cannot be read, or not be followed.
+            CallerError: the tokenizer or its template cannot be read, or is unsupported.
         """
         config, renderer = self.config, None
         async with self._connections, contextlib.aclosing(self.dispatcher):
             if self.engine.takes_tokens and config.tokenizer_folder is not None:
-                # It tokenises one text at a time: handing that to a pool of threads costs half as much again.
+                # The service tokenises one text at a time, so the tokenizer's thread pool is pure overhead.
                 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-                renderer, self._form = await asyncio.to_thread(self._followed, config.tokenizer_folder)
+                renderer, self._form = await asyncio.to_thread(self._load_renderer, config.tokenizer_folder)
             self.service = PolicyService(
                 self.dispatcher,
                 self.metrics,
                 renderer=renderer,
                 form=self._form,
-                thoughts=config.thoughts,
+                reads_reasoning=config.thoughts,
                 developers=not config.replace_developer_role_with_system,
                 history=config.history,
                 keep_s=config.keep_s,
             )
             self.dispatcher.start()
-            self.dispatcher.spawn(self._look_over())
+            self.dispatcher.spawn(self._check_backends())
             yield
 
-    def _followed(self, folder: str) -> tuple[Renderer, Format]:
-        """Tokenizer and template, once it is known that they can be followed, and how the model writes its turns."""
+    def _load_renderer(self, folder: str) -> tuple[Renderer, TurnFormat]:
+        """Return tokenizer and template after validation, and the model's turn format."""
         renderer = Renderer.load(folder, self.config.chat_template)
-        return renderer, validate_template(renderer, self.config.tool_call_parser, thoughts=self.config.thoughts)
+        return renderer, validate_template(
+            renderer, self.config.tool_call_parser, reads_reasoning=self.config.thoughts
+        )
 
-    async def _look_over(self) -> None:
-        """Say early what every turn would fail with; engines may also come later, so nothing ends for it."""
+    async def _check_backends(self) -> None:
+        """Log errors that every turn would meet. Engines may also start later, so no error stops the server."""
         for backend in list(self.pool.backends.values()):
             try:
                 await self.engine.check_protocol(backend.url)
@@ -221,13 +228,13 @@ class PolicyRuntime:
                         "policy_model_name: %s serves %s, not %r", backend.url, ", ".join(served), self.config.model
                     )
                 else:
-                    await self.engine.learn_mode(backend.url)
+                    await self.engine.probe_log_prob_mode(backend.url)
             except Misconfigured as error:
                 _log.error("%s", error.reason)
             except BackendFailed as error:
-                _log.warning("policy_base_url: %s: not there yet", error.reason)
+                _log.warning("policy_base_url: %s: no engine answers yet", error.reason)
 
-    # Who may join
+    # Registration of backends
 
     async def add(
         self,
@@ -237,24 +244,25 @@ class PolicyRuntime:
         api_key: str | None = None,
         run: str | None = None,
     ) -> Backend:
-        """Add a backend, for the rollouts of a run; it gets its own key, and never one that was configured for others.
-        One that the run has at that URL already stays the one that it is, with the new label and key.
+        """Add a backend for the rollouts of a run, with its own key.
+
+        A backend that was configured for others never receives this key. If the run already has a backend at that URL,
+        only its label and key change.
 
         Raises:
-            AlreadyThere: there is one of that id, or another run has one at that URL.
-            CallerError: no URL, no host that is allowed, an engine of another kind than the others, or one that
-                returns logits.
+            BackendExists: the id is in use, or another run has a backend at that URL.
+            CallerError: the URL or its host is invalid, the engine is of another kind, or it returns logits.
         """
         url = checked_url(url)
         check_host(url, self.config)
-        self._known(backend_id, url, run)
+        self._backend_at(backend_id, url, run)
         try:
             await self.engine.check_protocol(url)
         except Misconfigured as error:
             raise CallerError(error.reason, field="url") from error
         except BackendFailed:
-            pass  # it is looked at when it is first met
-        known = self._known(backend_id, url, run)
+            pass  # the handshake before the first turn checks the protocol
+        known = self._backend_at(backend_id, url, run)
         if known is None:
             backend_id = backend_id or f"backend{time.monotonic_ns():x}"
             self.dispatcher.apply(self.pool.add(backend_id, url, weight_version, run))
@@ -262,9 +270,9 @@ class PolicyRuntime:
         elif weight_version is not None:
             self.pool.label(weight_version, known.id)
         if api_key is not None:
-            self._by_origin[origin_of(url)] = authorization(api_key)
+            self._headers_by_origin[origin_of(url)] = authorization(api_key)
         try:
-            await self.engine.learn_mode(url)
+            await self.engine.probe_log_prob_mode(url)
         except LogitsReturned as error:
             self.dispatcher.apply(self.pool.remove(known.id))
             raise CallerError(error.reason, field="url") from error
@@ -280,14 +288,14 @@ class PolicyRuntime:
         *,
         reset_prefix_cache: bool = False,
     ) -> None:
-        """Resume one backend or all of a run. With ``reset_prefix_cache`` each is drained, and its prefix cache
-        emptied, before any resumes.
+        """Resume one backend or all of a run.
 
-        An error leaves each backend paused that was paused, and no other.
+        With ``reset_prefix_cache``, all backends are drained and their prefix caches emptied before any of them
+        resumes. An error leaves each paused backend paused.
 
         Raises:
             CallerError: an engine has no route for the reset.
-            BackendFailed: an engine did not do it, or turns are still in flight.
+            BackendFailed: an engine did not empty its cache, or turns are still in flight.
         """
         if reset_prefix_cache:
             sampling = [backend for backend in self.pool.chosen(backend_id, run) if not backend.paused]
@@ -315,19 +323,25 @@ class PolicyRuntime:
         for backend in self.pool.chosen(backend_id, run):
             self.engine.forget(backend.url)
 
-    def _known(self, backend_id: str | None, url: str, run: str | None) -> Backend | None:
-        """The backend that this run has at that URL: an engine has one policy, and one limit."""
-        # Who is there first keeps it: the other may mean a host of its own network.
+    def _backend_at(self, backend_id: str | None, url: str, run: str | None) -> Backend | None:
+        """Return the backend that this run has at that URL, if any.
+
+        An engine has one policy and one limit, so two runs never share a URL.
+
+        Raises:
+            BackendExists: another run, or another id, has the URL.
+        """
+        # The first registration wins: another run may mean a host of its own network.
         known = next((one for one in self.pool.backends.values() if _address(one.url) == _address(url)), None)
         if known is None or (known.run == run and backend_id in (None, known.id) and not known.draining):
             return known
         whose = f"run {known.run!r}" if known.run else "rollouts that name no run"
-        raise AlreadyThere(
-            f"{url} is backend {known.id!r} of {whose}; if that is over, DELETE /v1/backends/{known.id} first",
+        raise BackendExists(
+            f"{url} is backend {known.id!r} of {whose}; if that run has ended, DELETE /v1/backends/{known.id} first",
             field="url",
         )
 
 
 def _address(url: str) -> str:
-    """Where an engine is, by one of the names that this machine has for itself."""
+    """Return an engine's address with this machine's names replaced by ``127.0.0.1``."""
     return re.sub(r"^(\w+://)(localhost|\[::1\])(?=[:/]|$)", r"\g<1>127.0.0.1", root_of(url))

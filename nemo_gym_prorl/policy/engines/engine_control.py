@@ -1,0 +1,189 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Control routes of an engine: published routes and models, health, load, and the reset of its prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import aiohttp
+import orjson
+
+from nemo_gym_prorl.failures import FailureKind
+from nemo_gym_prorl.policy.engines.connections import Connections, post
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, BackendLoad, Misconfigured, origin_of, root_of
+
+
+HANDSHAKE_TIMEOUT_S = 60.0
+"""Time limit of a handshake in seconds; the engine may be busy."""
+
+_CACHE_RESET_TIMEOUT_S = 5.0  # an engine step, after which blocks are free, takes well under a second
+"""Time limit for an engine to free the blocks of ended requests, in seconds."""
+
+_CACHE_CONFIG = re.compile(
+    r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE
+)
+
+
+class EngineControl:
+    """Requests to an engine besides sampling.
+
+    Args:
+        connections: connections to all engines; the caller closes them.
+        headers_by_origin: headers for the backends of one origin (see :func:`origin_of`).
+    """
+
+    _load_names: tuple[str, str] = ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    reset_route: str | None = "/reset_prefix_cache"
+    """Route that empties the prefix cache; ``None`` if the engine has none."""
+    reset_hint = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, which adds the route"
+
+    def __init__(
+        self, connections: Connections, headers_by_origin: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    ) -> None:
+        self._connections = connections
+        self._headers_by_origin = headers_by_origin
+
+    def forget(self, url: str) -> None:
+        """Discard what is known of the engine at a URL; subclasses repeat their handshake."""
+
+    async def routes(self, url: str) -> list[str] | None:
+        """Return the routes that an engine publishes; ``None`` if it publishes none.
+
+        Raises:
+            BackendFailed: no answer.
+        """
+        async with self._get(url, "/openapi.json") as response:
+            if response.status in (502, 503, 504):
+                raise BackendFailed(f"{url} answered {response.status}")
+            try:
+                return list((await response.json(content_type=None))["paths"])
+            except (KeyError, TypeError, ValueError, RecursionError):
+                return None
+
+    async def models(self, url: str) -> list[dict[str, Any]]:
+        """Return the backend's model cards; empty without ``/v1/models``.
+
+        Raises:
+            BackendFailed: no answer.
+            Misconfigured: the key is wrong.
+        """
+        async with self._get(url, "/v1/models") as response:
+            status, raw = response.status, await response.read()
+        if status in (401, 403):
+            raise Misconfigured(f"{url} refused the key", field="policy_api_key")
+        if status >= 500:
+            raise BackendFailed(f"{url} answered {status}: {excerpt(raw)}")
+        cards = json_object(raw).get("data") if status == 200 else None
+        return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+
+    async def healthy(self, url: str) -> bool:
+        """Return whether the backend answers ``/health``; 404 counts, because NeMo RL has no such route."""
+        try:
+            async with self._get(url, "/health") as response:
+                return response.status < 500
+        except BackendFailed:
+            return False
+
+    async def reset_prefix_cache(self, url: str) -> None:
+        """Empty the prefix cache of an idle backend. An engine keeps the blocks of requests in flight.
+
+        Raises:
+            Misconfigured: the engine has no route for the reset; names the fix.
+            BackendFailed: no answer, or the cache is in use for longer than ``_CACHE_RESET_TIMEOUT_S``.
+        """
+        if self.reset_route is None:
+            raise Misconfigured(f"{url} cannot empty its prefix cache: {self.reset_hint}", field="reset_prefix_cache")
+        there, deadline = f"{root_of(url)}{self.reset_route}", time.monotonic() + _CACHE_RESET_TIMEOUT_S
+        while True:
+            try:
+                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                    status, raw = await post(self._connections.sampling_session, there, self._headers_for(there), [])
+            except (TimeoutError, OSError, aiohttp.ClientError) as error:
+                raise unreachable(url, error) from error
+            if status in (404, 405):
+                raise Misconfigured(f"{url} has no {self.reset_route}: {self.reset_hint}", field="reset_prefix_cache")
+            if status in (401, 403):
+                raise Misconfigured(f"{url} refused the key", field="policy_api_key")
+            # vLLM answers 200 and {"success": false} while a request holds blocks, SGLang 400.
+            if status == 200 and json_object(raw).get("success", True):
+                return
+            if time.monotonic() > deadline:
+                raise BackendFailed(
+                    f"{url} did not empty its prefix cache ({status}: {excerpt(raw)}): other clients use the engine; "
+                    "pause every model server of the engine first"
+                )
+            await asyncio.sleep(0.2)
+
+    async def published_metrics(self, url: str) -> str:
+        """Return the text of ``/metrics``, or an empty text. An engine that does not answer needs a new handshake."""
+        try:
+            async with self._get(url, "/metrics") as response:
+                return await response.text(errors="replace")
+        except BackendFailed:
+            self.forget(url)
+            return ""
+
+    async def load(self, url: str) -> BackendLoad | None:
+        """Return the load that the backend publishes on ``/metrics``; ``None`` if it publishes none."""
+        text = await self.published_metrics(url)
+        try:
+            waiting, kv_use = (metric(text, name) for name in self._load_names)
+            if waiting is None or kv_use is None:
+                return None
+            return BackendLoad(int(waiting), kv_use, self._capacity(text))
+        except (ValueError, OverflowError):  # malformed numbers must not end the load reports of other backends
+            return None
+
+    def _capacity(self, metrics: str) -> int | None:
+        """Return the tokens that fit into the KV cache; vLLM publishes number and size of blocks as labels."""
+        return sum(int(size) * int(count) for size, count in _CACHE_CONFIG.findall(metrics)) or None
+
+    @contextlib.asynccontextmanager
+    async def _get(self, url: str, path: str) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a GET request to a backend.
+
+        Raises:
+            BackendFailed: no answer.
+        """
+        ask, there = self._connections.control_session.get, f"{root_of(url)}{path}"
+        try:
+            async with ask(there, headers=self._headers_for(there), allow_redirects=False) as response:
+                yield response
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise unreachable(url, error) from error
+
+    def _headers_for(self, url: str) -> dict[str, str]:
+        return dict(self._headers_by_origin.get(origin_of(url), {}))
+
+
+def unreachable(url: str, error: Exception) -> BackendFailed:
+    if isinstance(error, TimeoutError):
+        return BackendFailed(f"{url}: no connection within the time limit", kind=FailureKind.TRANSPORT_TIMEOUT)
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return BackendFailed(f"{url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE)
+    return BackendFailed(f"{url}: {error!r}", kind=FailureKind.TRANSPORT_PEER_DROP)
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def excerpt(raw: bytes) -> str:
+    return raw[:500].decode(errors="replace")
+
+
+def metric(text: str, name: str) -> float | None:
+    """Return the sum of a metric over its labels in Prometheus text."""
+    values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+-]+)$", text, re.MULTILINE)
+    return sum(map(float, values)) if values else None
