@@ -23,7 +23,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 
-OF_THE_MACHINE = frozenset(
+MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
 )
 """System calls' errors that are nobody's request's fault: the same may well succeed elsewhere."""
@@ -275,7 +275,7 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
     return Failure(unexpected, Origin.INFRASTRUCTURE, stage, reason, traceback=trace)
 
 
-def forget_traces(error: BaseException | None) -> None:
+def drop_tracebacks(error: BaseException | None) -> None:
     """Let go of the frames that an error has gone through, once it is classified: whatever they worked on stays else
     until the collector of cycles comes, since most of them hold the task or the future that holds the error."""
     todo, seen = [error], set[int]()

@@ -20,7 +20,7 @@ import pytest
 
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.failures import FailureKind, Origin, Stage, classify
-from nemo_gym_prorl.http.process import descriptor_exhaustion, open_files_needed, raise_open_file_limit
+from nemo_gym_prorl.http.server_process import descriptor_exhaustion, open_files_needed, raise_open_file_limit
 from tests.agent.gym_host import hosting, instance, url_of
 from tests.agent.test_gym_environment import collected, gym_rows, scripted
 
@@ -28,7 +28,7 @@ from tests.agent.test_gym_environment import collected, gym_rows, scripted
 def test_a_server_raises_its_soft_limit_to_the_hard_one() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))\n"
-        "from nemo_gym_prorl.http import process as o\n"
+        "from nemo_gym_prorl.http import server_process as o\n"
         "print(o.raise_open_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["200", "(200,", "200)"]

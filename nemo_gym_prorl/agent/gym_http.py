@@ -39,9 +39,9 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.http.problem_document import Problem
-from nemo_gym_prorl.http.process import descriptor_exhaustion, is_descriptor_exhaustion
+from nemo_gym_prorl.http.server_process import descriptor_exhaustion, is_descriptor_exhaustion
 from nemo_gym_prorl.http.tracing import trace_headers
-from nemo_gym_prorl.rollout.calls import begin
+from nemo_gym_prorl.rollout.handler_calls import begin
 from nemo_gym_prorl.rollout.job import Job
 
 

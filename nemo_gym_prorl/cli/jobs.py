@@ -4,7 +4,7 @@
 
 The service is found by ``--url``, else ``PRORL_URL``, else by asking Gym's head server which of its servers is a
 ``prorl_agent``. Commands that ask and print use :class:`Service`, on the standard library: the client of
-:mod:`nemo_gym_prorl.rollout.client` takes half a second to import.
+:mod:`nemo_gym_prorl.rollout.api.client` takes half a second to import.
 """
 
 from __future__ import annotations

@@ -31,16 +31,17 @@ from nemo_gym_prorl.cli.report import Tally, print_refused, print_report
 from nemo_gym_prorl.cli.rows import Place, Refusal, Results, read_rows
 from nemo_gym_prorl.cli.watch import pools, pools_line
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.fleet.carrier import MAX_LOSSES, Loss
-from nemo_gym_prorl.fleet.dispatcher import Dispatcher
+from nemo_gym_prorl.fleet.dispatcher import FleetDispatcher
+from nemo_gym_prorl.fleet.forwarder import MAX_LOST_NODES, LossReason
 from nemo_gym_prorl.fleet.nodes import NodeList
 from nemo_gym_prorl.http.keys import CLIENT_KEY
 from nemo_gym_prorl.http.problem_document import field_errors, in_words
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView, SubmitRequest, TokenForm
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.request import NO_CLIENT
-from nemo_gym_prorl.rollout.schemas import JobView, StatusView, SubmitRequest, TokenForm
-from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY
+from nemo_gym_prorl.rollout.status import StatusView
+from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
 
 
 PATIENCE_S = 600.0
@@ -276,7 +277,7 @@ class Run:
         """Lines to print once a service has answered; an error repeats them otherwise."""
         self._at: dict[str, str] = {}
         """Services, by id."""
-        self._services = Dispatcher(
+        self._services = FleetDispatcher(
             NodeList(clients, field="--url"),
             tokens=TokenForm.ITEMS,
             ended=self._ended,
@@ -405,11 +406,11 @@ class Run:
             self.tally.add(rollout.place, job)
         self._go_on()
 
-    def _lost(self, rollout_id: str, loss: Loss, why: str) -> None:
+    def _lost(self, rollout_id: str, loss: LossReason, why: str) -> None:
         rollout = self._open.pop(rollout_id)
-        if loss in (Loss.FORGOTTEN, Loss.AWAY) and rollout.take < MAX_LOSSES:
+        if loss in (LossReason.FORGOTTEN, LossReason.AWAY) and rollout.take < MAX_LOST_NODES:
             self._again(rollout, anew=True)
-        elif loss is not Loss.CANCELLED:
+        elif loss is not LossReason.CANCELLED:
             refusal = Refusal(rollout.place.line, why)
             if refusal not in self.tally.refused:  # the repeats of a row are refused alike
                 self.tally.refused.append(refusal)

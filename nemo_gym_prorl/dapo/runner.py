@@ -32,13 +32,13 @@ from nemo_gym_prorl.dapo.prefixes import Kept
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Origin
-from nemo_gym_prorl.fleet.carrier import FORK, Loss
-from nemo_gym_prorl.fleet.dispatcher import Dispatcher
+from nemo_gym_prorl.fleet.dispatcher import FleetDispatcher
+from nemo_gym_prorl.fleet.forwarder import FORK, LossReason
 from nemo_gym_prorl.fleet.nodes import NodeList
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm
+from nemo_gym_prorl.rollout.gym_rows import TurnTokens
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.rows import Turn
-from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 
 
 LOG = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class TrainedRollout:
     reward: float
     version: int
     masked: bool
-    tokens: Sequence[Turn] = ()
+    tokens: Sequence[TurnTokens] = ()
     inherited: int = 0
     body: bytes = b"{}"
 
@@ -129,7 +129,7 @@ class Runner:
         self._client = client
         self._options = dict(options or {})
         self._state = state
-        self._services = Dispatcher(
+        self._services = FleetDispatcher(
             NodeList(services),
             tokens=TokenForm.PACKED,
             ended=self._ended,
@@ -148,7 +148,7 @@ class Runner:
         """Services by rollout, while it is in flight or its result is kept here; ``None`` where it waits for one."""
         self._resumed: set[str] = set()
         """Rollouts that were in flight when the state was saved from which this runner goes on."""
-        self._results: dict[str, tuple[list[Turn], int, bytes]] = {}
+        self._results: dict[str, tuple[list[TurnTokens], int, bytes]] = {}
         """Tokens, inherited turns, and body of those that may be trained on."""
         self._batches: asyncio.Queue[TrainingBatch | None] = asyncio.Queue()
         self._handed_over = sampler.emitted
@@ -319,9 +319,9 @@ class Runner:
                 return f"weights {label!r} sampled it, which are none of run {run!r}"
         return None
 
-    def _lost(self, rollout: str, loss: Loss, why: str) -> None:
+    def _lost(self, rollout: str, loss: LossReason, why: str) -> None:
         # An id that is another run's is that of an earlier life of this one, which other weights sampled.
-        refused = loss in (Loss.REFUSED, Loss.CANCELLED, Loss.UNFORKABLE)
+        refused = loss in (LossReason.REFUSED, LossReason.CANCELLED, LossReason.UNFORKABLE)
         origin = Origin.CALLER if refused else Origin.INFRASTRUCTURE
         LOG.warning("%s has no outcome: %s", rollout, why)
         if rollout in self._resumed and origin is Origin.INFRASTRUCTURE:
@@ -393,6 +393,6 @@ class Runner:
         return TrainingBatch(batch.number, batch.version, groups)
 
 
-def _kept(job: JobView) -> tuple[list[Turn], int, bytes]:
-    turns = [Turn.unpacked(turn.model_dump()) for turn in job.tokens or ()]
+def _kept(job: JobView) -> tuple[list[TurnTokens], int, bytes]:
+    turns = [TurnTokens.unpack(turn.model_dump()) for turn in job.tokens or ()]
     return turns, inherited(job), orjson.dumps(job.result or {})

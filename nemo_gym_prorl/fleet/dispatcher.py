@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts over many services, for whoever has more of them than one node: a trainer, ``prorl submit``, a front.
 
-It is handed rollouts and tells the outcome of each, once, as a :class:`~.carrier.Carrier` does for one service. Which
+It is handed rollouts and tells the outcome of each, once, as a :class:`~.forwarder.JobForwarder` does for one service. Which
 node a rollout goes to, and when, is :class:`~.nodes.Placement`'s to say; those that wait do so here, in a fair
 order. A rollout whose node is lost is told as lost: to begin it again is its owner's business, under another id, so
 that what a node still says of the first try concerns nobody.
@@ -22,12 +22,13 @@ from typing import Any
 
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Stage
-from nemo_gym_prorl.fleet.carrier import Carrier, Loss
-from nemo_gym_prorl.fleet.nodes import Capacity, Joined, Left, Nodes, Placement
-from nemo_gym_prorl.rollout.client import ApiError
+from nemo_gym_prorl.fleet.forwarder import JobForwarder, LossReason
+from nemo_gym_prorl.fleet.nodes import Capacity, NodeJoined, NodeLeft, NodeSource, Placement
+from nemo_gym_prorl.rollout.api.client import ApiError
+from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.queues import FairQueue, is_under_fair_share
-from nemo_gym_prorl.rollout.schemas import JobView, StatusView, TokenForm
+from nemo_gym_prorl.rollout.status import StatusView
 
 
 SURVEY_S = 5.0
@@ -44,7 +45,7 @@ _HELD = frozenset({JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobSt
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _WaitingJob:
     """A rollout that is at no node yet."""
 
     body: Mapping[str, Any]
@@ -85,27 +86,27 @@ class NodeView:
     run_slots: int | None
 
 
-class Dispatcher:
+class FleetDispatcher:
     """See the module. Between :meth:`start` and :meth:`close` it opens and closes the nodes' clients.
 
     Args:
         nodes: where they come from.
-        tokens, ended, lost, say, follows: as for :class:`~.carrier.Carrier`.
+        tokens, ended, lost, say, follows: as for :class:`~.forwarder.JobForwarder`.
         broke: told of an error that no repetition mends, with the node where it was met.
         moved: told of every state that a rollout without an outcome is seen in.
         placed: told where a rollout goes, before it does.
         surveyed: told when a node has said how it is.
         bounded: hold back what no node works on; else each goes to a node at once, and waits there.
-        patient, loops: as for a carrier.
+        patient, loops: as for a forwarder.
     """
 
     def __init__(
         self,
-        nodes: Nodes,
+        nodes: NodeSource,
         *,
         tokens: TokenForm,
         ended: Callable[[JobView], None],
-        lost: Callable[[str, Loss, str], None],
+        lost: Callable[[str, LossReason, str], None],
         broke: Callable[[str, BaseException], None],
         say: Callable[[str], None],
         follows: Callable[[JobView], bool] = lambda job: True,
@@ -124,12 +125,12 @@ class Dispatcher:
         self._on_ended, self._on_lost, self._on_broke = ended, lost, broke
         self._on_moved, self._on_placed, self._on_surveyed = moved, placed, surveyed
         self.placement = Placement()
-        self._carriers: dict[str, Carrier] = {}
-        self._waiting: dict[str, _Waiting] = {}
+        self._forwarders: dict[str, JobForwarder] = {}
+        self._waiting: dict[str, _WaitingJob] = {}
         self._waiting_of: Counter[str] = Counter()
         self._shares: Mapping[str, float] = {}
         self._queue = FairQueue(lambda client, environment: 0.0)
-        self._sent: dict[str, _Waiting] = {}
+        self._sent: dict[str, _WaitingJob] = {}
         """What waited, of the rollouts that are at a node."""
         self._holding: set[str] = set()
         """Those of them that count as their clients', since they have a place in a node's window."""
@@ -139,14 +140,14 @@ class Dispatcher:
         self._surveys: dict[str, asyncio.Task[None]] = {}
         self._heard: dict[str, asyncio.Event] = {}
         """Set when a node has said how large it is."""
-        self._change: Joined | Left | None = None
+        self._change: NodeJoined | NodeLeft | None = None
         """What a source told last, until that is done; a pass that fails is made again with that."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def load(self) -> int:
         """Rollouts under way."""
-        return len(self._waiting) + sum(carrier.load for carrier in self._carriers.values())
+        return len(self._waiting) + sum(forwarder.load for forwarder in self._forwarders.values())
 
     @property
     def waiting(self) -> int:
@@ -156,7 +157,7 @@ class Dispatcher:
     @property
     def nodes(self) -> Mapping[str, bool]:
         """The nodes that are there, and whether each answers and takes what is new."""
-        return {node: not carrier.away for node, carrier in self._carriers.items()}
+        return {node: not forwarder.away for node, forwarder in self._forwarders.items()}
 
     def may_wait(self, client: str, bound: int) -> bool:
         """Whether a client may have one more wait, where ``bound`` may in all: as long as there are fewer, or it has
@@ -173,25 +174,25 @@ class Dispatcher:
         return [
             NodeView(
                 node,
-                carrier.client.url,
-                usable=status is not None and not carrier.away and node not in self._drained,
+                forwarder.client.url,
+                usable=status is not None and not forwarder.away and node not in self._drained,
                 draining=node in self._drained or (status is not None and status.draining),
-                rollouts=carrier.load,
+                rollouts=forwarder.load,
                 run_slots=status.stages[Stage.RUN].slots if status else None,
             )
-            for node, carrier in self._carriers.items()
+            for node, forwarder in self._forwarders.items()
             for status in [self.statuses.get(node)]
         ]
 
     @property
     def away(self) -> bool:
         """No node answers and takes what is new."""
-        return all(carrier.away for carrier in self._carriers.values())
+        return all(forwarder.away for forwarder in self._forwarders.values())
 
     def troubles(self) -> dict[str, str]:
         """The nodes that get no rollouts, each with the reason."""
         reasons = {
-            view.node: self._carriers[view.node].trouble
+            view.node: self._forwarders[view.node].trouble
             or ("it drains" if view.draining else "it has not said how large it is" if not view.usable else "")
             or self._troubled.get(view.node, "")
             for view in self.views()
@@ -199,7 +200,7 @@ class Dispatcher:
         return {node: why for node, why in reasons.items() if why}
 
     async def start(self) -> None:
-        """Begin with the nodes that are there, and watch for others."""
+        """ResumePoint with the nodes that are there, and watch for others."""
         for joined in self._nodes.present:
             await self._join(joined)
         with suppress(TimeoutError):
@@ -213,19 +214,19 @@ class Dispatcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for carrier in [*self._carriers.values()]:
-            await _closed(carrier)
+        for forwarder in [*self._forwarders.values()]:
+            await _close_forwarder(forwarder)
 
     def submit(self, rollout: str, body: Mapping[str, Any], *, node: str | None = None) -> None:
-        """Have a rollout carried to where there is room for it.
+        """Have a rollout forwarded to where there is room for it.
 
         Args:
             rollout: its id.
             body: what is submitted: ``row`` and the wishes beside it.
             node: where it is to go whatever the room there, since it may be there already.
         """
-        waiting = _Waiting(body, str(body.get("client", "")), int(body.get("priority") or 0))
-        if node in self._carriers:
+        waiting = _WaitingJob(body, str(body.get("client", "")), int(body.get("priority") or 0))
+        if node in self._forwarders:
             self._queue.holds(waiting.client, 1)
             self._put(rollout, waiting, node)
         else:
@@ -237,17 +238,17 @@ class Dispatcher:
             waiting = self._no_longer_waits(rollout)
             self._queue.remove(rollout, waiting.client, waiting.priority, "")
             self._spawn(self._tell_cancelled(rollout))
-        elif (node := self.placement.node_of(rollout)) in self._carriers:
-            self._carriers[node].cancel(rollout)
+        elif (node := self.placement.node_of(rollout)) in self._forwarders:
+            self._forwarders[node].cancel(rollout)
 
     async def _tell_cancelled(self, rollout: str) -> None:
-        self._on_lost(rollout, Loss.CANCELLED, "cancelled before it was submitted")
+        self._on_lost(rollout, LossReason.CANCELLED, "cancelled before it was submitted")
 
     def cancel_unknown(self, rollout: str, node: str) -> None:
         """Cancel what an earlier process submitted to a node, which must be there."""
         self.placement.put(rollout, node)
         self.placement.holds(rollout, False)
-        self._carriers[node].cancel_unknown(rollout)
+        self._forwarders[node].cancel_unknown(rollout)
 
     async def result(self, rollout: str, node: str | None) -> JobView:
         """A rollout that had its outcome under an earlier process.
@@ -255,9 +256,9 @@ class Dispatcher:
         Raises:
             InfrastructureError: its node is not there, or has no result of it.
         """
-        if node not in self._carriers:
+        if node not in self._forwarders:
             raise InfrastructureError("its service is not there any more", kind=FailureKind.SESSION_LOST)
-        return await self._carriers[node].result(rollout)
+        return await self._forwarders[node].result(rollout)
 
     async def kept_turns(self, rollouts: Sequence[str]) -> list[int] | None:
         """The turns after which a rollout can be forked that nodes have had under these ids: those of the first id of
@@ -269,9 +270,9 @@ class Dispatcher:
         return []
 
     async def _kept_turns(self, rollout: str) -> list[int] | None:
-        for carrier in [carrier for carrier in self._carriers.values() if not carrier.away]:
+        for forwarder in [forwarder for forwarder in self._forwarders.values() if not forwarder.away]:
             try:
-                return await carrier.client.checkpoints(rollout)
+                return await forwarder.client.checkpoints(rollout)
             except ApiError as error:
                 if error.problem.status == 404:
                     return []
@@ -285,13 +286,13 @@ class Dispatcher:
         Raises:
             CallerError: there is no such node.
         """
-        if node not in self._carriers:
-            known = ", ".join(self._carriers) or "none"
+        if node not in self._forwarders:
+            known = ", ".join(self._forwarders) or "none"
             raise CallerError(f"there is no {node!r}; there are {known}", field="node")
         (self._drained.add if drained else self._drained.discard)(node)
         self._usable(node)
 
-    # Nodes come and go
+    # NodeSource come and go
 
     async def _watch(self) -> None:
         if self._change is not None:
@@ -300,17 +301,17 @@ class Dispatcher:
             self._change = change
             await self._take(change)
 
-    async def _take(self, change: Joined | Left) -> None:
-        if isinstance(change, Left):
+    async def _take(self, change: NodeJoined | NodeLeft) -> None:
+        if isinstance(change, NodeLeft):
             self._leave(change)
-        elif change.node not in self._carriers:
+        elif change.node not in self._forwarders:
             await self._join(change)
         self._change = None
 
-    async def _join(self, joined: Joined) -> None:
+    async def _join(self, joined: NodeJoined) -> None:
         node, client = joined.node, joined.client
         await client.__aenter__()
-        self._carriers[node] = carrier = Carrier(
+        self._forwarders[node] = forwarder = JobForwarder(
             client,
             tokens=self._tokens,
             ended=self._ended,
@@ -318,7 +319,7 @@ class Dispatcher:
             broke=partial(self._on_broke, node),
             say=self._say,
             follows=self._is_followed,
-            replaceable=lambda: any(not other.away for other in self._carriers.values() if other is not carrier),
+            replaceable=lambda: any(not other.away for other in self._forwarders.values() if other is not forwarder),
             moved=self._moved,
             turned=lambda away: self._usable(node),
             patient=self._patient,
@@ -326,14 +327,14 @@ class Dispatcher:
         )
         self.placement.join(node)
         self._usable(node)
-        carrier.start()
+        forwarder.start()
         self._heard[node] = asyncio.Event()
-        self._surveys[node] = self._track(self._loops.start("node-survey", partial(self._survey, node, carrier)))
+        self._surveys[node] = self._track(self._loops.start("node-survey", partial(self._survey, node, forwarder)))
         self._go_on()
 
-    def _leave(self, left: Left) -> None:
-        carrier = self._carriers.pop(left.node, None)
-        if carrier is None:
+    def _leave(self, left: NodeLeft) -> None:
+        forwarder = self._forwarders.pop(left.node, None)
+        if forwarder is None:
             return
         self.statuses.pop(left.node, None)
         self._drained.discard(left.node)
@@ -342,18 +343,18 @@ class Dispatcher:
         del self._heard[left.node]
         self.placement.leave(left.node)
         self._say(f"{left.node} is gone: {left.why}")
-        carrier.give_up(f"{left.node} is gone: {left.why}")
-        self._spawn(_closed(carrier))
+        forwarder.give_up(f"{left.node} is gone: {left.why}")
+        self._spawn(_close_forwarder(forwarder))
 
-    async def _survey(self, node: str, carrier: Carrier) -> float:
+    async def _survey(self, node: str, forwarder: JobForwarder) -> float:
         """Ask a node how large it is; returns the pause. A node gets nothing before its first answer."""
         try:
             async with asyncio.timeout(_ANSWER_S):
-                status = await carrier.client.status()
+                status = await forwarder.client.status()
         except TimeoutError:
-            carrier.heard(InfrastructureError(f"no answer in {_ANSWER_S:g} s"))
+            forwarder.heard(InfrastructureError(f"no answer in {_ANSWER_S:g} s"))
         except (ApiError, InfrastructureError):
-            pass  # its carrier finds that out
+            pass  # its forwarder finds that out
         else:
             trouble = status.version_trouble() or self._folder_trouble(node, status)
             if trouble and trouble != self._troubled.get(node):
@@ -364,13 +365,13 @@ class Dispatcher:
                 self._troubled.pop(node, None)
             self.statuses[node] = status
             self._heard[node].set()
-            carrier.heard(None)
+            forwarder.heard(None)
             run = status.stages[Stage.RUN].slots
             window = status.stages[Stage.INIT].slots + status.ready_slots + run
             self.placement.resize(node, Capacity(run, 0 if status.draining or trouble else window))
             self._on_surveyed(node)
             self._usable(node)
-        pause = max(SURVEY_S, len(self._carriers) / _SURVEYS_PER_S)
+        pause = max(SURVEY_S, len(self._forwarders) / _SURVEYS_PER_S)
         return pause * random.uniform(0.8, 1.2) if self._heard[node].is_set() else 0.2
 
     def _folder_trouble(self, node: str, status: StatusView) -> str | None:
@@ -383,19 +384,19 @@ class Dispatcher:
         return f"its checkpoint_folder {its}, unlike the first node's; set the same at each, or at none"
 
     def _usable(self, node: str) -> None:
-        if (carrier := self._carriers.get(node)) is not None:
-            self.placement.use(node, not carrier.away and node not in self._drained and node in self.statuses)
+        if (forwarder := self._forwarders.get(node)) is not None:
+            self.placement.use(node, not forwarder.away and node not in self._drained and node in self.statuses)
             self._go_on()
 
     # Rollouts
 
-    def _wait(self, rollout: str, waiting: _Waiting) -> None:
+    def _wait(self, rollout: str, waiting: _WaitingJob) -> None:
         self._waiting[rollout] = waiting
         self._waiting_of[waiting.client] += 1
         self._queue.push(rollout, waiting.client, waiting.priority, "")
         self._go_on()
 
-    def _no_longer_waits(self, rollout: str) -> _Waiting:
+    def _no_longer_waits(self, rollout: str) -> _WaitingJob:
         waiting = self._waiting.pop(rollout)
         self._waiting_of[waiting.client] -= 1
         if not self._waiting_of[waiting.client]:
@@ -415,7 +416,7 @@ class Dispatcher:
     def _room(self) -> bool:
         return (self.placement.choose() if self._bounded else self.placement.anyone()) is not None
 
-    def _choose(self, waiting: _Waiting) -> str | None:
+    def _choose(self, waiting: _WaitingJob) -> str | None:
         if not self._bounded:
             return self.placement.anyone()
         together = any(
@@ -425,13 +426,13 @@ class Dispatcher:
         )
         return self.placement.choose(waiting.group, waiting.image, together=together)
 
-    def _put(self, rollout: str, waiting: _Waiting, node: str) -> None:
+    def _put(self, rollout: str, waiting: _WaitingJob, node: str) -> None:
         """The client holds a slot for it already."""
         self._sent[rollout] = waiting
         self._holding.add(rollout)
         self.placement.put(rollout, node, waiting.group, waiting.image)
         self._on_placed(rollout, node)
-        self._carriers[node].submit(rollout, waiting.body)
+        self._forwarders[node].submit(rollout, waiting.body)
 
     def _moved(self, rollout: str, state: JobState) -> None:
         self._holds(rollout, state in _HELD)
@@ -450,7 +451,7 @@ class Dispatcher:
             self._holding.discard(rollout)
             self._queue.holds(sent.client, -1)
 
-    def _gone(self, rollout: str) -> _Waiting | None:
+    def _gone(self, rollout: str) -> _WaitingJob | None:
         self._holds(rollout, False)
         self.placement.gone(rollout)
         return self._sent.pop(rollout, None)
@@ -460,14 +461,14 @@ class Dispatcher:
         self._on_ended(job)
         self._go_on()
 
-    def _lost(self, rollout: str, loss: Loss, why: str) -> None:
+    def _lost(self, rollout: str, loss: LossReason, why: str) -> None:
         node = self.placement.node_of(rollout)
         sent = self._gone(rollout)
-        if loss is Loss.AWAY and node is not None:
+        if loss is LossReason.AWAY and node is not None:
             # It may be another one by now, also where it answers: it says again how large it is, and what it runs.
             self.statuses.pop(node, None)
             self._usable(node)
-        if loss is Loss.UNTAKEN and sent is not None:
+        if loss is LossReason.UNTAKEN and sent is not None:
             self._wait(rollout, sent)
             return
         self._on_lost(rollout, loss, why)
@@ -493,6 +494,6 @@ class Dispatcher:
             self._on_broke("", error)
 
 
-async def _closed(carrier: Carrier) -> None:
-    await carrier.close()
-    await carrier.client.__aexit__(None, None, None)
+async def _close_forwarder(forwarder: JobForwarder) -> None:
+    await forwarder.close()
+    await forwarder.client.__aexit__(None, None, None)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of a fleet: where they come from, and which of them a rollout goes to.
+"""NodeSource of a fleet: where they come from, and which of them a rollout goes to.
 
 A node is a rollout service with a client for it. A source of nodes tells which there are: a list of addresses
 (:class:`NodeList`), or the nodes of a Ray cluster, which come and go (:mod:`nemo_gym_prorl.deployment.ray_nodes`).
@@ -28,11 +28,11 @@ from typing import Protocol
 from yarl import URL
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class NodeJoined:
     """A node is there. ``client`` is not open yet; whoever uses the node opens and closes it."""
 
     node: str
@@ -40,22 +40,22 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class NodeLeft:
     """A node is gone for good, and whatever it ran."""
 
     node: str
     why: str
 
 
-class Nodes(Protocol):
+class NodeSource(Protocol):
     """A source of nodes."""
 
     @property
-    def present(self) -> Sequence[Joined]:
+    def present(self) -> Sequence[NodeJoined]:
         """Those that are there before any change is waited for."""
         ...
 
-    def changes(self) -> AsyncIterator[Joined | Left]:
+    def changes(self) -> AsyncIterator[NodeJoined | NodeLeft]:
         """What comes and goes after that; ends if nothing ever will. An id that has left may join again."""
         ...
 
@@ -79,16 +79,16 @@ class NodeList:
                 raise CallerError(f"{url!r} is no address; it begins with http:// or https://", field=field)
         if twice := [url for url in urls if urls.count(url) > 1]:
             raise CallerError(f"{twice[0]} is there twice", field=field)
-        self._present = [Joined(client.url, client) for client in clients]
+        self._present = [NodeJoined(client.url, client) for client in clients]
 
     @property
-    def present(self) -> Sequence[Joined]:
+    def present(self) -> Sequence[NodeJoined]:
         """All of them."""
         return self._present
 
-    async def changes(self) -> AsyncIterator[Joined | Left]:
+    async def changes(self) -> AsyncIterator[NodeJoined | NodeLeft]:
         """None."""
-        for change in list[Joined | Left]():
+        for change in list[NodeJoined | NodeLeft]():
             yield change
 
 
@@ -156,10 +156,10 @@ class Placement:
         self._nodes: dict[str, _Node] = {}
         self._placed: dict[str, _Placed] = {}
         self._homes: dict[str, str] = {}
-        """Nodes of groups, as long as a rollout of theirs is anywhere."""
+        """NodeSource of groups, as long as a rollout of theirs is anywhere."""
         self._members: Counter[str] = Counter()
         self._owners: dict[str, dict[str, None]] = {}
-        """Nodes by image."""
+        """NodeSource by image."""
         self._order: list[tuple[float, int, str]] = []
         """A heap of nodes by how far they are filled; entries that are no longer true are skipped."""
         self._joined = 0

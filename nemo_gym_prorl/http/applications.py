@@ -4,7 +4,7 @@
 
 Gym starts its servers on plain HTTP and asks each by plain HTTP whether it is up; a server that only spoke TLS would
 never count as started. So the address that Gym knows stays as it is, on loopback if it is for this machine alone, and
-the same application answers at a port of its own with TLS (:func:`also_by_tls`).
+the same application answers at a port of its own with TLS (:func:`serve_tls`).
 
 Gym's application puts two middlewares around every request that run the rest in a task of its own and pass its body
 through a stream, and signs a session cookie; FastAPI then resolves dependencies. :class:`DirectRoutes` answers the
@@ -108,7 +108,7 @@ def check_certificate(cert: Path, key: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def also_by_tls(app: ASGIApp, cert: Path, key: Path, port: int) -> AsyncIterator[None]:
+async def serve_tls(app: ASGIApp, cert: Path, key: Path, port: int) -> AsyncIterator[None]:
     """Serve an application at a port of all interfaces, besides where it is served already.
 
     Args:
@@ -168,7 +168,7 @@ class DirectRoutes:
         await response(scope, receive, send)
 
 
-def put_in_front(app: FastAPI, wrap: Callable[[ASGIApp], ASGIApp]) -> None:
+def wrap_outermost(app: FastAPI, wrap: Callable[[ASGIApp], ASGIApp]) -> None:
     """Have every request go through what ``wrap`` makes of the application, before all of its middlewares: also those
     that are added later."""
     build_stack = app.build_middleware_stack

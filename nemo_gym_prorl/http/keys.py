@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a caller shows the key of a server, and who a key says that it is; who may call is told in :mod:`.access`."""
+"""How a caller shows the key of a server, and who a key says that it is; who may call is told in :mod:`.key_guard`."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ def _agent(config: Mapping[str, Any], path: str, block: Mapping[str, Any]) -> It
         )
     try:
         known = {key: block[key] for key in ("budgets", "max_attempts") if key in block}
-        service = ServiceConfig.model_validate(known).pipeline_settings()
+        service = ServiceConfig.model_validate(known)
     except ValidationError:
         return  # the agent will say so itself
     deadline, budgets = number_at(config, DEADLINE), service.budgets

@@ -37,7 +37,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.groups import Group, Shape, group_of, with_loss
 from nemo_gym_prorl.nemo_rl.services import Servers
 from nemo_gym_prorl.nemo_rl.validation import Validation, validated
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 
 
 LOG = logging.getLogger(__name__)

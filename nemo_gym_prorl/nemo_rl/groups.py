@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.routed_experts import RoutedExperts, continued
-from nemo_gym_prorl.rollout.rows import Turn
+from nemo_gym_prorl.rollout.gym_rows import TurnTokens
 
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Sampled:
     """
 
     rollout: str
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnTokens, ...]
     reward: float
     version: int
 
@@ -75,13 +75,13 @@ class Group:
         return min(member.version for member in self.members)
 
 
-def turns_of(tokens: Sequence[Turn], inherited: int = 0) -> tuple[Turn, ...]:
+def turns_of(tokens: Sequence[TurnTokens], inherited: int = 0) -> tuple[TurnTokens, ...]:
     """The turns in which something was sampled; of the first one, all that was inherited counts as observed.
 
     Raises:
         ValueError: there are none, or they are not one sequence.
     """
-    turns: list[Turn] = []
+    turns: list[TurnTokens] = []
     seen, taken_over = 0, 0
     for place, turn in enumerate(tokens):
         if not turn.sampled:
@@ -98,7 +98,7 @@ def turns_of(tokens: Sequence[Turn], inherited: int = 0) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _as_prompt(inherited: Sequence[Turn], others: Sequence[Turn]) -> list[Turn]:
+def _as_prompt(inherited: Sequence[TurnTokens], others: Sequence[TurnTokens]) -> list[TurnTokens]:
     """The first of the other turns, if there is one, with all tokens that were inherited as part of its prompt."""
     if not others:
         return []
@@ -183,7 +183,7 @@ def _message_log(member: Sampled, prompt: Sequence[int]) -> list[dict[str, Any]]
     return messages
 
 
-def add_experts(messages: list[dict[str, Any]], turn: Turn) -> None:
+def add_experts(messages: list[dict[str, Any]], turn: TurnTokens) -> None:
     """Give a turn's two messages, which are the last, the experts of their tokens; the token before gets those with
     which it was read, since it had none while it was the last that was sampled."""
     import torch

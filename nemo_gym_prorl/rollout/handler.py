@@ -24,9 +24,9 @@ from typing import Any, Protocol, runtime_checkable
 from pydantic import BaseModel, ValidationError, create_model
 
 from nemo_gym_prorl.failures import CallerError, Failure, Stage, suggest
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint
-from nemo_gym_prorl.rollout.job import Budgets, Job, Outcome, Trajectory, Verdict
+from nemo_gym_prorl.rollout.job import Checkpoint, Job, Outcome, Trajectory, Verdict
 from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.settings import Budgets
 
 
 ENTRY_POINT_GROUP = "nemo_gym_prorl.agent_handlers"
@@ -71,7 +71,7 @@ class AgentHandler(Protocol):
 
 
 @runtime_checkable
-class TellsWaiting(Protocol):
+class ReportsWaiting(Protocol):
     """Optional: a handler that knows for how long its agent could not act."""
 
     async def waited(self, job: Job) -> float:
@@ -81,7 +81,7 @@ class TellsWaiting(Protocol):
 
 
 @runtime_checkable
-class TellsUnreachable(Protocol):
+class ReportsUnreachable(Protocol):
     """Optional: a handler that can ask whether its servers answer."""
 
     async def unreachable(self) -> Mapping[str, Collection[Stage]] | Collection[str]:
@@ -92,7 +92,7 @@ class TellsUnreachable(Protocol):
 
 
 @runtime_checkable
-class EndsTimeouts(Protocol):
+class HandlesTimeouts(Protocol):
     """Optional: a handler for which a rollout whose RUN budget is used up may end well. Without it, and where it says
     ``None``, such a rollout fails as ``agent_timeout``."""
 
@@ -103,7 +103,7 @@ class EndsTimeouts(Protocol):
 
 
 @runtime_checkable
-class KeepsCheckpoints(Protocol):
+class StoresCheckpoints(Protocol):
     """Optional: a handler that takes checkpoints (:meth:`.job.Job.keep_checkpoint`), and goes on from the job's latest
     one in ``init`` and ``run``."""
 
@@ -117,9 +117,9 @@ class KeepsCheckpoints(Protocol):
 
 
 @runtime_checkable
-class UnpacksCheckpoints(Protocol):
+class RestoresCheckpoints(Protocol):
     """Optional: a handler whose jobs can go on from a checkpoint that another service has taken; its states have
-    ``pack`` (:class:`~.checkpoints.Packs`)."""
+    ``pack`` (:class:`~.checkpoints.SerializableState`)."""
 
     def unpack(self, packed: bytes) -> Any:
         """The state that was packed. Whatever of ``ValueError``, ``KeyError`` and ``TypeError`` it raises says that it
@@ -128,7 +128,7 @@ class UnpacksCheckpoints(Protocol):
 
 
 @runtime_checkable
-class EndsScoring(Protocol):
+class CancelsScoring(Protocol):
     """Optional: a handler whose scoring may go on though the call was cut short, as where it is a server's."""
 
     async def end_scoring(self, job: Job) -> None:

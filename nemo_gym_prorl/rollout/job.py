@@ -14,15 +14,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import orjson
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage, clean_text
-from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint, Checkpoints
+from nemo_gym_prorl.rollout.gym_rows import (
+    NO_TOKENS,
+    TurnTokens,
+    compact_json_bytes,
+    pack_turns,
+    put_tokens,
+    take_tokens,
+)
 from nemo_gym_prorl.rollout.queues import Member
-from nemo_gym_prorl.rollout.rows import NO_TOKENS, Turn, compact_json_bytes, packed, put_tokens, take_tokens
-from nemo_gym_prorl.rollout.steps import NO_STEPS, Step
+from nemo_gym_prorl.rollout.settings import Budgets
+from nemo_gym_prorl.rollout.turns import NO_STEPS, TurnTiming
 
 
 class JobState(StrEnum):
@@ -74,24 +81,6 @@ _STAGES = tuple(Stage)
 """To go through an enumeration costs more than all else in making a job."""
 
 
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """How long each stage may work on a job, in seconds per attempt. Queue time is free."""
-
-    init: float = 600.0
-    run: float = 3600.0
-    eval: float = 900.0
-
-    def of(self, stage: Stage) -> float:
-        """The budget of one stage, seconds."""
-        return float(getattr(self, stage.value))
-
-    @property
-    def by_stage(self) -> dict[str, float]:
-        """All of them, by their stage's name."""
-        return {"init": self.init, "run": self.run, "eval": self.eval}
-
-
 @dataclass(slots=True)
 class StageTime:
     """What a job spent in one stage, summed over its attempts, in seconds."""
@@ -121,7 +110,7 @@ class Progress:
     tool_calls: int = 0
     finish_reason: str | None = None
     weight_versions: list[dict[str, Any]] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TurnTiming] = field(default_factory=list)
     log_probs: list[str] = field(default_factory=list)
 
     @property
@@ -160,7 +149,7 @@ class Trajectory:
 
     response: dict[str, Any]
     evidence: Any = None
-    tokens: list[Turn] = field(default_factory=list)
+    tokens: list[TurnTokens] = field(default_factory=list)
 
     def take_tokens(self) -> None:
         """Have the tokens apart, before they are waited with, sent or written."""
@@ -192,7 +181,7 @@ class Outcome:
         result: the same as an object, or as JSON bytes of one.
         reward: of a scored job.
         failure: of one that was not.
-        masked: what its verdict says (:func:`~.rows.masked`).
+        masked: what its verdict says (:func:`~.gym_rows.masked`).
 
     Raises:
         TypeError: the result cannot be written as JSON, e.g. since it holds a lone surrogate.
@@ -232,6 +221,71 @@ def failure_state(failure: Failure) -> JobState:
     return JobState.FAILED
 
 
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a job is to begin that other services have had, or had a parent of.
+
+    Attributes:
+        tries: ids of its earlier tries, the latest first; where none has left anything, the job begins anew.
+        parents: of a fork, those of the rollout that it was forked from.
+        turn: after which it was.
+        parent: that rollout's id as callers know it.
+        client: whose all of these are; ``None`` where an administrator vouches for them.
+    """
+
+    tries: tuple[str, ...] = ()
+    parents: tuple[str, ...] = ()
+    turn: int | None = None
+    parent: str | None = None
+    client: str | None = None
+
+    @property
+    def fork(self) -> dict[str, Any] | None:
+        """As callers are told of it."""
+        return {"id": self.parent or self.parents[0], "turn": self.turn, "lost": []} if self.parents else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """One of them.
+
+    Attributes:
+        turn: the turns that were taken.
+        state: what its handler goes on from; never leaves the service.
+        size: of what is kept for it, in bytes.
+        spent_s: what the rollout had used of RUN's budget.
+        lost: in a word each, what of its environment can't be carried over.
+        borrowed: the id under which another service has taken it, whose it is to erase.
+    """
+
+    turn: int
+    state: Any
+    size: int
+    spent_s: float = 0.0
+    lost: tuple[str, ...] = ()
+    borrowed: str = ""
+
+
+class CheckpointRecorder(Protocol):
+    """Keeps the checkpoints of jobs."""
+
+    async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
+        """Add a checkpoint of a job, and return once other services can find the checkpoint."""
+        ...
+
+    def drop(self, job: Job, checkpoint: Checkpoint) -> None:
+        """Remove a checkpoint from a job, and erase the checkpoint once no job holds it."""
+        ...
+
+    def add(self, job: Job, checkpoint: Checkpoint) -> None:
+        """Let a job hold a checkpoint."""
+        ...
+
+    def ended(self, job: Job, *, keep: bool) -> None:
+        """Note that a job has its outcome; erase its checkpoints unless ``keep``."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """One rollout. Only the pipeline changes it; handlers read it.
@@ -255,16 +309,16 @@ class Job:
             short keeps what was sampled.
         number: its place in the order of submission; given by the store.
         member: its part in those that are scored together, while it is scored; ``None`` if each is for itself.
-        held: its caller holds a connection for it and takes its result away; nobody else joins it.
+        attached: its caller holds a connection for it and takes its result away; nobody else joins it.
         delivered: its caller took the answer over a connection that it held; the id is free again.
-        tokens: of a job with its outcome, as JSON (:func:`~.rows.packed`).
+        tokens: of a job with its outcome, as JSON (:func:`~.gym_rows.pack_turns`).
         steps: of a job with its outcome, as JSON.
-        checkpoints: where it can go on, by the turns that were taken; ``shelf`` keeps them.
+        checkpoints: where it can go on, by the turns that were taken; ``checkpoint_store`` keeps them.
         kept_turns: the same, as its node says, where it ran at a node of a fleet.
         spent_s: what attempts before this one have used of RUN's budget, up to the turn where this one goes on.
         resumed: where attempts went on: after which ``turn``, and what of the environment was ``lost``.
         forked_from: the ``id`` of the job at whose checkpoint it began, after which ``turn``, and what was ``lost``.
-        begin: where it is to go on that is looked for in INIT.
+        resume_point: where it is to go on that is looked for in INIT.
         tries: of a front's job, its ids at nodes so far.
     """
 
@@ -280,7 +334,7 @@ class Job:
     priority: int = 0
     budgets: Budgets = field(default_factory=Budgets)
     max_attempts: int = 3
-    held: bool = False
+    attached: bool = False
     number: int = 0
     state: JobState = JobState.QUEUED
     times: dict[Stage, StageTime] = field(default_factory=lambda: {stage: StageTime() for stage in _STAGES})
@@ -299,8 +353,8 @@ class Job:
     spent_s: float = 0.0
     resumed: list[dict[str, Any]] = field(default_factory=list)
     forked_from: dict[str, Any] | None = None
-    shelf: Checkpoints | None = None
-    begin: Begin | None = None
+    checkpoint_store: CheckpointRecorder | None = None
+    resume_point: ResumePoint | None = None
     tries: list[str] = field(default_factory=list)
     scope: str | None = None
 
@@ -315,13 +369,13 @@ class Job:
 
     async def keep_checkpoint(self, checkpoint: Checkpoint) -> None:
         """A handler has taken one; returns when it is as safe as it gets."""
-        assert self.shelf is not None, "the pipeline keeps them"
-        await self.shelf.keep(self, checkpoint)
+        assert self.checkpoint_store is not None, "the pipeline keeps them"
+        await self.checkpoint_store.keep(self, checkpoint)
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         """It turned out to be of no use."""
-        assert self.shelf is not None, "the pipeline keeps them"
-        self.shelf.drop(self, checkpoint)
+        assert self.checkpoint_store is not None, "the pipeline keeps them"
+        self.checkpoint_store.drop(self, checkpoint)
 
     def resume_at(self, checkpoint: Checkpoint) -> None:
         """This attempt goes on from there; what was spent until then is spent."""
@@ -338,7 +392,7 @@ class Job:
     def pack(self) -> None:
         """Give back the memory of what nobody works with any more; for a job with its outcome."""
         if self.trajectory is not None:
-            self.tokens = packed(self.trajectory.tokens)
+            self.tokens = pack_turns(self.trajectory.tokens)
         self.session = self.trajectory = None
         try:
             self.steps = compact_json_bytes(self.progress.steps)
@@ -370,7 +424,7 @@ class Job:
         """The result as Gym has it, with all tokens on its output items, for orjson; made anew with each call."""
         assert self.outcome is not None, "only a job with its outcome has a result"
         result = self.outcome.result
-        put_tokens(result.get("response"), map(Turn.unpacked, orjson.loads(self.tokens)))
+        put_tokens(result.get("response"), map(TurnTokens.unpack, orjson.loads(self.tokens)))
         return result
 
     def move(self, state: JobState) -> None:

@@ -38,22 +38,24 @@ from nemo_gym_prorl.failures import (
     RolloutError,
     Stage,
     classify,
-    forget_traces,
+    drop_tracebacks,
 )
 from nemo_gym_prorl.http.tracing import SpanGroup, failed, note, span
-from nemo_gym_prorl.rollout.calls import Attempt, HandlerCalls
-from nemo_gym_prorl.rollout.checkpoints import RENEW_S, Begin, Checkpoint, Checkpoints, SharedCheckpoints
+from nemo_gym_prorl.rollout.circuit_breaker import CircuitBreaker, Outage
 from nemo_gym_prorl.rollout.handler import Environments
-from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory
-from nemo_gym_prorl.rollout.outages import CircuitBreaker, Outage
-from nemo_gym_prorl.rollout.request import Fork, JobRequest, turn_to_fork
+from nemo_gym_prorl.rollout.handler_calls import Attempt, HandlerCalls
+from nemo_gym_prorl.rollout.job import Checkpoint, Job, JobState, Outcome, Progress, ResumePoint, Trajectory
+from nemo_gym_prorl.rollout.request import Fork, JobRequest, resolve_fork_turn
 from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
-from nemo_gym_prorl.rollout.schemas import StatusView
-from nemo_gym_prorl.rollout.service import PipelineSettings, RolloutService, restarted, shutting_down
+from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.status import VERSION, EnvironmentView, HeldView, StatusView, stage_pools
+from nemo_gym_prorl.rollout.storage.checkpoints import RENEW_S, CheckpointStore, SharedCheckpoints
 
 
 if TYPE_CHECKING:  # clients have no database
-    from nemo_gym_prorl.rollout.journal import Journal, Unfinished
+    from nemo_gym_prorl.rollout.storage.journal import Journal
+    from nemo_gym_prorl.rollout.storage.journal_records import Unfinished
 
 LOGGER = logging.getLogger(__name__)
 
@@ -116,7 +118,7 @@ class Pipeline(RolloutService):
         every = [environments.environment(name) for name in environments.names]
         cohorts = {environment.name: environment.scores_groups_of for environment in every}
         self.scheduler = StageScheduler(self.settings.stages, environments.shares, cohorts)
-        self._calls = HandlerCalls(environments, self.settings.release_s, self.settings.cancel_grace_s, shared)
+        self._calls = HandlerCalls(environments, self.settings.release_timeout_s, self.settings.cancel_grace_s, shared)
         self._outages = CircuitBreaker(
             self._calls,
             self.scheduler,
@@ -127,7 +129,7 @@ class Pipeline(RolloutService):
             self.loops,
         )
         self._clock = clock
-        self.checkpoints = Checkpoints(
+        self.checkpoints = CheckpointStore(
             self.settings.checkpoint_bytes, self.settings.checkpoint_s, self._erase_checkpoints, clock, shared
         )
         self._controls: dict[str, _Control] = {}
@@ -139,32 +141,32 @@ class Pipeline(RolloutService):
         return self._calls.abandoned
 
     @property
-    def held(self) -> list[Outage]:
+    def outages(self) -> list[Outage]:
         """The servers that cannot be reached, each for an environment of which no rollout begins because of that."""
         return self._outages.all
 
     def start(self) -> None:
-        """Begin to take on again what an earlier life of the service had accepted."""
-        self._take_on_earlier()
+        """ResumePoint to take on again what an earlier life of the service had accepted."""
+        self._recover_jobs()
 
-    def _run_on(self, earlier: Unfinished) -> None:
+    def _resume_job(self, earlier: Unfinished) -> None:
         job = earlier.job
         job.failures.append(restarted(earlier.lives))
         if job.environment in self.environments.names and (job.forked_from is None or self.shared is not None):
             job.handler = self.environments.environment(job.environment).handler
-            job.shelf, job.begin = self.checkpoints, self._begin_again(job)
-            self._take_on(job)
+            job.checkpoint_store, job.resume_point = self.checkpoints, self._resume_point_of(job)
+            self._start_job(job)
             return
         self._remember(job)
         what = f"its environment {job.environment!r}" if job.forked_from is None else "the turn that it goes on from"
         gone = InfrastructureError(f"the service was restarted without {what}")
         self._finish(job, Outcome(JobState.FAILED, {}, failure=classify(gone, None)))
 
-    def _begin_again(self, job: Job) -> Begin | None:
+    def _resume_point_of(self, job: Job) -> ResumePoint | None:
         """Where a job of an earlier life is to begin: where it was, else where it began then."""
         if self.shared is None:
             return None
-        was = job.begin or Begin(client=job.client)
+        was = job.resume_point or ResumePoint(client=job.client)
         if job.forked_from is not None and not was.parents:
             # Whose that one was has been looked at when it was forked.
             was = replace(was, parents=(job.forked_from["id"],), turn=job.forked_from["turn"], client=None)
@@ -180,10 +182,10 @@ class Pipeline(RolloutService):
 
     def _new(self, request: JobRequest, digest: bytes, *, bounded: bool) -> Job:
         job = super()._new(request, digest, bounded=bounded)
-        job.shelf = self.checkpoints
+        job.checkpoint_store = self.checkpoints
         if request.fork is not None:
             if not self.checkpoints.has(request.fork.checkpoint):  # erased since it was looked for
-                turn_to_fork(request.fork.parent, None, (), ended=True)
+                resolve_fork_turn(request.fork.parent, None, (), ended=True)
             self.checkpoints.add(job, request.fork.checkpoint)
         return job
 
@@ -204,11 +206,11 @@ class Pipeline(RolloutService):
         if not kept and self.environments.environment(parent.environment).checkpoint_turns is None:
             reason = f"environment {parent.environment!r} takes no checkpoints; set its checkpoint_turns"
             raise CallerError(reason, field="environment")
-        turn = turn_to_fork(parent.id, turn, kept, ended=parent.state.terminal)
+        turn = resolve_fork_turn(parent.id, turn, kept, ended=parent.state.terminal)
         if (checkpoint := parent.checkpoints.get(turn)) is not None:
-            return await self._accept_all(parent, requests, fork=Fork(parent.id, checkpoint))
-        return await self._accept_all(
-            parent, requests, begin=Begin(parents=(parent.id,), turn=turn, client=parent.client)
+            return await self._accept_forks(parent, requests, fork=Fork(parent.id, checkpoint))
+        return await self._accept_forks(
+            parent, requests, resume_point=ResumePoint(parents=(parent.id,), turn=turn, client=parent.client)
         )
 
     async def kept_turns(self, rollout: str) -> list[int]:
@@ -236,7 +238,20 @@ class Pipeline(RolloutService):
         # Else the stage is between two awaits of its own, e.g. releasing, and looks at `cancelled` next.
 
     def status(self) -> StatusView:
-        return StatusView.of(self)
+        return StatusView(
+            version=VERSION,
+            draining=self.draining,
+            stages=stage_pools(self.scheduler),
+            ready_slots=self.scheduler.sizes.ready,
+            sessions=self.scheduler.sessions,
+            states={state: self.store.states[state] for state in JobState},
+            held=HeldView.all_of(self.outages),
+            retained_bytes=self.store.retained_bytes,
+            abandoned=self.abandoned,
+            checkpoint_folder=self.shared.identity if self.shared is not None else None,
+            journal=self.store.trouble,
+            environments=EnvironmentView.all_of(self.environments, self.scheduler, self.settings),
+        )
 
     async def close(self) -> None:
         """Cancel every job and return when all have their outcome, or, with a journal, are left to the service's next
@@ -322,7 +337,7 @@ class Pipeline(RolloutService):
         else:
             await self._hold_up(job, stage, failure, started)
         for one in (raised, error, control.cancelled):
-            forget_traces(one)
+            drop_tracebacks(one)
 
     async def _release(self, job: Job) -> BaseException | None:
         session, job.session = job.session, None
@@ -467,7 +482,7 @@ class Pipeline(RolloutService):
         if job.checkpoints:
             # One that another service cancels here, since it was cut off, may go on there.
             wanted = outcome.state is not JobState.CANCELLED or self.shared is not None
-            self.checkpoints.ended(job, keep=not job.held and wanted)
+            self.checkpoints.ended(job, keep=not job.attached and wanted)
         del self._controls[job.id]
         super()._finish(job, outcome)
 

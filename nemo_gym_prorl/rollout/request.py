@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from nemo_gym_prorl.failures import CallerError, Stage
-from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint
-from nemo_gym_prorl.rollout.rows import row_digest
+from nemo_gym_prorl.rollout.gym_rows import row_digest
+from nemo_gym_prorl.rollout.job import Checkpoint, ResumePoint
 
 
 NO_CLIENT = "default"
@@ -53,7 +53,7 @@ class JobConflict(CallerError):
         return cls(f"job {job_id!r} belongs to another caller; choose another id", field="id")
 
 
-class NotYours(CallerError):
+class NotOwner(CallerError):
     """A job, or a name, that is another client's."""
 
     http_status = 403
@@ -82,7 +82,7 @@ class Draining(CallerError):
     retry_after_s = 30
 
 
-def turn_to_fork(rollout: str, turn: int | None, kept: Sequence[int], *, ended: bool) -> int:
+def resolve_fork_turn(rollout: str, turn: int | None, kept: Sequence[int], *, ended: bool) -> int:
     """After which turn a rollout is forked: the wanted one, by default the latest.
 
     Args:
@@ -123,9 +123,9 @@ class JobRequest:
     ``environment``: the row's, where that is not left to its ``data_source``.
     ``run``: whose backends sample it; ``None`` for the model server's own.
     ``budgets``: seconds by stage; those left out are the environment's.
-    ``held``: the caller holds a connection for the job and takes its result away, so nobody else joins it.
+    ``attached``: the caller holds a connection for the job and takes its result away, so nobody else joins it.
     ``fork``: it begins where another job was after a turn.
-    ``begin``: the same, of jobs at other services, or where it was itself at one that is lost.
+    ``resume_point``: the same, of jobs at other services, or where it was itself at one that is lost.
     """
 
     row: dict[str, Any]
@@ -137,16 +137,16 @@ class JobRequest:
     priority: int = 0
     budgets: Mapping[Stage, float] = field(default_factory=dict)
     max_attempts: int | None = None
-    held: bool = False
+    attached: bool = False
     fork: Fork | None = None
-    begin: Begin | None = None
+    resume_point: ResumePoint | None = None
 
     @property
     def forked_from(self) -> dict[str, Any] | None:
         """As callers are told; ``None`` of what is no fork."""
         if self.fork is not None:
             return self.fork.told()
-        return self.begin.fork if self.begin is not None else None
+        return self.resume_point.fork if self.resume_point is not None else None
 
     def digest(self) -> bytes:
         """What tells two jobs of one id apart.

@@ -36,34 +36,12 @@ from enum import Enum, auto
 
 from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.rollout.queues import FairQueue, GroupBarrier, Member, is_under_fair_share
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSizes:
-    """How many jobs each stage works on at once, and how many initialised jobs may wait in READY.
-
-    Raises:
-        ValueError: a pool has no slot, or READY is negative; names the field.
-    """
-
-    init: int = 8
-    ready: int = 8
-    run: int = 32
-    eval: int = 8
-
-    def __post_init__(self) -> None:
-        for name, least in (("init", 1), ("ready", 0), ("run", 1), ("eval", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"stages.{name} must be at least {least}, got {getattr(self, name)}")
-
-    def of(self, stage: Stage) -> int:
-        """Slots of one stage."""
-        return int(getattr(self, stage.value))
+from nemo_gym_prorl.rollout.settings import PoolSizes
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Begin to work on a job in a stage; the job holds one of its slots from now on, with its cohort if it has one."""
+    """ResumePoint to work on a job in a stage; the job holds one of its slots from now on, with its cohort if it has one."""
 
     job_id: str
     stage: Stage

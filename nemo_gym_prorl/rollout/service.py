@@ -17,7 +17,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -25,64 +25,16 @@ import orjson
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, JobCancelled, Origin, RolloutError
 from nemo_gym_prorl.rollout.handler import Environments
-from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, QueueFull
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.store import JobStore, same_job
+from nemo_gym_prorl.rollout.settings import ServiceSettings
+from nemo_gym_prorl.rollout.status import StatusView
+from nemo_gym_prorl.rollout.storage.store import JobStore, same_job
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.journal import Journal, Unfinished
-    from nemo_gym_prorl.rollout.schemas import StatusView
-
-
-JOURNAL_KEEP_S = 7 * 24 * 3600.0
-JOURNAL_KEEP_BYTES = 16 * 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceSettings:
-    """Bounds of whatever takes jobs on; times in seconds.
-
-    Attributes:
-        budgets: defaults for jobs that bring none.
-        max_attempts: default cap on tries of INIT+RUN, and of EVAL.
-        max_queued: jobs that may wait for INIT, or for a node, before :class:`QueueFull`.
-        retain_bytes: bound of the rows and results of terminal jobs. Over it those whose time to live is over are
-            forgotten; when younger ones fill it, new jobs are refused with :class:`QueueFull`.
-        keep_unread_s: time to live of a result that nobody has read; that of one that was read is over.
-    """
-
-    budgets: Budgets = field(default_factory=Budgets)
-    max_attempts: int = 3
-    max_queued: int = 10_000
-    retain_bytes: int = 2**30
-    keep_unread_s: float = 3600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSettings(ServiceSettings):
-    """Bounds of one pipeline; times in seconds.
-
-    Attributes:
-        stages: pool sizes.
-        release_s: how long a session may take to be released.
-        cancel_grace_s: how long a cancelled stage may take to come back before it is abandoned.
-        retry_delay_s: wait before the second try; doubles with each further one, up to 30 s.
-        unreachable_s: how long a job may be held up by a server that cannot be reached before it fails.
-        checkpoint_bytes: what checkpoints of rollouts may take, but for the latest one of each that goes on.
-        checkpoint_s: how long those of a rollout are kept that has ended.
-        probe_s: pause between two questions whether such a server answers again.
-    """
-
-    stages: PoolSizes = field(default_factory=PoolSizes)
-    release_s: float = 60.0
-    cancel_grace_s: float = 5.0
-    retry_delay_s: float = 0.5
-    unreachable_s: float = 900.0
-    probe_s: float = 3.0
-    checkpoint_bytes: int = 10 * 2**30
-    checkpoint_s: float = 3600.0
+    from nemo_gym_prorl.rollout.storage.journal import Journal
+    from nemo_gym_prorl.rollout.storage.journal_records import Unfinished
 
 
 LOGGER = logging.getLogger(__name__)
@@ -136,10 +88,10 @@ class RolloutService(ABC):
 
     @abstractmethod
     def _run(self, job: Job) -> None:
-        """Begin with a job that is remembered."""
+        """ResumePoint with a job that is remembered."""
 
     @abstractmethod
-    def _run_on(self, earlier: Unfinished) -> None:
+    def _resume_job(self, earlier: Unfinished) -> None:
         """Take on again what an earlier life of the service had accepted."""
 
     @abstractmethod
@@ -180,13 +132,13 @@ class RolloutService(ABC):
         """As :meth:`submit`, and return when the job is on disk, where there is a journal.
 
         Raises:
-            JournalFails: it cannot be written.
+            JournalUnavailable: it cannot be written.
         """
         journal = self.store.journal
         if journal is None:
             return self.submit(request, bounded=bounded)
         if request.id is not None and self.store.get(request.id) is None:
-            await self.store.all_here(request.id)
+            await self.store.wait_for_recovery(request.id)
         digest = request.digest()
         if (known := self.store.known(request, digest)) is not None:
             return known
@@ -205,10 +157,10 @@ class RolloutService(ABC):
         try:
             taken = await journal.accepted(job, named=named)
         finally:
-            if not taken and job.shelf is not None:  # what it was to begin from is not its own any more
-                job.shelf.ended(job, keep=False)
+            if not taken and job.checkpoint_store is not None:  # what it was to begin from is not its own any more
+                job.checkpoint_store.ended(job, keep=False)
         if taken:
-            self._take_on(job)
+            self._start_job(job)
             return job
         known = await self.store.fetch(job.id)
         assert known is not None, "it is there or forgotten"
@@ -232,7 +184,7 @@ class RolloutService(ABC):
         if request.id in self._arriving:
             raise JobConflict.with_anothers(request.id)
         job = self._new(request, digest, bounded=bounded)
-        self._take_on(job)
+        self._start_job(job)
         return job
 
     def _new(self, request: JobRequest, digest: bytes, *, bounded: bool) -> Job:
@@ -244,7 +196,7 @@ class RolloutService(ABC):
         environment = self._environments_now().of_job(request)
         if self.draining:
             raise Draining("the service is draining and takes no new rollouts")
-        if self.store.journal is not None and not request.held:
+        if self.store.journal is not None and not request.attached:
             self.store.journal.check()
         if bounded:
             self._check_room(request.client, 1)
@@ -260,12 +212,12 @@ class RolloutService(ABC):
             client=request.client,
             run=request.run,
             priority=request.priority,
-            budgets=replace(budgets, **{stage.value: given for stage, given in request.budgets.items()}),
+            budgets=budgets.model_copy(update={stage.value: given for stage, given in request.budgets.items()}),
             max_attempts=request.max_attempts or environment.max_attempts or self._defaults.max_attempts,
-            held=request.held,
+            attached=request.attached,
             scope=request.client if request.client in self.store.shares else None,
             forked_from=request.forked_from,
-            begin=request.begin,
+            resume_point=request.resume_point,
         )
 
     def _check_room(self, client: str, jobs: int) -> None:
@@ -276,7 +228,7 @@ class RolloutService(ABC):
             raise QueueFull(f"{most} rollouts are waiting already, or were with {jobs} more; try again later")
         self.store.refuse_if_full(client)
 
-    async def _accept_all(self, parent: Job, requests: Sequence[JobRequest], **begin: Any) -> list[Job]:
+    async def _accept_forks(self, parent: Job, requests: Sequence[JobRequest], **resume_from: Any) -> list[Job]:
         """Take jobs on that begin where another one was, all or none; ``begin`` says where.
 
         Raises:
@@ -284,7 +236,7 @@ class RolloutService(ABC):
         """
         row = orjson.dumps(parent.row)
         every = [
-            replace(request, row=orjson.loads(row), run=parent.run, environment=parent.environment, **begin)
+            replace(request, row=orjson.loads(row), run=parent.run, environment=parent.environment, **resume_from)
             for request in requests
         ]
         known = await self.store.fetch_all(request.id for request in every if request.id is not None)
@@ -307,15 +259,15 @@ class RolloutService(ABC):
             raise
         return jobs
 
-    def _take_on_earlier(self) -> None:
-        """Begin to take on what an earlier life had accepted, beside all else: it may be a hundred thousand jobs. Who
+    def _recover_jobs(self) -> None:
+        """ResumePoint to take on what an earlier life had accepted, beside all else: it may be a hundred thousand jobs. Who
         asks for one that is not here yet waits."""
         if self.store.journal is not None:
             self.store.expected = asyncio.get_running_loop().create_future()
-            self.store.arriving = asyncio.ensure_future(self._take_on_all(self.store.journal))
+            self.store.arriving = asyncio.ensure_future(self._recover_all(self.store.journal))
             self._spawn(self.store.arriving)
 
-    async def _take_on_all(self, journal: Journal) -> None:
+    async def _recover_all(self, journal: Journal) -> None:
         left: list[str] | None = None
         while left is None or left:
             try:
@@ -332,9 +284,9 @@ class RolloutService(ABC):
             if self._closing:
                 return  # they are the next life's
             for earlier in some:
-                self._run_on(earlier)
+                self._resume_job(earlier)
 
-    def _take_on(self, job: Job) -> None:
+    def _start_job(self, job: Job) -> None:
         self._remember(job)
         self._run(job)
         if self._closing:
@@ -343,7 +295,7 @@ class RolloutService(ABC):
     def _remember(self, job: Job) -> None:
         self.store.add(job, time.time())
         self._done[job] = asyncio.get_running_loop().create_future()
-        if job.held:
+        if job.attached:
             self._answers[job] = asyncio.get_running_loop().create_future()
 
     # -- whoever waits for them ----------------------------------------------------------------------------------
@@ -368,16 +320,16 @@ class RolloutService(ABC):
         takes longer than the grace to come up goes when it is there. A disk that is full holds up none that is held by
         a connection."""
         self.request_cancel(job, JobCancelled(reason))
-        if job.held:
+        if job.attached:
             await asyncio.wait({self.answered(job)})
-        await self.wait(job, _DISK_S if job.held else None)
+        await self.wait(job, _DISK_S if job.attached else None)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new jobs and wait until every job has its outcome; ``False`` if some have none after ``timeout``."""
         self.draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self.store.all_here()
+                await self.store.wait_for_recovery()
                 for underway in (self._arriving, self._done):
                     if underway:
                         await asyncio.wait([*underway.values()])
@@ -399,9 +351,9 @@ class RolloutService(ABC):
             self._spawn(self._end_on_disk(job, outcome, time.time()))
 
     async def _end_on_disk(self, job: Job, outcome: Outcome, at: float) -> None:
-        if job.held:  # of it nothing is kept but that it was
+        if job.attached:  # of it nothing is kept but that it was
             self._answer(job, outcome)
-        if await self.store.write_down(job, outcome, at):
+        if await self.store.persist_outcome(job, outcome, at):
             self._end(job, outcome, at)
         else:
             self._done.pop(job).set_result(None)

@@ -43,11 +43,11 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from nemo_gym_prorl.agent.gym_http import LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
-from nemo_gym_prorl.http.access import KeyGuard, check_exposure
 from nemo_gym_prorl.http.applications import health_router
+from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.http.process import end_with_starter, raise_open_file_limit
-from nemo_gym_prorl.rollout.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
+from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit
+from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
 from nemo_gym_prorl.sandbox.started import StartedSandbox
@@ -172,7 +172,7 @@ class TaskServer(SimpleResourcesServer):
     @classmethod
     def run_webserver(cls) -> Any:
         """Gym's start of the server, which ends with that Gym from now on, also while it waits for Gym's Ray."""
-        end_with_starter()
+        exit_with_starter()
         return super().run_webserver()
 
     def setup_webserver(self) -> FastAPI:
@@ -199,7 +199,7 @@ class TaskServer(SimpleResourcesServer):
         return app
 
     async def seed_session(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, str]:
-        """Begin a session for the row. An Environment Server's envelope around the row is understood too."""
+        """ResumePoint a session for the row. An Environment Server's envelope around the row is understood too."""
         named = body.get("resources_session_id")
         row = body.get("task_data") if named else body
         if named:
@@ -215,7 +215,7 @@ class TaskServer(SimpleResourcesServer):
         return await self._sessions.checkpoint(_key(request), self._kept_as)
 
     async def resume_session(self, request: Request, body: ResumeRequest) -> dict[str, str]:
-        """Begin a session for a row that goes on from the checkpoint of another one."""
+        """ResumePoint a session for a row that goes on from the checkpoint of another one."""
         self._check_tools(body.row)
         lease, kept = request.headers.get(LEASE_HEADER), body.checkpoint.model_dump()
         await _while_connected(request, self._sessions.seed(_key(request), body.row, checkpoint=kept, lease=lease))

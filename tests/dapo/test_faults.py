@@ -10,12 +10,11 @@ import pytest
 
 from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.fleet.carrier import Carrier
-from nemo_gym_prorl.rollout import client as client_module
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.schemas import TokenForm
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.fleet.forwarder import JobForwarder
+from nemo_gym_prorl.rollout.api import client as client_module
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import TokenForm
+from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
 from tests.dapo.test_runner import SETTINGS, Fault, kill, nodes, rows, runner
 
 
@@ -92,7 +91,9 @@ async def test_submissions_that_wait_for_room_do_not_keep_results_from_being_rea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_module, "_LATEST_S", 0.2)
-    settings = PipelineSettings(stages=PoolSizes(64, 64, 64, 64), max_attempts=1, retain_bytes=3000)
+    settings = PipelineSettings(
+        stages=PoolSizes(init=64, ready=64, run=64, eval=64), max_attempts=1, retain_bytes=3000
+    )
     async with (
         nodes(settings=settings) as up,
         runner(up, rows(200), SamplerConfig(6, 8, 120, reference_share=0.0)) as driver,
@@ -118,7 +119,9 @@ async def test_what_cannot_be_run_ends_the_training_with_the_reason() -> None:
 
 async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:
     """The service dies while rollouts are being cancelled, and forgets them; it is slow when it is back."""
-    settings = PipelineSettings(stages=PoolSizes(400, 400, 400, 64), max_attempts=1, cancel_grace_s=0.5)
+    settings = PipelineSettings(
+        stages=PoolSizes(init=400, ready=400, run=400, eval=64), max_attempts=1, cancel_grace_s=0.5
+    )
     told: set[str] = set()
 
     async def slowly(method: str, path: str) -> None:
@@ -126,7 +129,7 @@ async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:
             await asyncio.sleep(0.5)
 
     async with nodes(settings=settings) as up, RolloutClient(up[0].url) as client:
-        service = Carrier(
+        service = JobForwarder(
             client,
             tokens=TokenForm.PACKED,
             ended=lambda job: told.add(job.id),
@@ -161,7 +164,7 @@ async def test_a_start_that_fails_leaves_nothing_behind() -> None:
         with pytest.raises(CallerError, match="group_size"):
             await second.__aenter__()
         await asyncio.sleep(0.1)
-        assert not [task for task in asyncio.all_tasks() - before if "Carrier" in repr(task.get_coro())]
+        assert not [task for task in asyncio.all_tasks() - before if "JobForwarder" in repr(task.get_coro())]
 
 
 async def test_a_runner_that_broke_says_so_each_time() -> None:

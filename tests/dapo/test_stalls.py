@@ -16,9 +16,7 @@ from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import CLOSE_S, STALL_S, Runner, StalledError
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
-from nemo_gym_prorl.rollout.job import Budgets
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings, PoolSizes
 from tests.conftest import LONG
 from tests.dapo.machines import Line, Machine
 from tests.dapo.test_runner import rows

@@ -15,13 +15,13 @@ import pytest
 from fastapi import FastAPI, Response
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.fleet import carrier, dispatcher
-from nemo_gym_prorl.fleet import front as front_module
-from nemo_gym_prorl.fleet.nodes import Joined
-from nemo_gym_prorl.rollout import schemas
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.fleet import dispatcher, forwarder
+from nemo_gym_prorl.fleet import gateway as gateway_module
+from nemo_gym_prorl.fleet.nodes import NodeJoined
+from nemo_gym_prorl.rollout.api import schemas
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView, TurnView
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.schemas import JobView, TurnView
 from tests.agent.test_keys import certificate  # noqa: F401
 from tests.fleet.fleets import Fleet, fleet, service
 from tests.fleet.test_front import HELD, lasting, outcomes, until
@@ -60,7 +60,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks at nodes more often, and waits for them less long."""
     monkeypatch.setattr(dispatcher, "SURVEY_S", 0.1)
     monkeypatch.setattr(dispatcher, "_ANSWER_S", 0.5)
-    monkeypatch.setattr(carrier, "GIVE_UP_S", 1.0)
+    monkeypatch.setattr(forwarder, "GIVE_UP_S", 1.0)
 
 
 async def usable(there: Fleet) -> dict[str, bool]:
@@ -79,7 +79,7 @@ async def test_what_is_no_node_is_named_and_gets_nothing(hasty: None, certificat
             "tls": await stack.enter_async_context(listening(tls)),
         }
         for name, url in bad.items():
-            there.nodes.tell(Joined(name, RolloutClient(url)))
+            there.nodes.tell(NodeJoined(name, RolloutClient(url)))
         await until(lambda: len(there.front.dispatcher.nodes) == 5)
         for i in range(30):
             await there.client.submit(lasting(0.01), id=f"r{i}")
@@ -144,7 +144,7 @@ async def test_of_a_node_that_is_cut_off_all_begins_elsewhere_and_what_it_says_l
 ) -> None:
     cut = Cut()
     async with fleet(1) as there, service() as node, cut.before(node.url) as url:
-        there.nodes.tell(Joined("far", RolloutClient(url)))
+        there.nodes.tell(NodeJoined("far", RolloutClient(url)))
         await until(lambda: len(there.front.dispatcher.statuses) == 2)
         for i in range(8):
             await there.client.submit(HELD, id=f"r{i}")
@@ -238,10 +238,10 @@ LIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 async def test_a_node_that_lies_harms_no_other_rollout(lie: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is a lie an outcome: the one that it is told of ends some day, as lost."""
-    monkeypatch.setattr(front_module, "MAX_LOSSES", 2)
-    monkeypatch.setattr(carrier, "RETRY_S", 0.05)
+    monkeypatch.setattr(gateway_module, "MAX_LOST_NODES", 2)
+    monkeypatch.setattr(forwarder, "RETRY_S", 0.05)
     async with fleet(1) as there:
-        (carried,) = there.front.dispatcher._carriers.values()
+        (carried,) = there.front.dispatcher._forwarders.values()
         get, lies = carried.client.get, True
 
         async def lying(rollout: str, **options: Any) -> JobView:

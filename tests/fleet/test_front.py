@@ -15,16 +15,16 @@ import aiohttp
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, Origin
-from nemo_gym_prorl.fleet import carrier, dispatcher
-from nemo_gym_prorl.fleet.front import MAX_LOSSES, Front
-from nemo_gym_prorl.fleet.nodes import Joined, Left
+from nemo_gym_prorl.fleet import dispatcher, forwarder
+from nemo_gym_prorl.fleet.gateway import MAX_LOST_NODES, FleetGateway
+from nemo_gym_prorl.fleet.nodes import NodeJoined, NodeLeft
 from nemo_gym_prorl.http.keys import authorization
-from nemo_gym_prorl.rollout.checkpoints import SharedCheckpoints
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
-from nemo_gym_prorl.rollout.service import ServiceSettings
+from nemo_gym_prorl.rollout.settings import ServiceSettings
+from nemo_gym_prorl.rollout.storage.checkpoints import SharedCheckpoints
 from tests.dapo.test_runner import Scorer
 from tests.fleet.fleets import SMALL, Changing, Fleet, Service, fleet, service
 from tests.rollout.handlers import PlannedHandler
@@ -101,7 +101,7 @@ async def test_what_a_lost_node_ran_is_run_elsewhere_and_what_it_says_later_conc
             await there.client.submit(HELD, id=f"r{i}")
         await until(lambda: all(len(handler.sessions) == 3 for handler in there.handlers))
         lost, kept = there.services
-        there.nodes.tell(Left(lost.joined.node, "it was unplugged"))
+        there.nodes.tell(NodeLeft(lost.joined.node, "it was unplugged"))
         await until(lambda: len(there.front.dispatcher.nodes) == 1)
         lost.handler.let_go.set()  # it goes on, cut off
         kept.handler.let_go.set()
@@ -163,12 +163,12 @@ async def test_a_next_try_is_told_of_those_before_it() -> None:
         for lost in range(2):
             await until(lambda: sum(len(it.sessions) for it in there.handlers) > lost)  # noqa: B023
             node = there.front.dispatcher.placement.node_of(next(iter(there.front._jobs)))
-            there.nodes.tell(Left(str(node), "gone"))
+            there.nodes.tell(NodeLeft(str(node), "gone"))
             await until(lambda: len(there.front.dispatcher.nodes) == 2 - lost)  # noqa: B023
         await until(lambda: all(it.sessions for it in there.handlers))
         tries = sorted((job for it in there.services for job in it.pipeline.store.live()), key=lambda job: job.id)
         one, two, three = (one.id for one in tries)
-        told = [one.begin.tries if one.begin else None for one in tries]
+        told = [one.resume_point.tries if one.resume_point else None for one in tries]
         assert told == [None, (one,), (two, one)]
         (live,) = there.front.store.live()
         assert live.tries == [one, two, three]
@@ -179,12 +179,12 @@ async def test_a_next_try_is_told_of_those_before_it() -> None:
 
 
 async def test_a_job_that_is_lost_with_every_node_fails() -> None:
-    async with fleet(MAX_LOSSES + 1, joined=1) as there:
+    async with fleet(MAX_LOST_NODES + 1, joined=1) as there:
         await there.client.submit(HELD, id="r")
-        for number in range(MAX_LOSSES):
+        for number in range(MAX_LOST_NODES):
             await until(lambda: there.handlers[number].sessions)  # noqa: B023
             there.nodes.tell(there.services[number + 1].joined)
-            there.nodes.tell(Left(there.services[number].joined.node, "gone"))
+            there.nodes.tell(NodeLeft(there.services[number].joined.node, "gone"))
         (job,) = await outcomes(there, 1)
         assert (job.state, job.reward) == (JobState.FAILED, None)
         assert job.failure
@@ -245,12 +245,12 @@ async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As an agent does that dies and is started again: a job that kills its agent kills so many, and no more."""
-    monkeypatch.setattr(carrier, "RETRY_S", 0.05)
+    monkeypatch.setattr(forwarder, "RETRY_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    front = Front(Changing([Joined("n", RolloutClient(f"http://127.0.0.1:{port}"))]))
+    front = FleetGateway(Changing([NodeJoined("n", RolloutClient(f"http://127.0.0.1:{port}"))]))
     lives: list[Service] = []
-    for number in range(MAX_LOSSES):
+    for number in range(MAX_LOST_NODES):
         it = Service(PlannedHandler(), SMALL)
         lives.append(it)
         async with serve(it.app(), port):
@@ -264,9 +264,9 @@ async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts(
     assert job.outcome is not None
     assert job.outcome.failure is not None
     assert job.outcome.failure.kind is FailureKind.SESSION_LOST
-    assert len(job.failures) == MAX_LOSSES
+    assert len(job.failures) == MAX_LOST_NODES
     names = {call[0] for it in lives for call in it.handler.calls}
-    assert len(names) == MAX_LOSSES, "each try has an id of its own, and is told of those before"
+    assert len(names) == MAX_LOST_NODES, "each try has an id of its own, and is told of those before"
     await front.close()
     for it in lives:
         it.handler.let_go.set()

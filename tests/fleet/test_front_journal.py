@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.fleet.front import Front
-from nemo_gym_prorl.fleet.nodes import Joined
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.fleet.gateway import FleetGateway
+from nemo_gym_prorl.fleet.nodes import NodeJoined
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.storage.journal import Journal
 from tests.fleet.fleets import Changing, Service, service
 from tests.fleet.test_bad_nodes import Cut, hasty  # noqa: F401
 from tests.fleet.test_front import HELD, lasting, until
@@ -81,7 +81,7 @@ async def test_a_front_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> No
 
 async def test_an_end_leaves_rollouts_at_their_nodes_and_a_node_that_is_gone_loses_them(tmp_path: Path) -> None:
     async with service() as stays, service() as goes:
-        front = Front(Changing([stays.joined, goes.joined]), journal=Journal(str(tmp_path)))
+        front = FleetGateway(Changing([stays.joined, goes.joined]), journal=Journal(str(tmp_path)))
         await front.start()
         await until(lambda: len(front.dispatcher.statuses) == 2)
         jobs = [await front.accept(JobRequest(HELD, id=f"r{i}")) for i in range(6)]
@@ -94,9 +94,9 @@ async def test_an_end_leaves_rollouts_at_their_nodes_and_a_node_that_is_gone_los
         ran = set(runs(stays))
         stays.handler.let_go.set()
 
-        front = Front(Changing([stays.joined]), journal=Journal(str(tmp_path)))
+        front = FleetGateway(Changing([stays.joined]), journal=Journal(str(tmp_path)))
         await front.start()
-        await front.store.all_here()
+        await front.store.wait_for_recovery()
         assert {job.id for job in front.store.live()} == {f"r{i}" for i in range(6)}
         for job in front.store.live():
             assert await front.wait(job, 30)
@@ -117,7 +117,9 @@ async def test_what_a_node_cancelled_that_was_given_up_is_no_outcome_in_the_next
     """The journal still says that it is there, since its next try waits for room."""
     cut = Cut()
     async with service() as far, service() as near, cut.before(far.url) as url:
-        front = Front(Changing([Joined("far", RolloutClient(url)), near.joined]), journal=Journal(str(tmp_path)))
+        front = FleetGateway(
+            Changing([NodeJoined("far", RolloutClient(url)), near.joined]), journal=Journal(str(tmp_path))
+        )
         await front.start()
         await until(lambda: len(front.dispatcher.statuses) == 2)
         for number in range(12):
@@ -128,9 +130,11 @@ async def test_what_a_node_cancelled_that_was_given_up_is_no_outcome_in_the_next
         cut.passes.set()
         await until(lambda: far.pipeline.store.states[JobState.CANCELLED] == 4)
         await front.close()
-        front = Front(Changing([Joined("far", RolloutClient(url)), near.joined]), journal=Journal(str(tmp_path)))
+        front = FleetGateway(
+            Changing([NodeJoined("far", RolloutClient(url)), near.joined]), journal=Journal(str(tmp_path))
+        )
         await front.start()
-        await front.store.all_here()
+        await front.store.wait_for_recovery()
         for it in (far, near):
             it.handler.let_go.set()
         assert await front.drain(60)

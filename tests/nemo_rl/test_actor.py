@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 import orjson
 import pytest
 
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.tasks.code.rows import humaneval_row, problems
 from tests.nemo_rl.conftest import KEY, NODE_ADDRESS
 from tests.tasks import containers

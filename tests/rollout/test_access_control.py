@@ -21,21 +21,20 @@ import yaml
 from fastapi import FastAPI
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.http.access import KeyGuard, RouteScopes
+from nemo_gym_prorl.http.key_guard import KeyGuard, RouteScopes
 from nemo_gym_prorl.http.keys import Caller, Scope, authorization
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.rollout.access_control import ROUTES, KeysFile, hash_of, new_key, read_clients
-from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
-from nemo_gym_prorl.rollout.callers import AttachedCallers
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.access_control import ROUTES, KeysFile, hash_of, new_key, read_clients
+from nemo_gym_prorl.rollout.api.attached_callers import AttachedCallers
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.original_wire import wire_router
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.handler import Environment, Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory, Verdict
-from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.service import PipelineSettings
-from nemo_gym_prorl.rollout.wire import wire_router
+from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
+from nemo_gym_prorl.rollout.storage.journal import Journal
 from tests.rollout.command_line import prorl
 from tests.rollout.handlers import Act, Bench, PlannedHandler
 from tests.rollout.serving import serve

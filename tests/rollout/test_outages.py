@@ -9,14 +9,12 @@ from typing import Any, ClassVar
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Stage
-from nemo_gym_prorl.rollout.api import PipelineMetrics
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics
 from nemo_gym_prorl.rollout.handler import Environment, Environments
-from nemo_gym_prorl.rollout.job import FAILED_STATES, Budgets, Job, JobState, Trajectory, Verdict
+from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.schemas import StatusView
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings, PoolSizes
 from tests.rollout.handlers import Bench, PlannedHandler
 from tests.rollout.virtual_time import run_in_virtual_time
 
@@ -112,7 +110,7 @@ def test_jobs_wait_out_a_dead_server_and_all_succeed(kind_of_handler: type[Deplo
         await asyncio.sleep(300)
         assert not any(job.state.terminal and job.state is not JobState.SUCCEEDED for job in jobs)
         if kind_of_handler is Probed:
-            status = StatusView.of(pipeline)
+            status = pipeline.status()
             assert [*status.held] == [server]
             assert "cannot be reached" in status.held[server].reason
             told = f'prorl_server_unreachable{{environment="planned",server="{server}"}} 1.0'
@@ -122,7 +120,7 @@ def test_jobs_wait_out_a_dead_server_and_all_succeed(kind_of_handler: type[Deplo
         assert {job.state for job in jobs} == {JobState.SUCCEEDED}
         if kind_of_handler is Probed:
             assert handler.made <= len(jobs) * 1.2, "sandboxes"
-        assert not StatusView.of(pipeline).held
+        assert not pipeline.status().held
         assert b"prorl_server_unreachable{" not in metrics.render()
 
     run_in_virtual_time(play())
@@ -174,12 +172,12 @@ def test_the_dead_server_of_one_environment_holds_up_no_other(kind_of_handler: t
         assert {job.state for job in jobs} == {JobState.SUCCEEDED}
         assert alive.made == len(jobs)
         if kind_of_handler is Probed:
-            assert StatusView.of(pipeline).held[server].environments == ["dead"]
+            assert pipeline.status().held[server].environments == ["dead"]
         assert not any(job.state in FAILED_STATES for job in stuck)
         del dead.down[server]
         assert await pipeline.drain(timeout=3000)
         assert {job.state for job in stuck} == {JobState.SUCCEEDED}
-        assert not pipeline.held
+        assert not pipeline.outages
 
     run_in_virtual_time(play())
 
@@ -212,7 +210,7 @@ def test_a_server_that_hangs_keeps_no_slot_from_another_environment_and_costs_it
         # 80 runs of 5 s in 8 slots, and until it was noticed
         await asyncio.sleep(80)
         assert {job.state for job in jobs} == {JobState.SUCCEEDED}
-        assert StatusView.of(pipeline).held[server].environments == ["dead"]
+        assert pipeline.status().held[server].environments == ["dead"]
         await asyncio.sleep(600)
         assert not any(job.state in FAILED_STATES for job in stuck)
         made = dead.made
@@ -222,7 +220,7 @@ def test_a_server_that_hangs_keeps_no_slot_from_another_environment_and_costs_it
         assert dead.made - made <= len(stuck) - made, "none began anew"
         assert {job.times[stage].attempts for job in stuck for stage in Stage} == {1}
         assert max(job.times[stage].worked_s for job in stuck for stage in Stage) < 60
-        assert not pipeline.held
+        assert not pipeline.outages
 
     run_in_virtual_time(play())
 
@@ -256,7 +254,7 @@ def test_a_call_dropped_by_a_server_that_answers_is_an_attempt_of_its_job() -> N
         assert await pipeline.drain(timeout=60)
         assert job.state is JobState.FAILED
         assert job.times[Stage.INIT].attempts == 3
-        assert not pipeline.held
+        assert not pipeline.outages
 
     run_in_virtual_time(play())
 
@@ -285,7 +283,7 @@ def test_jobs_held_up_can_be_cancelled_and_the_service_closed() -> None:
         await asyncio.sleep(1)
         handler.down = {"resources": UNREACHABLE, "model": UNREACHABLE}
         await asyncio.sleep(20)
-        assert "model" in {outage.server for outage in pipeline.held}
+        assert "model" in {outage.server for outage in pipeline.outages}
         await pipeline.cancel(jobs[-1])
         assert jobs[-1].state is JobState.CANCELLED
         await pipeline.close()
@@ -337,7 +335,7 @@ def test_who_comes_again_under_an_old_id_is_waited_for_as_long_as_anybody() -> N
 
         async def one(name: str) -> float:
             begun = clock()
-            job = pipeline.submit(JobRequest({"plan": {}}, id=name, group="g", held=True))
+            job = pipeline.submit(JobRequest({"plan": {}}, id=name, group="g", attached=True))
             await pipeline.wait(job)
             assert job.outcome is not None
             assert job.outcome.failure is not None

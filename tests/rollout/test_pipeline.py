@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Stage
-from nemo_gym_prorl.rollout.job import Budgets, Job, JobState
+from nemo_gym_prorl.rollout.api.schemas import job_json
+from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.schemas import job_json
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings, PoolSizes
 from tests.rollout.handlers import (
     ENDINGS,
     RETURNS_OF_EVAL,
@@ -28,6 +27,7 @@ from tests.rollout.handlers import (
     RETURNS_OF_RUN,
     Act,
     Bench,
+    FastSettings,
     PlannedHandler,
 )
 from tests.rollout.virtual_time import run_in_virtual_time
@@ -70,8 +70,11 @@ def test_every_job_has_one_outcome_and_no_bound_is_broken(
 ) -> None:
     async def play() -> None:
         bench = Bench(
-            PipelineSettings(
-                stages=pools, budgets=BUDGETS, release_s=RELEASE_S, cancel_grace_s=GRACE_S, retry_delay_s=0.1
+            FastSettings(
+                stages=pools,
+                budgets=BUDGETS,
+                release_timeout_s=RELEASE_S,
+                cancel_grace_s=GRACE_S,
             )
         )
         pipeline, handler = bench.pipeline(), bench.handler
@@ -229,7 +232,9 @@ def test_who_is_blamed_for_a_fault_and_whether_it_is_tried_again(
 
     async def play() -> None:
         budgets = Budgets(init=1.0, run=1.0, eval=1.0)
-        settings_ = PipelineSettings(budgets=budgets, cancel_grace_s=0.1, max_attempts=2, stages=PoolSizes(2, 1, 2, 2))
+        settings_ = PipelineSettings(
+            budgets=budgets, cancel_grace_s=0.1, max_attempts=2, stages=PoolSizes(init=2, ready=1, run=2, eval=2)
+        )
         pipeline = Bench(settings_).pipeline()
         bad = pipeline.submit(JobRequest({"plan": {stage.value: [act]}}))
         neighbours = [pipeline.submit(JobRequest({}, client="other")) for _ in range(3)]
@@ -266,7 +271,9 @@ def test_infrastructure_trouble_is_retried_and_then_scored(plan: dict[str, list[
 
 def test_a_release_that_hangs_fails_the_attempt_and_nothing_is_scored() -> None:
     """Scoring while the agent may still act would be wrong: the attempt is lost, the slot is not."""
-    job = finished({"plan": {"release": [Act("deaf", 1000.0)]}}, PipelineSettings(max_attempts=1, release_s=5.0))
+    job = finished(
+        {"plan": {"release": [Act("deaf", 1000.0)]}}, PipelineSettings(max_attempts=1, release_timeout_s=5.0)
+    )
     assert job.outcome is not None
     assert job.outcome.failure is not None
     assert (job.state, job.outcome.failure.kind) == (JobState.FAILED, FailureKind.SESSION_RELEASE_FAILED)

@@ -18,9 +18,17 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.routed_experts import continued, last_rows
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
-from nemo_gym_prorl.policy.tokens.ledger import Turn as LedgerTurn
-from nemo_gym_prorl.rollout.rows import MAX_DEPTH, Turn, check_row, packed, put_tokens, read_json, take_tokens
-from nemo_gym_prorl.rollout.schemas import TurnView
+from nemo_gym_prorl.policy.tokens.ledger import TurnTokens as LedgerTurn
+from nemo_gym_prorl.rollout.api.schemas import TurnView
+from nemo_gym_prorl.rollout.gym_rows import (
+    MAX_DEPTH,
+    TurnTokens,
+    check_row,
+    pack_turns,
+    put_tokens,
+    read_json,
+    take_tokens,
+)
 
 
 TEXT = st.text(st.characters(codec=None, categories=None))  # surrogates too
@@ -103,8 +111,8 @@ def responses(draw: st.DrawFn) -> dict[str, Any]:
     return {"id": "any", "output": output}
 
 
-def over_the_wire(turns: list[Turn]) -> list[Turn]:
-    return [Turn.unpacked(told) for told in orjson.loads(packed(turns))]
+def over_the_wire(turns: list[TurnTokens]) -> list[TurnTokens]:
+    return [TurnTokens.unpack(told) for told in orjson.loads(pack_turns(turns))]
 
 
 @given(responses())
@@ -113,7 +121,9 @@ def test_what_was_taken_comes_back_as_it_was(response: dict[str, Any]) -> None:
     turns = take_tokens(response)
     assert not any(key.endswith(("_ids", "_probs")) for item in response["output"] for key in item)
     assert over_the_wire(turns) == turns
-    assert [TurnView(**told).length for told in orjson.loads(packed(turns))] == [len(turn.sampled) for turn in turns]
+    assert [TurnView(**told).length for told in orjson.loads(pack_turns(turns))] == [
+        len(turn.sampled) for turn in turns
+    ]
     put_tokens(response, over_the_wire(turns))
     assert orjson.loads(orjson.dumps(response)) == before
 
@@ -154,10 +164,10 @@ def test_tokens_that_cannot_be_packed_stay_with_all_others_of_their_rollout(chan
 
 
 def test_what_came_broken_is_told() -> None:
-    [told] = orjson.loads(packed(take_tokens({"output": [dict(GOOD)]})))
+    [told] = orjson.loads(pack_turns(take_tokens({"output": [dict(GOOD)]})))
     for broken in ({"sampled": "AAA="}, {"sampled": "%"}, {"log_probs": ""}):
         with pytest.raises(ValueError, match=r"bytes|base64|log-probs"):
-            Turn.unpacked(told | broken)
+            TurnTokens.unpack(told | broken)
 
 
 KINDS = {"int8": 1, "int16": 2, "int32": 4}
@@ -199,7 +209,7 @@ def test_turns_keep_what_is_new_and_give_back_all_of_it(
         tokens = {"prompt_token_ids": prompt, "generation_token_ids": sampled, "generation_log_probs": [-1.0]}
         output.append({**tokens, "generation_log_probs": [-1.0] * len(sampled), "routed_experts": kept})
     response = {"output": output}
-    over_the_wire = [Turn.unpacked(told) for told in orjson.loads(packed(take_tokens(response)))]
+    over_the_wire = [TurnTokens.unpack(told) for told in orjson.loads(pack_turns(take_tokens(response)))]
     assert not any(response["output"])
     put_tokens(response, over_the_wire)
     rows, length = orjson.loads(orjson.dumps(response))["output"], 0

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.rollout.queues import FairQueue
-from nemo_gym_prorl.rollout.scheduler import PoolSizes, StageScheduler, Start
+from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
+from nemo_gym_prorl.rollout.settings import PoolSizes
 
 
 NEXT = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL, Stage.EVAL: None}
@@ -42,7 +43,7 @@ class Schedules(RuleBasedStateMachine):
 
     @initialize(init=st.integers(1, 3), ready=st.integers(0, 2), run=st.integers(1, 3), eval_=st.integers(1, 2))
     def start(self, init: int, ready: int, run: int, eval_: int) -> None:
-        self.sizes = PoolSizes(init, ready, run, eval_)
+        self.sizes = PoolSizes(init=init, ready=ready, run=run, eval=eval_)
         self.scheduler = StageScheduler(self.sizes)
 
     def apply(self, starts: list[Start]) -> None:
@@ -415,7 +416,7 @@ class Groups(RuleBasedStateMachine):
     @initialize(slots=st.integers(1, 2))
     def start(self, slots: int) -> None:
         self.slots = slots
-        self.scheduler = StageScheduler(PoolSizes(8, 8, 8, slots), cohorts={"judged": SIZE})
+        self.scheduler = StageScheduler(PoolSizes(init=8, ready=8, run=8, eval=slots), cohorts={"judged": SIZE})
 
     def apply(self, starts: list[Start]) -> None:
         together = Counter[int]()

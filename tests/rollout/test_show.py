@@ -20,7 +20,7 @@ from rich.console import Console
 
 from nemo_gym_prorl.cli.jobs import Service
 from nemo_gym_prorl.cli.show import file_table, rollout_table
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.tasks import extras
 from tests.rollout.command_line import TOKEN, begin, prorl, service, write
 
@@ -172,7 +172,7 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
 
 
 async def test_a_listing_goes_on_behind_its_first_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_gym_prorl.rollout.client._PAGE", 2)
+    monkeypatch.setattr("nemo_gym_prorl.rollout.api.client._PAGE", 2)
     monkeypatch.setattr("nemo_gym_prorl.cli.jobs._PAGE", 2)
     async with service() as (url, _), RolloutClient(url, TOKEN) as client:
         ids = [(await client.submit({"responses_create_params": {"input": "hi"}}, id=f"r{n}")).id for n in range(5)]

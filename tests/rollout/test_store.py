@@ -22,8 +22,8 @@ from nemo_gym_prorl.rollout.request import (
     RolloutForgotten,
     row_digest,
 )
-from nemo_gym_prorl.rollout.service import PipelineSettings
-from nemo_gym_prorl.rollout.store import EVENT_HISTORY, JobStore
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.storage.store import EVENT_HISTORY, JobStore
 from tests.rollout.handlers import Bench
 from tests.rollout.virtual_time import run_in_virtual_time
 

@@ -20,8 +20,8 @@ from nemo_gym_prorl.cli.report import Tally, best_of, print_report
 from nemo_gym_prorl.cli.rows import Place
 from nemo_gym_prorl.cli.submit import Order, submit
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin, Stage
-from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.schemas import FailureView
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import FailureView
 from tests.rollout.command_line import DEFECT, GOOD, LONG, TOKEN, begin, service, write
 from tests.rollout.handlers import Bench
 from tests.rollout.standalone import standalone

@@ -12,13 +12,12 @@ import aiohttp
 import pytest
 from fastapi import FastAPI
 
-from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
-from nemo_gym_prorl.rollout.callers import AttachedCallers
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.job import Budgets
-from nemo_gym_prorl.rollout.service import PipelineSettings
-from nemo_gym_prorl.rollout.wire import to_messages, to_row, wire_router
-from tests.rollout.handlers import Act, Bench
+from nemo_gym_prorl.rollout.api.attached_callers import AttachedCallers
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.original_wire import to_messages, to_row, wire_router
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.settings import Budgets
+from tests.rollout.handlers import Act, Bench, FastSettings
 from tests.rollout.serving import serve
 
 
@@ -58,7 +57,7 @@ class Wire:
 
 @asynccontextmanager
 async def service(grace_s: float = 0.1) -> AsyncIterator[Wire]:
-    bench = Bench(PipelineSettings(budgets=Budgets(run=2.0), retry_delay_s=0.01, cancel_grace_s=0.1))
+    bench = Bench(FastSettings(budgets=Budgets(run=2.0), cancel_grace_s=0.1))
     pipeline = bench.pipeline()
     backends = Backends()
     app = FastAPI()

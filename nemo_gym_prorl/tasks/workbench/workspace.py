@@ -32,7 +32,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.failures import MACHINE_ERRNOS, AgentError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.tasks.arguments import BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.sandbox import HasFiles, HasSessions, Sandbox
 from nemo_gym_prorl.tasks.workbench.consoles import ANSWER_MARGIN_S, Ask, Bash, Processes, Python
@@ -102,7 +102,7 @@ class InsideFiles:
             raise NotAnswered("the program that has its files was killed")
         if "problem" in answer:
             number, said = answer.get("errno"), str(answer["problem"])
-            raise OSError(said) if number in OF_THE_MACHINE else OSError(number, said)
+            raise OSError(said) if number in MACHINE_ERRNOS else OSError(number, said)
         return answer
 
 
@@ -413,7 +413,7 @@ def require_machine(error: OSError) -> None:
     Raises:
         InfrastructureError: it is the machine's: a disk that fails or is full, no file that could be opened any more.
     """
-    if error.errno in OF_THE_MACHINE:
+    if error.errno in MACHINE_ERRNOS:
         reason = f"the machine does not give the sandbox's files: {error}"
         raise InfrastructureError(reason, kind=FailureKind.SESSION_LOST) from error
 

@@ -11,7 +11,7 @@ A verifier masks a rollout, which then gets no loss, in one of two places: Gym â
 level, NeMo RL reads ``instance_config``. Either counts, and what leaves the service has both.
 
 Gym has tokens on the output items, with each turn's prompt in full: 50 turns hold the conversation 50 times. A
-:class:`Turn` holds what it adds to the turn before; tokens are kept, sent to a trainer and held there in that form.
+:class:`TurnTokens` holds what it adds to the turn before; tokens are kept, sent to a trainer and held there in that form.
 :func:`put_tokens` makes the same items again that :func:`take_tokens` took them off. Pure.
 """
 
@@ -34,7 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from nemo_gym_prorl.failures import CallerError, is_text
 from nemo_gym_prorl.http.problem_document import field_errors
 from nemo_gym_prorl.http.routed_experts import RoutedExperts, continued
-from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY
+from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
 
 
 FAILURE_CLASS = "_ng_failure_class"
@@ -229,7 +229,7 @@ NO_TOKENS = b"[]"
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnTokens:
     """One turn of the policy. Its prompt is the first ``kept`` tokens of the turn before (the last one that sampled
     any), with that turn's own, and what was observed since.
 
@@ -251,8 +251,8 @@ class Turn:
     routed_experts: str | None = None
 
     @classmethod
-    def unpacked(cls, told: Mapping[str, Any]) -> Turn:
-        """The turn that :func:`packed` wrote.
+    def unpack(cls, told: Mapping[str, Any]) -> TurnTokens:
+        """The turn that :func:`pack_turns` wrote.
 
         Raises:
             ValueError: its numbers are none, or there is not a log-prob for each sampled id.
@@ -265,7 +265,7 @@ class Turn:
         return cls(told["item"], told["kept"], observed, sampled, log_probs, told.get("routed_experts"))
 
 
-def packed(turns: Iterable[Turn]) -> bytes:
+def pack_turns(turns: Iterable[TurnTokens]) -> bytes:
     """Turns as JSON: numbers as base64 of their bytes, the lowest first."""
     return compact_json_bytes(
         [
@@ -282,14 +282,14 @@ def packed(turns: Iterable[Turn]) -> bytes:
     )
 
 
-def take_tokens(response: object) -> list[Turn]:
+def take_tokens(response: object) -> list[TurnTokens]:
     """Take the token fields off the output items of a response.
 
     All stay where they are if one item has others than ids, a log-prob for each that was sampled, and the experts of
     each where there are any: who trusts them must see them all.
     """
     items = _output(response)
-    turns: list[Turn] = []
+    turns: list[TurnTokens] = []
     before: list[int] = []
     for place, item in enumerate(items):
         if not isinstance(item, dict) or not any(item.get(name) is not None for name in _FIELDS):
@@ -306,7 +306,7 @@ def take_tokens(response: object) -> list[Turn]:
     return turns
 
 
-def put_tokens(response: object, turns: Iterable[Turn]) -> None:
+def put_tokens(response: object, turns: Iterable[TurnTokens]) -> None:
     """Put tokens on the items that they were taken off; the result is for orjson, which copies what is written."""
     items = _output(response)
     ids, text = array("i"), b""
@@ -337,7 +337,7 @@ def _output(response: object) -> list[Any]:
     return output if isinstance(output, list) else []
 
 
-def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> Turn | None:
+def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> TurnTokens | None:
     prompt, sampled, log_probs = (item.get(name) for name in _FIELDS)
     if not (isinstance(prompt, list) and isinstance(sampled, list) and isinstance(log_probs, list)):
         return None
@@ -351,7 +351,7 @@ def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> Turn | None
         return None
     experts = item.get("routed_experts")
     try:
-        turn = Turn(place, kept, array("i", observed), array("i", sampled), array("d", log_probs), experts)
+        turn = TurnTokens(place, kept, array("i", observed), array("i", sampled), array("d", log_probs), experts)
         if experts is not None and RoutedExperts.read(experts).rows < len(observed) + len(sampled) + bool(kept):
             return None
     except (OverflowError, TypeError, ValueError):

@@ -40,25 +40,28 @@ from nemo_gym_prorl.failures import (
     Stage,
     classify,
 )
-from nemo_gym_prorl.fleet.carrier import MAX_LOSSES, Loss
-from nemo_gym_prorl.fleet.dispatcher import Dispatcher, NodeView
-from nemo_gym_prorl.fleet.nodes import Nodes
-from nemo_gym_prorl.http.access import KeyGuard, RouteScopes
+from nemo_gym_prorl.fleet.dispatcher import FleetDispatcher, NodeView
+from nemo_gym_prorl.fleet.forwarder import MAX_LOST_NODES, LossReason
+from nemo_gym_prorl.fleet.nodes import NodeSource
+from nemo_gym_prorl.http.key_guard import KeyGuard, RouteScopes
 from nemo_gym_prorl.http.keys import Scope
 from nemo_gym_prorl.http.problems import add_problem_handlers, no_other_parameters, problem_responses
-from nemo_gym_prorl.rollout.access_control import ROUTES, KeysFile
-from nemo_gym_prorl.rollout.api import JsonRoute, ServiceMetrics, rollout_router
-from nemo_gym_prorl.rollout.checkpoints import CHECKPOINT_FOLDER, Begin
+from nemo_gym_prorl.rollout.api.access_control import ROUTES, KeysFile
+from nemo_gym_prorl.rollout.api.routes import JsonRoute, ServiceMetrics, rollout_router
+from nemo_gym_prorl.rollout.api.schemas import MAX_ID, FailureView, JobView, TokenForm
+from nemo_gym_prorl.rollout.gym_rows import TurnTokens, compact_json_bytes
 from nemo_gym_prorl.rollout.handler import AgentHandler, Environment, Environments
-from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, failure_state
-from nemo_gym_prorl.rollout.request import Draining, JobRequest, turn_to_fork
-from nemo_gym_prorl.rollout.rows import Turn, compact_json_bytes
-from nemo_gym_prorl.rollout.schemas import MAX_ID, FailureView, JobView, StatusView, TokenForm
-from nemo_gym_prorl.rollout.service import RolloutService, ServiceSettings, restarted, shutting_down
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, ResumePoint, failure_state
+from nemo_gym_prorl.rollout.request import Draining, JobRequest, resolve_fork_turn
+from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
+from nemo_gym_prorl.rollout.settings import Budgets, ServiceSettings
+from nemo_gym_prorl.rollout.status import StatusView
+from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.journal import Journal, Unfinished
+    from nemo_gym_prorl.rollout.storage.journal import Journal
+    from nemo_gym_prorl.rollout.storage.journal_records import Unfinished
 
 
 LOGGER = logging.getLogger(__name__)
@@ -88,7 +91,7 @@ class _Control:
     cancelled: RolloutError | None = None
 
 
-class Front(RolloutService):
+class FleetGateway(RolloutService):
     """See the module.
 
     Args:
@@ -101,7 +104,7 @@ class Front(RolloutService):
 
     def __init__(
         self,
-        nodes: Nodes,
+        nodes: NodeSource,
         settings: ServiceSettings = SETTINGS,
         say: Callable[[str], None] = LOGGER.warning,
         journal: Journal | None = None,
@@ -110,7 +113,7 @@ class Front(RolloutService):
         super().__init__(settings, journal=journal, loops=loops)
         self.lost_nodes = 0
         """Tries that ended with their node."""
-        self.dispatcher = Dispatcher(
+        self.dispatcher = FleetDispatcher(
             nodes,
             tokens=TokenForm.PACKED,
             ended=self._ended,
@@ -129,12 +132,12 @@ class Front(RolloutService):
         """Live jobs by their ids at nodes."""
         self._life = uuid.uuid4().hex[:8]
         self._shares = False
-        """Nodes have a folder for checkpoints."""
+        """NodeSource have a folder for checkpoints."""
 
     async def start(self) -> None:
-        """Begin with the nodes that are there, and with what an earlier life had accepted."""
+        """ResumePoint with the nodes that are there, and with what an earlier life had accepted."""
         await self.dispatcher.start()
-        self._take_on_earlier()
+        self._recover_jobs()
 
     async def close(self) -> None:
         """Cancel every job, and return when all have their outcome, or nodes don't answer; with a journal, leave them
@@ -176,7 +179,7 @@ class Front(RolloutService):
         which = f"~{self._life}-{job.number}-{control.tries}"
         self._carry(job, job.id[: MAX_ID - len(which)] + which)
 
-    def _run_on(self, earlier: Unfinished) -> None:
+    def _resume_job(self, earlier: Unfinished) -> None:
         job, lives, node, rollout = earlier  # which may be at its node still
         self._remember(job)
         if rollout is not None and node in self.dispatcher.nodes:
@@ -194,8 +197,8 @@ class Front(RolloutService):
         if group is not None and job.scope is not None:
             # Another's group of that name are no siblings, and nodes know of no clients.
             group = hashlib.blake2b(repr((job.scope, group)).encode(), digest_size=16).hexdigest()
-        begin = job.begin or Begin()
-        begin = replace(begin, tries=(*job.tries[::-1], *begin.tries))
+        resume_point = job.resume_point or ResumePoint()
+        resume_point = replace(resume_point, tries=(*job.tries[::-1], *resume_point.tries))
         job.tries.append(rollout)
         wishes: dict[str, Any] = {
             "environment": job.environment,
@@ -203,9 +206,9 @@ class Front(RolloutService):
             "group": group,
             "run": job.run,
             "priority": job.priority,
-            "budgets": job.budgets.by_stage,
+            "budgets": job.budgets.model_dump(),
             "max_attempts": job.max_attempts,
-            "begin": {name: told for name, told in asdict(begin).items() if told} or None,
+            "begin": {name: told for name, told in asdict(resume_point).items() if told} or None,
         }
         body = {"row": job.row, **{name: value for name, value in wishes.items() if value is not None}}
         self.dispatcher.submit(rollout, body, node=node)
@@ -214,9 +217,9 @@ class Front(RolloutService):
         if not self._shares:
             reason = "no node of this fleet has one, so checkpoints are at the nodes that took them; set it at each"
             raise CallerError(reason, field=CHECKPOINT_FOLDER)
-        turn = turn_to_fork(parent.id, turn, await self.kept_turns(parent.id), ended=parent.state.terminal)
-        begin = Begin(parents=tuple(parent.tries[::-1]), turn=turn, parent=parent.id)
-        return await self._accept_all(parent, requests, begin=begin)
+        turn = resolve_fork_turn(parent.id, turn, await self.kept_turns(parent.id), ended=parent.state.terminal)
+        resume_point = ResumePoint(parents=tuple(parent.tries[::-1]), turn=turn, parent=parent.id)
+        return await self._accept_forks(parent, requests, resume_point=resume_point)
 
     async def kept_turns(self, rollout: str) -> list[int]:
         job = await self.store.fetch(rollout)
@@ -247,7 +250,7 @@ class Front(RolloutService):
     # -- what nodes tell -----------------------------------------------------------------------------------------
 
     def _surveyed(self, node: str) -> None:
-        """Nodes of a fleet run the same environments: the newest word counts."""
+        """NodeSource of a fleet run the same environments: the newest word counts."""
         self._shares = self._shares or self.dispatcher.statuses[node].checkpoint_folder is not None
         views = self.dispatcher.statuses[node].environments
         default = next((name for name, view in views.items() if view.default), None)
@@ -312,19 +315,19 @@ class Front(RolloutService):
         job.progress = Progress(view.turns, view.tool_calls, view.finish_reason, labels, view.steps or [])  # type: ignore[arg-type]
         tokens = [turn.model_dump(exclude_none=True) for turn in view.tokens or ()]
         for told in tokens:
-            Turn.unpacked(told)
+            TurnTokens.unpack(told)
         job.tokens = compact_json_bytes(tokens)
         failure = _failure(view.failure, timed_out=view.state is JobState.TIMED_OUT) if view.failure else None
         if failure is not None and control.cancelled is not None:
             failure = classify(control.cancelled, failure.stage)
         return Outcome(view.state, view.result or {}, view.reward, failure, view.masked)
 
-    def _lost(self, rollout: str, loss: Loss, why: str) -> None:
+    def _lost(self, rollout: str, loss: LossReason, why: str) -> None:
         job = self._jobs.pop(rollout)
         control = self._controls[job.id]
         if control.cancelled is not None:
             self._fail(job, classify(control.cancelled, None))
-        elif loss is Loss.REFUSED:
+        elif loss is LossReason.REFUSED:
             self._fail(job, Failure(FailureKind.BAD_ROW, Origin.CALLER, None, why))
         else:
             self._again(job, [], why)
@@ -334,7 +337,7 @@ class Front(RolloutService):
         self.lost_nodes += 1
         failure = Failure(FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE, None, why)
         job.failures += [*failures, failure]
-        if self._controls[job.id].tries >= MAX_LOSSES:
+        if self._controls[job.id].tries >= MAX_LOST_NODES:
             self._fail(job, failure)
             return
         if job.state is not JobState.QUEUED:
@@ -380,7 +383,7 @@ class DrainNode(BaseModel):
 
 
 class _Nodes(Collector):
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: FleetGateway) -> None:
         self._front = front
 
     def collect(self) -> Iterable[Metric]:
@@ -399,7 +402,7 @@ class _Nodes(Collector):
 SCOPES = RouteScopes({**ROUTES, ("GET", "/server_instances"): Scope.READ})
 
 
-def front_app(front: Front, *, key: str | None, clients: Path | None = None) -> FastAPI:
+def gateway_app(front: FleetGateway, *, key: str | None, clients: Path | None = None) -> FastAPI:
     """The application of a front.
 
     Args:

@@ -25,10 +25,10 @@ from typing import Any
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.http.problem_document import TYPE_PREFIX
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.request import Draining
-from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 
 
 RETRY_S = 1.0
@@ -47,11 +47,11 @@ _LATER = (408, 425, 429)
 """Besides 5xx: whoever asks again may be answered."""
 
 
-MAX_LOSSES = 5
+MAX_LOST_NODES = 5
 """A rollout fails with the loss of so many services that it was on: it is suspected of them."""
 
 
-class Loss(StrEnum):
+class LossReason(StrEnum):
     """Why a rollout has no outcome."""
 
     REFUSED = "refused"
@@ -74,12 +74,15 @@ FORK = "fork"
 """Where a rollout's body says that it goes on from a turn of another one: ``rollout_id`` and ``turn``."""
 
 # The row's fault are the same statuses as of an environment, see ``handlers/gym_http.py``.
-_LOSSES = dict.fromkeys((400, 413, 415, 422), Loss.REFUSED) | {409: Loss.TAKEN, 410: Loss.FORGOTTEN}
-_FORK_LOSSES = dict.fromkeys((404, 409, 410, 422), Loss.UNFORKABLE)
+_LOSS_BY_STATUS = dict.fromkeys((400, 413, 415, 422), LossReason.REFUSED) | {
+    409: LossReason.TAKEN,
+    410: LossReason.FORGOTTEN,
+}
+_FORK_LOSS_BY_STATUS = dict.fromkeys((404, 409, 410, 422), LossReason.UNFORKABLE)
 
 
 @dataclass(eq=False, slots=True)
-class _Carried:
+class _ForwardedJob:
     """A rollout under way.
 
     Attributes:
@@ -101,7 +104,7 @@ class _Carried:
         return self.cancelling
 
 
-class Carrier:
+class JobForwarder:
     """See the module.
 
     Args:
@@ -125,7 +128,7 @@ class Carrier:
         *,
         tokens: TokenForm,
         ended: Callable[[JobView], None],
-        lost: Callable[[str, Loss, str], None],
+        lost: Callable[[str, LossReason, str], None],
         broke: Callable[[BaseException], None],
         say: Callable[[str], None],
         follows: Callable[[JobView], bool] = lambda _: True,
@@ -141,7 +144,7 @@ class Carrier:
         self._tokens = tokens
         self._ended, self._lost, self._broke, self._say = ended, lost, broke, say
         self._follows, self._replaceable = follows, replaceable
-        self._carried: dict[str, _Carried] = {}
+        self._jobs: dict[str, _ForwardedJob] = {}
         self._orphaned_ids: set[str] = set()
         """Given up here, and to be cancelled when the service is back."""
         self.trouble = ""
@@ -163,10 +166,10 @@ class Carrier:
     @property
     def load(self) -> int:
         """Rollouts under way."""
-        return len(self._carried)
+        return len(self._jobs)
 
     def start(self) -> None:
-        """Begin to follow it."""
+        """ResumePoint to follow it."""
         self._track(self._loops.start("node-outcomes", self._follow))
         self._track(self._loops.start("node-events", self._watch))
 
@@ -179,8 +182,8 @@ class Carrier:
 
     def give_up(self, why: str) -> None:
         """It is gone for good: none of its rollouts has an outcome."""
-        for it in [*self._carried.values()]:
-            self._settle(it, Loss.AWAY, why)
+        for it in [*self._jobs.values()]:
+            self._settle(it, LossReason.AWAY, why)
 
     def heard(self, error: BaseException | None) -> None:
         """Somebody else asked it. What hangs, or is cut off, breaks no connection by which our calls would end."""
@@ -188,29 +191,29 @@ class Carrier:
             self._is_back()
             return
         self._is_away(error)
-        for it in [*self._carried.values()]:
+        for it in [*self._jobs.values()]:
             if self._is_hopeless(it):
                 self._give_up(it)
                 self._cancel(it)  # should its call still end
 
     def submit(self, rollout: str, body: Mapping[str, Any]) -> None:
         """Carry a rollout there."""
-        self._carried[rollout] = carried = _Carried(rollout, body)
-        self._spawn(self._carry(carried))
+        self._jobs[rollout] = forwarded = _ForwardedJob(rollout, body)
+        self._spawn(self._forward(forwarded))
 
     def cancel(self, rollout: str) -> None:
         """The outcome of a rollout is of no use. It is told all the same, when its sandbox is gone."""
-        if carried := self._carried.get(rollout):
-            self._cancel(carried)
+        if forwarded := self._jobs.get(rollout):
+            self._cancel(forwarded)
 
-    def _cancel(self, it: _Carried) -> None:
+    def _cancel(self, it: _ForwardedJob) -> None:
         it.cancelling = True
         it.news.set()
 
     def cancel_unknown(self, rollout: str) -> None:
         """Cancel what an earlier process submitted."""
-        self._carried[rollout] = carried = _Carried(rollout, {}, sent=True, cancelling=True)
-        self._spawn(self._carry(carried))
+        self._jobs[rollout] = forwarded = _ForwardedJob(rollout, {}, sent=True, cancelling=True)
+        self._spawn(self._forward(forwarded))
 
     async def result(self, rollout: str) -> JobView:
         """A rollout that had its outcome under an earlier process.
@@ -239,15 +242,15 @@ class Carrier:
 
     # One rollout
 
-    async def _carry(self, it: _Carried) -> None:
+    async def _forward(self, it: _ForwardedJob) -> None:
         while await self._accepted(it) and not await self._settled(it):
             pass
 
-    async def _accepted(self, it: _Carried) -> bool:
+    async def _accepted(self, it: _ForwardedJob) -> bool:
         """Whether the service has it now; else it is settled."""
         options = {name: value for name, value in it.body.items() if name not in ("row", FORK)}
         fork = it.body.get(FORK)
-        losses = _LOSSES | _FORK_LOSSES if fork else _LOSSES
+        losses = _LOSS_BY_STATUS | _FORK_LOSS_BY_STATUS if fork else _LOSS_BY_STATUS
         while not it.is_unwanted():
             pause, before = RETRY_S, it.sent
             try:
@@ -261,7 +264,7 @@ class Carrier:
                         job = await self.client.submit_once(dict(it.body["row"]), id=it.id, **options)
                 self._is_back(it, takes=True)
                 if not self._follows(job):
-                    self._carried.pop(it.id, None)
+                    self._jobs.pop(it.id, None)
                     return False
                 if job.state.terminal:  # under an earlier process; the log may have told of it long ago
                     it.news.set()
@@ -278,28 +281,28 @@ class Carrier:
                     untaken = later or error.problem.type == _DRAINING
                     if untaken and not before and self._replaceable():
                         if it.is_unwanted():
-                            return self._settle(it, Loss.CANCELLED, "cancelled before it was submitted")
-                        return self._settle(it, Loss.UNTAKEN, error.problem.detail)
+                            return self._settle(it, LossReason.CANCELLED, "cancelled before it was submitted")
+                        return self._settle(it, LossReason.UNTAKEN, error.problem.detail)
                     if hopeless:
                         return self._give_up(it)
                 pause = error.retry_after_s or RETRY_S
             except TypeError as error:
-                return self._settle(it, Loss.REFUSED, f"its row is no JSON: {error}")
+                return self._settle(it, LossReason.REFUSED, f"its row is no JSON: {error}")
             except InfrastructureError as error:
                 self._is_away(error)
                 if self._is_hopeless(it):
                     return self._give_up(it)
             await self._pause(it, pause)
-        return it.sent or self._settle(it, Loss.CANCELLED, "cancelled before it was submitted")
+        return it.sent or self._settle(it, LossReason.CANCELLED, "cancelled before it was submitted")
 
-    async def _settled(self, it: _Carried) -> bool:
+    async def _settled(self, it: _ForwardedJob) -> bool:
         """Whether its outcome is known; else the service does not know it."""
         while True:
             try:
                 if it.is_unwanted():
                     job = await self._cancelled(it.id)
                     if job is None:
-                        return not self._settle(it, Loss.CANCELLED, "cancelled before it began")
+                        return not self._settle(it, LossReason.CANCELLED, "cancelled before it began")
                 else:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(ASK_S):
@@ -315,17 +318,19 @@ class Carrier:
                 if job.id != it.id:
                     raise InfrastructureError(f"asked for {it.id!r} it tells of {job.id!r}")
                 if job.state.terminal:
-                    if self._carried.pop(it.id, None) is not None:
+                    if self._jobs.pop(it.id, None) is not None:
                         self._ended(job)
                     return True
             except ApiError as error:
                 if error.problem.status == 404:
                     it.sent = False
                     if self._patient and not it.is_unwanted():
-                        return not self._settle(it, Loss.AWAY, f"{self.client.url} was restarted, and has lost it")
+                        return not self._settle(
+                            it, LossReason.AWAY, f"{self.client.url} was restarted, and has lost it"
+                        )
                     return False
                 if error.problem.status == 410:
-                    return not self._settle(it, Loss.FORGOTTEN, error.problem.detail)
+                    return not self._settle(it, LossReason.FORGOTTEN, error.problem.detail)
                 if not (_is_passing(error) or self._patient):
                     raise
                 it.news.set()
@@ -339,7 +344,7 @@ class Carrier:
                     return not self._give_up(it)
                 await asyncio.sleep(RETRY_S)
 
-    async def _pause(self, it: _Carried, seconds: float) -> None:
+    async def _pause(self, it: _ForwardedJob, seconds: float) -> None:
         """Wait, unless it is cancelled meanwhile."""
         it.news.clear()
         with suppress(TimeoutError):
@@ -347,16 +352,16 @@ class Carrier:
                 await it.news.wait()
         it.news.set()
 
-    def _settle(self, it: _Carried, loss: Loss, why: str) -> bool:
+    def _settle(self, it: _ForwardedJob, loss: LossReason, why: str) -> bool:
         """It has no outcome. Always false."""
-        if self._carried.pop(it.id, None) is not None:
+        if self._jobs.pop(it.id, None) is not None:
             self._lost(it.id, loss, why)
         return False
 
-    def _give_up(self, it: _Carried) -> bool:
+    def _give_up(self, it: _ForwardedJob) -> bool:
         if it.sent:
             self._orphaned_ids.add(it.id)
-        return self._settle(it, Loss.AWAY, f"{self.client.url} does not answer")
+        return self._settle(it, LossReason.AWAY, f"{self.client.url} does not answer")
 
     # All of them
 
@@ -399,8 +404,8 @@ class Carrier:
                     self._is_back(takes=not (await self.client.status()).draining)
                 cursor = page.cursor
                 for job in page.rollouts:
-                    if job.id in self._carried:
-                        self._carried[job.id].news.set()
+                    if job.id in self._jobs:
+                        self._jobs[job.id].news.set()
             except ApiError as error:
                 if error.problem.status != 410 and not (_is_passing(error) or self._patient):
                     raise
@@ -421,14 +426,14 @@ class Carrier:
             try:
                 async for event in self.client.events(seen):
                     seen = event.cursor
-                    if event.id in self._carried and not event.state.terminal:
+                    if event.id in self._jobs and not event.state.terminal:
                         self._moved(event.id, event.state)
             except (ApiError, InfrastructureError):
                 seen = None
             await asyncio.sleep(RETRY_S)
 
     def _ask_all(self) -> None:
-        for it in [*self._carried.values()]:
+        for it in [*self._jobs.values()]:
             it.news.set()
 
     async def _cancel_orphans(self) -> None:
@@ -447,14 +452,14 @@ class Carrier:
         if not was_away:
             self._turned(True)
 
-    def _is_hopeless(self, it: _Carried) -> bool:
+    def _is_hopeless(self, it: _ForwardedJob) -> bool:
         """Note that a call for it failed. Whether they have for too long: others, for others, may succeed."""
         now = asyncio.get_running_loop().time()
         if it.failing_since is None:
             it.failing_since = now
         return now - it.failing_since > GIVE_UP_S and self._replaceable()
 
-    def _is_back(self, it: _Carried | None = None, *, takes: bool = False) -> None:
+    def _is_back(self, it: _ForwardedJob | None = None, *, takes: bool = False) -> None:
         """Note that it answers, or even that it takes on what is new."""
         if it is not None:
             it.failing_since = None

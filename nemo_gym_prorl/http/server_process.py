@@ -32,7 +32,7 @@ END_S = 40.0
 """How long a server may take to give back what it holds."""
 
 
-def end_with_starter() -> None:
+def exit_with_starter() -> None:
     """From now on this server ends, in its own way, when the process that started it has ended; if that has already,
     it ends at once."""
     starter = int(os.environ.get(STARTER_VARIABLE, "0"))
@@ -100,7 +100,7 @@ COLLECTED_AT = (5_000, 20, 50)
 """Thresholds of the three generations: they are collected every 25, 500 and 25,000 turns, about."""
 
 
-def collect_rarely() -> None:
+def tune_garbage_collection() -> None:
     """Exempt what is there now, which stays, and collect rarely from here on.
 
     What is kept of rollouts has no cycles and goes with its last reference, but a full collection walks through all of

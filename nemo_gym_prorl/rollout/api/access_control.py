@@ -32,10 +32,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.keys import CLIENT_KEY, Caller, Scope
 from nemo_gym_prorl.http.problem_document import field_errors, in_words
+from nemo_gym_prorl.rollout.api.schemas import Identifier
 from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.request import NO_CLIENT, Cursor, JobConflict, JobRequest, NotYours
-from nemo_gym_prorl.rollout.schemas import Identifier
-from nemo_gym_prorl.rollout.store import JobStore, Transition
+from nemo_gym_prorl.rollout.request import NO_CLIENT, Cursor, JobConflict, JobRequest, NotOwner
+from nemo_gym_prorl.rollout.storage.store import JobStore, Transition
 
 
 LOGGER = logging.getLogger(__name__)
@@ -248,17 +248,17 @@ def require_own(caller: Caller, job: Job, field: str | None = None) -> None:
     """Refuse another client's job.
 
     Raises:
-        NotYours: it is one; names ``field``.
+        NotOwner: it is one; names ``field``.
     """
     if not is_own(caller, job):
-        raise NotYours(f"rollout {job.id!r} is another client's", field=field)
+        raise NotOwner(f"rollout {job.id!r} is another client's", field=field)
 
 
 def submitted_by(caller: Caller, wanted: JobRequest, store: JobStore) -> JobRequest:
     """A job as its caller may submit it: under the name that belongs to its key.
 
     Raises:
-        NotYours: it names another client, or where other services had a rollout, which may be anybody's.
+        NotOwner: it names another client, or where other services had a rollout, which may be anybody's.
         CallerError: its priority would go before other clients' rollouts, whatever their shares.
         JobConflict: its id is another client's.
     """
@@ -268,10 +268,10 @@ def submitted_by(caller: Caller, wanted: JobRequest, store: JobStore) -> JobRequ
         wanted = replace(wanted, client=caller.name)
     if caller.is_admin:
         return wanted
-    if wanted.begin is not None:
-        raise NotYours("is for administrators; fork a rollout of your own", field="begin")
+    if wanted.resume_point is not None:
+        raise NotOwner("is for administrators; fork a rollout of your own", field="begin")
     if wanted.client != caller.name:
-        raise NotYours(
+        raise NotOwner(
             f"{wanted.client!r} is not the client of this key, {caller.name!r}; leave it out", field="client"
         )
     if wanted.priority > 0:

@@ -34,7 +34,7 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.http.keys import authorization, trusted_authorities
 from nemo_gym_prorl.http.problem_document import ApiError as ApiError
 from nemo_gym_prorl.http.problem_document import problem_of_answer
-from nemo_gym_prorl.rollout.schemas import (
+from nemo_gym_prorl.rollout.api.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
     CheckpointsView,
@@ -42,13 +42,13 @@ from nemo_gym_prorl.rollout.schemas import (
     ForkAnswer,
     JobView,
     Listing,
-    StatusView,
     TokenForm,
 )
+from nemo_gym_prorl.rollout.status import StatusView
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.store import Transition
+    from nemo_gym_prorl.rollout.storage.store import Transition
 
 _SOONEST_S, _LATEST_S = 0.1, 60.0
 """Bounds of what a service may ask for with ``Retry-After``."""
@@ -204,7 +204,7 @@ class RolloutClient:
         Raises:
             ApiError: some behind ``after`` are forgotten, or this reader was too slow.
         """
-        from nemo_gym_prorl.rollout.store import Transition
+        from nemo_gym_prorl.rollout.storage.store import Transition
 
         query, transition = {} if after is None else {"after": after}, TypeAdapter(Transition)
         with self._told():

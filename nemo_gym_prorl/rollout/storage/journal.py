@@ -30,31 +30,32 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import batched
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import orjson
 import zstandard
 
 from nemo_gym_prorl.background import PROCESS_LOOPS
-from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.filesystems import kind_under, on_shared_disk
-from nemo_gym_prorl.rollout.checkpoints import Begin
-from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, StageTime
+from nemo_gym_prorl.rollout.job import Job, Outcome
 from nemo_gym_prorl.rollout.request import Draining
-from nemo_gym_prorl.rollout.rows import NO_TOKENS
-from nemo_gym_prorl.rollout.service import JOURNAL_KEEP_BYTES, JOURNAL_KEEP_S
-from nemo_gym_prorl.rollout.steps import NO_STEPS
+from nemo_gym_prorl.rollout.settings import JOURNAL_KEEP_BYTES, JOURNAL_KEEP_S
+from nemo_gym_prorl.rollout.storage.journal_records import (
+    MAX_BATCH,
+    JournalReader,
+    job_record,
+    outcome_record,
+    sql_marks,
+)
 
 
 LOGGER = logging.getLogger(__name__)
 
 REMEMBERED_IDS = 1_000_000  # a forgotten id is known until so many outcomes later; about 100 bytes each
 _FILE = "journal.sqlite"
-_MAX_BATCH = 500  # entries of a commit, and ids of a statement: both far below SQLite's limits
 _COMMIT_INTERVAL_S = 0.05  # a commit costs as much as a dozen jobs; after a longer pause one is made at once
 _RETRY_S = 1.0
 _FORGET_INTERVAL_S = 60.0
@@ -79,20 +80,11 @@ _PLACE_JOB = "UPDATE jobs SET node = ?, name = ? WHERE id = ?"
 _INSERT_OUTCOME = "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
-class JournalFails(Draining):
+class JournalUnavailable(Draining):
     """What is submitted cannot be kept, so it is not taken."""
 
     problem = "journal-fails"
     retry_after_s = 5
-
-
-class Unfinished(NamedTuple):
-    """A job of an earlier life without an outcome; ``lives`` counts the service's starts since it was accepted."""
-
-    job: Job
-    lives: int
-    node: str | None
-    name: str | None
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +103,7 @@ class _Entry:
     """The compressed content."""
 
 
-class Journal:
+class Journal(JournalReader):
     """The journal of one service, for this process alone.
 
     Args:
@@ -146,7 +138,8 @@ class Journal:
                     path.chmod(0o600)
                 self._writer = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
                 undo.callback(self._writer.close)
-                self.epoch, self._life = self._begin()
+                self.epoch, life = self._begin()
+                super().__init__(place, self._path, life)
                 self._measure()
             except (OSError, sqlite3.Error) as error:
                 raise _refusal(f"{place} cannot be opened: {error}") from error
@@ -208,7 +201,7 @@ class Journal:
         """Return when a new job is on disk; false if a job of its id has ended, which only a ``named`` one can meet.
 
         Raises:
-            JournalFails: it cannot be written.
+            JournalUnavailable: it cannot be written.
         """
         self.check()
         return bool(await self._put(_Entry(self._future(), job.id, new=job_record(job), named=named)))
@@ -221,7 +214,7 @@ class Journal:
         """Return the position of the outcome of a job, which is packed, when it is on disk. ``None`` if it could not
         be written before :meth:`close`; then the job has no outcome."""
         about, content = outcome_record(job, outcome, finished_at)
-        columns = (job.id, job.number, job.held, outcome.state.value, job.group, finished_at, about, content)
+        columns = (job.id, job.number, job.attached, outcome.state.value, job.group, finished_at, about, content)
         position: int | None = await self._put(_Entry(self._future(), job.id, ended=columns))
         return position
 
@@ -229,7 +222,7 @@ class Journal:
         """Raise if nothing can be written now.
 
         Raises:
-            JournalFails: says why.
+            JournalUnavailable: says why.
         """
         if self.failing is not None:
             raise self._fails()
@@ -244,8 +237,10 @@ class Journal:
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    def _fails(self) -> JournalFails:
-        return JournalFails(f"the journal at {self._place} cannot be written, which is tried again: {self.failing}")
+    def _fails(self) -> JournalUnavailable:
+        return JournalUnavailable(
+            f"the journal at {self._place} cannot be written, which is tried again: {self.failing}"
+        )
 
     def _future(self) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().create_future()
@@ -283,7 +278,7 @@ class Journal:
                 time.sleep(early)
             while entry is not None:
                 batch.append(entry)
-                if len(batch) >= _MAX_BATCH:
+                if len(batch) >= MAX_BATCH:
                     return False
                 entry = self._queue.get_nowait()
         except queue.Empty:
@@ -338,7 +333,7 @@ class Journal:
 
     def _used(self, ids: Sequence[str]) -> set[str]:
         """Which of these ids were those of jobs that have ended; at most one batch."""
-        found = self._writer.execute(f"SELECT id FROM outcomes WHERE NOT held AND id IN ({_marks(ids)})", ids)
+        found = self._writer.execute(f"SELECT id FROM outcomes WHERE NOT held AND id IN ({sql_marks(ids)})", ids)
         return {job_id for (job_id,) in found}
 
     def _forget(self) -> None:
@@ -356,7 +351,7 @@ class Journal:
             return
         oldest = self._writer.execute(
             "SELECT position, ended_at, bytes FROM outcomes WHERE position >= ? AND position < ? LIMIT ?",
-            (self.first, min(before, self.end - 1), _MAX_BATCH),  # the last one says where the log goes on
+            (self.first, min(before, self.end - 1), MAX_BATCH),  # the last one says where the log goes on
         ).fetchall()
         first, left = self.first, self.bytes
         for position, ended_at, stored in oldest:
@@ -389,100 +384,6 @@ class Journal:
                 self._writer.execute("ROLLBACK")
             raise
 
-    # -- reading, beside the writer ------------------------------------------------------------------------------
-
-    async def find(self, ids: Sequence[str]) -> Mapping[str, Job | None]:
-        """Ended jobs by id; ``None`` for those that were forgotten. Unknown ids are left out."""
-
-        def read() -> dict[str, Job | None]:
-            found: dict[str, Job | None] = {}
-            for some in batched(ids, _MAX_BATCH):
-                where = f"NOT held AND id IN ({_marks(some)})"
-                found |= {row["id"]: self._outcome(row, content=True) for row in self._read(where, some, content=True)}
-            return found
-
-        return await asyncio.to_thread(read)
-
-    async def between(self, start: int, end: int, *, content: bool) -> dict[int, Job]:
-        """The kept outcomes of these positions of the log."""
-
-        def read() -> dict[int, Job]:
-            rows = self._read("position >= ? AND position < ?", (start, end), content=content)
-            jobs = {row["position"]: self._outcome(row, content=content) for row in rows}
-            return {position: job for position, job in jobs.items() if job is not None}
-
-        return await asyncio.to_thread(read)
-
-    async def listed(
-        self,
-        *,
-        state: JobState | None = None,
-        group: str | None = None,
-        after: int = 0,
-        limit: int | None = None,
-        content: bool = False,
-    ) -> list[Job]:
-        """Ended jobs that fit, of a ``number`` above ``after``, by that; not those whose answer was taken away."""
-        where, given = "NOT held AND number > ?", list[Any]([after])
-        for column, wanted in (("state", state and state.value), ("job_group", group)):
-            if wanted is not None:
-                where, given = f"{where} AND {column} = ?", [*given, wanted]
-        where, given = f"{where} ORDER BY number LIMIT ?", [*given, -1 if limit is None else limit]
-
-        def read() -> list[Job]:
-            rows = self._read(where, given, content=content)
-            return [job for row in rows if (job := self._outcome(row, content=content)) is not None]
-
-        return await asyncio.to_thread(read)
-
-    def unfinished(self) -> list[str]:
-        """Return the ids of jobs of earlier lives without an outcome: those at nodes first, which have places there,
-        the others as they came. Blocks."""
-        with self._reading() as connection:
-            found = connection.execute("SELECT id FROM jobs WHERE life < ? ORDER BY node IS NULL, seq", (self._life,))
-            return [job_id for (job_id,) in found]
-
-    def found(self, ids: Sequence[str]) -> list[Unfinished]:
-        """Return these of them as they were accepted. Blocks."""
-        zstd, order = zstandard.ZstdDecompressor(), {job_id: place for place, job_id in enumerate(ids)}
-        with self._reading() as connection:
-            rows = connection.execute(f"SELECT * FROM jobs WHERE id IN ({_marks(ids)})", ids).fetchall()
-        found = []
-        for row in sorted(rows, key=lambda row: order[row["id"]]):
-            try:
-                job = job_to_run(row["id"], row["asked"], zstd.decompress(row["row"]))
-            except (zstandard.ZstdError, ValueError, LookupError, TypeError):  # a damaged one holds up no other
-                LOGGER.exception("rollout %r of the journal at %s cannot be read", row["id"], self._place)
-            else:
-                found.append(Unfinished(job, self._life - row["life"], row["node"], row["name"]))
-        return found
-
-    def _read(self, where: str, given: Sequence[Any], *, content: bool) -> list[sqlite3.Row]:
-        columns = "position, id, about, content" if content else "position, id, about"
-        with self._reading() as connection:
-            return connection.execute(f"SELECT {columns} FROM outcomes WHERE {where}", given).fetchall()
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        with contextlib.closing(sqlite3.connect(self._path)) as connection:
-            connection.row_factory = sqlite3.Row
-            yield connection
-
-    def _outcome(self, row: sqlite3.Row, *, content: bool) -> Job | None:
-        """``None`` if it is forgotten. A damaged one becomes a masked failure, so that no trainer uses what is left of
-        it and the others can be read."""
-        if row["about"] is None:
-            return None
-        try:
-            return ended_job(row["id"], row["about"], row["content"] if content else None)
-        except (zstandard.ZstdError, ValueError, TypeError) as error:
-            LOGGER.error("rollout %r: outcome %d of the journal is damaged: %s", row["id"], row["position"], error)
-            job = ended_job(row["id"], row["about"], None)
-            reason = f"its result in the journal is damaged: {error}"
-            failure = Failure(FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE, None, reason)
-            job.state, job.outcome = JobState.FAILED, Outcome(JobState.FAILED, {}, None, failure)
-            return job
-
 
 def _checked_folder(place: str) -> Path:
     folder = Path(place).expanduser()
@@ -512,10 +413,6 @@ def _refusal(complaint: str) -> CallerError:
     return CallerError(complaint, field="journal")
 
 
-def _marks(values: Sequence[Any]) -> str:
-    return ", ".join("?" * len(values))
-
-
 def _resolve(done: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
     """Resolve futures of the event loop from the thread, in order."""
 
@@ -530,99 +427,3 @@ def _resolve(done: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
 
     if done:
         done[0][0].get_loop().call_soon_threadsafe(resolve)
-
-
-_ASKED = (
-    *("environment", "handler", "submitted_at", "group", "client", "run", "priority", "budgets", "max_attempts"),
-    "forked_from",
-)
-
-
-def job_record(job: Job) -> tuple[bytes, bytes]:
-    """Return what was asked for with a new job, and its row."""
-    return orjson.dumps(_asked(job)), orjson.dumps(job.stored_row)
-
-
-def job_to_run(job_id: str, asked: bytes, row: bytes) -> Job:
-    """Return the job of a :func:`job_record`."""
-    return _job(job_id, orjson.loads(asked), orjson.loads(row))
-
-
-def _asked(job: Job) -> dict[str, Any]:
-    asked = {"digest": job.digest.hex(), **{name: getattr(job, name) for name in _ASKED}}
-    return asked | {name: value for name in ("begin", "tries", "scope") if (value := getattr(job, name))}
-
-
-def _job(job_id: str, told: dict[str, Any], row: dict[str, Any] | bytes) -> Job:
-    asked = {name: told[name] for name in _ASKED} | {"budgets": Budgets(**told["budgets"])}
-    job = Job(job_id, row, bytes.fromhex(told["digest"]), **asked)
-    job.tries, job.scope = told.get("tries", []), told.get("scope")
-    if (begin := told.get("begin")) is not None:
-        job.begin = Begin(**begin | {name: tuple(begin[name]) for name in ("tries", "parents")})
-    return job
-
-
-def outcome_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[bytes, bytes]:
-    """Return ``about`` and ``content`` of a packed job and its outcome. A job that a connection held keeps no content:
-    its caller has taken the answer."""
-    row = job.stored_row if isinstance(job.stored_row, bytes) else b"{}"
-    parts = () if job.held else (row, outcome.body, job.tokens, job.steps)
-    about = _asked(job) | {
-        "held": job.held,
-        "number": job.number,
-        "times": {stage.value: time for stage, time in job.times.items()},
-        "failures": job.failures,
-        "turns": job.progress.turns,
-        "tool_calls": job.progress.tool_calls,
-        "finish_reason": job.progress.finish_reason,
-        "labels": job.progress.labels,
-        "resumed": job.resumed,
-        "kept_turns": job.kept_turns,
-        "finished_at": finished_at,
-        "state": outcome.state,
-        "reward": outcome.reward,
-        "failure": outcome.failure,
-        "masked": outcome.masked,
-        "sizes": [len(part) for part in parts],
-    }
-    return orjson.dumps(about), b"".join(parts)
-
-
-def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
-    """Return the job of an :func:`outcome_record` whose content is compressed; without content it has neither row nor
-    result.
-
-    Raises:
-        ZstdError, ValueError: the content is damaged.
-    """
-    told = orjson.loads(about)
-    parts = [] if content is None else _parts(content, told["sizes"])
-    row, body, tokens, steps = parts or (b"{}", b"{}", NO_TOKENS, NO_STEPS)
-    job = _job(job_id, told, row)
-    job.state, job.held, job.delivered = JobState(told["state"]), told["held"], told["held"]
-    job.number, job.finished_at, job.resumed = told["number"], told["finished_at"], told["resumed"]
-    job.kept_turns = told["kept_turns"]
-    job.times = {Stage(stage): StageTime(**time) for stage, time in told["times"].items()}
-    job.failures = [_failure(failure) for failure in told["failures"]]
-    versions = [{"first": label, "last": label} for label in told["labels"]]
-    job.progress = Progress(told["turns"], told["tool_calls"], told["finish_reason"], versions)
-    failure = _failure(told["failure"]) if told["failure"] else None
-    job.outcome = Outcome(job.state, body, told["reward"], failure, told["masked"])
-    job.tokens, job.steps = tokens, steps
-    return job
-
-
-def _failure(told: dict[str, Any]) -> Failure:
-    known = {field.name: told[field.name] for field in fields(Failure)}
-    stage = Stage(told["stage"]) if told["stage"] else None
-    return Failure(**known | {"kind": FailureKind(told["kind"]), "origin": Origin(told["origin"]), "stage": stage})
-
-
-def _parts(content: bytes, sizes: Sequence[int]) -> list[bytes]:
-    raw, parts, at = zstandard.decompress(content), [], 0
-    if len(raw) != sum(sizes):
-        raise ValueError(f"it has {len(raw)} bytes in place of {sum(sizes)}")
-    for size in sizes:
-        parts.append(raw[at : at + size])
-        at += size
-    return parts

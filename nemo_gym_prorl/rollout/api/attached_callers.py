@@ -26,7 +26,7 @@ from typing import Any
 from fastapi import HTTPException, Request
 
 from nemo_gym_prorl.failures import JobCancelled
-from nemo_gym_prorl.rollout.calls import begin
+from nemo_gym_prorl.rollout.handler_calls import begin
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
@@ -140,9 +140,9 @@ class AttachedCallers:
                 call.farewell.cancel()
                 call.farewell = None
             return call
-        wanted = replace(wanted, held=True)
+        wanted = replace(wanted, attached=True)
         known = None if wanted.id is None else self._pipeline.store.get(wanted.id)
-        if known is not None and known.held and not known.delivered:
+        if known is not None and known.attached and not known.delivered:
             # Its callers are gone and it is about to end. This is a new rollout, for now under an id of its own.
             wanted = replace(wanted, id=None)
         call = _Call(self._pipeline.submit(wanted, bounded=False), wanted.row, key)

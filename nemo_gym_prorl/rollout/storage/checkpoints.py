@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of rollouts: after a turn, all that another attempt, or another rollout, needs to go on from there.
+"""CheckpointStore of rollouts: after a turn, all that another attempt, or another rollout, needs to go on from there.
 
 The handler decides what a checkpoint holds; this module decides how long it is kept.
 
@@ -31,19 +31,16 @@ import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import orjson
 import zstandard
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin, Stage
-from nemo_gym_prorl.rollout.rows import row_digest
-
-
-if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.job import Job
+from nemo_gym_prorl.rollout.gym_rows import row_digest
+from nemo_gym_prorl.rollout.job import Checkpoint, Job, ResumePoint
 
 
 RENEW_S = 900.0
@@ -53,7 +50,7 @@ ORPHAN_S = 24 * 3600.0  # a service with a journal may be down for a night
 
 
 @runtime_checkable
-class Packs(Protocol):
+class SerializableState(Protocol):
     """The state of a checkpoint that others than its service can go on from."""
 
     def pack(self) -> bytes:
@@ -61,56 +58,11 @@ class Packs(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Where a job is to begin that other services have had, or had a parent of.
-
-    Attributes:
-        tries: ids of its earlier tries, the latest first; where none has left anything, the job begins anew.
-        parents: of a fork, those of the rollout that it was forked from.
-        turn: after which it was.
-        parent: that rollout's id as callers know it.
-        client: whose all of these are; ``None`` where an administrator vouches for them.
-    """
-
-    tries: tuple[str, ...] = ()
-    parents: tuple[str, ...] = ()
-    turn: int | None = None
-    parent: str | None = None
-    client: str | None = None
-
-    @property
-    def fork(self) -> dict[str, Any] | None:
-        """As callers are told of it."""
-        return {"id": self.parent or self.parents[0], "turn": self.turn, "lost": []} if self.parents else None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Checkpoint:
-    """One of them.
-
-    Attributes:
-        turn: the turns that were taken.
-        state: what its handler goes on from; never leaves the service.
-        size: of what is kept for it, in bytes.
-        spent_s: what the rollout had used of RUN's budget.
-        lost: in a word each, what of its environment can't be carried over.
-        borrowed: the id under which another service has taken it, whose it is to erase.
-    """
-
-    turn: int
-    state: Any
-    size: int
-    spent_s: float = 0.0
-    lost: tuple[str, ...] = ()
-    borrowed: str = ""
-
-
-class Checkpoints:
+class CheckpointStore:
     """Those of one pipeline.
 
     Args:
-        most_bytes: what all together may take, but for the latest of live jobs.
+        max_bytes: what all together may take, but for the latest of live jobs.
         keep_s: how long those of a job are kept that has ended.
         erase: erases some that no job has any more; told of which environment they are.
         clock: monotonic seconds.
@@ -119,13 +71,13 @@ class Checkpoints:
 
     def __init__(
         self,
-        most_bytes: int,
+        max_bytes: int,
         keep_s: float,
         erase: Callable[[str, list[Checkpoint]], None],
         clock: Callable[[], float],
         shared: SharedCheckpoints | None = None,
     ) -> None:
-        self._most_bytes = most_bytes
+        self._most_bytes = max_bytes
         self._keep_s = keep_s
         self._erase = erase
         self._clock = clock
@@ -251,7 +203,7 @@ class SharedCheckpoints:
 
     async def write(self, job: Job, checkpoint: Checkpoint) -> None:
         """Put a checkpoint there; where that can't be, its service alone can go on from it."""
-        if not isinstance(checkpoint.state, Packs):
+        if not isinstance(checkpoint.state, SerializableState):
             return
         folder = self._folder(job.id)
         own = any(self._written.get(one, Path()).parent == folder for one in job.checkpoints.values())
@@ -288,13 +240,13 @@ class SharedCheckpoints:
         Raises:
             CallerError: it is a fork, which can't begin anew.
         """
-        begin, job.begin = job.begin, None
-        if begin is None:
+        resume_point, job.resume_point = job.resume_point, None
+        if resume_point is None:
             return
         try:
-            found = await asyncio.to_thread(self._find, job, begin, read)
+            found = await asyncio.to_thread(self._find, job, resume_point, read)
         except BaseException:
-            job.begin = begin
+            job.resume_point = resume_point
             raise
         for checkpoint, (rollout, path) in found:
             own = rollout == job.id
@@ -303,10 +255,10 @@ class SharedCheckpoints:
                 self._written[one] = path
             if job.forked_from is not None and checkpoint.turn == job.forked_from["turn"]:
                 job.forked_from["lost"] = [*checkpoint.lost]
-            assert job.shelf is not None, "the pipeline keeps them"
-            job.shelf.add(job, one)
+            assert job.checkpoint_store is not None, "the pipeline keeps them"
+            job.checkpoint_store.add(job, one)
         if not found:
-            begins_anew(job, f"nothing is kept in {CHECKPOINT_FOLDER}, or it is damaged")
+            restart_without_checkpoint(job, f"nothing is kept in {CHECKPOINT_FOLDER}, or it is damaged")
 
     def _folder(self, rollout: str) -> Path:
         return self._rollouts / hashlib.sha256(rollout.encode(errors="replace")).hexdigest()[:40]
@@ -326,10 +278,12 @@ class SharedCheckpoints:
             last, rollout = after
         return found
 
-    def _find(self, job: Job, begin: Begin, read: Callable[[bytes], Any]) -> list[tuple[Checkpoint, _Place]]:
-        whose = _whose(begin.client, row_digest(job.row))
+    def _find(
+        self, job: Job, resume_point: ResumePoint, read: Callable[[bytes], Any]
+    ) -> list[tuple[Checkpoint, _Place]]:
+        whose = _whose(resume_point.client, row_digest(job.row))
         found: list[tuple[Checkpoint, _Place]] = []
-        for rollout in begin.tries:
+        for rollout in resume_point.tries:
             for _turn, place in sorted(self._line(rollout).items(), reverse=True):
                 # Under its own id another one may have been, of a service with another journal.
                 own = {"accepted": job.submitted_at, "client": job.client} if place[0] == job.id else {}
@@ -337,8 +291,8 @@ class SharedCheckpoints:
                     found.append((checkpoint, place))
             if found:
                 return found
-        for rollout in begin.parents:
-            there = self._line(rollout).get(begin.turn or 0)
+        for rollout in resume_point.parents:
+            there = self._line(rollout).get(resume_point.turn or 0)
             if there is not None and (checkpoint := _read(there[1], whose, read)) is not None:
                 return [(checkpoint, there)]
         return []
@@ -376,7 +330,7 @@ class SharedCheckpoints:
                     shutil.rmtree(folder)
 
 
-def begins_anew(job: Job, why: str) -> None:
+def restart_without_checkpoint(job: Job, why: str) -> None:
     """A job can't go on from where it was to begin.
 
     Raises:

@@ -33,19 +33,28 @@ from nemo_gym_prorl.failures import (
     is_text,
     unexpected_kind,
 )
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint, SharedCheckpoints, begins_anew
+from nemo_gym_prorl.rollout.gym_rows import is_masked, masked, take_tokens
 from nemo_gym_prorl.rollout.handler import (
     AgentHandler,
-    EndsScoring,
-    EndsTimeouts,
+    CancelsScoring,
     Environments,
-    KeepsCheckpoints,
-    TellsUnreachable,
-    TellsWaiting,
-    UnpacksCheckpoints,
+    HandlesTimeouts,
+    ReportsUnreachable,
+    ReportsWaiting,
+    RestoresCheckpoints,
+    StoresCheckpoints,
 )
-from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Outcome, Trajectory, Verdict, failure_state
-from nemo_gym_prorl.rollout.rows import is_masked, masked, take_tokens
+from nemo_gym_prorl.rollout.job import (
+    FAILED_STATES,
+    Checkpoint,
+    Job,
+    JobState,
+    Outcome,
+    Trajectory,
+    Verdict,
+    failure_state,
+)
+from nemo_gym_prorl.rollout.storage.checkpoints import SharedCheckpoints, restart_without_checkpoint
 
 
 LOGGER = logging.getLogger(__name__)
@@ -87,8 +96,8 @@ class HandlerCalls:
         try:
             handler = self._handlers.get(job.environment)
             if stage is Stage.INIT:
-                if job.begin is not None:
-                    await self._begin(job, handler)
+                if job.resume_point is not None:
+                    await self._restore(job, handler)
                 return await handler.init(job)
             if stage is Stage.RUN:
                 return self._trajectory(job, await handler.run(job, job.session))
@@ -97,12 +106,12 @@ class HandlerCalls:
         except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop, and with it everybody's rollouts
             raise _no_exception(error, job, stage) from error
 
-    async def _begin(self, job: Job, handler: AgentHandler) -> None:
+    async def _restore(self, job: Job, handler: AgentHandler) -> None:
         if self._shared is None:
             if job.forked_from is not None:
-                begins_anew(job, "this service has no checkpoint_folder")
-        elif not isinstance(handler, UnpacksCheckpoints):
-            begins_anew(job, f"handler {job.handler!r} takes no checkpoints of other services")
+                restart_without_checkpoint(job, "this service has no checkpoint_folder")
+        elif not isinstance(handler, RestoresCheckpoints):
+            restart_without_checkpoint(job, f"handler {job.handler!r} takes no checkpoints of other services")
         else:
             await self._shared.give(job, handler.unpack)
 
@@ -121,7 +130,7 @@ class HandlerCalls:
             raise _no_exception(error, job, stage) from error
         return task.result()
 
-    async def call_off(self, task: asyncio.Task[Any]) -> bool:
+    async def cancel_and_wait(self, task: asyncio.Task[Any]) -> bool:
         """Cancel a call; whether it has come back then. One that ignores that is counted, and not waited for."""
         task.cancel()
         await asyncio.wait({task}, timeout=self._cancel_grace_s)
@@ -134,7 +143,7 @@ class HandlerCalls:
 
     async def end_scoring(self, job: Job) -> None:
         """Have scoring end within the same bound, where it may go on by itself; what goes wrong is logged."""
-        if isinstance(handler := self._handlers.get(job.environment), EndsScoring):
+        if isinstance(handler := self._handlers.get(job.environment), CancelsScoring):
             ending = handler.end_scoring
             await self._let_go(job, lambda _: ending(job), "scoring", "ended")
 
@@ -152,7 +161,7 @@ class HandlerCalls:
         if not task.done():
             await asyncio.wait({task}, timeout=bound)
         if not task.done():
-            await self.call_off(task)
+            await self.cancel_and_wait(task)
             reason = f"{what} was not {done} within {bound:g} s"
         elif task.cancelled():
             reason = f"{what} could not be {done}: that was cancelled"
@@ -188,7 +197,7 @@ class HandlerCalls:
         cannot tell now."""
         try:
             handler = self._handlers.get(job.environment)
-            if not isinstance(handler, TellsWaiting):
+            if not isinstance(handler, ReportsWaiting):
                 return 0.0
             seconds = await _within(ASK_S, handler.waited(job))
         except Exception as error:
@@ -205,7 +214,7 @@ class HandlerCalls:
             handler = self._handlers.get(job.environment)
             if job.trajectory is not None:
                 job.trajectory.take_tokens()
-            value = handler.timed_out(job, job.session) if isinstance(handler, EndsTimeouts) else None
+            value = handler.timed_out(job, job.session) if isinstance(handler, HandlesTimeouts) else None
             if value is None:
                 return None
             return self._scored(job, value) if isinstance(value, Verdict) else self._trajectory(job, value)
@@ -220,7 +229,7 @@ class HandlerCalls:
         handler cannot tell."""
         try:
             handler = self._handlers.get(environment)
-            if not isinstance(handler, TellsUnreachable):
+            if not isinstance(handler, ReportsUnreachable):
                 return None
             told = await _within(ASK_S, handler.unreachable())
             needed = told if isinstance(told, Mapping) else dict.fromkeys(told, Stage)
@@ -232,7 +241,7 @@ class HandlerCalls:
     async def care(self, environment: str, checkpoints: Sequence[Checkpoint], *, erase: bool) -> None:
         """Have checkpoints erased, or renewed; what goes wrong is logged: who keeps them erases what is old."""
         try:
-            if isinstance(handler := self._handlers.get(environment), KeepsCheckpoints):
+            if isinstance(handler := self._handlers.get(environment), StoresCheckpoints):
                 await _within(self._release_s, (handler.forget if erase else handler.renew)(checkpoints))
         except Exception as error:
             what = "forget" if erase else "renew"
@@ -400,7 +409,7 @@ class Attempt:
             await self._until_due(task)
         if task.done():
             return self._calls.result_of(task, job, stage)
-        if not await self._calls.call_off(task):
+        if not await self._calls.cancel_and_wait(task):
             self.abandoned = True
             LOGGER.error("%s of job %s ignores its cancellation and was abandoned", stage, job.id)
             task.add_done_callback(self._came_late)

@@ -22,8 +22,8 @@ from prometheus_client.registry import Collector
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from nemo_gym_prorl.failures import CallerError, Stage
-from nemo_gym_prorl.http.access import caller_of, tell
 from nemo_gym_prorl.http.applications import LoopMetrics, require_running
+from nemo_gym_prorl.http.key_guard import caller_of, tell
 from nemo_gym_prorl.http.keys import Caller
 from nemo_gym_prorl.http.problems import (
     ProblemError,
@@ -32,12 +32,8 @@ from nemo_gym_prorl.http.problems import (
     problem_of,
     problem_responses,
 )
-from nemo_gym_prorl.rollout.access_control import ended_of, is_own, require_own, require_own_id, submitted_by
-from nemo_gym_prorl.rollout.job import Job, JobState
-from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import Cursor, CursorExpired
-from nemo_gym_prorl.rollout.rows import read_json
-from nemo_gym_prorl.rollout.schemas import (
+from nemo_gym_prorl.rollout.api.access_control import ended_of, is_own, require_own, require_own_id, submitted_by
+from nemo_gym_prorl.rollout.api.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
     CancelRequest,
@@ -48,12 +44,16 @@ from nemo_gym_prorl.rollout.schemas import (
     ForkRequest,
     JobView,
     Listing,
-    StatusView,
     SubmitRequest,
     TokenForm,
     job_json,
 )
+from nemo_gym_prorl.rollout.gym_rows import read_json
+from nemo_gym_prorl.rollout.job import Job, JobState
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.service import RolloutService
+from nemo_gym_prorl.rollout.status import StatusView
 
 
 Who = Annotated[Caller, Depends(caller_of)]
@@ -61,7 +61,7 @@ Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait 
 
 
 def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRouter:
-    """The routes of one service. Who may call them is the application's to say (``nemo_gym_prorl.http.access``),
+    """The routes of one service. Who may call them is the application's to say (``nemo_gym_prorl.http.key_guard``),
     and whose a rollout is that of :mod:`.access_control`.
 
     Args:
@@ -247,17 +247,20 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
 
         return EventSourceResponse(stream())
 
+    def drained() -> DrainAnswer:
+        return DrainAnswer(draining=service.draining, live=len(service.store.live()))
+
     @router.post("/v1/drain", tags=["service"], responses=problem_responses(403, 422))
     async def drain(body: DrainRequest | None = None) -> DrainAnswer:
         """Take no new rollouts. Answers when every rollout has its outcome, or after `timeout_s` seconds."""
         await service.drain(body.timeout_s if body else 0.0)
-        return DrainAnswer.of(service)
+        return drained()
 
     @router.post("/v1/resume", tags=["service"], responses=problem_responses(403))
     async def resume() -> DrainAnswer:
         """Take rollouts again."""
         service.resume()
-        return DrainAnswer.of(service)
+        return drained()
 
     @router.get("/status", tags=["service"], responses=problem_responses(403))
     async def status() -> StatusView:
@@ -337,7 +340,7 @@ class _Pools(Collector):
             "1 while no rollout of the environment begins since this server is out.",
             labels=["server", "environment"],
         )
-        for outage in self._pipeline.held:
+        for outage in self._pipeline.outages:
             out.add_metric([outage.server, outage.environment], 1)
         yield out
         yield GaugeMetricFamily("prorl_abandoned", "Calls that ignored cancellation.", value=self._pipeline.abandoned)

@@ -19,16 +19,16 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
-from nemo_gym_prorl.http.access import caller_in
+from nemo_gym_prorl.http.key_guard import caller_in
 from nemo_gym_prorl.http.problems import ProblemError, problem_responses
-from nemo_gym_prorl.rollout.access_control import own_key, require_own, submitted_by
-from nemo_gym_prorl.rollout.api import JsonRoute
-from nemo_gym_prorl.rollout.callers import AttachedCallers
+from nemo_gym_prorl.rollout.api.access_control import own_key, require_own, submitted_by
+from nemo_gym_prorl.rollout.api.attached_callers import AttachedCallers
+from nemo_gym_prorl.rollout.api.routes import JsonRoute
+from nemo_gym_prorl.rollout.api.schemas import Identifier
+from nemo_gym_prorl.rollout.gym_rows import check_row
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
-from nemo_gym_prorl.rollout.rows import check_row
-from nemo_gym_prorl.rollout.schemas import Identifier, StatusView
 
 
 class BackendControl(Protocol):
@@ -165,7 +165,7 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
     @router.get("/status", include_in_schema=False)  # the job API's, with more in it
     async def status() -> dict[str, Any]:
         """The job API's status, and the original's counters."""
-        view = StatusView.of(pipeline).model_dump(mode="json")
+        view = pipeline.status().model_dump(mode="json")
         counters: dict[str, Any] = {"status": "running" if running else "stopped", "pending_jobs": len(jobs)}
         for stage in Stage:
             counters[f"{stage.value}_queue"] = pipeline.scheduler.waiting(stage)

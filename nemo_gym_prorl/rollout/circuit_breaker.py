@@ -24,7 +24,7 @@ from functools import partial
 
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage
-from nemo_gym_prorl.rollout.calls import HandlerCalls
+from nemo_gym_prorl.rollout.handler_calls import HandlerCalls
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
 

@@ -34,7 +34,7 @@ from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, J
 
 
 if TYPE_CHECKING:  # clients have no database
-    from nemo_gym_prorl.rollout.journal import Journal
+    from nemo_gym_prorl.rollout.storage.journal import Journal
 
 
 EVENT_HISTORY = 10_000
@@ -200,7 +200,7 @@ class JobStore:
         found = {job_id: self._jobs.get(job_id) for job_id in job_ids}
         missing = [job_id for job_id, job in found.items() if job is None]
         if missing and self.journal is not None:
-            await self.all_here(*missing)
+            await self.wait_for_recovery(*missing)
             kept = await self.journal.find(missing)
             for job_id in missing:
                 found[job_id] = self._jobs.get(job_id) or kept.get(job_id)
@@ -210,11 +210,11 @@ class JobStore:
 
     async def in_group(self, group: str) -> list[Job]:
         """All jobs of a group, in no particular order."""
-        await self.all_here()
+        await self.wait_for_recovery()
         kept = await self._kept(state=None, group=group)
         return [*(self._jobs[job_id] for job_id in self._groups.get(group, ())), *kept.values()]
 
-    async def all_here(self, *ids: str) -> None:
+    async def wait_for_recovery(self, *ids: str) -> None:
         """Return when the jobs are here that an earlier life had accepted and not ended, or as soon as it is known
         that none of these ``ids`` is among them."""
         if self.arriving is None or self.arriving.done():
@@ -260,7 +260,7 @@ class JobStore:
         self, *, state: JobState | None, group: str | None, after: int, limit: int, content: bool
     ) -> list[Job]:
         """As :meth:`find`, with those that only the journal has; those from there have a result with ``content``."""
-        await self.all_here()
+        await self.wait_for_recovery()
         kept = await self._kept(state=state, group=group, after=after, limit=limit, content=content)
         here = islice(self.find(state=state, group=group, after=after), limit)
         numbered = kept | {job.number: job for job in here}
@@ -279,12 +279,12 @@ class JobStore:
         found = [*kept, *(job for job in leaving if job.fits(state, which["group"], after))]
         return {job.number: job for job in found if job.id not in self._jobs}
 
-    async def write_down(self, job: Job, outcome: Outcome, at: float) -> bool:
+    async def persist_outcome(self, job: Job, outcome: Outcome, at: float) -> bool:
         """Have the outcome of a job, which is packed, on disk. False if it is none: with a journal a shutdown ends no
         job that can be run again, nor does what could not be written before it."""
         if self.journal is None:
             return True
-        if not job.held and outcome.failure is not None and outcome.failure.kind is FailureKind.SHUTDOWN:
+        if not job.attached and outcome.failure is not None and outcome.failure.kind is FailureKind.SHUTDOWN:
             return False
         return await self.journal.ended(job, outcome, at) is not None
 
@@ -476,7 +476,7 @@ def same_job(known: Job, request: JobRequest, digest: bytes) -> Job:
     Raises:
         JobConflict: it is another one, or one of both is held by a connection.
     """
-    if known.held or request.held:
+    if known.attached or request.attached:
         raise JobConflict.with_anothers(request.id)
     if known.digest != digest or known.run != request.run:
         other = "of another run" if known.digest == digest else "with another row"

@@ -4,30 +4,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
-from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, Origin, Stage
-from nemo_gym_prorl.rollout.checkpoints import Begin
-from nemo_gym_prorl.rollout.job import Job, JobState, StageTime
+from nemo_gym_prorl.rollout.gym_rows import NO_TOKENS, Row, as_submitted
+from nemo_gym_prorl.rollout.job import Job, JobState, ResumePoint, StageTime
 from nemo_gym_prorl.rollout.request import NO_CLIENT, JobRequest
-from nemo_gym_prorl.rollout.rows import NO_TOKENS, Row, as_submitted
-from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY
+from nemo_gym_prorl.rollout.settings import Seconds
+from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
 
-
-if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.pipeline import Pipeline
-    from nemo_gym_prorl.rollout.service import RolloutService
-
-
-VERSION = metadata.version("nemo-gym-prorl")
 
 MAX_WAIT_S = 60.0
 """Longest long-poll; a caller that waits longer polls again, so that dead connections are noticed."""
@@ -48,7 +39,6 @@ Identifier = Annotated[
     str, Field(min_length=1, max_length=MAX_ID, pattern=r"^[^/?#\x00-\x1f\x7f]+$"), AfterValidator(_identifier)
 ]
 """Printable text that can stand in a path, percent-encoded: people name rollouts in their own words."""
-Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
 
 
 class BudgetsModel(BaseModel):
@@ -65,7 +55,7 @@ class BudgetsModel(BaseModel):
         return {Stage(name): seconds for name, seconds in self.model_dump(exclude_none=True).items()}
 
 
-class BeginModel(BaseModel):
+class ResumePointModel(BaseModel):
     """Where a rollout is to go on that other services have had, by the folder that they share checkpoints in."""
 
     model_config = ConfigDict(extra="forbid")
@@ -83,9 +73,9 @@ class BeginModel(BaseModel):
             raise ValueError("a fork has `parents` and a `turn`")
         return self
 
-    def to_begin(self) -> Begin:
+    def to_resume_point(self) -> ResumePoint:
         """As the pipeline takes it."""
-        return Begin(tuple(self.tries), tuple(self.parents), self.turn, self.parent)
+        return ResumePoint(tuple(self.tries), tuple(self.parents), self.turn, self.parent)
 
 
 class SubmitRequest(BaseModel):
@@ -104,7 +94,7 @@ class SubmitRequest(BaseModel):
     priority: int = Field(default=0, ge=-1000, le=1000, description="Higher goes first, in every queue.")
     budgets: BudgetsModel | None = None
     max_attempts: int | None = Field(default=None, ge=1, le=100)
-    begin: BeginModel | None = Field(default=None, description="For administrators: where it goes on.")
+    begin: ResumePointModel | None = Field(default=None, description="For administrators: where it goes on.")
 
     @model_validator(mode="before")
     @classmethod
@@ -135,7 +125,7 @@ class SubmitRequest(BaseModel):
             priority=self.priority,
             budgets=self.budgets.given() if self.budgets else {},
             max_attempts=self.max_attempts,
-            begin=self.begin.to_begin() if self.begin else None,
+            resume_point=self.begin.to_resume_point() if self.begin else None,
         )
 
 
@@ -363,163 +353,3 @@ class DrainAnswer(BaseModel):
 
     draining: bool
     live: int
-
-    @classmethod
-    def of(cls, service: RolloutService) -> Self:
-        """The state of a service now."""
-        return cls(draining=service.draining, live=len(service.store.live()))
-
-
-class PoolView(BaseModel):
-    """One stage's pool. For `run`, `waiting` is the READY buffer."""
-
-    slots: int
-    working: int
-    waiting: int
-
-
-class HeldView(BaseModel):
-    """A server that cannot be reached."""
-
-    reason: str
-    since: float = Field(description="Seconds since the epoch.")
-    environments: list[str] = Field(description="Those that need it, and whose rollouts do not begin meanwhile.")
-
-    @classmethod
-    def all_of(cls, pipeline: Pipeline) -> dict[str, Self]:
-        """Those of a pipeline, by name; of several environments that need one, the first that met it tells why."""
-        views: dict[str, Self] = {}
-        for outage in sorted(pipeline.held, key=lambda outage: outage.at):
-            view = views.setdefault(outage.server, cls(reason=outage.reason, since=outage.at, environments=[]))
-            view.environments.append(outage.environment)
-        return views
-
-
-class EnvironmentView(BaseModel):
-    """An environment of the service, and its rollouts that have no outcome yet."""
-
-    handler: str
-    data_sources: list[str] = Field(description="Rows with one of these in `data_source` are its own.")
-    default: bool = Field(default=False, description="Rows that no other takes are its own, too.")
-    scores_groups_of: int = Field(default=1, description="How many of a group its verifier scores together.")
-    budgets: dict[Stage, float] = Field(description="Seconds, of rollouts that bring none.")
-    max_attempts: int = Field(default=3, description="Of rollouts that bring none.")
-    working: dict[Stage, int]
-    waiting: dict[Stage, int]
-    tool_errors: dict[int, int] = Field(
-        default_factory=dict, description="Answers of its tools with HTTP 429, or 500 and above, so far, by status."
-    )
-
-    @classmethod
-    def all_of(cls, pipeline: Pipeline) -> dict[str, Self]:
-        """Those of a pipeline, by name."""
-        counts, sources = pipeline.scheduler.by_environment(), pipeline.environments.data_sources
-        views = {}
-        for name in pipeline.environments.names:
-            environment = pipeline.environments.environment(name)
-            budgets = environment.budgets or pipeline.settings.budgets
-            views[name] = cls(
-                handler=environment.handler,
-                data_sources=[source for source, taken_by in sources.items() if taken_by == name],
-                default=name == pipeline.environments.default,
-                scores_groups_of=environment.scores_groups_of,
-                budgets={stage: budgets.of(stage) for stage in Stage},
-                max_attempts=environment.max_attempts or pipeline.settings.max_attempts,
-                working={stage: counts[name, stage, True] for stage in Stage},
-                waiting={stage: counts[name, stage, False] for stage in Stage},
-                tool_errors=dict(environment.tool_errors),
-            )
-        return views
-
-
-class StatusView(BaseModel):
-    """The service at a glance."""
-
-    version: str = Field(default="", description="Of this package.")
-    draining: bool
-    stages: dict[Stage, PoolView]
-    ready_slots: int
-    sessions: int = Field(description="Sandboxes that INIT, READY and RUN hold, or are about to.")
-    states: dict[JobState, int] = Field(description="Remembered jobs by state.")
-    held: dict[str, HeldView] = Field(
-        default_factory=dict, description="Servers that cannot be reached, by name; no rollout that needs one begins."
-    )
-    retained_bytes: int = Field(default=0, description="What finished rollouts keep.")
-    abandoned: int = Field(description="Handler calls that ignored their cancellation.")
-    checkpoint_folder: str | None = Field(
-        default=None, description="Which folder it shares checkpoints in, by the name in there."
-    )
-    journal: str | None = Field(
-        default=None, description="Why its journal cannot be written now; as long as that is so it takes nothing new."
-    )
-    environments: dict[str, EnvironmentView]
-
-    def version_trouble(self) -> str | None:
-        """Why a service and this process can't be parts of one fleet: they may mean different things by one word."""
-        if self.version.split(".")[:2] == VERSION.split(".")[:2]:
-            return None
-        return f"it runs nemo-gym-prorl {self.version or 'of an older version'}, and this is {VERSION}"
-
-    @classmethod
-    def sum(cls, views: Iterable[Self]) -> Self:
-        """Several services as one; it drains if all do."""
-        stages = {stage: PoolView(slots=0, working=0, waiting=0) for stage in Stage}
-        total = cls(
-            version=VERSION,
-            draining=False,
-            stages=stages,
-            ready_slots=0,
-            sessions=0,
-            states=dict.fromkeys(JobState, 0),
-            abandoned=0,
-            environments={},
-        )
-        views = [*views]
-        total.draining = bool(views) and all(view.draining for view in views)
-        for view in views:
-            for stage, pool in view.stages.items():
-                own = total.stages[stage]
-                own.slots, own.working = own.slots + pool.slots, own.working + pool.working
-                own.waiting += pool.waiting
-            total.ready_slots += view.ready_slots
-            total.sessions += view.sessions
-            total.abandoned += view.abandoned
-            total.retained_bytes += view.retained_bytes
-            total.states = {state: count + view.states.get(state, 0) for state, count in total.states.items()}
-            total.held |= view.held
-            for name, environment in view.environments.items():
-                if name not in total.environments:
-                    total.environments[name] = environment.model_copy(deep=True)
-                    continue
-                known = total.environments[name]
-                for stage in Stage:
-                    known.working[stage] += environment.working[stage]
-                    known.waiting[stage] += environment.waiting[stage]
-                for status, count in environment.tool_errors.items():
-                    known.tool_errors[status] = known.tool_errors.get(status, 0) + count
-        return total
-
-    @classmethod
-    def of(cls, pipeline: Pipeline) -> Self:
-        """The state of a pipeline now."""
-        scheduler = pipeline.scheduler
-        store = pipeline.store
-        return cls(
-            version=VERSION,
-            draining=pipeline.draining,
-            stages={
-                stage: PoolView(
-                    slots=scheduler.sizes.of(stage), working=scheduler.working(stage), waiting=scheduler.waiting(stage)
-                )
-                for stage in Stage
-            },
-            ready_slots=scheduler.sizes.ready,
-            sessions=scheduler.sessions,
-            states={state: store.states[state] for state in JobState},
-            held=HeldView.all_of(pipeline),
-            retained_bytes=store.retained_bytes,
-            abandoned=pipeline.abandoned,
-            checkpoint_folder=pipeline.shared.identity if pipeline.shared is not None else None,
-            journal=store.trouble,
-            environments=EnvironmentView.all_of(pipeline),
-        )

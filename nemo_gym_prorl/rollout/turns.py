@@ -3,7 +3,7 @@
 """The turns of a rollout: counted and timed as they happen, read back from a finished row, and written for Gym.
 
 A row is a flat list of items in which neither turns nor times can be told for certain. So the service counts and times
-each turn as it happens (:class:`Step`), and the row has that under ``rollout.steps``: some hundred bytes a turn.
+each turn as it happens (:class:`TurnTiming`), and the row has that under ``rollout.steps``: some hundred bytes a turn.
 
 ``ng_trajectory`` is the conversation as Gym's health checks and its ATIF export read it, from Gym 0.7 on. Each turn
 repeats all before it, so it grows with the square of the turns: it is made for Gym's collector and in the results of
@@ -38,7 +38,7 @@ ROLLOUT_OPTIONS_KEY = "rollout"
 NO_STEPS = b"[]"
 
 
-class ToolTime(TypedDict):
+class ToolCallTiming(TypedDict):
     """A tool call that was carried out; seconds since the epoch, and of duration."""
 
     call_id: str
@@ -46,7 +46,7 @@ class ToolTime(TypedDict):
     seconds: float
 
 
-class Step(TypedDict):
+class TurnTiming(TypedDict):
     """One turn: when the policy was asked, how long it took, how many output items it wrote, what it says of its
     tokens, and the calls; ``weights``: labels of those that sampled its first and its last token, where told."""
 
@@ -55,7 +55,7 @@ class Step(TypedDict):
     items: int
     input_tokens: int | None
     output_tokens: int | None
-    tools: list[ToolTime]
+    tools: list[ToolCallTiming]
     weights: NotRequired[tuple[str | None, str | None]]
 
 
@@ -69,20 +69,20 @@ class Call:
     written: str
     arguments: dict[str, Any] | None
     output: str | None
-    time: ToolTime | None
+    time: ToolCallTiming | None
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRead:
+class ParsedTurn:
     """One turn: what was thought, said and called. ``step`` is ``None`` in rows that do not say."""
 
     thought: str
     said: str
     calls: list[Call]
-    step: Step | None
+    step: TurnTiming | None
 
 
-def read_turns(row: Mapping[str, Any]) -> list[TurnRead]:
+def read_turns(row: Mapping[str, Any]) -> list[ParsedTurn]:
     """The turns of a row, whatever an environment has made of it."""
     try:
         steps = _steps().validate_python(part(row, "rollout", "steps"))
@@ -95,10 +95,10 @@ def read_turns(row: Mapping[str, Any]) -> list[TurnRead]:
 
 
 @cache
-def _steps() -> TypeAdapter[list[Step]]:
+def _steps() -> TypeAdapter[list[TurnTiming]]:
     from pydantic import TypeAdapter  # takes longer than all that `prorl show` does, which reads no steps
 
-    return TypeAdapter(list[Step])
+    return TypeAdapter(list[TurnTiming])
 
 
 def turns(output: Sequence[Mapping[str, Any]], sizes: Sequence[int] = ()) -> Iterator[list[Mapping[str, Any]]]:
@@ -157,7 +157,7 @@ def _observed(item: Mapping[str, Any]) -> bool:
     return item.get("type") == "function_call_output"
 
 
-def _turn(group: Sequence[Mapping[str, Any]], step: Step | None) -> TurnRead:
+def _turn(group: Sequence[Mapping[str, Any]], step: TurnTiming | None) -> ParsedTurn:
     answers = {str(item.get("call_id")): text_of(item.get("output")) for item in group if _observed(item)}
     times = {tool["call_id"]: tool for tool in step["tools"]} if step else {}
     thought, said, calls = [], [], []
@@ -175,7 +175,7 @@ def _turn(group: Sequence[Mapping[str, Any]], step: Step | None) -> TurnRead:
                 pass
             case other:
                 said.append(f"[{other}]")
-    return TurnRead("\n".join(filter(None, thought)), "\n".join(filter(None, said)), calls, step)
+    return ParsedTurn("\n".join(filter(None, thought)), "\n".join(filter(None, said)), calls, step)
 
 
 def _arguments(written: str) -> dict[str, Any] | None:
@@ -223,7 +223,7 @@ class _Record:
         created = part(row, "response", "created_at")
         self._now = float(created) if isinstance(created, int | float) else 0.0
 
-    def add(self, turn: TurnRead) -> None:
+    def add(self, turn: ParsedTurn) -> None:
         call: dict[str, Any] = {"response_metadata": {"model": self._model, "status_code": 200}}
         if turn.step is not None:
             self._now, seconds = turn.step["started_at"], turn.step["seconds"]
@@ -308,7 +308,7 @@ class _Record:
         )
         self._said += reasoning + answer
 
-    def _calls(self, turn: TurnRead) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def _calls(self, turn: ParsedTurn) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Call and output of each; ids that a model server uses again are made different."""
         for call in turn.calls:
             call_id = call.id
