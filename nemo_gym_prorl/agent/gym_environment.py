@@ -42,7 +42,7 @@ from nemo_gym_prorl.failures import (
     Stage,
     TaskError,
 )
-from nemo_gym_prorl.rollout.handler_calls import begin
+from nemo_gym_prorl.rollout.handler_calls import start_eager_task
 from nemo_gym_prorl.rollout.job import Checkpoint, Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.storage.checkpoints import restart_without_checkpoint
 
@@ -188,7 +188,7 @@ class GymEnvironmentHandler:
             CallerError: the server refuses the row; its message is passed on.
             InfrastructureError: the server fails or cannot be reached, or names a release path that is none.
         """
-        seeding = begin(self._seed_or_resume(job))
+        seeding = start_eager_task(self._seed_or_resume(job))
         try:
             return await asyncio.shield(seeding)
         except asyncio.CancelledError:

@@ -227,7 +227,7 @@ class FleetDispatcher:
         """
         waiting = _WaitingJob(body, str(body.get("client", "")), int(body.get("priority") or 0))
         if node in self._forwarders:
-            self._queue.holds(waiting.client, 1)
+            self._queue.add_load(waiting.client, 1)
             self._put(rollout, waiting, node)
         else:
             self._wait(rollout, waiting)
@@ -408,7 +408,7 @@ class FleetDispatcher:
         while self._queue and self._room():
             rollout = self._queue.pop()
             waiting = self._no_longer_waits(rollout)
-            self._queue.holds(waiting.client, 1)
+            self._queue.add_load(waiting.client, 1)
             node = self._choose(waiting)
             assert node is not None, "there is room"
             self._put(rollout, waiting, node)
@@ -446,10 +446,10 @@ class FleetDispatcher:
             return
         if holds:
             self._holding.add(rollout)
-            self._queue.holds(sent.client, 1)
+            self._queue.add_load(sent.client, 1)
         else:
             self._holding.discard(rollout)
-            self._queue.holds(sent.client, -1)
+            self._queue.add_load(sent.client, -1)
 
     def _gone(self, rollout: str) -> _WaitingJob | None:
         self._holds(rollout, False)

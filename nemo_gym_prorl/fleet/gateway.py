@@ -130,7 +130,7 @@ class FleetGateway(RolloutService):
         self._controls: dict[str, _Control] = {}
         self._jobs: dict[str, Job] = {}
         """Live jobs by their ids at nodes."""
-        self._life = uuid.uuid4().hex[:8]
+        self._gateway_id = uuid.uuid4().hex[:8]
         self._shares = False
         """NodeSource have a folder for checkpoints."""
 
@@ -176,16 +176,16 @@ class FleetGateway(RolloutService):
     def _run(self, job: Job) -> None:
         control = self._controls[job.id]
         control.tries += 1
-        which = f"~{self._life}-{job.number}-{control.tries}"
+        which = f"~{self._gateway_id}-{job.number}-{control.tries}"
         self._carry(job, job.id[: MAX_ID - len(which)] + which)
 
     def _resume_job(self, earlier: Unfinished) -> None:
-        job, lives, node, rollout = earlier  # which may be at its node still
+        job, restarts, node, rollout = earlier  # which may be at its node still
         self._remember(job)
         if rollout is not None and node in self.dispatcher.nodes:
             self._carry(job, rollout, node)
         else:
-            job.failures.append(restarted(lives))
+            job.failures.append(restarted(restarts))
             job.tries += [rollout] if rollout is not None else []
             self._run(job)
 

@@ -298,7 +298,7 @@ async def test_a_flood_leaves_the_other_its_part_of_the_queue_and_of_what_is_kep
                 try:
                     await caller.submit_once(flood, **options)
                 except ApiError as error:
-                    if "rollouts are waiting already" in str(error):
+                    if "the queue is full" in str(error):
                         return taken
                     raise
                 taken += 1

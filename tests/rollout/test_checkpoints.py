@@ -192,7 +192,7 @@ class Service:
 
     async def went_on(self, name: str, *tries: str, row: Any = None) -> Job:
         job = self.job(name, ResumePoint(tries), row)
-        await self.shared.give(job, unpack)
+        await self.shared.restore(job, unpack)
         return job
 
 
@@ -232,7 +232,7 @@ async def test_its_next_try_has_all_turns_that_led_there_and_none_besides(servic
     assert await one.shared.turns("try-2") == [1, 2, 3, 4]
     assert latest(await one.went_on("try-3", "try-2", "try-1")) == (4, "try-2 4")
     fork = one.job("fork", ResumePoint(parents=("try-2", "try-1"), turn=2, parent="r"))
-    await one.shared.give(fork, unpack)
+    await one.shared.restore(fork, unpack)
     assert latest(fork) == (2, "try-1 2")
     assert fork.forked_from == {"id": "r", "turn": 2, "lost": ["kernel"]}
 
@@ -273,9 +273,9 @@ async def test_one_that_is_damaged_is_passed_over(how: str, services: tuple[Serv
     job = await other.went_on("try-3", "try-1")
     assert job.latest_checkpoint is None
     assert [failure.kind for failure in job.failures] == [FailureKind.SESSION_LOST]
-    assert "begins anew" in job.failures[0].reason
+    assert "restarts from its row" in job.failures[0].reason
     with pytest.raises(CallerError, match="is gone"):
-        await other.shared.give(other.job("fork", ResumePoint(parents=("try-1",), turn=1)), unpack)
+        await other.shared.restore(other.job("fork", ResumePoint(parents=("try-1",), turn=1)), unpack)
 
 
 async def test_nobody_goes_on_with_another_row(services: tuple[Service, Service]) -> None:
@@ -289,7 +289,7 @@ async def test_nobody_goes_on_with_what_another_client_had_under_the_id(services
     await one.keep(one.job("r"), 1)
     for client, there in (("default", True), ("bob", False)):
         job = replace(other.job("r", ResumePoint(("r",), client=client)), client=client)
-        await other.shared.give(job, unpack)
+        await other.shared.restore(job, unpack)
         assert bool(job.checkpoints) is there
 
 
@@ -301,7 +301,7 @@ async def test_what_was_left_under_an_id_is_no_part_of_another_rollout(services:
     assert await one.shared.turns("r") == [1]
     mine = ResumePoint(("r",))
     restarted = one.job("r", mine)
-    await one.shared.give(restarted, unpack)
+    await one.shared.restore(restarted, unpack)
     await one.keep(restarted, 2)
     assert await one.shared.turns("r") == [1, 2], "but one that is taken up again has what it had"
 
@@ -311,10 +311,10 @@ async def test_of_its_own_id_only_what_it_has_left_itself_is_gone_on_from(servic
     one, other = services
     await one.keep(one.job("r"), 1, 2)
     again = other.job("r", ResumePoint(("r",)))
-    await other.shared.give(again, unpack)
+    await other.shared.restore(again, unpack)
     assert latest(again) == (2, "r 2"), "its service was restarted"
     another = replace(other.job("r", ResumePoint(("r",))), submitted_at=1.0)
-    await other.shared.give(another, unpack)
+    await other.shared.restore(another, unpack)
     assert another.latest_checkpoint is None
 
 
@@ -324,7 +324,7 @@ async def test_only_what_no_service_renews_goes_by_age(services: tuple[Service, 
     await one.keep(owned, 1)
     await one.keep(one.job("left"), 1)
     await other.keep(other.job("lent"), 1)
-    await one.shared.give(borrower, unpack)
+    await one.shared.restore(borrower, unpack)
     for path in files(tmp_path):
         os.utime(path.parent, (time.time() - ORPHAN_S - 60,) * 2)
     await one.shared.renew([*owned.checkpoints.values(), *borrower.checkpoints.values()])

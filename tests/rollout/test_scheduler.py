@@ -257,7 +257,7 @@ def test_the_order_is_that_of_the_simple_queue(events: list[tuple[str, int, int,
     def takes(job_id: str) -> None:
         client, _, environment = waiting.pop(job_id)
         held[client, environment] += 1
-        queue.holds(client, 1)
+        queue.add_load(client, 1)
 
     for number, (event, which, priority, environment) in enumerate(events):
         if event == "push":
@@ -278,7 +278,7 @@ def test_the_order_is_that_of_the_simple_queue(events: list[tuple[str, int, int,
         elif event == "give back" and held.total():
             had = sorted(held.elements())[which % held.total()]
             held[had] -= 1
-            queue.holds(had[0], -1)
+            queue.add_load(had[0], -1)
         assert len(queue) == len(waiting)
     while waiting:
         job_id = queue.pop()

@@ -26,7 +26,7 @@ from typing import Any
 from fastapi import HTTPException, Request
 
 from nemo_gym_prorl.failures import JobCancelled
-from nemo_gym_prorl.rollout.handler_calls import begin
+from nemo_gym_prorl.rollout.handler_calls import start_eager_task
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
@@ -111,7 +111,7 @@ class AttachedCallers:
             await asyncio.sleep(_NOTICE_S / 10)
         call = self._join_or_submit(wanted, key)
         call.callers += 1
-        gone = begin(_disconnected(connection))
+        gone = start_eager_task(_disconnected(connection))
         done = self._pipeline.answered(call.job)
         try:
             started(call.job)

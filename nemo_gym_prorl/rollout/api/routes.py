@@ -175,7 +175,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         if after is not None and page is not None:
             raise CallerError("is a page of the rollouts, `after` a place in the log; give one of them", field="from")
         if after is None:
-            first = 0 if page is None else Cursor.parse(page, "from").within(store.life, 0, store.submitted)
+            first = 0 if page is None else Cursor.parse(page, "from").within(store.event_epoch, 0, store.submitted)
             found: list[Job] = []
             while len(found) <= limit:  # others' are gone past
                 some = await store.page(state=state, group=group, after=first, limit=limit + 1, content=results)
@@ -183,7 +183,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
                 if len(some) <= limit:
                     break
                 first = some[-1].number
-            more = Cursor(store.life, found[limit - 1].number) if len(found) > limit else None
+            more = Cursor(store.event_epoch, found[limit - 1].number) if len(found) > limit else None
             return listing(found[:limit], store.cursor, results, more)
         ended, cursor = await ended_of(who, store, Cursor.parse(after), limit, wait, content=results)
         fitting = [job for job in ended if (state is None or job.state is state) and group in (None, job.group)]

@@ -1,19 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Journal of accepted jobs and of the log of outcomes: one SQLite file in a folder of this machine.
+"""Journal of accepted jobs and of the log of outcomes: one SQLite file on a disk of this machine.
 
 Invariants:
 
 - One thread writes. A job is acknowledged, and an outcome becomes visible, only after the commit that holds it is on
   the disk (WAL, ``synchronous=FULL``). Positions in the log follow the order of commits.
-- One process owns the folder, by a lock on it. SQLite's locks hold on one machine only, so a folder on a file system
-  that machines share is refused.
-- A failed commit is rolled back. Its outcomes wait, invisible, and are written again; its new jobs are refused.
-- What arrives during a commit goes into the next one, so that a slow disk makes larger commits, not a longer queue.
+- One process owns the folder, through a lock on it. SQLite's locks hold on one machine only, so a folder on a file
+  system that machines share is refused.
+- A failed commit is rolled back. Its outcomes stay invisible and are written again; its new jobs are refused.
+- Entries that arrive during a commit go into the next one, so a slow disk makes larger commits rather than a longer
+  queue.
 - The oldest outcomes are forgotten by age and by bytes. Their rows stay without content, so that their ids stay known.
 
-Listings read ``about`` alone. ``content`` is large and seldom read: row, result, tokens and steps, byte for byte as
-they are served, compressed with zstd at level 1, which takes a ninth of zlib's processor time for the same size.
+:mod:`.journal_records` serialises and reads.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from nemo_gym_prorl.rollout.storage.journal_records import (
 
 LOGGER = logging.getLogger(__name__)
 
-REMEMBERED_IDS = 1_000_000  # a forgotten id is known until so many outcomes later; about 100 bytes each
+REMEMBERED_IDS = 1_000_000  # ids of forgotten outcomes, about 100 bytes each
 _FILE = "journal.sqlite"
-_COMMIT_INTERVAL_S = 0.05  # a commit costs as much as a dozen jobs; after a longer pause one is made at once
-_RETRY_S = 1.0
-_FORGET_INTERVAL_S = 60.0
+_COMMIT_INTERVAL_S = 0.05  # least time between two commits: a commit costs as much as a dozen jobs
+_RETRY_S = 1.0  # pause before a failed commit is tried again
+_FORGET_INTERVAL_S = 60.0  # pause between two searches for old outcomes
 
 _TABLES = (
-    # Accepted jobs without an outcome. node and name: where in a fleet a job is, and its id there.
+    # Accepted jobs without an outcome. node and name: the job's node in a fleet, and its id there.
     """CREATE TABLE jobs (seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, life INTEGER NOT NULL, node TEXT,
         name TEXT, asked BLOB NOT NULL, row BLOB NOT NULL)""",
-    # The log of outcomes. about: what listings show. content: row, result, tokens and steps, compressed.
+    # The log of outcomes. about: fields of listings. content: row, result, tokens and steps, compressed.
     # A forgotten outcome has neither, and no number.
     """CREATE TABLE outcomes (position INTEGER PRIMARY KEY, id TEXT NOT NULL, number INTEGER, held INTEGER NOT NULL,
         state TEXT NOT NULL, job_group TEXT, ended_at REAL NOT NULL, bytes INTEGER NOT NULL, about BLOB,
@@ -75,13 +75,14 @@ _INDEXES = (
     "CREATE INDEX outcomes_group ON outcomes (job_group, number)",
     "CREATE INDEX outcomes_number ON outcomes (number, bytes)",  # also covers the sums at the start
 )
-_INSERT_JOB = "INSERT OR REPLACE INTO jobs (id, life, asked, row) VALUES (?, ?, ?, ?)"  # in place of a damaged one
+# REPLACE: a damaged entry may have the same id.
+_INSERT_JOB = "INSERT OR REPLACE INTO jobs (id, life, asked, row) VALUES (?, ?, ?, ?)"
 _PLACE_JOB = "UPDATE jobs SET node = ?, name = ? WHERE id = ?"
 _INSERT_OUTCOME = "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class JournalUnavailable(Draining):
-    """What is submitted cannot be kept, so it is not taken."""
+    """The journal cannot be written, so the service refuses new jobs."""
 
     problem = "journal-fails"
     retry_after_s = 5
@@ -89,28 +90,28 @@ class JournalUnavailable(Draining):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One thing to be written; exactly one of ``new``, ``placed`` and ``ended`` is set."""
+    """One thing to write; exactly one of ``new``, ``placed`` and ``ended`` is set."""
 
     future: asyncio.Future[Any]
     job_id: str
     new: tuple[bytes, bytes] | None = None
     named: bool = False
-    """The id of a new job was chosen by its caller, so it may have been used before."""
+    """Whether the caller chose the id of a new job, so that the id may have been used before."""
     placed: tuple[str, str] | None = None
     ended: tuple[Any, ...] | None = None
-    """Columns of an outcome but its position; the content not compressed yet."""
+    """Columns of an outcome without its position; the content is not yet compressed."""
     packed: bytes | None = None
     """The compressed content."""
 
 
 class Journal(JournalReader):
-    """The journal of one service, for this process alone.
+    """Journal of one service, for this process alone.
 
     Args:
         place: an absolute folder.
-        keep_s: age after which an outcome is forgotten.
-        keep_bytes: bound of all outcomes, compressed; above it the oldest are forgotten.
-        keep_unread_s: no outcome is forgotten before it was there for so long in one life of the service.
+        keep_s: age in seconds after which an outcome is forgotten.
+        keep_bytes: size limit of all outcomes, compressed; above it the oldest are forgotten.
+        keep_unread_s: seconds after a start of the service during which the outcomes of then are not forgotten.
 
     Raises:
         CallerError: the folder cannot be used, or another process uses it.
@@ -132,36 +133,37 @@ class Journal(JournalReader):
                 self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._lock = _locked(self._path.parent)
                 undo.callback(os.close, self._lock)
-                # For the owner alone, whoever made the folder; SQLite's other files take the mode of this one.
+                # Readable by the owner alone; SQLite's other files take the mode of this one.
                 os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
                 for path in self._path.parent.glob(f"{_FILE}*"):
                     path.chmod(0o600)
                 self._writer = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
                 undo.callback(self._writer.close)
-                self.epoch, life = self._begin()
-                super().__init__(place, self._path, life)
+                self.epoch, start_number = self._begin()
+                super().__init__(place, self._path, start_number)
                 self._measure()
             except (OSError, sqlite3.Error) as error:
-                raise _refusal(f"{place} cannot be opened: {error}") from error
+                raise _refusal(f"{place} cannot be opened: {error}; name a folder that this user can write") from error
             undo.pop_all()
         self.failing: str | None = None
-        """Why nothing can be written now."""
+        """Error of the last commit; ``None`` after a successful commit."""
         self._closing = self._over = False
         self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._batch: list[_Entry] = []
-        """Entries that are being written; they outlive a restart of the thread's loop."""
-        self._looked = 0.0
+        """Entries that are being written; they survive a restart of the thread's loop."""
+        self._checked_at = 0.0
         self._ages: deque[tuple[float, int]] = deque()
-        """Ends of the log by when they were seen, monotonic: an age that no change of the machine's clock touches."""
+        """Ends of the log by monotonic time: ages that a change of the machine's clock does not affect."""
         self._thread = threading.Thread(
             target=PROCESS_LOOPS.run_thread, args=("journal", self._work), name="journal", daemon=True
         )
         self._thread.start()
 
     def _begin(self) -> tuple[str, int]:
-        """Make the tables where there are none, and count one life more.
+        """Create missing tables and count one more start; return the epoch and the number of starts.
 
-        Two pragmas of the file name the log: ``application_id`` is its epoch, ``user_version`` the number of lives.
+        Two pragmas of the file identify the log: ``application_id`` is its epoch, ``user_version`` the number of
+        starts.
         """
         for pragma in ("journal_mode=WAL", "synchronous=FULL"):
             self._writer.execute(f"PRAGMA {pragma}")
@@ -172,8 +174,8 @@ class Journal(JournalReader):
                     connection.execute(statement)
             elif there != {*_TABLES, *_INDEXES}:
                 raise _refusal(
-                    f"{self._path} was written by another version and cannot be read by this one; let that version "
-                    "end its rollouts, then name an empty folder"
+                    f"{self._path} was written by another version and cannot be read; let that version finish its "
+                    "rollouts, then name an empty folder"
                 )
             (epoch,), (lives,) = (
                 connection.execute(f"PRAGMA {pragma}").fetchone() for pragma in ("application_id", "user_version")
@@ -190,56 +192,57 @@ class Journal(JournalReader):
         self.end: int = 0 if last is None else last + 1
         """Position behind the last outcome."""
         self.first: int = self.end if first is None else first[0]
-        """Position of the first one that is kept."""
+        """Position of the first outcome that is not forgotten."""
         self.bytes: int = size
         self.numbered: int = number
-        """The largest ``number`` of a job."""
+        """Largest ``number`` of a job."""
 
     # -- writing -------------------------------------------------------------------------------------------------
 
     async def accepted(self, job: Job, *, named: bool = True) -> bool:
-        """Return when a new job is on disk; false if a job of its id has ended, which only a ``named`` one can meet.
+        """Write a new job and return once it is on disk. Return false if a job with its id has ended, which only a
+        ``named`` job can meet.
 
         Raises:
-            JournalUnavailable: it cannot be written.
+            JournalUnavailable: the journal cannot be written.
         """
         self.check()
         return bool(await self._put(_Entry(self._future(), job.id, new=job_record(job), named=named)))
 
     async def placed(self, job_id: str, node: str, name: str) -> None:
-        """Return when it is on disk at which node an accepted job is, and what it is called there."""
+        """Write the node of an accepted job, and its id there; return once both are on disk."""
         await self._put(_Entry(self._future(), job_id, placed=(node, name)))
 
     async def ended(self, job: Job, outcome: Outcome, finished_at: float) -> int | None:
-        """Return the position of the outcome of a job, which is packed, when it is on disk. ``None`` if it could not
-        be written before :meth:`close`; then the job has no outcome."""
+        """Write the outcome of a packed job, and return its position once it is on disk. Return ``None`` if
+        :meth:`close` came first; then the job has no outcome."""
         about, content = outcome_record(job, outcome, finished_at)
         columns = (job.id, job.number, job.attached, outcome.state.value, job.group, finished_at, about, content)
         position: int | None = await self._put(_Entry(self._future(), job.id, ended=columns))
         return position
 
     def check(self) -> None:
-        """Raise if nothing can be written now.
+        """Raise if the last commit failed.
 
         Raises:
-            JournalUnavailable: says why.
+            JournalUnavailable: with the error.
         """
         if self.failing is not None:
             raise self._fails()
 
     def stop_trying(self) -> None:
-        """Give up what cannot be written from now on."""
+        """Give up entries that cannot be written from now on."""
         self._closing = True
 
     async def close(self) -> None:
-        """Write what is waiting, and let other processes have the journal."""
+        """Write the waiting entries, and release the journal for other processes."""
         self.stop_trying()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
 
     def _fails(self) -> JournalUnavailable:
         return JournalUnavailable(
-            f"the journal at {self._place} cannot be written, which is tried again: {self.failing}"
+            f"the journal at {self._place} cannot be written: {self.failing}; writing is retried"
         )
 
     def _future(self) -> asyncio.Future[Any]:
@@ -256,7 +259,7 @@ class Journal(JournalReader):
             next_at = time.monotonic() + _COMMIT_INTERVAL_S
             try:
                 done = self._write(self._batch)
-            except Exception as error:  # no other thread writes, so this one outlives every defect
+            except Exception as error:  # no other thread writes, so this one must survive every defect
                 self._batch = self._refuse(self._batch, error)
                 if self._batch:
                     time.sleep(_RETRY_S)
@@ -271,7 +274,8 @@ class Journal(JournalReader):
         os.close(self._lock)
 
     def _take(self, batch: list[_Entry], at: float) -> bool:
-        """Take the entries that are there at some time; wait for one if none is left from before. True at the end."""
+        """Move entries from the queue to the batch at some time; wait for one if the batch is empty. Return true at
+        the end."""
         try:
             entry = self._queue.get(timeout=0 if batch else _RETRY_S if self.failing else _FORGET_INTERVAL_S)
             if (early := at - time.monotonic()) > 0:
@@ -286,10 +290,10 @@ class Journal(JournalReader):
         return True
 
     def _refuse(self, batch: list[_Entry], error: Exception) -> list[_Entry]:
-        """Refuse the new jobs of a failed commit, and return what is to be tried again."""
+        """Refuse the new jobs of a failed commit, and return the entries to try again."""
         if self.failing is None:
             trace = None if isinstance(error, sqlite3.Error | OSError) else error
-            LOGGER.error("the journal at %s cannot be written: %s", self._place, error, exc_info=trace)
+            LOGGER.error("journal at %s: commit failed: %s; it is retried", self._place, error, exc_info=trace)
         self.failing = str(error)
         _resolve([(entry.future, self._fails()) for entry in batch if entry.new is not None])
         left = [entry for entry in batch if entry.new is None]
@@ -299,14 +303,14 @@ class Journal(JournalReader):
         return left
 
     def _write(self, batch: list[_Entry]) -> list[tuple[asyncio.Future[Any], Any]]:
-        """Commit a batch. An empty one finds out whether a disk that failed can be written again."""
+        """Commit a batch. An empty batch tests whether a failed disk is writable again."""
         if not batch and self.failing is None:
             return []
         done: list[tuple[asyncio.Future[Any], Any]] = []
         end, size = self.end, self.bytes
         with self._writing() as connection:
             if not batch:
-                connection.execute(f"PRAGMA user_version = {self._life}")
+                connection.execute(f"PRAGMA user_version = {self._start_number}")
             used = self._used([entry.job_id for entry in batch if entry.named])
             for entry in batch:
                 result: Any = None
@@ -314,7 +318,7 @@ class Journal(JournalReader):
                     result = entry.job_id not in used
                     if result:
                         asked, row = entry.new
-                        values = entry.job_id, self._life, asked, self._zstd.compress(row)
+                        values = entry.job_id, self._start_number, asked, self._zstd.compress(row)
                         connection.execute(_INSERT_JOB, values)
                 elif entry.placed is not None:
                     connection.execute(_PLACE_JOB, (*entry.placed, entry.job_id))
@@ -324,7 +328,7 @@ class Journal(JournalReader):
                         entry.packed = self._zstd.compress(content)
                     stored = len(about) + len(entry.packed)
                     connection.execute(_INSERT_OUTCOME, (end, *light, stored, about, entry.packed))
-                    if not light[2]:  # no job of that id was accepted where a connection held this one
+                    if not light[2]:  # the jobs table has no entries of attached jobs
                         connection.execute("DELETE FROM jobs WHERE id = ?", (entry.job_id,))
                     result, end, size = end, end + 1, size + stored
                 done.append((entry.future, result))
@@ -332,16 +336,16 @@ class Journal(JournalReader):
         return done
 
     def _used(self, ids: Sequence[str]) -> set[str]:
-        """Which of these ids were those of jobs that have ended; at most one batch."""
+        """Return which of these ids belong to ended jobs; at most one batch of ids."""
         found = self._writer.execute(f"SELECT id FROM outcomes WHERE NOT held AND id IN ({sql_marks(ids)})", ids)
         return {job_id for (job_id,) in found}
 
     def _forget(self) -> None:
-        """Forget the oldest outcomes that are too old, or too many."""
+        """Forget the oldest outcomes above the limits of age and size."""
         now, tick = time.time(), time.monotonic()
-        if self.bytes <= self._keep_bytes and 0 <= tick - self._looked < _FORGET_INTERVAL_S:
+        if self.bytes <= self._keep_bytes and 0 <= tick - self._checked_at < _FORGET_INTERVAL_S:
             return
-        self._looked = tick
+        self._checked_at = tick
         if not self._ages or tick - self._ages[-1][0] >= self._keep_unread_s / 60:
             self._ages.append((tick, self.end))
         while len(self._ages) > 1 and tick - self._ages[1][0] >= self._keep_unread_s:
@@ -351,7 +355,7 @@ class Journal(JournalReader):
             return
         oldest = self._writer.execute(
             "SELECT position, ended_at, bytes FROM outcomes WHERE position >= ? AND position < ? LIMIT ?",
-            (self.first, min(before, self.end - 1), MAX_BATCH),  # the last one says where the log goes on
+            (self.first, min(before, self.end - 1), MAX_BATCH),  # the last row holds the end of the log
         ).fetchall()
         first, left = self.first, self.bytes
         for position, ended_at, stored in oldest:
@@ -370,11 +374,11 @@ class Journal(JournalReader):
             )
             connection.execute("DELETE FROM outcomes WHERE position < ?", (first - REMEMBERED_IDS,))
         self.first, self.bytes = first, left
-        self._looked = 0.0  # there may be more
+        self._checked_at = 0.0  # there may be more
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction of the one writer."""
+        """Transaction of the only writer."""
         self._writer.execute("BEGIN IMMEDIATE")
         try:
             yield self._writer
@@ -388,9 +392,9 @@ class Journal(JournalReader):
 def _checked_folder(place: str) -> Path:
     folder = Path(place).expanduser()
     if re.match(r"\w[\w+.-]*://", place):
-        raise _refusal(f"{place.split('@')[-1]} is no folder; a journal is a folder on this machine's own disk")
+        raise _refusal(f"{place.split('@')[-1]} is no folder; name a folder on this machine's own disk")
     if not folder.is_absolute():
-        raise _refusal(f"{place!r} is relative to wherever the server starts; give a folder that begins with /")
+        raise _refusal(f"{place!r} is a relative path; give a folder that begins with /")
     if on_shared_disk(folder):
         raise _refusal(
             f"{folder} is on a file system that machines share ({kind_under(folder)}), where SQLite loses data; name "
@@ -405,7 +409,7 @@ def _locked(folder: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise _refusal(f"{folder} is in use by another process; end that, or name another folder") from error
+        raise _refusal(f"{folder} is in use by another process; end that process, or name another folder") from error
     return lock
 
 

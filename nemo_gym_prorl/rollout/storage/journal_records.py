@@ -35,10 +35,11 @@ MAX_BATCH = 500
 
 
 class Unfinished(NamedTuple):
-    """A job of an earlier life without an outcome; ``lives`` counts the service's starts since it was accepted."""
+    """Job of an earlier process without an outcome; ``restarts`` counts the starts of the service since its
+    acceptance."""
 
     job: Job
-    lives: int
+    restarts: int
     node: str | None
     name: str | None
 
@@ -52,11 +53,11 @@ class JournalReader:
         life: number of the service's starts, the current one included.
     """
 
-    def __init__(self, place: str, path: Path, life: int) -> None:
-        self._place, self._path, self._life = place, path, life
+    def __init__(self, place: str, path: Path, start_number: int) -> None:
+        self._place, self._path, self._start_number = place, path, start_number
 
     async def find(self, ids: Sequence[str]) -> Mapping[str, Job | None]:
-        """Ended jobs by id; ``None`` for those that were forgotten. Unknown ids are left out."""
+        """Return ended jobs by id; ``None`` for forgotten ones. Unknown ids are left out."""
 
         def read() -> dict[str, Job | None]:
             found: dict[str, Job | None] = {}
@@ -68,7 +69,7 @@ class JournalReader:
         return await asyncio.to_thread(read)
 
     async def between(self, start: int, end: int, *, content: bool) -> dict[int, Job]:
-        """The kept outcomes of these positions of the log."""
+        """Return the kept outcomes of these positions of the log."""
 
         def read() -> dict[int, Job]:
             rows = self._read("position >= ? AND position < ?", (start, end), content=content)
@@ -86,7 +87,8 @@ class JournalReader:
         limit: int | None = None,
         content: bool = False,
     ) -> list[Job]:
-        """Ended jobs that fit, of a ``number`` above ``after``, by that; not those whose answer was taken away."""
+        """Return ended jobs that match, with a ``number`` above ``after``, by number; jobs of attached callers are
+        left out."""
         where, given = "NOT held AND number > ?", list[Any]([after])
         for column, wanted in (("state", state and state.value), ("job_group", group)):
             if wanted is not None:
@@ -100,14 +102,16 @@ class JournalReader:
         return await asyncio.to_thread(read)
 
     def unfinished(self) -> list[str]:
-        """Return the ids of jobs of earlier lives without an outcome: those at nodes first, which have places there,
-        the others as they came. Blocks."""
+        """Return the ids of jobs of earlier processes without an outcome. Jobs at nodes come first, since they hold
+        slots there; the others in order of acceptance. Blocks."""
         with self._reading() as connection:
-            found = connection.execute("SELECT id FROM jobs WHERE life < ? ORDER BY node IS NULL, seq", (self._life,))
+            found = connection.execute(
+                "SELECT id FROM jobs WHERE life < ? ORDER BY node IS NULL, seq", (self._start_number,)
+            )
             return [job_id for (job_id,) in found]
 
     def found(self, ids: Sequence[str]) -> list[Unfinished]:
-        """Return these of them as they were accepted. Blocks."""
+        """Return these jobs as they were accepted. Blocks."""
         zstd, order = zstandard.ZstdDecompressor(), {job_id: place for place, job_id in enumerate(ids)}
         with self._reading() as connection:
             rows = connection.execute(f"SELECT * FROM jobs WHERE id IN ({sql_marks(ids)})", ids).fetchall()
@@ -115,10 +119,10 @@ class JournalReader:
         for row in sorted(rows, key=lambda row: order[row["id"]]):
             try:
                 job = job_to_run(row["id"], row["asked"], zstd.decompress(row["row"]))
-            except (zstandard.ZstdError, ValueError, LookupError, TypeError):  # a damaged one holds up no other
-                LOGGER.exception("rollout %r of the journal at %s cannot be read", row["id"], self._place)
+            except (zstandard.ZstdError, ValueError, LookupError, TypeError):  # one damaged entry blocks no other
+                LOGGER.exception("journal at %s: rollout %r is damaged and skipped", self._place, row["id"])
             else:
-                found.append(Unfinished(job, self._life - row["life"], row["node"], row["name"]))
+                found.append(Unfinished(job, self._start_number - row["life"], row["node"], row["name"]))
         return found
 
     def _read(self, where: str, given: Sequence[Any], *, content: bool) -> list[sqlite3.Row]:
@@ -133,14 +137,14 @@ class JournalReader:
             yield connection
 
     def _outcome(self, row: sqlite3.Row, *, content: bool) -> Job | None:
-        """``None`` if it is forgotten. A damaged one becomes a masked failure, so that no trainer uses what is left of
-        it and the others can be read."""
+        """Return the job of a row; ``None`` if it is forgotten. A damaged outcome becomes a masked failure: no trainer
+        uses it and the others stay readable."""
         if row["about"] is None:
             return None
         try:
             return ended_job(row["id"], row["about"], row["content"] if content else None)
         except (zstandard.ZstdError, ValueError, TypeError) as error:
-            LOGGER.error("rollout %r: outcome %d of the journal is damaged: %s", row["id"], row["position"], error)
+            LOGGER.error("journal: outcome %d, rollout %r, is damaged: %s", row["position"], row["id"], error)
             job = ended_job(row["id"], row["about"], None)
             reason = f"its result in the journal is damaged: {error}"
             failure = Failure(FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE, None, reason)
@@ -158,7 +162,7 @@ _ASKED = (
 
 
 def job_record(job: Job) -> tuple[bytes, bytes]:
-    """Return what was asked for with a new job, and its row."""
+    """Return the options of a new job, and its row, as JSON."""
     return orjson.dumps(_asked(job)), orjson.dumps(job.stored_row)
 
 
@@ -187,8 +191,8 @@ def _job(job_id: str, told: dict[str, Any], row: dict[str, Any] | bytes) -> Job:
 
 
 def outcome_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[bytes, bytes]:
-    """Return ``about`` and ``content`` of a packed job and its outcome. A job that a connection held keeps no content:
-    its caller has taken the answer."""
+    """Return ``about`` and ``content`` of a packed job and its outcome. An attached job has no content: its caller has
+    the answer."""
     row = job.stored_row if isinstance(job.stored_row, bytes) else b"{}"
     parts = () if job.attached else (row, outcome.body, job.tokens, job.steps)
     about = _asked(job) | {
@@ -213,7 +217,7 @@ def outcome_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[byte
 
 
 def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
-    """Return the job of an :func:`outcome_record` whose content is compressed; without content it has neither row nor
+    """Return the job of an :func:`outcome_record` with compressed content. Without content the job has neither row nor
     result.
 
     Raises:
@@ -245,7 +249,7 @@ def _failure(told: dict[str, Any]) -> Failure:
 def _parts(content: bytes, sizes: Sequence[int]) -> list[bytes]:
     raw, parts, at = zstandard.decompress(content), [], 0
     if len(raw) != sum(sizes):
-        raise ValueError(f"it has {len(raw)} bytes in place of {sum(sizes)}")
+        raise ValueError(f"expected {sum(sizes)} bytes, found {len(raw)}")
     for size in sizes:
         parts.append(raw[at : at + size])
         at += size
