@@ -52,7 +52,7 @@ from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
 from nemo_gym_prorl.http.applications import check_certificate, serve_tls
 from nemo_gym_prorl.http.key_guard import KeyGuard, RouteScopes, caller_in
 from nemo_gym_prorl.http.problems import ProblemError
-from nemo_gym_prorl.rollout.api.access_control import ROUTES, KeysFile, own_key, submitted_by
+from nemo_gym_prorl.rollout.api.access_control import ROUTES, KeysFile, scoped_key, submitted_by
 from nemo_gym_prorl.rollout.api.attached_callers import AttachedCallers
 from nemo_gym_prorl.rollout.api.original_wire import wire_router
 from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
@@ -164,7 +164,7 @@ class AgentService:
         try:
             asked, who = run_request(row, body), caller_in(request.scope)
             wanted = submitted_by(who, asked.job, self.pipeline.store)
-            key = own_key(who, asked.key)
+            key = scoped_key(who, asked.key)
             answer = await self._callers.run(wanted, key, request, lambda job: _answer(job, collector=collector))
             return _json(answer)
         except CallerError as error:

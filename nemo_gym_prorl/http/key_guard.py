@@ -33,9 +33,9 @@ from nemo_gym_prorl.http.problems import ProblemError
 LOGGER = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/healthz"})
-"""Routes that tell nothing but that the server lives."""
+"""Routes that log_as_admin nothing but that the server lives."""
 
-_CALLER, _TOLD = "prorl.caller", "prorl.told"
+_CALLER, _LOGGED_SCOPES = "prorl.caller", "prorl.logged"
 
 
 class RouteScopes:
@@ -66,7 +66,7 @@ class RouteScopes:
 
 class KeyGuard:
     """ASGI middleware: refuses what comes without a key, or with one that is not good for the route, before any route
-    or body is looked at. Calls that only an administrator may make are told in the log, refused ones too.
+    or body is looked at. Calls that only an administrator may make are logged in the log, refused ones too.
 
     Args:
         app: what is guarded.
@@ -94,15 +94,15 @@ class KeyGuard:
             return
         caller = self._caller(scope)
         needed = self._scopes.of(scope.get("method", ""), scope["path"]) if self._scopes is not None else None
-        scope = {**scope, _CALLER: caller, _TOLD: {needed}}
+        scope = {**scope, _CALLER: caller, _LOGGED_SCOPES: {needed}}
         if caller is not None and caller.name is not None:
-            send = self._as_long_as_known(scope, send)
+            send = self._end_on_revocation(scope, send)
         if needed is not None:
-            send = _telling(scope, caller, send)
+            send = _log_admin_call(scope, caller, send)
         if caller is None:
             await _UNAUTHORIZED.response()(scope, receive, send)
         elif needed is not None and not caller.may(needed):
-            await _not_allowed(caller, needed).response()(scope, receive, send)
+            await _scope_missing(caller, needed).response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -115,7 +115,7 @@ class KeyGuard:
         word, _, key = given.partition(" ")
         return self._clients(key) if self._clients is not None and word == "Bearer" else None
 
-    def _as_long_as_known(self, scope: Connection, send: Send) -> Send:
+    def _end_on_revocation(self, scope: Connection, send: Send) -> Send:
         """A stream that is open when its key is revoked ends there: it may be one of events, and have no end."""
         ended = False
 
@@ -141,14 +141,14 @@ def caller_in(scope: Connection) -> Caller:
     return caller
 
 
-def tell(scope: Connection) -> None:
-    """Have the log tell of this request, as it does of those that only an administrator may make."""
-    scope.get(_TOLD, set()).add(Scope.ADMIN)
+def log_as_admin(scope: Connection) -> None:
+    """Have the log log_as_admin of this request, as it does of those that only an administrator may make."""
+    scope.get(_LOGGED_SCOPES, set()).add(Scope.ADMIN)
 
 
-def _telling(scope: Connection, caller: Caller | None, send: Send) -> Send:
-    async def told(message: Message) -> None:
-        if message["type"] == "http.response.start" and Scope.ADMIN in scope[_TOLD]:
+def _log_admin_call(scope: Connection, caller: Caller | None, send: Send) -> Send:
+    async def logged(message: Message) -> None:
+        if message["type"] == "http.response.start" and Scope.ADMIN in scope[_LOGGED_SCOPES]:
             who = "no known key" if caller is None else f"client {caller.name!r}" if caller.name else "the deployment"
             where = (scope.get("client") or ("?",))[0]
             # A warning, since Gym leaves logging as Python has it, which shows nothing below.
@@ -156,7 +156,7 @@ def _telling(scope: Connection, caller: Caller | None, send: Send) -> Send:
             LOGGER.warning("admin: %s %r by %s from %s: %s", *what, who, where, message["status"])
         await send(message)
 
-    return told
+    return logged
 
 
 def check_exposure(host: str | None, key: str | None, *, field: str = "control_token", others: bool = False) -> None:
@@ -197,6 +197,6 @@ _UNAUTHORIZED = ProblemError(
 )
 
 
-def _not_allowed(caller: Caller, needed: Scope) -> ProblemError:
+def _scope_missing(caller: Caller, needed: Scope) -> ProblemError:
     has = ", ".join(sorted(caller.scopes))
     return ProblemError(403, "not-allowed", f"the key of {caller.name} has the scopes {has}; this needs {needed}")

@@ -112,7 +112,7 @@ class HandlerCalls:
             if job.forked_from is not None:
                 restart_without_checkpoint(job, "this service has no checkpoint_folder")
         elif not isinstance(handler, RestoresCheckpoints):
-            restart_without_checkpoint(job, f"handler {job.handler!r} takes no checkpoints of other services")
+            restart_without_checkpoint(job, f"handler {job.handler!r} cannot read checkpoints of other services")
         else:
             await self._shared.restore(job, handler.unpack)
 

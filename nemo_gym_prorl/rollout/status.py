@@ -22,7 +22,7 @@ VERSION = metadata.version("nemo-gym-prorl")
 
 
 class PoolView(BaseModel):
-    """One stage's pool. For `run`, `waiting` is the READY buffer."""
+    """Pool of one stage. For `run`, `waiting` is the READY buffer."""
 
     slots: int
     working: int
@@ -34,7 +34,7 @@ class HeldView(BaseModel):
 
     reason: str
     since: float = Field(description="Seconds since the epoch.")
-    environments: list[str] = Field(description="Those that need it, and whose rollouts do not begin meanwhile.")
+    environments: list[str] = Field(description="Environments whose rollouts do not start meanwhile.")
 
     @classmethod
     def all_of(cls, outages: Iterable[Outage]) -> dict[str, Self]:
@@ -47,18 +47,18 @@ class HeldView(BaseModel):
 
 
 class EnvironmentView(BaseModel):
-    """An environment of the service, and its rollouts that have no outcome yet."""
+    """An environment of the service, and its rollouts without an outcome."""
 
     handler: str
-    data_sources: list[str] = Field(description="Rows with one of these in `data_source` are its own.")
-    default: bool = Field(default=False, description="Rows that no other takes are its own, too.")
-    scores_groups_of: int = Field(default=1, description="How many of a group its verifier scores together.")
-    budgets: dict[Stage, float] = Field(description="Seconds, of rollouts that bring none.")
-    max_attempts: int = Field(default=3, description="Of rollouts that bring none.")
+    data_sources: list[str] = Field(description="Values of a row's `data_source` that this environment takes.")
+    default: bool = Field(default=False, description="Whether it takes rows that no other environment takes.")
+    scores_groups_of: int = Field(default=1, description="Rollouts of a group that its verifier scores together.")
+    budgets: dict[Stage, float] = Field(description="Default budgets of its rollouts, in seconds.")
+    max_attempts: int = Field(default=3, description="Default for its rollouts.")
     working: dict[Stage, int]
     waiting: dict[Stage, int]
     tool_errors: dict[int, int] = Field(
-        default_factory=dict, description="Answers of its tools with HTTP 429, or 500 and above, so far, by status."
+        default_factory=dict, description="Tool answers with HTTP 429, or 500 and above, by status."
     )
 
     @classmethod
@@ -86,36 +86,38 @@ class EnvironmentView(BaseModel):
 
 
 class StatusView(BaseModel):
-    """The service at a glance."""
+    """Counts of the service per stage, pool and state."""
 
-    version: str = Field(default="", description="Of this package.")
+    version: str = Field(default="", description="Version of this package.")
     draining: bool
     stages: dict[Stage, PoolView]
     ready_slots: int
-    sessions: int = Field(description="Sandboxes that INIT, READY and RUN hold, or are about to.")
+    sessions: int = Field(description="Sandboxes of INIT, READY and RUN, those being created included.")
     states: dict[JobState, int] = Field(description="Remembered jobs by state.")
     held: dict[str, HeldView] = Field(
-        default_factory=dict, description="Servers that cannot be reached, by name; no rollout that needs one begins."
+        default_factory=dict, description="Unreachable servers by name; no rollout that needs one starts."
     )
-    retained_bytes: int = Field(default=0, description="What finished rollouts keep.")
+    retained_bytes: int = Field(default=0, description="Memory of finished rollouts.")
     abandoned: int = Field(description="Handler calls that ignored their cancellation.")
     checkpoint_folder: str | None = Field(
-        default=None, description="Which folder it shares checkpoints in, by the name in there."
+        default=None, description="Id of the folder in which services share checkpoints."
     )
     journal: str | None = Field(
-        default=None, description="Why its journal cannot be written now; as long as that is so it takes nothing new."
+        default=None, description="Error of the journal, if it cannot be written; new rollouts are refused meanwhile."
     )
     environments: dict[str, EnvironmentView]
 
     def version_trouble(self) -> str | None:
-        """Why a service and this process can't be parts of one fleet: they may mean different things by one word."""
+        """Return why a service of this version cannot join the fleet: minor versions may use other formats."""
         if self.version.split(".")[:2] == VERSION.split(".")[:2]:
             return None
-        return f"it runs nemo-gym-prorl {self.version or 'of an older version'}, and this is {VERSION}"
+        return (
+            f"it runs nemo-gym-prorl {self.version or 'of an older version'}, and this is {VERSION}; install the same"
+        )
 
     @classmethod
     def sum(cls, views: Iterable[Self]) -> Self:
-        """Several services as one; it drains if all do."""
+        """Return the sum of several services; it drains if all do."""
         stages = {stage: PoolView(slots=0, working=0, waiting=0) for stage in Stage}
         total = cls(
             version=VERSION,

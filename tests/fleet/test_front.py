@@ -327,7 +327,7 @@ async def test_a_front_has_bounds() -> None:
         assert again.id == "r0"
         with pytest.raises(ApiError, match=r"409.*another row"):
             await there.client.submit_once(ROW, id="r0")
-        with pytest.raises(ApiError, match=r"422.*environment: there is no 'nope'"):
+        with pytest.raises(ApiError, match=r"422.*environment: no environment 'nope'"):
             await there.client.submit_once(ROW, environment="nope")
 
 

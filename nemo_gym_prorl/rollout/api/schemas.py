@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The job API's models: what goes over the wire, versioned by the path prefix ``/v1``."""
+"""Models of the job API, versioned by the path prefix ``/v1``."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
 
 
 MAX_WAIT_S = 60.0
-"""Longest long-poll; a caller that waits longer polls again, so that dead connections are noticed."""
+"""Longest long-poll in seconds. Clients that wait longer poll again, so that dead connections are noticed."""
 
 
 def _identifier(value: str) -> str:
     if not value.isprintable():
         raise ValueError("must be printable text")
     if value in (".", ".."):
-        raise ValueError("must not be a step in a path")
+        raise ValueError("must not be . or ..")
     return value
 
 
 MAX_ID = 200
-"""Characters."""
+"""Characters of the longest id."""
 
 Identifier = Annotated[
     str, Field(min_length=1, max_length=MAX_ID, pattern=r"^[^/?#\x00-\x1f\x7f]+$"), AfterValidator(_identifier)
 ]
-"""Printable text that can stand in a path, percent-encoded: people name rollouts in their own words."""
+"""Printable text that can be a path segment, percent-encoded."""
 
 
 class BudgetsModel(BaseModel):
-    """Seconds that each stage may work per attempt; what is left out is the environment's, else the service's."""
+    """Seconds that each stage may work per attempt; by default the environment's budgets, else the service's."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -51,21 +51,21 @@ class BudgetsModel(BaseModel):
     eval: Seconds | None = None
 
     def given(self) -> dict[Stage, float]:
-        """Those that are not left out."""
+        """Return the budgets that are set."""
         return {Stage(name): seconds for name, seconds in self.model_dump(exclude_none=True).items()}
 
 
 class ResumePointModel(BaseModel):
-    """Where a rollout is to go on that other services have had, by the folder that they share checkpoints in."""
+    """Checkpoints of other services, in a shared folder, from which a rollout may start."""
 
     model_config = ConfigDict(extra="forbid")
 
-    tries: list[Identifier] = Field(default_factory=list, description="Its ids there, the latest first.")
+    tries: list[Identifier] = Field(default_factory=list, description="Ids of its earlier tries, the latest first.")
     parents: list[Identifier] = Field(
-        default_factory=list, description="Of a fork: the ids of the rollout that it is forked from, likewise."
+        default_factory=list, description="For a fork, the ids of its parent, the latest first."
     )
-    turn: int | None = Field(default=None, ge=1, description="After which it is.")
-    parent: Identifier | None = Field(default=None, description="That rollout's id as its callers know it.")
+    turn: int | None = Field(default=None, ge=1, description="Turn of the fork.")
+    parent: Identifier | None = Field(default=None, description="The parent's id as clients know it.")
 
     @model_validator(mode="after")
     def _a_fork_has_both(self) -> Self:
@@ -74,7 +74,7 @@ class ResumePointModel(BaseModel):
         return self
 
     def to_resume_point(self) -> ResumePoint:
-        """As the pipeline takes it."""
+        """Return the resume point for the pipeline."""
         return ResumePoint(tuple(self.tries), tuple(self.parents), self.turn, self.parent)
 
 
@@ -84,37 +84,45 @@ class SubmitRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     row: Row
-    id: Identifier | None = Field(default=None, description="Chosen by the caller; the same id again is the same job.")
-    environment: str | None = Field(default=None, description="By default that which takes the row's `data_source`.")
+    id: Identifier | None = Field(
+        default=None, description="Chosen by the caller; submissions with one id are idempotent."
+    )
+    environment: str | None = Field(default=None, description="By default the environment of the row's `data_source`.")
     group: Identifier | None = Field(default=None, description="The rollouts of one prompt share a group.")
-    client: Identifier = Field(default=NO_CLIENT, description="Callers share the service fairly by this name.")
+    client: Identifier = Field(default=NO_CLIENT, description="Name for fair sharing between callers.")
     run: Identifier | None = Field(
-        default=None, description="Whose backends sample it, of those at the model server; by default its own."
+        default=None, description="Training run whose backends sample the rollout; by default the model server's own."
     )
     priority: int = Field(default=0, ge=-1000, le=1000, description="Higher goes first, in every queue.")
     budgets: BudgetsModel | None = None
     max_attempts: int | None = Field(default=None, ge=1, le=100)
-    begin: ResumePointModel | None = Field(default=None, description="For administrators: where it goes on.")
+    begin: ResumePointModel | None = Field(
+        default=None, description="For administrators: resume point of the rollout."
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _wishes_of_the_row(cls, given: Any) -> Any:
-        """A row may bring all this itself, as with ``/run``; what stands beside it wins."""
+    def _merge_row_options(cls, given: Any) -> Any:
+        """Merge options that the row contains, as with ``/run``; explicit fields take precedence."""
         row = given.get("row") if isinstance(given, dict) else None
         if not isinstance(row, dict):
             return given
         row = as_submitted(row)
         if ROLLOUT_OPTIONS_KEY not in row:
             return {**given, "row": row}
-        wishes = row[ROLLOUT_OPTIONS_KEY]
-        if not isinstance(wishes, dict):
-            wrong = InitErrorDetails(type="dict_type", loc=("row", ROLLOUT_OPTIONS_KEY), input=wishes)
+        options = row[ROLLOUT_OPTIONS_KEY]
+        if not isinstance(options, dict):
+            wrong = InitErrorDetails(type="dict_type", loc=("row", ROLLOUT_OPTIONS_KEY), input=options)
             raise ValidationError.from_exception_data(cls.__name__, [wrong])
-        beside = {name: value for name, value in given.items() if value is not None}
-        return {**wishes, **beside, "row": {name: value for name, value in row.items() if name != ROLLOUT_OPTIONS_KEY}}
+        explicit = {name: value for name, value in given.items() if value is not None}
+        return {
+            **options,
+            **explicit,
+            "row": {name: value for name, value in row.items() if name != ROLLOUT_OPTIONS_KEY},
+        }
 
     def to_request(self) -> JobRequest:
-        """As the pipeline takes it."""
+        """Return the request for the pipeline."""
         return JobRequest(
             row=self.row.model_dump(),
             id=self.id,
@@ -130,25 +138,25 @@ class SubmitRequest(BaseModel):
 
 
 class ForkRequest(BaseModel):
-    """What is wished for the rollouts that begin at a checkpoint of another one; all else is that one's own."""
+    """Options of forks; all others are the parent's."""
 
     model_config = ConfigDict(extra="forbid")
 
-    ids: list[Identifier] | None = Field(default=None, description="One for each; chosen by the service by default.")
-    group: Identifier | None = Field(default=None, description="By default the group of the rollout that is forked.")
+    ids: list[Identifier] | None = Field(default=None, description="One per fork; by default generated.")
+    group: Identifier | None = Field(default=None, description="By default the parent's group.")
     client: Identifier | None = None
     priority: int | None = Field(default=None, ge=-1000, le=1000)
     budgets: BudgetsModel | None = None
     max_attempts: int | None = Field(default=None, ge=1, le=100)
 
     def to_requests(self, parent: Job, count: int) -> list[JobRequest]:
-        """Return the requests of the forks, as the pipeline takes them.
+        """Return the requests of the forks for the pipeline.
 
         Raises:
-            CallerError: there are more or fewer ids than rollouts, or one of them twice.
+            CallerError: the number of ids differs from the number of forks, or an id is repeated.
         """
         if self.ids is not None and (len(self.ids) != count or len({*self.ids}) != count):
-            raise CallerError(f"must be {count} different ones, as many as `n` says", field="ids")
+            raise CallerError(f"must be {count} different ids, as `n` says", field="ids")
         budgets = {stage: parent.budgets.of(stage) for stage in Stage}
         return [
             JobRequest(
@@ -165,19 +173,19 @@ class ForkRequest(BaseModel):
 
 
 class CheckpointsView(BaseModel):
-    """Where a rollout can be forked."""
+    """Checkpoints of a rollout."""
 
-    turns: list[int] = Field(description="After each of these.")
+    turns: list[int] = Field(description="Turns after which the rollout can be forked.")
 
 
 class ForkAnswer(BaseModel):
-    """The rollouts that were taken on."""
+    """The accepted forks."""
 
     rollouts: list[JobView]
 
 
 class FailureView(BaseModel):
-    """Why a job, or one of its attempts, failed."""
+    """Failure of a job, or of one of its attempts."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -185,52 +193,52 @@ class FailureView(BaseModel):
     origin: Origin
     stage: Stage | None
     reason: str
-    traceback: str | None = Field(default=None, description="Its end, where a handler raised what nobody foresaw.")
+    traceback: str | None = Field(default=None, description="End of the traceback of an unexpected exception.")
 
 
 class ResumedView(BaseModel):
-    """Where a rollout went on."""
+    """Checkpoint from which an attempt resumed."""
 
-    turn: int = Field(description="Turns that were taken then.")
-    lost: list[str] = Field(description="What of its environment was not carried over, beyond open connections.")
+    turn: int = Field(description="Number of turns taken before.")
+    lost: list[str] = Field(description="Parts of the environment that were not restored, besides open connections.")
 
 
 class ForkedView(ResumedView):
-    """Where it began."""
+    """Checkpoint from which a fork started."""
 
     id: str
 
 
 class TokenForm(StrEnum):
-    """Where the tokens of a result are."""
+    """Form of the tokens of a result."""
 
     ITEMS = "items"
-    """On the response's output items, as Gym has them: each turn's prompt in full."""
+    """On the response's output items, as in Gym: each turn's whole prompt."""
     PACKED = "packed"
-    """In ``tokens``, each once."""
+    """In ``tokens``, each token once."""
 
 
 class TurnView(BaseModel):
-    """The tokens of one turn. Its prompt is the first `kept` tokens of the turn before (of those with `sampled`), that
-    one's own among them, then `observed`. Numbers are little-endian, in base64."""
+    """Tokens of one turn. Its prompt is the first `kept` tokens of the previous turn with `sampled`, that turn's
+    own included, followed by `observed`. Numbers are little-endian, in base64."""
 
-    item: int = Field(ge=0, description="Which item of `result.response.output` the turn ends with.")
+    item: int = Field(ge=0, description="Index in `result.response.output` of the turn's last item.")
     kept: int = Field(ge=0)
     observed: str = Field(description="int32")
     sampled: str = Field(description="int32")
-    log_probs: str = Field(description="float64, of each of `sampled`")
+    log_probs: str = Field(description="float64, one per id in `sampled`")
     routed_experts: str | None = Field(
-        default=None, description="Of its last tokens, those that are new and the one before, in NeMo RL's form."
+        default=None, description="Experts of the new tokens and the one before, in NeMo RL's form."
     )
 
     @property
     def length(self) -> int:
-        """Ids that were sampled, of four bytes each; base64 makes four characters of three bytes, the last padded."""
+        """Number of sampled ids, computed from the base64 text of four-byte ids."""
         return len(self.sampled) // 4 * 3 // 4
 
 
 class JobView(BaseModel):
-    """A job as callers see it."""
+    """A job as clients see it."""
 
     id: str
     state: JobState
@@ -247,30 +255,29 @@ class JobView(BaseModel):
     tool_calls: int
     finish_reason: str | None
     weight_versions: list[str | None] = Field(
-        default_factory=list, description="Labels of the weights that sampled it, each once; null where one had none."
+        default_factory=list,
+        description="Distinct labels of the weights that sampled it; null for weights without one.",
     )
     reward: float | None = Field(description="Null unless the rollout was scored: a failure has no reward.")
-    masked: bool = Field(default=False, description="Nobody is to train on it: its verdict says so, or it has none.")
+    masked: bool = Field(default=False, description="A trainer must skip it: its verdict says so, or it has none.")
     failure: FailureView | None
-    failed_attempts: list[FailureView] = Field(description="What went wrong before, oldest first.")
-    resumed: list[ResumedView] = Field(
-        default_factory=list, description="Where attempts went on from a checkpoint, instead of anew."
-    )
+    failed_attempts: list[FailureView] = Field(description="Failures of earlier attempts, oldest first.")
+    resumed: list[ResumedView] = Field(default_factory=list, description="Checkpoints from which attempts resumed.")
     forked_from: ForkedView | None = Field(
-        default=None, description="The rollout whose first turns are its own, which it has not sampled."
+        default=None, description="Parent whose first turns it shares without sampling them again."
     )
     checkpoints: list[int] = Field(default_factory=list, description="Turns after which it can be forked.")
-    result: dict[str, Any] | None = Field(default=None, description="What the environment's /verify answered.")
-    tokens: list[TurnView] | None = Field(default=None, description="With `tokens=packed`, those of the result.")
+    result: dict[str, Any] | None = Field(default=None, description="Answer of the environment's /verify.")
+    tokens: list[TurnView] | None = Field(default=None, description="With `tokens=packed`, the tokens of the result.")
     steps: list[dict[str, Any]] | None = Field(
         default=None,
-        description="With the result, per turn: when it began, how long it took, its calls likewise.",
+        description="With the result: start and duration of each turn and of its tool calls.",
     )
 
     @classmethod
     def of(cls, job: Job) -> Self:
-        """The view of a job, without its result: see :func:`job_json`."""
-        outcome = job.outcome if job.state.terminal else None  # else it is on its way to the disk
+        """Return the view of a job without its result; see :func:`job_json`."""
+        outcome = job.outcome if job.state.terminal else None  # an outcome that is not on disk yet is hidden
         return cls(
             id=job.id,
             state=job.state,
@@ -298,7 +305,7 @@ class JobView(BaseModel):
 
 
 def job_json(job: Job, *, with_result: bool, tokens: TokenForm = TokenForm.ITEMS) -> dict[str, Any]:
-    """A :class:`JobView` for orjson, which copies bytes as they are kept."""
+    """Return a :class:`JobView` for orjson; kept bytes are embedded as fragments."""
     view = JobView.of(job).model_dump(mode="json")
     if with_result and job.outcome is not None and job.state.terminal:
         apart = tokens is TokenForm.PACKED
@@ -309,15 +316,15 @@ def job_json(job: Job, *, with_result: bool, tokens: TokenForm = TokenForm.ITEMS
 
 
 class Listing(BaseModel):
-    """Jobs, and where to go on."""
+    """Jobs, and the cursors to continue from."""
 
     rollouts: list[JobView]
-    cursor: str = Field(description="Pass as `after` to get the terminal outcomes that come behind these.")
+    cursor: str = Field(description="Pass as `after` to follow later terminal outcomes.")
     next: str | None = Field(default=None, description="Pass as `from` for the next page; null on the last one.")
 
 
 class CancelRequest(BaseModel):
-    """Which jobs to cancel: by id, or all of a group."""
+    """Jobs to cancel: by id, or all of a group."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -332,24 +339,24 @@ class CancelRequest(BaseModel):
 
 
 class CancelAnswer(BaseModel):
-    """The jobs after the cancellation, each with its outcome; ids that the service does not know."""
+    """The jobs after the cancellation, each with its outcome; unknown ids."""
 
     rollouts: list[JobView]
     unknown: list[str]
 
 
 class DrainRequest(BaseModel):
-    """How long to wait for what still runs."""
+    """Time to wait for unfinished rollouts."""
 
     model_config = ConfigDict(extra="forbid")
 
     timeout_s: float = Field(
-        default=0.0, ge=0, le=60, description="Seconds until the answer, at most; ask again to wait on."
+        default=0.0, ge=0, le=60, description="Seconds until the answer, at most; repeat the call to wait longer."
     )
 
 
 class DrainAnswer(BaseModel):
-    """Whether new rollouts are taken, and how many have no outcome yet."""
+    """Whether new rollouts are refused, and the number of rollouts without an outcome."""
 
     draining: bool
     live: int
