@@ -75,7 +75,7 @@ async def model_server(folder: Path) -> AsyncIterator[str]:
 @asynccontextmanager
 async def front(folder: Path) -> AsyncIterator[str]:
     async with service() as node:
-        at = FleetGateway(Changing([node.joined]), say=lambda what: None)
+        at = FleetGateway(Changing([node.joined]), report=lambda what: None)
         await at.start()
         async with serve(gateway_app(at, key=None)) as url:
             yield url

@@ -205,7 +205,7 @@ async def _front(
     check_exposure(host, options.token, field="--token", others=options.keys_file is not None)
     journal = None if options.journal is None else await asyncio.to_thread(Journal, options.journal)
     front = FleetGateway(
-        nodes, say=lambda what: console.print(what, markup=False, soft_wrap=True), journal=journal, loops=loops
+        nodes, report=lambda what: console.print(what, markup=False, soft_wrap=True), journal=journal, loops=loops
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(front.close)

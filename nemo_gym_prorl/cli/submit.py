@@ -231,7 +231,7 @@ async def _follow_service(client: RolloutClient, token: str | None) -> None:
 async def _usable(client: RolloutClient) -> None:
     """Ask a service whether it is one, of our version and ours to use."""
     await client.list(limit=1)
-    if trouble := (await client.status()).version_trouble():
+    if trouble := (await client.status()).version_mismatch():
         raise InfrastructureError(f"{client.url} is of no use: {trouble}")
 
 
@@ -280,12 +280,12 @@ class Run:
         self._services = FleetDispatcher(
             NodeList(clients, field="--url"),
             tokens=TokenForm.ITEMS,
-            ended=self._ended,
-            lost=self._lost,
-            broke=lambda node, error: self._broke(error),
-            say=lambda what: self._unsaid.append(what) if self._unsaid is not None else say(what),
-            follows=self._follows,
-            placed=self._at.__setitem__,
+            on_ended=self._ended,
+            on_lost=self._lost,
+            on_error=lambda node, error: self._broke(error),
+            report=lambda what: self._unsaid.append(what) if self._unsaid is not None else say(what),
+            is_wanted=self._follows,
+            on_placed=self._at.__setitem__,
             bounded=not order.detach,
             patient=len(clients) > 1,
         )

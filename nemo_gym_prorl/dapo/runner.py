@@ -132,12 +132,12 @@ class Runner:
         self._services = FleetDispatcher(
             NodeList(services),
             tokens=TokenForm.PACKED,
-            ended=self._ended,
-            lost=self._lost,
-            broke=self._broke,
-            say=LOG.warning,
-            moved=lambda rollout, state: self._note_progress(),
-            placed=self._placed,
+            on_ended=self._ended,
+            on_lost=self._lost,
+            on_error=self._broke,
+            report=LOG.warning,
+            on_state=lambda rollout, state: self._note_progress(),
+            on_placed=self._placed,
         )
         self._stall_s = stall_s
         self._moved_at = -math.inf
@@ -220,7 +220,7 @@ class Runner:
 
     async def _change(self, started: float) -> None:
         """Wait for something to happen, unless nothing has for too long since a batch was first waited for."""
-        troubles, now = self._services.troubles(), asyncio.get_running_loop().time()
+        troubles, now = self._services.unusable_nodes(), asyncio.get_running_loop().time()
         stuck = not self.sampler.awaits_weights and len(troubles) == len(self._services.nodes)
         bound = self._stall_s + (0.0 if stuck else self._longest_stage())
         left = max(started, self._moved_at) + bound - now

@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet as one rollout service: the job API's jobs, run by many nodes, and its HTTP application.
+"""Fleet gateway: a fleet as one rollout service with the job API, run by many nodes, and its HTTP application.
 
-A front decides where a job goes, and keeps what came of it; turns, tools and tokens never cross it, since each node
-has its own model server. So it costs the same whether a rollout has one turn or a hundred.
+The gateway chooses the node of a job and keeps its outcome. Turns, tools and tokens never pass through it, since each
+node has its own model server. So its cost does not depend on a rollout's number of turns.
 
-A job's node knows it under another id, which says whose front it is and which try: what a node that was lost still
-says of an earlier try concerns nobody. A lost node is nobody's attempt, as a dead server is none; but a job that met
-several is suspected of them and fails. Where nodes share a folder for checkpoints, the next try, which is told the ids
-of those before it, goes on where they were.
+- A job has another id at its node, with the gateway's start and the number of the try: late results of a lost node are
+  ignored.
+- Losing a node does not use up an attempt. A job that lost several nodes fails, since it may have caused the losses.
+- If nodes share a checkpoint folder, the next try gets the ids of earlier tries and resumes from their checkpoints.
+- With a journal the jobs survive a restart of the gateway: those at nodes continue there, the others start again.
 
-With a journal the fleet's jobs outlive the front: what was at a node that is there still goes on, and its outcome is
-fetched; the rest begins again. The application also answers as Gym's head server would, so that ``prorl`` finds it.
+The application also answers as Gym's head server, so that ``prorl`` finds it.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
+"""Seconds that a closing gateway waits for the cancellation of its jobs."""
 
-_WAY = [JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState.RUNNING, JobState.EVALUATING]
+_STATE_ORDER = [JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState.RUNNING, JobState.EVALUATING]
 
 
 class NoNodes(Draining):
-    """No node has told yet what it runs; the fleet is starting."""
+    """The fleet is starting: no node has reported its environments yet."""
 
     problem = "no-nodes"
     retry_after_s = 5
@@ -83,46 +84,46 @@ SETTINGS = ServiceSettings(max_queued=100_000, retain_bytes=4 * 2**30)
 
 @dataclass(slots=True)
 class _Control:
-    """A live job's bookkeeping."""
+    """State of a live job."""
 
     tries: int = 0
     rollout: str = ""
-    """Its id at the node, of this try."""
+    """Id of the current try at its node."""
     cancelled: RolloutError | None = None
 
 
 class FleetGateway(RolloutService):
-    """See the module.
+    """Rollout service that forwards jobs to nodes; see the module.
 
     Args:
-        nodes: where they come from.
-        settings: bounds.
-        say: told when a node is lost, away or back.
-        journal: what keeps its jobs over a restart, if anything; closed with it.
-        loops: supervises the loops of the front, and those of the source of its nodes.
+        nodes: source of the nodes.
+        settings: limits.
+        report: called with a message when a node is lost, unreachable or back.
+        journal: keeps jobs over a restart; closed with the gateway.
+        loops: supervises the loops of the gateway and of its node source.
     """
 
     def __init__(
         self,
         nodes: NodeSource,
         settings: ServiceSettings = SETTINGS,
-        say: Callable[[str], None] = LOGGER.warning,
+        report: Callable[[str], None] = LOGGER.warning,
         journal: Journal | None = None,
         loops: BackgroundLoops | None = None,
     ) -> None:
         super().__init__(settings, journal=journal, loops=loops)
         self.lost_nodes = 0
-        """Tries that ended with their node."""
+        """Number of tries that ended with their node."""
         self.dispatcher = FleetDispatcher(
             nodes,
             tokens=TokenForm.PACKED,
-            ended=self._ended,
-            lost=self._lost,
-            broke=lambda node, error: LOGGER.error("node %s: %s", node, error),
-            say=say,
-            moved=self._moved,
-            placed=self._placed,
-            surveyed=self._surveyed,
+            on_ended=self._ended,
+            on_lost=self._lost,
+            on_error=lambda node, error: LOGGER.error("node %s: %s", node, error),
+            report=report,
+            on_state=self._moved,
+            on_placed=self._placed,
+            on_survey=self._surveyed,
             patient=True,
             loops=self.loops,
         )
@@ -132,16 +133,16 @@ class FleetGateway(RolloutService):
         """Live jobs by their ids at nodes."""
         self._gateway_id = uuid.uuid4().hex[:8]
         self._shares = False
-        """NodeSource have a folder for checkpoints."""
+        """Whether nodes share a checkpoint folder."""
 
     async def start(self) -> None:
-        """ResumePoint with the nodes that are there, and with what an earlier life had accepted."""
+        """Start with the present nodes, and recover the jobs of an earlier process."""
         await self.dispatcher.start()
         self._recover_jobs()
 
     async def close(self) -> None:
-        """Cancel every job, and return when all have their outcome, or nodes don't answer; with a journal, leave them
-        at their nodes for the front's next life."""
+        """Cancel every job, and return once all have their outcome, or after a time limit; with a journal, leave
+        the jobs at their nodes for the next process."""
         self.draining = self._closing = True
         if self.store.journal is not None:
             self.store.journal.stop_trying()
@@ -153,7 +154,7 @@ class FleetGateway(RolloutService):
         await self.dispatcher.close()
         await self._settle()
         for done in self._done.values():
-            done.set_result(None)  # whoever waits has waited for long enough
+            done.set_result(None)  # release waiters of jobs that nodes did not end in time
 
     # -- callers -------------------------------------------------------------------------------------------------
 
@@ -177,25 +178,25 @@ class FleetGateway(RolloutService):
         control = self._controls[job.id]
         control.tries += 1
         which = f"~{self._gateway_id}-{job.number}-{control.tries}"
-        self._carry(job, job.id[: MAX_ID - len(which)] + which)
+        self._forward(job, job.id[: MAX_ID - len(which)] + which)
 
     def _resume_job(self, earlier: Unfinished) -> None:
-        job, restarts, node, rollout = earlier  # which may be at its node still
+        job, restarts, node, rollout = earlier
         self._remember(job)
         if rollout is not None and node in self.dispatcher.nodes:
-            self._carry(job, rollout, node)
+            self._forward(job, rollout, node)
         else:
             job.failures.append(restarted(restarts))
             job.tries += [rollout] if rollout is not None else []
             self._run(job)
 
-    def _carry(self, job: Job, rollout: str, node: str | None = None) -> None:
-        """Have it run under this id, at this node if it is there already."""
+    def _forward(self, job: Job, rollout: str, node: str | None = None) -> None:
+        """Forward a job under this id; to this node if the job may be there already."""
         self._controls[job.id].rollout = rollout
         self._jobs[rollout] = job
         group = job.group
         if group is not None and job.scope is not None:
-            # Another's group of that name are no siblings, and nodes know of no clients.
+            # Groups of different clients are distinct, and nodes do not know the clients.
             group = hashlib.blake2b(repr((job.scope, group)).encode(), digest_size=16).hexdigest()
         resume_point = job.resume_point or ResumePoint()
         resume_point = replace(resume_point, tries=(*job.tries[::-1], *resume_point.tries))
@@ -215,7 +216,7 @@ class FleetGateway(RolloutService):
 
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
         if not self._shares:
-            reason = "no node of this fleet has one, so checkpoints are at the nodes that took them; set it at each"
+            reason = "not set at any node, so rollouts of a fleet cannot be forked; set the same folder at each node"
             raise CallerError(reason, field=CHECKPOINT_FOLDER)
         turn = resolve_fork_turn(parent.id, turn, await self.kept_turns(parent.id), ended=parent.state.terminal)
         resume_point = ResumePoint(parents=tuple(parent.tries[::-1]), turn=turn, parent=parent.id)
@@ -237,20 +238,20 @@ class FleetGateway(RolloutService):
             self.dispatcher.cancel(control.rollout)
 
     def status(self) -> StatusView:
-        # The nodes' counts, summed, and the states of the jobs that the front remembers.
+        # Sum of the nodes' counts; states are those of the gateway's jobs.
         view = StatusView.sum(self.dispatcher.statuses.values())
         view.draining = self.draining
         view.stages[Stage.INIT].waiting += self.dispatcher.waiting
         view.states = {state: self.store.states[state] for state in JobState}
         view.retained_bytes = self.store.retained_bytes
         view.checkpoint_folder = next((node.checkpoint_folder for node in self.dispatcher.statuses.values()), None)
-        view.journal = self.store.trouble
+        view.journal = self.store.journal_error
         return view
 
-    # -- what nodes tell -----------------------------------------------------------------------------------------
+    # -- reports of nodes ----------------------------------------------------------------------------------------
 
     def _surveyed(self, node: str) -> None:
-        """NodeSource of a fleet run the same environments: the newest word counts."""
+        """Take the environments from the latest status: all nodes of a fleet run the same ones."""
         self._shares = self._shares or self.dispatcher.statuses[node].checkpoint_folder is not None
         views = self.dispatcher.statuses[node].environments
         default = next((name for name, view in views.items() if view.default), None)
@@ -283,22 +284,22 @@ class FleetGateway(RolloutService):
         control = self._controls[job.id]
         failures = [_failure(failure) for failure in view.failed_attempts]
         if view.state is JobState.CANCELLED and control.cancelled is None:
-            # Its node ended, or cancelled a try that an earlier life of ours had given up.
-            self._again(job, failures, view.failure.reason if view.failure else "its node has cancelled it")
+            # The node shut down, or cancelled a try that an earlier process had given up.
+            self._again(job, failures, view.failure.reason if view.failure else "cancelled by its node")
             return
         try:
             outcome = self._outcome(job, view)
         except (TypeError, ValueError, LookupError, RecursionError) as error:
-            self._again(job, failures, f"its node tells an outcome that makes no sense: {error!r}")
+            self._again(job, failures, f"its node reported an invalid outcome: {error!r}")
             return
         job.failures += failures
         self._finish(job, outcome)
 
     def _outcome(self, job: Job, view: JobView) -> Outcome:
-        """What a node tells, after which the job has all that belongs to it.
+        """Return the outcome that a node reported, and copy its details to the job.
 
         Raises:
-            TypeError, ValueError, LookupError, RecursionError: that is none.
+            TypeError, ValueError, LookupError, RecursionError: the report is invalid.
         """
         if (view.state is JobState.SUCCEEDED) is not (view.failure is None):
             raise ValueError(f"{view.state} with failure {view.failure}")
@@ -333,7 +334,7 @@ class FleetGateway(RolloutService):
             self._again(job, [], why)
 
     def _again(self, job: Job, failures: list[Failure], why: str) -> None:
-        """Its node is lost, or has lost it."""
+        """Submit a job again whose node is lost, or lost the job."""
         self.lost_nodes += 1
         failure = Failure(FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE, None, why)
         job.failures += [*failures, failure]
@@ -345,11 +346,11 @@ class FleetGateway(RolloutService):
         self._run(job)
 
     def _advance(self, job: Job, state: JobState) -> None:
-        """Make the transitions up to a state; some of them may not have been told."""
+        """Move the job to a state, including transitions that were not reported."""
         if state is JobState.QUEUED and job.state is not JobState.QUEUED:
             self._move(job, JobState.QUEUED)
             return
-        for step in _WAY[_WAY.index(job.state) + 1 : _WAY.index(state) + 1]:
+        for step in _STATE_ORDER[_STATE_ORDER.index(job.state) + 1 : _STATE_ORDER.index(state) + 1]:
             self._move(job, step)
 
     def _fail(self, job: Job, failure: Failure) -> None:
@@ -361,7 +362,7 @@ class FleetGateway(RolloutService):
             self._advance(job, JobState.EVALUATING if scored else JobState.RUNNING)
         del self._controls[job.id]
         if not self._shares:
-            job.tries = []  # of use to nobody, and a journal keeps them
+            job.tries = []  # unused without a checkpoint folder, and the journal would keep them
         super()._finish(job, outcome)
 
 
@@ -374,66 +375,66 @@ def _failure(view: FailureView, *, timed_out: bool = False) -> Failure:
 
 
 class DrainNode(BaseModel):
-    """Which node is to get nothing new."""
+    """Node to drain."""
 
     model_config = ConfigDict(extra="forbid")
 
     node: str
-    drain: bool = Field(default=True, description="False: give it rollouts again.")
+    drain: bool = Field(default=True, description="False ends the drain.")
 
 
-class _Nodes(Collector):
-    def __init__(self, front: FleetGateway) -> None:
-        self._front = front
+class _NodeMetrics(Collector):
+    def __init__(self, gateway: FleetGateway) -> None:
+        self._gateway = gateway
 
     def collect(self) -> Iterable[Metric]:
-        nodes = self._front.dispatcher.views()
+        nodes = self._gateway.dispatcher.views()
         family = GaugeMetricFamily("prorl_fleet_nodes", "Nodes of the fleet.", labels=["usable"])
         for usable in (True, False):
             count = sum(node.usable is usable for node in nodes)
             family.add_metric([str(usable).lower()], count)
         yield family
-        waiting = self._front.dispatcher.waiting
+        waiting = self._gateway.dispatcher.waiting
         yield GaugeMetricFamily("prorl_fleet_waiting", "Rollouts that are at no node yet.", value=waiting)
-        lost = self._front.lost_nodes
+        lost = self._gateway.lost_nodes
         yield GaugeMetricFamily("prorl_fleet_lost_tries", "Tries that ended with their node.", value=lost)
 
 
 SCOPES = RouteScopes({**ROUTES, ("GET", "/server_instances"): Scope.READ})
 
 
-def gateway_app(front: FleetGateway, *, key: str | None, clients: Path | None = None) -> FastAPI:
-    """The application of a front.
+def gateway_app(gateway: FleetGateway, *, key: str | None, clients: Path | None = None) -> FastAPI:
+    """Return the application of a gateway.
 
     Args:
-        front: started and closed by the caller.
-        key: its own, which every route but ``/healthz`` wants; ``None`` for none.
-        clients: a file of those with keys of their own besides.
+        gateway: started and closed by the caller.
+        key: the gateway's own key, required by every route but ``/healthz``; ``None`` for none.
+        clients: file of clients with keys of their own.
 
     Raises:
-        CallerError: that cannot be read, or is wrong.
+        CallerError: the file cannot be read, or is invalid.
     """
-    keys = None if clients is None else KeysFile(clients, front.share)
+    keys = None if clients is None else KeysFile(clients, gateway.share)
     app = FastAPI(title="nemo-gym-prorl fleet")
     add_problem_handlers(app)
     app.add_middleware(KeyGuard, key=key, clients=keys.caller if keys else None, scopes=SCOPES)
-    app.include_router(rollout_router(front, ServiceMetrics(front, _Nodes(front))))
+    app.include_router(rollout_router(gateway, ServiceMetrics(gateway, _NodeMetrics(gateway))))
     router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
 
     @router.get("/v1/nodes", tags=["service"], responses=problem_responses())
     async def nodes() -> list[NodeView]:
         """The fleet's nodes."""
-        return front.dispatcher.views()
+        return gateway.dispatcher.views()
 
     @router.post("/v1/nodes/drain", tags=["service"], responses=problem_responses(422))
     async def drain(body: DrainNode) -> list[NodeView]:
-        """Give a node nothing new; what it has goes on."""
-        front.dispatcher.drain(body.node, body.drain)
-        return front.dispatcher.views()
+        """Exclude a node from new rollouts; its current rollouts continue."""
+        gateway.dispatcher.drain(body.node, body.drain)
+        return gateway.dispatcher.views()
 
     @router.get("/server_instances", tags=["service"], responses=problem_responses())
     async def server_instances(request: Request) -> list[dict[str, str]]:
-        """As Gym's head server lists its servers: here, by the address that the caller has."""
+        """The list of Gym's head server: this gateway, at the address that the caller used."""
         url = str(request.base_url).rstrip("/")
         return [{"process_name": "fleet", "name": "prorl_agent", "server_type": "responses_api_agents", "url": url}]
 

@@ -253,7 +253,7 @@ class Pipeline(RolloutService):
             retained_bytes=self.store.retained_bytes,
             abandoned=self.abandoned,
             checkpoint_folder=self.shared.identity if self.shared is not None else None,
-            journal=self.store.trouble,
+            journal=self.store.journal_error,
             environments=EnvironmentView.all_of(self.environments, self.scheduler, self.settings),
         )
 

@@ -107,7 +107,7 @@ class StatusView(BaseModel):
     )
     environments: dict[str, EnvironmentView]
 
-    def version_trouble(self) -> str | None:
+    def version_mismatch(self) -> str | None:
         """Return why a service of this version cannot join the fleet: minor versions may use other formats."""
         if self.version.split(".")[:2] == VERSION.split(".")[:2]:
             return None

@@ -251,7 +251,7 @@ async def test_a_rollout_by_tls_and_one_by_the_plain_address(
     [
         ({"tls_key": None}, "tls_port", "are needed together"),
         ({"control_token": None}, "control_token", "would listen on all interfaces"),
-        ({"tls_cert": Path(__file__)}, "tls_cert", "must be PEM, and belong together"),
+        ({"tls_cert": Path(__file__)}, "tls_cert", "must be a certificate and its key"),
     ],
 )
 async def test_a_door_that_cannot_be_is_refused(

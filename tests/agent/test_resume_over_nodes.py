@@ -74,7 +74,7 @@ class Fleet:
         self.folder, self.policy_url = folder, policy_url
         self.nodes = Changing()
         self.said: list[str] = []
-        self.front = FleetGateway(self.nodes, say=self.said.append)
+        self.front = FleetGateway(self.nodes, report=self.said.append)
         self.client: RolloutClient
         self.configs: dict[str, dict[str, Any]] = {}
         self._hosts: dict[str, AsyncExitStack] = {}

@@ -132,10 +132,10 @@ async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:
         service = JobForwarder(
             client,
             tokens=TokenForm.PACKED,
-            ended=lambda job: told.add(job.id),
-            lost=lambda rollout, *_: told.add(rollout),
-            broke=lambda error: pytest.fail(repr(error)),
-            say=lambda _: None,
+            on_ended=lambda job: told.add(job.id),
+            on_lost=lambda rollout, *_: told.add(rollout),
+            on_error=lambda error: pytest.fail(repr(error)),
+            report=lambda _: None,
         )
         service.start()
         ids = [f"run:{number}:0:0" for number in range(100)]

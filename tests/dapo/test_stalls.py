@@ -104,7 +104,7 @@ def test_a_training_goes_on_or_says_why_not(schedule: list[tuple[int, Fault]], s
         (2.0, "freezes", "TimeoutError|no answer"),
         (2.0, "drains", "takes no new rollouts|it drains"),
         (2.0, "/ 502", "HTTP 502"),
-        (0.0, "/status 503", "it has not said how large it is"),
+        (0.0, "/status 503", "its size is not known yet"),
         (2.0, "/v1/rollouts 503", "HTTP 503"),
         (2.0, "/v1/rollouts 429", ""),  # as a full queue answers
     ],

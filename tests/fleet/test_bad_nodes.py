@@ -184,7 +184,7 @@ async def test_submit_names_what_is_no_use_and_goes_on_with_the_others(
         assert f"waiting for the service at {other}: HTTP 404" in said
         assert not old.handler.calls
         code, said = await prorl("submit", str(rows), url=f"{good.url},{good.url}/")
-        assert (code, f"--url: {good.url} is there twice" in said) == (1, True), said
+        assert (code, f"--url: {good.url} is listed twice" in said) == (1, True), said
 
 
 async def test_what_a_lost_service_had_is_submitted_elsewhere(hasty: None, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ async def test_what_a_lost_service_had_is_submitted_elsewhere(hasty: None, tmp_p
 
 @pytest.mark.parametrize(
     ("urls", "said"),
-    [(("nonsense",), "'nonsense' is no address"), (("http://127.0.0.1:1/",), "http://127.0.0.1:1 is there twice")],
+    [(("nonsense",), "'nonsense' is no URL"), (("http://127.0.0.1:1/",), "http://127.0.0.1:1 is listed twice")],
     ids=["no address", "twice"],
 )
 async def test_addresses_that_make_no_fleet_are_refused(urls: tuple[str, ...], said: str) -> None:
@@ -262,7 +262,7 @@ async def test_a_node_that_lies_harms_no_other_rollout(lie: dict[str, Any], monk
         else:
             job = await there.client.wait("a")
             assert (job.reward, job.failure and job.failure.kind) == (None, FailureKind.SESSION_LOST)
-            assert "makes no sense" in job.failed_attempts[0].reason
+            assert "invalid outcome" in job.failed_attempts[0].reason
         assert not (await there.client.get("b")).state.terminal
         there.handlers[0].let_go.set()
         assert (await there.client.wait("b")).reward == 1.0

@@ -153,7 +153,7 @@ async def test_a_node_with_another_folder_is_named_and_gets_nothing(
         assert [bool(node.handler.calls) for node in there.services] == [True, False, False]
         said = [what for what in there.said if "checkpoint_folder" in what]
         assert len(said) == 2
-        assert "is another one" in said[0]
+        assert "differs" in said[0]
         assert "is not set" in said[1]
 
 

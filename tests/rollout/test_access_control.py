@@ -64,8 +64,8 @@ def written(file: str) -> tuple[str, int]:
         ({"scopes": ["write"]}, r"clients\.0\.scopes\.0: Input should be 'submit', 'read', 'cancel' or 'admin'"),
         ({"scope": ["read"]}, r"clients\.0\.scope: Extra inputs are not permitted"),
         ({"hash": "a"}, r"clients\.0\.hash: .* must be sha256: and 64 hexadecimal digits"),
-        ({"name": "default"}, r"clients\.0\.name: .* is the client of rollouts that name none"),
-        ({"name": "bob"}, r"clients\.1\.name: another has the same"),
+        ({"name": "default"}, r"clients\.0\.name: .* is the client of rollouts without a client"),
+        ({"name": "bob"}, r"clients\.1\.name: used by another client"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_by_the_name_of_its_field(

@@ -162,9 +162,9 @@ GATEWAY = Response(
 @pytest.mark.parametrize(
     ("named_by", "answer", "said"),
     [
-        ("PRORL_URL", Response("<html>"), "what answers at {} is no rollout service"),
-        ("PRORL_URL", Response('{"detail": "Not Found"}', 404), "what answers at {} is no rollout service"),
-        ("PRORL_URL", Response("{}"), "what answers at {} is no rollout service"),
+        ("PRORL_URL", Response("<html>"), "the server at {} is no rollout service"),
+        ("PRORL_URL", Response('{"detail": "Not Found"}', 404), "the server at {} is no rollout service"),
+        ("PRORL_URL", Response("{}"), "the server at {} is no rollout service"),
         ("PRORL_HEAD", Response("<html>oops</html>", 500), "no NeMo Gym deployment answers at {}: "),
         ("PRORL_HEAD", Response('[{"name": "prorl_agent"}]'), "no NeMo Gym deployment answers at {}: "),
         ("PRORL_HEAD", GATEWAY, "no NeMo Gym deployment answers at {}: "),

@@ -237,7 +237,7 @@ class JobStore:
         return [job for job in self._jobs.values() if not job.state.terminal]
 
     @property
-    def trouble(self) -> str | None:
+    def journal_error(self) -> str | None:
         """Error of the journal's last commit, if it failed."""
         return None if self.journal is None else self.journal.failing
 
