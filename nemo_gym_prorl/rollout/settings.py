@@ -82,15 +82,15 @@ class PipelineSettings(ServiceSettings):
 
     stages: PoolSizes = PoolSizes()
     release_timeout_s: Seconds = 60.0
-    """How long a resources server may take to give a sandbox back."""
+    """Time limit for a resources server to release a sandbox."""
     cancel_grace_s: Seconds = 5.0
-    """How long a cancelled stage may take to come back before it is abandoned."""
+    """Seconds until a cancelled stage that has not returned is abandoned."""
     unreachable_s: Seconds = 900.0
-    """How long a server that cannot be reached may hold a rollout up before it fails."""
+    """Time for which an unreachable server may hold up a rollout before the rollout fails."""
     checkpoint_bytes: Positive = 10 * 2**30
     """Disk limit of checkpoints; the latest one of each live rollout is kept beyond it."""
     checkpoint_s: Seconds = 3600.0
-    """How long the checkpoints of a rollout are kept after it ended."""
+    """Time for which the checkpoints of a rollout are kept after its end."""
 
     retry_delay_s: ClassVar[float] = 0.5
     """Pause before the second try; it doubles with each further try, up to 30 s. Tests override it."""

@@ -76,7 +76,7 @@ async def test_mistakes_are_one_line_that_names_them(tmp_path: Path) -> None:
             f"submit {broken}": "broken.jsonl:2: is not JSON",
             f"submit {empty}": "empty.jsonl:1: row.responses_create_params: Field required",
             "status --failed --token other": "; set PRORL_TOKEN",
-            "status nobody --url nonsense": "'nonsense' is no address",
+            "status nobody --url nonsense": "'nonsense' is no URL",
             "status --failed --state failed": "give either --state or --failed",
             "tail --url http://127.0.0.1:9": "127.0.0.1:9",
         }.items():
