@@ -3,7 +3,6 @@
 """Addresses at which no node of ours answers, or none any more: each is named, and holds nobody up."""
 
 import asyncio
-import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -93,20 +92,6 @@ async def test_what_is_no_node_is_named_and_gets_nothing(hasty: None, certificat
         for name, why in {"404": "HTTP 404", "401": "HTTP 401", "silent": "no answer in", "tls": "broke"}.items():
             assert f"waiting for the service at {bad[name]}" in said
             assert why in said
-
-
-async def test_a_node_that_becomes_something_else_loses_what_it_ran(hasty: None) -> None:
-    async with fleet(1) as there:
-        async with service() as node:
-            there.nodes.tell(node.joined)
-            await until(lambda: len(there.front.dispatcher.statuses) == 2)
-            for i in range(8):
-                await there.client.submit(HELD, id=f"r{i}")
-            await until(lambda: node.handler.sessions)
-            port = int(node.url.rsplit(":", 1)[1])
-        async with serve(refusing(404), port):
-            there.handlers[0].let_go.set()
-            assert {job.state for job in await outcomes(there, 8)} == {JobState.SUCCEEDED}
 
 
 class Cut:
@@ -203,25 +188,6 @@ async def test_what_a_lost_service_had_is_submitted_elsewhere(hasty: None, tmp_p
         assert "8 succeeded" in said
         assert len(output.read_text().splitlines()) == 8
         cut.passes.set()
-
-
-@pytest.mark.parametrize(
-    ("urls", "said"),
-    [(("nonsense",), "'nonsense' is no URL"), (("http://127.0.0.1:1/",), "http://127.0.0.1:1 is listed twice")],
-    ids=["no address", "twice"],
-)
-async def test_addresses_that_make_no_fleet_are_refused(urls: tuple[str, ...], said: str) -> None:
-    code, told = await prorl("fleet", "http://127.0.0.1:1", *urls)
-    assert (code, f"URL: {said}" in told) == (1, True), told
-
-
-async def test_a_ray_that_nobody_is_at_the_address_of_is_told_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    async with asyncio.timeout(60):
-        policy = ("--policy-url", "http://127.0.0.1:1/v1", "--policy-model", "m")
-        code, said = await prorl("serve", "prorl_code", "--ray", f"127.0.0.1:{port}", *policy)
-    assert (code, f"cannot join a Ray cluster at 127.0.0.1:{port}" in said) == (1, True), said
 
 
 LIES: dict[str, dict[str, Any]] = {

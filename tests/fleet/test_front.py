@@ -157,27 +157,6 @@ async def test_a_node_with_another_folder_is_named_and_gets_nothing(
         assert "is not set" in said[1]
 
 
-async def test_a_next_try_is_told_of_those_before_it() -> None:
-    async with fleet(3) as there:
-        await there.client.submit(HELD, id="r")
-        for lost in range(2):
-            await until(lambda: sum(len(it.sessions) for it in there.handlers) > lost)  # noqa: B023
-            node = there.front.dispatcher.placement.node_of(next(iter(there.front._jobs)))
-            there.nodes.tell(NodeLeft(str(node), "gone"))
-            await until(lambda: len(there.front.dispatcher.nodes) == 2 - lost)  # noqa: B023
-        await until(lambda: all(it.sessions for it in there.handlers))
-        tries = sorted((job for it in there.services for job in it.pipeline.store.live()), key=lambda job: job.id)
-        one, two, three = (one.id for one in tries)
-        told = [one.resume_point.tries if one.resume_point else None for one in tries]
-        assert told == [None, (one,), (two, one)]
-        (live,) = there.front.store.live()
-        assert live.tries == [one, two, three]
-        for handler in there.handlers:
-            handler.let_go.set()
-        (job,) = await outcomes(there, 1)
-        assert [failure.kind for failure in job.failed_attempts] == [FailureKind.SESSION_LOST] * 2
-
-
 async def test_a_job_that_is_lost_with_every_node_fails() -> None:
     async with fleet(MAX_LOST_NODES + 1, joined=1) as there:
         await there.client.submit(HELD, id="r")
@@ -190,16 +169,6 @@ async def test_a_job_that_is_lost_with_every_node_fails() -> None:
         assert job.failure
         assert (job.failure.kind, job.failure.origin) == (FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE)
         assert not there.handlers[-1].calls
-
-
-async def test_a_node_that_ends_in_order_loses_nothing() -> None:
-    async with fleet(2) as there:
-        for i in range(8):
-            await there.client.submit(HELD, id=f"r{i}")
-        await until(lambda: all(handler.sessions for handler in there.handlers))
-        await there.services[0].pipeline.close()
-        there.handlers[1].let_go.set()
-        assert {job.state for job in await outcomes(there, 8)} == {JobState.SUCCEEDED}
 
 
 async def test_a_node_that_drains_gets_nothing_new_and_loses_nothing() -> None:
@@ -273,28 +242,6 @@ async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts(
         await it.pipeline.close()
 
 
-async def test_states_are_seen_as_at_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "SURVEY_S", 0.1)
-    async with fleet(1) as there:
-        seen = list[tuple[str, str]]()
-
-        async def follow() -> None:
-            async for event in there.client.events("0"):
-                seen.append((event.id, event.state))
-
-        following = asyncio.create_task(follow())
-        await there.client.submit(HELD, id="r")
-        await until(lambda: there.front.store.states[JobState.RUNNING] == 1)
-        await until(lambda: there.front.status().sessions == 1)
-        assert (await there.client.status()).states[JobState.RUNNING] == 1
-        there.handlers[0].let_go.set()
-        await there.client.wait("r")
-        await until(lambda: len(seen) == 6)
-        following.cancel()
-        states = ["queued", "initializing", "ready", "running", "evaluating", "succeeded"]
-        assert seen == [("r", state) for state in states]
-
-
 async def test_groups_that_are_scored_together_stay_together() -> None:
     async with fleet(3) as there:
         for it in there.services:
@@ -359,27 +306,3 @@ async def test_a_front_tells_its_clients_apart(tmp_path: Path) -> None:
         node.handler.let_go.set()
         done = await alice.wait("r")
         assert (done.state, done.group) == (JobState.SUCCEEDED, "g")
-
-
-async def test_who_floods_a_front_has_no_more_than_its_share(tmp_path: Path) -> None:
-    keys = write(tmp_path / "keys.json", OF["alice"], OF["bob"])  # 1 to 3
-    async with (
-        fleet(2, settings=ServiceSettings(max_queued=40), key="admin", clients=keys) as there,
-        RolloutClient(there.url, "a", patience_s=0) as alice,
-        RolloutClient(there.url, "b", patience_s=0) as bob,
-    ):
-        for number in range(48):  # two windows of 4, and what may wait
-            # Those behind last, since shares are of slots that are held.
-            await alice.submit(HELD if number < 8 else lasting(0.3), id=f"a{number}")
-        with pytest.raises(ApiError, match="429: 40 rollouts are waiting"):
-            await alice.submit_once(HELD)
-        for number in range(20):
-            await bob.submit(lasting(0.3), id=f"b{number}")
-        for node in there.services:
-            node.handler.let_go.set()
-        cursor, clients = "0", list[str]()
-        while len(clients) < 68:
-            page = await there.client.ended(cursor, wait=20, limit=100)
-            clients, cursor = clients + [job.client for job in page.rollouts], page.cursor
-        assert 15 <= clients[8:32].count("bob") <= 20, "three of four, while it has any"
-        await alice.submit(ROW)

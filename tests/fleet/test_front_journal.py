@@ -13,7 +13,6 @@ import pytest
 
 from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.fleet.gateway import FleetGateway
-from nemo_gym_prorl.fleet.nodes import NodeJoined
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.request import JobRequest
@@ -107,38 +106,6 @@ async def test_an_end_leaves_rollouts_at_their_nodes_and_a_node_that_is_gone_los
         assert len(notes) == len(goes.pipeline.store.live()), "these began again"
         assert ran <= set(runs(stays)), "those went on"
         assert len(runs(stays)) == 6
-        await front.close()
-
-
-async def test_what_a_node_cancelled_that_was_given_up_is_no_outcome_in_the_next_life(
-    hasty: None,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    """The journal still says that it is there, since its next try waits for room."""
-    cut = Cut()
-    async with service() as far, service() as near, cut.before(far.url) as url:
-        front = FleetGateway(
-            Changing([NodeJoined("far", RolloutClient(url)), near.joined]), journal=Journal(str(tmp_path))
-        )
-        await front.start()
-        await until(lambda: len(front.dispatcher.statuses) == 2)
-        for number in range(12):
-            await front.accept(JobRequest(HELD, id=f"r{number}"))
-        await until(lambda: len(far.handler.sessions) == len(near.handler.sessions) == 3)
-        cut.passes.clear()
-        await until(lambda: front.dispatcher.waiting == 8)
-        cut.passes.set()
-        await until(lambda: far.pipeline.store.states[JobState.CANCELLED] == 4)
-        await front.close()
-        front = FleetGateway(
-            Changing([NodeJoined("far", RolloutClient(url)), near.joined]), journal=Journal(str(tmp_path))
-        )
-        await front.start()
-        await front.store.wait_for_recovery()
-        for it in (far, near):
-            it.handler.let_go.set()
-        assert await front.drain(60)
-        assert front.store.states[JobState.SUCCEEDED] == 12
         await front.close()
 
 

@@ -20,12 +20,12 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
 from nemo_gym_prorl.rollout.api.schemas import ForkRequest
 from nemo_gym_prorl.rollout.gym_rows import row_digest
 from nemo_gym_prorl.rollout.handler import Environments
-from nemo_gym_prorl.rollout.job import Checkpoint, Job, JobState, ResumePoint, Trajectory
+from nemo_gym_prorl.rollout.job import Checkpoint, Job, ResumePoint, Trajectory
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import CheckpointsForgotten, JobConflict, JobRequest, QueueFull
+from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
 from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings, PoolSizes
 from nemo_gym_prorl.rollout.storage.checkpoints import ORPHAN_S, RENEW_S, CheckpointStore, SharedCheckpoints
-from nemo_gym_prorl.rollout.storage.journal import Journal, JournalUnavailable
+from nemo_gym_prorl.rollout.storage.journal import Journal
 from tests.rollout.handlers import Act, Bench, PlannedHandler
 from tests.rollout.virtual_time import run_in_virtual_time
 
@@ -352,12 +352,6 @@ def test_a_folder_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
         assert (error.value.field, str(path) in str(error.value)) == ("checkpoint_folder", True)
 
 
-def test_a_fork_under_an_id_is_another_job() -> None:
-    plain, fork = JobRequest(ROW), JobRequest(ROW, resume_point=ResumePoint(("a",), ("p",), 2))
-    assert plain.digest() == JobRequest(ROW, resume_point=ResumePoint(("a",))).digest() == row_digest(ROW)
-    assert fork.digest() != plain.digest()
-
-
 HELD: dict[str, Any] = {"plan": {"run": [Act("held")]}}
 ONE = PoolSizes(init=1, ready=1, run=1, eval=1)
 
@@ -398,47 +392,4 @@ async def test_a_fork_that_is_refused_leaves_those_of_another_alone() -> None:
     assert not first.state.terminal
     assert await fork(pipeline, parent, "a") == [first], "asked for again it is the same one"
     assert pipeline.store.get("new") is None, "none of them was begun"
-    await pipeline.close()
-
-
-async def test_a_fork_for_which_there_is_no_room_is_as_good_as_new_the_next_time() -> None:
-    pipeline, parent = await parent_at(ONE, max_queued=3)
-    others = [await pipeline.accept(JobRequest(dict(HELD), id=name)) for name in "xyz"]
-    with pytest.raises(QueueFull):
-        await fork(pipeline, parent, "a", "b")
-    assert pipeline.store.get("a") is None
-    for other in others:
-        await pipeline.cancel(other)
-    assert [job.state for job in await fork(pipeline, parent, "a", "b")] == [JobState.QUEUED] * 2
-    await pipeline.close()
-
-
-async def test_a_fork_that_could_not_be_written_keeps_nothing_of_its_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipeline, parent = await parent_at(PoolSizes(), journal=Journal(str(tmp_path)))
-
-    async def full(*_: Any, **__: Any) -> bool:
-        raise JournalUnavailable("the disk is full")
-
-    monkeypatch.setattr(Journal, "accepted", full)
-    with pytest.raises(JournalUnavailable):
-        await fork(pipeline, parent, "a")
-    await pipeline.cancel(parent)
-    assert pipeline.checkpoints.bytes == 0
-    await pipeline.close()
-
-
-async def test_a_fork_of_what_is_erased_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline, parent = await parent_at(PoolSizes(), journal=Journal(str(tmp_path)))
-    find = Journal.find
-
-    async def slow(journal: Journal, ids: Any) -> Any:
-        await pipeline.cancel(parent)
-        return await find(journal, ids)
-
-    monkeypatch.setattr(Journal, "find", slow)
-    with pytest.raises(CheckpointsForgotten):
-        await fork(pipeline, parent, "a")
-    assert pipeline.store.get("a") is None
     await pipeline.close()

@@ -477,23 +477,6 @@ async def test_jobs_of_an_earlier_life_are_waited_for_while_they_come(
         assert sorted(await log_of(pipeline)) == sorted([*names, new.id, "another"]), "each once"
 
 
-async def test_an_end_before_all_are_here_loses_none(tmp_path: Path, slow_reading: threading.Event) -> None:
-    slow_reading.set()
-    async with life(tmp_path) as (pipeline, _):
-        await pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id="a"))
-    slow_reading.clear()
-    async with life(tmp_path) as (pipeline, bench):
-        asyncio.get_running_loop().call_later(0.3, slow_reading.set)
-        bench.handler.let_go.set()
-    assert not bench.handler.most_sessions, "it was not begun"
-    async with life(tmp_path) as (pipeline, bench):
-        bench.handler.let_go.set()
-        job = await pipeline.store.fetch("a")
-        assert job is not None
-        assert await pipeline.wait(job, 30)
-        assert "restarted 2 times" in job.failures[-1].reason
-
-
 async def test_ids_are_known_whatever_memory_has(tmp_path: Path) -> None:
     small = PipelineSettings(retain_bytes=1, keep_unread_s=0.0)
     async with life(tmp_path, small) as (pipeline, _):
@@ -513,27 +496,6 @@ async def test_ids_are_known_whatever_memory_has(tmp_path: Path) -> None:
         assert told(again) == told(first)
         page = await pipeline.store.page(state=None, group=None, after=0, limit=10, content=False)
         assert [job.id for job in page] == ["a", "b"]
-
-
-async def test_what_leaves_memory_while_the_journal_is_read_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed = Journal.listed
-    async with life(tmp_path, PipelineSettings(retain_bytes=1, keep_unread_s=0.0)) as (pipeline, _):
-
-        async def slow(journal: Journal, **which: Any) -> list[Job]:
-            found = await listed(journal, **which)
-            assert await pipeline.wait(pipeline.store.live()[0], 30)
-            assert len(pipeline.store) == 0
-            return found
-
-        monkeypatch.setattr(Journal, "listed", slow)
-        for state, name in ((None, "a"), (JobState.SUCCEEDED, "b"), (JobState.FAILED, "c")):
-            await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 0.2)]}}, id=name, group=name))
-            page = await pipeline.store.page(state=state, group=name, after=0, limit=10, content=False)
-            assert [job.id for job in page] == ([] if state is JobState.FAILED else [name])
-        await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 0.2)]}}, id="d", group="d"))
-        assert [job.id for job in await pipeline.store.in_group("d")] == ["d"]
 
 
 async def test_the_oldest_are_forgotten_and_stay_known(tmp_path: Path) -> None:

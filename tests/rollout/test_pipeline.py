@@ -4,9 +4,6 @@
 charged for, and what its end leaves behind."""
 
 import asyncio
-import gc
-import logging
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -255,20 +252,6 @@ def test_who_is_blamed_for_a_fault_and_whether_it_is_tried_again(
     run_in_virtual_time(play())
 
 
-@pytest.mark.parametrize(
-    ("plan", "attempts"),
-    [
-        ({"run": [Act("infrastructure"), Act()], "eval": [Act("defect"), Act()]}, [2, 2, 2]),
-        ({"init": [Act("infrastructure"), Act()]}, [2, 1, 1]),
-        ({"eval": [Act("infrastructure"), Act()]}, [1, 1, 2]),
-    ],
-    ids=["run and eval", "init", "eval"],
-)
-def test_infrastructure_trouble_is_retried_and_then_scored(plan: dict[str, list[Act]], attempts: list[int]) -> None:
-    job = finished({"plan": plan})
-    assert (job.state, [job.times[stage].attempts for stage in Stage]) == (JobState.SUCCEEDED, attempts)
-
-
 def test_a_release_that_hangs_fails_the_attempt_and_nothing_is_scored() -> None:
     """Scoring while the agent may still act would be wrong: the attempt is lost, the slot is not."""
     job = finished(
@@ -344,50 +327,3 @@ def test_a_server_that_never_says_holds_a_budget_up_for_minutes_only(instead: Ca
 
 
 # -- what an end leaves behind ------------------------------------------------------------------------------------
-
-
-class Local:
-    """What a call of the handler works on: rows and responses of megabytes, mostly."""
-
-
-class Working(PlannedHandler):
-    """Its calls hold something while they run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: list[weakref.ref[Local]] = []
-
-    async def _act(self, job: Job, stage: Stage) -> str:
-        local = Local()
-        self.held.append(weakref.ref(local))
-        how: str = await super()._act(job, stage)
-        del local
-        return how
-
-
-@pytest.mark.parametrize("stage", Stage)
-@pytest.mark.parametrize("how", ["ok", "defect", "group", "used up", "cancelled"])
-async def test_what_a_call_worked_on_goes_with_its_job(
-    how: str, stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The collector comes rarely to this service: what failed jobs left in cycles would fill the memory."""
-    caplog.set_level(logging.CRITICAL)  # what is captured is kept
-    acts: list[Any] = [Act("ok", 30.0) if how in ("used up", "cancelled") else Act(how)]
-    budget = Budgets(init=0.1, run=0.1, eval=0.1) if how == "used up" else Budgets()
-    bench = Bench(PipelineSettings(budgets=budget, max_attempts=1, cancel_grace_s=1.0), Working())
-    pipeline = bench.pipeline()
-    gc.disable()
-    try:
-        job = pipeline.submit(JobRequest({"plan": {str(stage): acts}}))
-        if how == "cancelled":
-            while not bench.handler.inside[stage]:
-                await asyncio.sleep(0.001)
-            await pipeline.cancel(job, "no longer wanted")
-        await pipeline.wait(job)
-        await asyncio.sleep(0.01)
-        assert isinstance(bench.handler, Working)
-        assert bench.handler.held
-        assert not [one for one in bench.handler.held if one() is not None]
-    finally:
-        gc.enable()
-        await pipeline.close()

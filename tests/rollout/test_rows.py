@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.http.routed_experts import continued, last_rows
+from nemo_gym_prorl.http.routed_experts import last_rows
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
-from nemo_gym_prorl.policy.tokens.ledger import TurnTokens as LedgerTurn
 from nemo_gym_prorl.rollout.api.schemas import TurnView
 from nemo_gym_prorl.rollout.gym_rows import (
     MAX_DEPTH,
@@ -128,17 +127,6 @@ def test_what_was_taken_comes_back_as_it_was(response: dict[str, Any]) -> None:
     assert orjson.loads(orjson.dumps(response)) == before
 
 
-def test_a_conversation_is_there_once() -> None:
-    sequence, output = list(range(100)), []
-    for turn in range(50):
-        sampled = [1000 + turn] * 20
-        tokens = {"prompt_token_ids": sequence, "generation_token_ids": sampled, "generation_log_probs": [-0.5] * 20}
-        output.append({"type": "message", **tokens})
-        sequence = sequence + sampled + [7] * 30
-    turns = take_tokens({"output": output})
-    assert sum(len(turn.observed) + len(turn.sampled) for turn in turns) == len(sequence) - 30
-
-
 GOOD = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
 
 
@@ -161,13 +149,6 @@ def test_tokens_that_cannot_be_packed_stay_with_all_others_of_their_rollout(chan
     before = copy.deepcopy(response)
     assert take_tokens(response) == []
     assert repr(response) == repr(before)
-
-
-def test_what_came_broken_is_told() -> None:
-    [told] = orjson.loads(pack_turns(take_tokens({"output": [dict(GOOD)]})))
-    for broken in ({"sampled": "AAA="}, {"sampled": "%"}, {"log_probs": ""}):
-        with pytest.raises(ValueError, match=r"bytes|base64|log-probs"):
-            TurnTokens.unpack(told | broken)
 
 
 KINDS = {"int8": 1, "int16": 2, "int32": 4}
@@ -217,31 +198,6 @@ def test_turns_keep_what_is_new_and_give_back_all_of_it(
         length += len(observed) + len(sampled)
         # Where a turn went on, the token before has been read: by the time of the last turn all have but its last.
         assert item["routed_experts"] == experts(seen[:length], *shape)
-
-
-def test_a_history_that_was_rewritten_has_those_of_its_own() -> None:
-    ledger = TokenLedger()
-    first = ledger.append(None, [1, 2], Generation([3], [-1.0], Finish.STOP, routed_experts=experts([1, 2, 3])))
-    again = ledger.append(None, [1, 9], Generation([4], [-1.0], Finish.STOP, routed_experts=experts([1, 9, 4])))
-    items = [_item([1, 2], [3], first), _item([1, 9], [4], again)]
-    response = {"output": copy.deepcopy(items)}
-    put_tokens(response, take_tokens(response))
-    assert orjson.loads(orjson.dumps(response))["output"] == items
-
-
-def _item(prompt: list[int], sampled: list[int], turn: LedgerTurn) -> dict[str, Any]:
-    tokens = {"prompt_token_ids": prompt, "generation_token_ids": sampled, "generation_log_probs": [-1.0]}
-    return {**tokens, "routed_experts": turn.routed_experts}
-
-
-def test_what_no_turn_has_is_not_made_up() -> None:
-    """A turn of an engine that told nothing in the middle: those after it lack its rows."""
-    told = experts([1, 2, 3, 4, 5])
-    assert continued(None, last_rows(told, 2), 5) is None
-    assert continued(experts([1, 2]), last_rows(told, 2), 5) is None
-    assert continued(experts([1, 2, 3], unread=False), last_rows(told, 2), 5) == told
-    assert continued(experts([1, 2, 3], layers=4), last_rows(told, 2), 5) is None
-    assert continued(told, None, 7) is None
 
 
 @pytest.mark.parametrize(

@@ -354,49 +354,6 @@ def test_whoever_floods_a_bound_keeps_nobody_from_his_part(
         assert len(waiting) < 2 * bound + len(shares) + 1, "a part each, over what all may"
 
 
-@settings(max_examples=100)
-@given(
-    sizes=st.builds(PoolSizes, st.integers(2, 5), st.integers(0, 3), st.integers(2, 6), st.integers(2, 5)),
-    hangs=st.sampled_from(Stage),
-    share=st.sampled_from([1.0, 9.0]),
-    clients=st.integers(1, 3),
-)
-def test_work_that_never_ends_keeps_no_other_environment_out(
-    sizes: PoolSizes, hangs: Stage, share: float, clients: int
-) -> None:
-    """Rows of two are mixed; those of one never leave a stage, and those of the other all get through."""
-    scheduler = StageScheduler(sizes, {"swe": share})
-    working: list[Start] = []
-    for number in range(20):
-        working += scheduler.submit(f"math-{number}", "client-0", 0, "math")
-        working += scheduler.submit(f"swe-{number}", f"client-{number % clients}", 1, "swe")
-    done = 0
-    while moving := [start for start in working if start.stage is not hangs or start.job_id.startswith("math")]:
-        start = moving[0]
-        working.remove(start)
-        done += start.stage is Stage.EVAL and start.job_id.startswith("math")
-        working += scheduler.worked(start.job_id, NEXT[start.stage])
-    assert done == 20
-
-
-def test_ready_is_bounded_without_blocking_init() -> None:
-    scheduler = StageScheduler(PoolSizes(init=4, ready=1, run=1, eval=1))
-    for number in range(10):
-        scheduler.submit(str(number), "a", 0)
-    assert scheduler.working(Stage.INIT) == 2  # one will run, one will wait in READY
-    scheduler.worked("0", Stage.RUN)
-    scheduler.worked("1", Stage.RUN)
-    assert (scheduler.working(Stage.RUN), scheduler.waiting(Stage.RUN), scheduler.working(Stage.INIT)) == (1, 1, 0)
-
-
-@pytest.mark.parametrize(
-    ("field", "sizes"), [("init", (0, 0, 1, 1)), ("ready", (1, -1, 1, 1)), ("eval", (1, 0, 1, 0))]
-)
-def test_impossible_sizes_name_the_field(field: str, sizes: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match=rf"stages\.{field} must be at least"):
-        PoolSizes(*sizes)
-
-
 SIZE = 3
 
 
