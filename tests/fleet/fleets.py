@@ -74,12 +74,12 @@ async def service(handler: PlannedHandler | None = None, stages: PoolSizes = SMA
 
 
 class Fleet:
-    """A front, a client of it, and what is behind it."""
+    """A gateway, a client of it, and what is behind it."""
 
     def __init__(self, services: list[Service], nodes: Changing, settings: ServiceSettings) -> None:
         self.services, self.nodes = services, nodes
         self.said: list[str] = []
-        self.front = FleetGateway(nodes, settings, self.said.append)
+        self.gateway = FleetGateway(nodes, settings, self.said.append)
         self.client: RolloutClient
         self.url = ""
 
@@ -97,17 +97,17 @@ async def fleet(
     key: str | None = None,
     clients: Path | None = None,
 ) -> AsyncIterator[Fleet]:
-    """A front before services, of which the first ``joined`` are there, and have said how they are; by default all."""
+    """A gateway before services, of which the first ``joined`` are there, and have said how they are; by default all."""
     async with AsyncExitStack() as stack:
         services = [await stack.enter_async_context(service(stages=stages)) for _ in range(count)]
         there = [it.joined for it in services[: count if joined is None else joined]]
         it = Fleet(services, Changing(there), settings)
-        app = gateway_app(it.front, key=key, clients=clients)
-        await it.front.start()
+        app = gateway_app(it.gateway, key=key, clients=clients)
+        await it.gateway.start()
         it.url = await stack.enter_async_context(serve(app))
         it.client = await stack.enter_async_context(RolloutClient(it.url, key))
         async with asyncio.timeout(30):
-            while len(it.front.dispatcher.statuses) < len(there):
+            while len(it.gateway.dispatcher.statuses) < len(there):
                 await asyncio.sleep(0.01)
         yield it
-        await it.front.close()
+        await it.gateway.close()

@@ -23,7 +23,7 @@ from nemo_gym_prorl.rollout.api.schemas import JobView, TurnView
 from nemo_gym_prorl.rollout.job import JobState
 from tests.agent.test_keys import certificate  # noqa: F401
 from tests.fleet.fleets import Fleet, fleet, service
-from tests.fleet.test_front import HELD, lasting, outcomes, until
+from tests.fleet.test_gateway import HELD, lasting, outcomes, until
 from tests.rollout.command_line import prorl, write
 from tests.rollout.serving import serve
 
@@ -79,7 +79,7 @@ async def test_what_is_no_node_is_named_and_gets_nothing(hasty: None, certificat
         }
         for name, url in bad.items():
             there.nodes.tell(NodeJoined(name, RolloutClient(url)))
-        await until(lambda: len(there.front.dispatcher.nodes) == 5)
+        await until(lambda: len(there.gateway.dispatcher.nodes) == 5)
         for i in range(30):
             await there.client.submit(lasting(0.01), id=f"r{i}")
         jobs = await outcomes(there, 30)
@@ -130,12 +130,12 @@ async def test_of_a_node_that_is_cut_off_all_begins_elsewhere_and_what_it_says_l
     cut = Cut()
     async with fleet(1) as there, service() as node, cut.before(node.url) as url:
         there.nodes.tell(NodeJoined("far", RolloutClient(url)))
-        await until(lambda: len(there.front.dispatcher.statuses) == 2)
+        await until(lambda: len(there.gateway.dispatcher.statuses) == 2)
         for i in range(8):
             await there.client.submit(HELD, id=f"r{i}")
         await until(lambda: len(node.handler.sessions) == 3)
         cut.passes.clear()
-        await until(lambda: not there.front.dispatcher.nodes["far"])
+        await until(lambda: not there.gateway.dispatcher.nodes["far"])
         node.handler.let_go.set()
         there.handlers[0].let_go.set()
         jobs = await outcomes(there, 8)
@@ -144,7 +144,7 @@ async def test_of_a_node_that_is_cut_off_all_begins_elsewhere_and_what_it_says_l
         assert [failure.kind for failure in lost] == [FailureKind.SESSION_LOST] * 4
         assert [failure.reason for failure in lost] == [f"{url} does not answer"] * 4
         cut.passes.set()
-        await until(lambda: there.front.dispatcher.nodes["far"])
+        await until(lambda: there.gateway.dispatcher.nodes["far"])
         await until(lambda: not node.pipeline.store.live())
         assert len((await there.client.ended("0")).rollouts) == 8
         before = node.handler.calls.total()
@@ -173,7 +173,7 @@ async def test_submit_names_what_is_no_use_and_goes_on_with_the_others(
 
 
 async def test_what_a_lost_service_had_is_submitted_elsewhere(hasty: None, tmp_path: Path) -> None:
-    """Without a front, too: nothing is missing from the results."""
+    """Without a gateway, too: nothing is missing from the results."""
     rows, output, cut = write(tmp_path / "rows.jsonl", *[lasting(1.5)] * 8), tmp_path / "results.jsonl", Cut()
     async with service() as far, service() as near, cut.before(far.url) as url:
 
@@ -207,14 +207,14 @@ async def test_a_node_that_lies_harms_no_other_rollout(lie: dict[str, Any], monk
     monkeypatch.setattr(gateway_module, "MAX_LOST_NODES", 2)
     monkeypatch.setattr(forwarder, "RETRY_S", 0.05)
     async with fleet(1) as there:
-        (carried,) = there.front.dispatcher._forwarders.values()
+        (carried,) = there.gateway.dispatcher._forwarders.values()
         get, lies = carried.client.get, True
 
         async def lying(rollout: str, **options: Any) -> JobView:
             view = await get(rollout, **options)
             if not (lies and rollout.startswith("a~") and view.state.terminal):
                 return view
-            other = next((one for one in there.front._jobs if one.startswith(str(lie.get("id")))), "who")
+            other = next((one for one in there.gateway._jobs if one.startswith(str(lie.get("id")))), "who")
             return view.model_copy(update=lie | ({"id": other} if "id" in lie else {}))
 
         monkeypatch.setattr(carried.client, "get", lying)

@@ -37,7 +37,7 @@ from tests.rollout.command_line import prorl
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
 from tests.rollout.test_api import FOREVER, reach, row
-from tests.rollout.test_wire import Backends
+from tests.rollout.test_original_wire import Backends
 
 
 OF = {"alice": {"name": "alice", "hash": hash_of("a")}, "bob": {"name": "bob", "hash": hash_of("b"), "share": 3}}

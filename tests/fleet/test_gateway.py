@@ -63,7 +63,7 @@ async def test_no_node_is_given_more_than_its_window_and_all_are_used() -> None:
     async with fleet(3) as there:
         await asyncio.gather(*(there.client.submit(lasting(0.05), id=f"r{i}", group=f"g{i // 4}") for i in range(40)))
         most = 0
-        while len(there.front.store.live()):
+        while len(there.gateway.store.live()):
             for it in there.services:
                 held = sum(job.state not in ("evaluating",) for job in it.pipeline.store.live())
                 most = max(most, held)
@@ -79,7 +79,7 @@ async def test_no_node_is_given_more_than_its_window_and_all_are_used() -> None:
 async def test_a_result_is_what_the_node_has() -> None:
     async with service(Scorer()) as node, fleet(0) as there:
         there.nodes.tell(node.joined)
-        await until(lambda: there.front.dispatcher.statuses)
+        await until(lambda: there.gateway.dispatcher.statuses)
         row = ROW | {"rewards": [0.5], "long": True, "labels": ["7"]}
         await there.client.submit(row, id="a:b:0:0", group="g", client="me", priority=3, run="x", max_attempts=2)
         seen = await there.client.wait("a:b:0:0")
@@ -102,7 +102,7 @@ async def test_what_a_lost_node_ran_is_run_elsewhere_and_what_it_says_later_conc
         await until(lambda: all(len(handler.sessions) == 3 for handler in there.handlers))
         lost, kept = there.services
         there.nodes.tell(NodeLeft(lost.joined.node, "it was unplugged"))
-        await until(lambda: len(there.front.dispatcher.nodes) == 1)
+        await until(lambda: len(there.gateway.dispatcher.nodes) == 1)
         lost.handler.let_go.set()  # it goes on, cut off
         kept.handler.let_go.set()
         jobs = await outcomes(there, 8)
@@ -126,7 +126,7 @@ async def test_without_a_folder_that_nodes_share_nothing_is_forked(
         async with http.post("/v1/rollouts/r/fork") as response:
             assert (response.status, (await response.json())["errors"][0]["field"]) == (422, "checkpoint_folder")
         there.services[0].pipeline.shared = SharedCheckpoints(tmp_path)
-        await until(lambda: there.front.status().environments and there.front._shares)
+        await until(lambda: there.gateway.status().environments and there.gateway._shares)
         async with http.post("/v1/rollouts/r/fork") as response:
             assert (response.status, (await response.json())["type"].rpartition(":")[2]) == (
                 410,
@@ -146,7 +146,7 @@ async def test_a_node_with_another_folder_is_named_and_gets_nothing(
                 folder.mkdir()
                 node.pipeline.shared = SharedCheckpoints(folder)
             there.nodes.tell(node.joined)
-            await until(lambda: len(there.front.dispatcher.statuses) > number)  # noqa: B023
+            await until(lambda: len(there.gateway.dispatcher.statuses) > number)  # noqa: B023
         for i in range(8):
             await there.client.submit(lasting(0.2), id=f"r{i}")
         await outcomes(there, 8)
@@ -186,7 +186,7 @@ async def test_a_node_that_drains_gets_nothing_new_and_loses_nothing() -> None:
             await there.client.submit(HELD, id=f"r{i}")
         await until(lambda: len(there.handlers[1].sessions) == 3)
         assert not there.handlers[0].calls
-        there.front.dispatcher.drain(first, False)
+        there.gateway.dispatcher.drain(first, False)
         await until(lambda: there.handlers[0].sessions)
         for handler in there.handlers:
             handler.let_go.set()
@@ -196,16 +196,16 @@ async def test_a_node_that_drains_gets_nothing_new_and_loses_nothing() -> None:
 async def test_what_waits_and_what_runs_is_cancelled() -> None:
     async with fleet(1, joined=1) as there, service() as another:
         there.nodes.tell(another.joined)  # with two nodes there are windows
-        await until(lambda: len(there.front.dispatcher.statuses) == 2)
+        await until(lambda: len(there.gateway.dispatcher.statuses) == 2)
         for i in range(10):
             await there.client.submit(HELD, id=f"r{i}", group="g")
-        await until(lambda: there.front.dispatcher.waiting == 2)
+        await until(lambda: there.gateway.dispatcher.waiting == 2)
         answer = await there.client.cancel(group="g")
         assert {job.state for job in answer.rollouts} == {JobState.CANCELLED}
         assert {job.failure.kind for job in answer.rollouts if job.failure} == {FailureKind.CANCELLED}
         assert not there.handlers[0].sessions
         assert not another.handler.sessions
-        assert not there.front.store.live()
+        assert not there.gateway.store.live()
         await there.client.submit(ROW, id="s")
         assert (await there.client.wait("s")).state is JobState.SUCCEEDED
 
@@ -217,26 +217,26 @@ async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts(
     monkeypatch.setattr(forwarder, "RETRY_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    front = FleetGateway(Changing([NodeJoined("n", RolloutClient(f"http://127.0.0.1:{port}"))]))
+    gateway = FleetGateway(Changing([NodeJoined("n", RolloutClient(f"http://127.0.0.1:{port}"))]))
     lives: list[Service] = []
     for number in range(MAX_LOST_NODES):
         it = Service(PlannedHandler(), SMALL)
         lives.append(it)
         async with serve(it.app(), port):
             if not number:
-                await front.start()
-                await until(lambda: front.dispatcher.statuses)
-                job = await front.accept(JobRequest(HELD, id="poison"))
+                await gateway.start()
+                await until(lambda: gateway.dispatcher.statuses)
+                job = await gateway.accept(JobRequest(HELD, id="poison"))
             await until(lambda: lives[-1].handler.sessions)
     async with serve(Service(PlannedHandler(), SMALL).app(), port):
-        assert await front.wait(job, 30)
+        assert await gateway.wait(job, 30)
     assert job.outcome is not None
     assert job.outcome.failure is not None
     assert job.outcome.failure.kind is FailureKind.SESSION_LOST
     assert len(job.failures) == MAX_LOST_NODES
     names = {call[0] for it in lives for call in it.handler.calls}
     assert len(names) == MAX_LOST_NODES, "each try has an id of its own, and is told of those before"
-    await front.close()
+    await gateway.close()
     for it in lives:
         it.handler.let_go.set()
         await it.pipeline.close()
@@ -249,7 +249,7 @@ async def test_groups_that_are_scored_together_stay_together() -> None:
             together = replace(it.pipeline.environments.environment(name), scores_groups_of=4)
             it.pipeline.environments._all[name] = together
         views = [it.pipeline.status() for it in there.services]
-        await until(lambda: [*there.front.dispatcher.statuses.values()] == views)
+        await until(lambda: [*there.gateway.dispatcher.statuses.values()] == views)
         for i in range(24):
             await there.client.submit(lasting(0.01), id=f"r{i}", group=f"g{i // 4}")
         await outcomes(there, 24)
