@@ -97,7 +97,7 @@ async def fleet(
     key: str | None = None,
     clients: Path | None = None,
 ) -> AsyncIterator[Fleet]:
-    """A gateway before services, of which the first ``joined`` are there, and have said how they are; by default all."""
+    """Start a gateway and services, the first ``joined`` of which are its nodes; by default all."""
     async with AsyncExitStack() as stack:
         services = [await stack.enter_async_context(service(stages=stages)) for _ in range(count)]
         there = [it.joined for it in services[: count if joined is None else joined]]
