@@ -193,7 +193,7 @@ class FleetDispatcher:
     def unusable_nodes(self) -> dict[str, str]:
         """Return the nodes that get no rollouts, each with the reason."""
         reasons = {
-            view.node: self._forwarders[view.node].mismatch
+            view.node: self._forwarders[view.node].last_error
             or ("it drains" if view.draining else "its size is not known yet" if not view.usable else "")
             or self._rejected.get(view.node, "")
             for view in self.views()

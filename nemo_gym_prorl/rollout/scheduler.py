@@ -129,7 +129,7 @@ class StageScheduler:
 
     def is_waiting(self, job_id: str) -> bool:
         """Return whether the job is queued or waits for siblings."""
-        return self._jobs[job_id].where in _WAITS
+        return self._jobs[job_id].position in _WAITS
 
     def is_held(self, job_id: str) -> bool:
         """Return whether the job waits for, or is worked on by, a stage on hold."""
