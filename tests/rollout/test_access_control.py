@@ -89,7 +89,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     path.chmod(0o600)
     with pytest.raises(CallerError, match=r"keys\.yaml"):
         read_clients(path)
-    with pytest.raises(CallerError, match=r"No such file or directory; `prorl key new` makes one"):
+    with pytest.raises(CallerError, match=r"No such file or directory; `prorl key new` creates it"):
         read_clients(tmp_path / "none.yaml")
 
 
@@ -115,7 +115,7 @@ def test_a_file_that_changes_is_taken_and_one_that_is_wrong_changes_nothing(
             assert keys.caller("b") is not None
             now += 1.1
             assert keys.caller("b") is not None
-        assert "the keys stay as they were before" in caplog.text
+        assert "the previous keys stay valid" in caplog.text
         assert len(caplog.records) == 1, "told once"
         caplog.clear()
     write(path, OF["alice"])
@@ -359,7 +359,7 @@ async def test_the_log_tells_of_every_call_that_only_an_administrator_may_make(
             await at.call("admin", "DELETE", "/v1/rollouts/s")
             await at.admin.status()
             await at.alice.cancel(["r"])
-        told = [record.getMessage() for record in caplog.records if record.name.endswith("access")]
+        told = [record.getMessage() for record in caplog.records if record.name.endswith("key_guard")]
         assert told == [
             "admin: POST '/v1/drain' by the deployment from 127.0.0.1: 200",
             "admin: POST '/v1/resume' by the deployment from 127.0.0.1: 200",

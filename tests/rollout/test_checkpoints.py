@@ -126,7 +126,7 @@ def test_what_rollouts_have_is_renewed_as_long_as_they_have_it() -> None:
 
     async def play() -> None:
         handler = Keeping()
-        settings = PipelineSettings(budgets=Budgets(run=1e6), checkpoint_s=2 * ORPHAN_S)
+        settings = PipelineSettings(budgets=Budgets(run=6e5), checkpoint_s=2 * ORPHAN_S)
         pipeline = Bench(settings, handler).pipeline()
         for turn, seconds in ((1, 3 * ORPHAN_S), (2, 0.0)):
             pipeline.submit(JobRequest({"turn": turn, "plan": {"run": [Act("ok", seconds)]}}))
@@ -274,7 +274,7 @@ async def test_one_that_is_damaged_is_passed_over(how: str, services: tuple[Serv
     assert job.latest_checkpoint is None
     assert [failure.kind for failure in job.failures] == [FailureKind.SESSION_LOST]
     assert "restarts from its row" in job.failures[0].reason
-    with pytest.raises(CallerError, match="is gone"):
+    with pytest.raises(CallerError, match="is lost"):
         await other.shared.restore(other.job("fork", ResumePoint(parents=("try-1",), turn=1)), unpack)
 
 
@@ -368,7 +368,7 @@ class Keeps(PlannedHandler):
 
 
 async def parent_at(stages: PoolSizes, max_queued: int = 100, journal: Journal | None = None) -> tuple[Pipeline, Job]:
-    settings = PipelineSettings(stages=stages, max_queued=max_queued, checkpoint_s=0.0)
+    settings = PipelineSettings(stages=stages, max_queued=max_queued, checkpoint_s=1e-3)
     pipeline = Pipeline(Environments.of(Keeps()), settings, journal=journal)
     pipeline.start()
     parent = await pipeline.accept(JobRequest(dict(HELD), id="parent"))

@@ -52,7 +52,9 @@ requests = st.builds(
     st.integers(0, 1),
     st.sampled_from(["answer"] * 5 + ["raise", "exit", *RETURNS_OF_ON_FAILURE]),
 )
-sizes = st.builds(PoolSizes, st.integers(1, 3), st.integers(0, 2), st.integers(1, 3), st.integers(1, 2))
+sizes = st.builds(
+    PoolSizes, init=st.integers(1, 3), ready=st.integers(0, 2), run=st.integers(1, 3), eval=st.integers(1, 2)
+)
 arrivals = st.lists(
     st.tuples(requests, st.sampled_from([0.0, 0.5, 7.0]), st.none() | st.sampled_from([0.0, 1.5, 12.0, 40.0])),
     min_size=1,
