@@ -29,7 +29,7 @@ from benchmarks.model_agents import Agent, EchoingAgent, KeepAliveClient, Sharin
 from benchmarks.report import Row, parser, publish, quantile
 from benchmarks.servers import MODEL_SERVER, PEER_MODEL_SERVER, Process, engine, model_server
 from benchmarks.stand_in_engine import OBSERVED, pieces
-from nemo_gym_prorl.http.process import raise_open_file_limit
+from nemo_gym_prorl.http.server_process import raise_open_file_limit
 
 
 ENGINE_S = 1.0

@@ -33,8 +33,8 @@ from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Origin
 from nemo_gym_prorl.fleet.dispatcher import SURVEY_S
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.schemas import JobView
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from tests.deployment.raylets import raylets
 

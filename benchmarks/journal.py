@@ -18,10 +18,10 @@ from benchmarks.pipeline import STAGES, SleepingHandler, new_pipeline, post_runs
 from benchmarks.report import Row, median, parser, publish
 from benchmarks.servers import AGENT, REPO, agent_server, instant_servers
 from nemo_gym_prorl.failures import Stage
+from nemo_gym_prorl.rollout.gym_rows import row_digest
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
-from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.request import Cursor, JobRequest
-from nemo_gym_prorl.rollout.rows import row_digest
+from nemo_gym_prorl.rollout.storage.journal import Journal
 
 
 WITHOUT = "the same service without"
@@ -78,7 +78,7 @@ async def start(ended: int, live: int) -> list[Row]:
         await pipeline.accept(JobRequest(row))
         await pipeline.store.ended_after(Cursor(pipeline.store.epoch, 0), 1000, content=True)
         serves_s = time.perf_counter() - started
-        await pipeline.store.all_here()
+        await pipeline.store.wait_for_recovery()
         whole_s = time.perf_counter() - started
         assert len(pipeline.store.live()) == live + 1
         assert journal.end == ended

@@ -22,14 +22,13 @@ import orjson
 from benchmarks.report import Row, median, parser, publish
 from benchmarks.servers import AGENT, PEER_AGENT, agent_server, instant_servers
 from nemo_gym_prorl.failures import Failure, Stage
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import TokenForm
 from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.schemas import TokenForm
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
 
 
 POOLS = PoolSizes(init=2, ready=4, run=8, eval=3)

@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with a rollout, in one vocabulary.
+"""Failure kinds and origins, the hierarchy of errors, and their classification.
 
-Three questions are kept apart, because mixing them is how infrastructure trouble ends up as reward 0:
+A failure has three parts:
 
-- *What happened?* A failure **kind**: one of the low-cardinality names of NeMo Gym 0.7's ``failure_kinds.py``, also
-  used on Gym 0.4, which does not define them yet, or ``bad_row``. Safe as a metric label.
-- *Whose fault is it?* An **origin**: infrastructure, agent, task or caller. It decides whether a retry can help.
-- *What is the detail?* A **reason**, free text for people, never a label.
+- **kind**: what happened. One of the low-cardinality names of NeMo Gym 0.7's ``failure_kinds.py``, or ``bad_row``.
+  Kinds are safe as metric labels, and are used on Gym 0.4 too, which does not define them.
+- **origin**: infrastructure, agent, task or caller. The origin decides whether a retry can help.
+- **reason**: free text for people, never a label.
 
-Exceptions are classified exactly once, where a stage ends (:func:`classify`). Whatever has a :class:`Failure` has no
-reward: a failed rollout is masked, retried or dropped, never scored.
+:func:`classify` turns each exception into a :class:`Failure` exactly once, where a stage ends. A rollout with a
+failure has no reward: it is masked, retried or dropped, never scored.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 
-OF_THE_MACHINE = frozenset(
+MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
 )
-"""System calls' errors that are nobody's request's fault: the same may well succeed elsewhere."""
+"""Errors of system calls that the state of the machine causes, not the request: a retry elsewhere may succeed."""
 
 FAILURE_KIND_HEADER = "X-ProRL-Failure-Kind"
-"""Response header of a server whose answer is its own trouble rather than an observation or a reward."""
+"""Response header that marks an answer as a failure of the server, rather than an observation or a reward."""
 
 
 class FailureKind(StrEnum):
-    """How a rollout can end without a reward: names of NeMo Gym 0.7's shared vocabulary, and ``bad_row``."""
+    """Ways in which a rollout ends without a reward: the shared vocabulary of NeMo Gym 0.7, and ``bad_row``."""
 
     BAD_ROW = "bad_row"
-    """The row itself is wrong. Gym's vocabulary has no name for this: there it is any request that failed."""
+    """The row itself is wrong. Gym's vocabulary has no such name; Gym reports any failed request instead."""
 
     TRANSPORT_UNREACHABLE = "transport_unreachable"
     TRANSPORT_PEER_DROP = "transport_peer_drop"
@@ -58,20 +58,20 @@ class FailureKind(StrEnum):
 
 
 class Origin(StrEnum):
-    """Whose doing a failure is."""
+    """Party that caused a failure."""
 
     INFRASTRUCTURE = "infrastructure"
-    """A machine, network, sandbox or server of ours. The same rollout may well succeed elsewhere or later."""
+    """A machine, network, sandbox or server of the deployment. The same rollout may succeed elsewhere or later."""
     AGENT = "agent"
-    """What the policy did: ran out of its time, say. Doing it again is a new sample, not a retry."""
+    """An action of the policy, such as using up its time. Another attempt would be a new sample, not a retry."""
     TASK = "task"
-    """The task itself is broken: a row whose tests cannot run for anybody."""
+    """The task itself is broken, such as a row whose tests cannot run anywhere."""
     CALLER = "caller"
-    """The request was wrong, or the caller took it back."""
+    """The request was wrong, or the caller cancelled the rollout."""
 
 
 class Stage(StrEnum):
-    """The three stages of a rollout that do work; waiting between them is nobody's time."""
+    """The three stages of a rollout that do work. Waiting between stages is charged to no budget."""
 
     INIT = "init"
     RUN = "run"
@@ -79,10 +79,10 @@ class Stage(StrEnum):
 
 
 class RolloutError(Exception):
-    """Base of every error that this package raises on purpose.
+    """Base class of every error that this package raises on purpose.
 
     Args:
-        reason: what happened and how to mend it, for a person.
+        reason: what failed and how to fix it, for a person.
         kind: the failure kind; each subclass has a default.
     """
 
@@ -97,14 +97,15 @@ class RolloutError(Exception):
 
 
 class InfrastructureError(RolloutError):
-    """A machine, network, sandbox or server failed; retried within the job's attempts.
+    """A machine, network, sandbox or server failed. The pipeline retries within the job's attempts.
 
     Args:
-        reason: what happened and how to mend it, for a person.
+        reason: what failed and how to fix it, for a person.
         kind: the failure kind.
-        server: name of the server whose connection failed, as the handler's ``unreachable`` names it; no new rollout
-            begins while it cannot be reached. ``None`` if it was not a connection that failed.
-        field: what is wrong in the configuration of a server of ours, e.g. ``"image"``; ``None`` if nothing is.
+        server: name of the server whose connection failed, as the handler's ``unreachable`` reports it. No new rollout
+            starts while that server is unreachable. ``None`` if no connection failed.
+        field: the wrong field in the configuration of one of our servers, such as ``"image"``; ``None`` if no field is
+            wrong.
     """
 
     origin = Origin.INFRASTRUCTURE
@@ -119,14 +120,14 @@ class InfrastructureError(RolloutError):
 
 
 class AgentError(RolloutError):
-    """The agent's own doing ended the rollout."""
+    """An action of the agent ended the rollout."""
 
     origin = Origin.AGENT
     default_kind = FailureKind.AGENT_RUN_ERROR
 
 
 class TaskError(RolloutError):
-    """The task cannot be run or scored by anybody; a retry would only repeat it."""
+    """The task cannot be run or scored anywhere, so a retry would fail again."""
 
     origin = Origin.TASK
     default_kind = FailureKind.VERIFIER_ERROR
@@ -136,13 +137,14 @@ class CallerError(RolloutError):
     """The request is wrong.
 
     Attributes:
-        http_status: with which a server of ours answers.
+        http_status: HTTP status of the answer.
         problem: stable name of the problem document (``nemo_gym_prorl.http.problems``).
-        retry_after_s: when asking again can help; ``None`` if it cannot.
+        retry_after_s: seconds after which a retry can help; ``None`` if no retry can.
 
     Args:
-        reason: what is wrong and how to mend it.
-        field: path of the offending field, e.g. ``"row.responses_create_params"``; ``None`` if it is not one field.
+        reason: what is wrong and how to fix it.
+        field: path of the wrong field, such as ``"row.responses_create_params"``; ``None`` if no single field is
+            wrong.
     """
 
     origin = Origin.CALLER
@@ -158,18 +160,18 @@ class CallerError(RolloutError):
 
 
 class BudgetExceeded(RolloutError):
-    """A stage used up its time budget. What that means depends on the stage: see :func:`classify`."""
+    """A stage used up its time budget. :func:`classify` documents the consequence for each stage."""
 
     def __init__(self, stage: Stage, budget_s: float) -> None:
         super().__init__(f"{stage} used up its budget of {budget_s:g} s", kind=_BUDGET_KINDS[stage])
         self.stage = stage
         self.budget_s = budget_s
-        # A slow agent is the agent's doing; slow set-up and slow scoring are not.
+        # A slow agent is caused by the policy; slow set-up and slow scoring are not.
         self.origin = Origin.AGENT if stage is Stage.RUN else Origin.INFRASTRUCTURE
 
 
 class JobCancelled(RolloutError):
-    """The job was cancelled: by its caller, because the caller is gone, or by a drain."""
+    """The job was cancelled: by its caller, because the caller disconnected, or by a drain."""
 
     origin = Origin.CALLER
     default_kind = FailureKind.CANCELLED
@@ -199,12 +201,12 @@ class Failure:
 
     Attributes:
         kind: what happened.
-        origin: whose doing it is.
-        stage: where it happened; ``None`` while the job waited in a queue.
-        reason: free text for a person; always text that UTF-8 can carry, of bounded length.
+        origin: the party that caused the failure.
+        stage: where the failure happened; ``None`` while the job waited in a queue.
+        reason: free text for a person, encodable as UTF-8 and of bounded length.
         timed_out: a stage budget ran out; the job ends as ``timed_out`` rather than ``failed``.
-        server: the server whose connection failed, if its handler named one.
-        traceback: the end of the traceback of an exception that nobody raised on purpose.
+        server: the server whose connection failed, if the handler named the server.
+        traceback: the end of the traceback of an unexpected exception.
     """
 
     kind: FailureKind
@@ -217,18 +219,18 @@ class Failure:
 
     @property
     def retryable(self) -> bool:
-        """Only infrastructure is worth a second try; the cap on tries is the job's own."""
+        """Whether a retry can help: only for infrastructure. The job limits the number of attempts."""
         return self.origin is Origin.INFRASTRUCTURE
 
     @property
     def connection_lost(self) -> bool:
-        """The connection to a server that has a name failed: it may be gone for everybody."""
+        """Whether the connection to a named server failed, so that the server may be down for every rollout."""
         return self.server is not None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a complaint about an unknown name: the nearest known name, and all of them."""
-    from difflib import get_close_matches  # the supervisor of sandboxes, which never suggests, is to stay small
+    """Return the end of a message about an unknown name: the nearest known name, and all known names."""
+    from difflib import get_close_matches  # lazy: the sandbox supervisor must stay small and never calls this
 
     known = sorted(known)
     nearest = get_close_matches(name, known, 1, 0.5)
@@ -237,11 +239,11 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def classify(error: BaseException, stage: Stage | None) -> Failure:
-    """Turn whatever a stage raised into one :class:`Failure`; never raises, whatever the exception is like.
+    """Turn any exception of a stage into one :class:`Failure`; never raises.
 
-    Our own errors say what they are. Foreign ones are judged by type: a time-out or a broken connection is transport;
-    anything else is a defect of a handler or server, which is infrastructure, since it says nothing about the policy.
-    Of several that were raised together (an exception group) one of ours counts first.
+    Errors of this package carry kind and origin. Foreign errors are judged by type: time-outs and broken connections
+    are transport failures. Any other exception is a defect of a handler or server, hence infrastructure: the exception
+    says nothing about the policy. Of an exception group, the first error of this package counts.
     """
     if isinstance(error, BaseExceptionGroup):
         leaves = _leaves(error)
@@ -256,7 +258,7 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
             timed_out=isinstance(error, BudgetExceeded),
             server=clean_text(server) if (server := getattr(error, "server", None)) is not None else None,
         )
-    # The supervisor of sandboxes, which has no such loop and is forked all the time, is to stay small.
+    # Lazy: the sandbox supervisor is forked often, must stay small and has no event loop.
     from asyncio import CancelledError
 
     if isinstance(error, CancelledError):
@@ -275,9 +277,9 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
     return Failure(unexpected, Origin.INFRASTRUCTURE, stage, reason, traceback=trace)
 
 
-def forget_traces(error: BaseException | None) -> None:
-    """Let go of the frames that an error has gone through, once it is classified: whatever they worked on stays else
-    until the collector of cycles comes, since most of them hold the task or the future that holds the error."""
+def drop_tracebacks(error: BaseException | None) -> None:
+    """Drop the frames of a classified error. Most frames hold the task or future that holds the error, so their memory
+    would otherwise stay until the cycle collector runs."""
     todo, seen = [error], set[int]()
     while todo:
         one = todo.pop()
@@ -289,12 +291,12 @@ def forget_traces(error: BaseException | None) -> None:
 
 
 def unexpected_kind(stage: Stage | None) -> FailureKind:
-    """The kind of a failure in a stage that nobody foresaw."""
+    """Return the kind of an unexpected failure in a stage."""
     return _UNEXPECTED_KINDS[stage] if stage else FailureKind.AGENT_RUN_ERROR
 
 
 def _refused(error: OSError) -> bool:
-    # A client library's own OSError has the number, but is none of Python's subclasses.
+    # The OSError of a client library has the errno, but is no ConnectionRefusedError.
     return isinstance(error, ConnectionRefusedError) or error.errno in _UNREACHABLE
 
 
@@ -306,7 +308,7 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
 
 
 def _member[E: StrEnum](enum: type[E], value: Any, default: E) -> E:
-    """``value`` as a member; a plug-in may have written anything."""
+    """Return ``value`` as a member; a plug-in may have set any value."""
     try:
         return enum(value)
     except ValueError:
@@ -317,11 +319,11 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
-        return "(its text cannot be had)"
+        return "(no text: str() of the exception failed)"
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can carry it: half a surrogate pair it cannot."""
+    """Return whether UTF-8 can encode ``value``; half a surrogate pair cannot be encoded."""
     if value.isascii():
         return True
     try:
@@ -332,7 +334,7 @@ def is_text(value: str) -> bool:
 
 
 def clean_text(text: Any, limit: int = _TEXT_LIMIT, *, end: bool = False) -> str:
-    """Text of bounded length that UTF-8 can carry: file names and terminals bring lone surrogates."""
+    """Return text of bounded length that UTF-8 can encode. File names and terminals produce lone surrogates."""
     text = str(text).encode("utf-8", "backslashreplace").decode()
     if len(text) <= limit:
         return str(text)

@@ -19,15 +19,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from nemo_gym_prorl import background
 from nemo_gym_prorl.background import PROCESS_LOOPS, BackgroundLoops
 from nemo_gym_prorl.fleet import dispatcher
-from nemo_gym_prorl.fleet.front import Front, front_app
+from nemo_gym_prorl.fleet.gateway import FleetGateway, gateway_app
 from nemo_gym_prorl.http.applications import LoopMetrics, health_router
 from nemo_gym_prorl.http.problems import MEDIA_TYPE
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.pool.backend import Probe
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.journal import Journal
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.storage.journal import Journal
 from nemo_gym_prorl.sandbox.supervisor import server as supervisor_server
 from nemo_gym_prorl.sandbox.supervisor.server import Supervisor
 from nemo_gym_prorl.tasks.sessions import Sessions
@@ -75,9 +75,9 @@ async def model_server(folder: Path) -> AsyncIterator[str]:
 @asynccontextmanager
 async def front(folder: Path) -> AsyncIterator[str]:
     async with service() as node:
-        at = Front(Changing([node.joined]), say=lambda what: None)
+        at = FleetGateway(Changing([node.joined]), report=lambda what: None)
         await at.start()
-        async with serve(front_app(at, key=None)) as url:
+        async with serve(gateway_app(at, key=None)) as url:
             yield url
         await at.close()
 

@@ -33,8 +33,8 @@ from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, ScriptedPolicy
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME, ScriptTurn, parse_script
-from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.steps import gym_reads_trajectories
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.turns import gym_reads_trajectories
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.images.entries import silent

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from nemo_gym_prorl.agent.gym_environments import ServiceConfig
 from nemo_gym_prorl.policy.runtime import PolicyConfig
-from nemo_gym_prorl.rollout.schemas import SubmitRequest
+from nemo_gym_prorl.rollout.api.schemas import SubmitRequest
 from nemo_gym_prorl.servers.agent_server import ProRLAgentConfig
 from nemo_gym_prorl.servers.model_server import ProrlModelConfig
 from nemo_gym_prorl.servers.server_config import ServerConfig

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.http.access import KeyGuard, check_exposure
-from nemo_gym_prorl.http.applications import DirectRoutes, put_in_front, served
+from nemo_gym_prorl.http.applications import DirectRoutes, served, wrap_outermost
+from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.http.problems import ProblemError
 from tests.rollout.serving import serve
@@ -60,7 +60,7 @@ async def echo(request: Request) -> Response:
 
 def application(route: Any) -> FastAPI:
     app = FastAPI()
-    put_in_front(app, lambda rest: DirectRoutes(rest, {"/run": route}))
+    wrap_outermost(app, lambda rest: DirectRoutes(rest, {"/run": route}))
 
     @app.middleware("http")  # as Gym adds one of its own when it has got the application
     async def late(request: Request, call_next: Any) -> Response:

@@ -35,7 +35,7 @@ from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.deployment.deployment import GymDeployment
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 

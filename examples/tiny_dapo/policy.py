@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nemo_gym_prorl.dapo.runner import TrainingBatch
-from nemo_gym_prorl.rollout.rows import Turn
+from nemo_gym_prorl.rollout.gym_rows import TurnTokens
 
 
 CONTEXT = 256
@@ -135,7 +135,7 @@ def padded(sequences: Sequence[tuple[list[int], list[bool]]]) -> tuple[Tensor, T
     return ids, mask
 
 
-def sample_of(turns: Sequence[Turn], advantage: float) -> Sample:
+def sample_of(turns: Sequence[TurnTokens], advantage: float) -> Sample:
     """Return the training sample of a rollout's turns.
 
     Raises:

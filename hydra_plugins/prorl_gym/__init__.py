@@ -6,7 +6,7 @@ Gym reads its command line with Hydra, and Hydra loads what lies in ``hydra_plug
 two environment variables that our configuration files name for ``uv_venv_dir`` and ``skip_venv_if_present``
 (see :mod:`nemo_gym_prorl.deployment.venvs`). They have no effect on configurations without our servers, and options on
 the command line win. A third variable names this process to our servers, which end with it
-(:mod:`nemo_gym_prorl.http.process`).
+(:mod:`nemo_gym_prorl.http.server_process`).
 """
 
 import os
@@ -15,7 +15,7 @@ import sys
 
 def _share_environment() -> None:
     from nemo_gym_prorl.deployment import venvs
-    from nemo_gym_prorl.http.process import STARTER_VARIABLE
+    from nemo_gym_prorl.http.server_process import STARTER_VARIABLE
 
     os.environ[STARTER_VARIABLE] = str(os.getpid())
     try:

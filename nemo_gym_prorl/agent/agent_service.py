@@ -4,7 +4,7 @@
 
 What ``/run`` answers where a rollout failed depends on who asks: :func:`~.failure_rows.run_status`. And since Gym's
 client posts a call again when its connection drops, an identical row that arrives while the first still runs joins it
-(:class:`~nemo_gym_prorl.rollout.callers.AttachedCallers`) instead of doing the work twice.
+(:class:`~nemo_gym_prorl.rollout.api.attached_callers.AttachedCallers`) instead of doing the work twice.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from nemo_gym_prorl.agent.run_rows import (
     run_status,
 )
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
-from nemo_gym_prorl.http.access import KeyGuard, RouteScopes, caller_in
-from nemo_gym_prorl.http.applications import also_by_tls, check_certificate
+from nemo_gym_prorl.http.applications import check_certificate, serve_tls
+from nemo_gym_prorl.http.key_guard import KeyGuard, RouteScopes, caller_in
 from nemo_gym_prorl.http.problems import ProblemError
-from nemo_gym_prorl.rollout.access_control import ROUTES, KeysFile, own_key, submitted_by
-from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
-from nemo_gym_prorl.rollout.callers import AttachedCallers
-from nemo_gym_prorl.rollout.checkpoints import CHECKPOINT_FOLDER, SharedCheckpoints
+from nemo_gym_prorl.rollout.api.access_control import ROUTES, KeysFile, scoped_key, submitted_by
+from nemo_gym_prorl.rollout.api.attached_callers import AttachedCallers
+from nemo_gym_prorl.rollout.api.original_wire import wire_router
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.gym_rows import read_json
 from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import Draining, JobConflict, NotYours
-from nemo_gym_prorl.rollout.rows import read_json
-from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
-from nemo_gym_prorl.rollout.wire import wire_router
+from nemo_gym_prorl.rollout.request import Draining, JobConflict, NotOwner
+from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, SharedCheckpoints
+from nemo_gym_prorl.rollout.storage.journal import Journal
+from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
 
 
 SCOPES = RouteScopes(ROUTES)
@@ -109,7 +109,7 @@ class AgentService:
         journal = None if config.journal is None else Journal(config.journal, *keep)
         folder = gym_config.get(CHECKPOINT_FOLDER)
         shared = None if folder is None else SharedCheckpoints(Path(str(folder)))
-        self.pipeline = Pipeline(environments, config.pipeline_settings(), journal=journal, shared=shared)
+        self.pipeline = Pipeline(environments, config, journal=journal, shared=shared)
         self.metrics = PipelineMetrics(self.pipeline)
         self._callers = AttachedCallers(self.pipeline, config.caller_grace_s)
         self._clients = KeysFile(config.keys_file, self.pipeline.share) if config.keys_file is not None else None
@@ -118,12 +118,12 @@ class AgentService:
         """The door by TLS, where there is one, for as long as the service lives.
 
         Raises:
-            CallerError: see :func:`also_by_tls`.
+            CallerError: see :func:`serve_tls`.
         """
         config = self._config
         if config.tls_port is None or config.tls_cert is None or config.tls_key is None:
             return nullcontext()
-        return also_by_tls(app, config.tls_cert, config.tls_key, config.tls_port)
+        return serve_tls(app, config.tls_cert, config.tls_key, config.tls_port)
 
     def guarded(self, app: ASGIApp) -> KeyGuard:
         """The application, for whoever has a key that is good for what is asked."""
@@ -139,7 +139,7 @@ class AgentService:
         return router
 
     def start(self) -> None:
-        """Begin again what an earlier life of the service had accepted."""
+        """Resume the jobs that an earlier process of the service accepted."""
         self.pipeline.loops.start("session-leases", self._cleanup.renew)
         self.pipeline.start()
 
@@ -164,7 +164,7 @@ class AgentService:
         try:
             asked, who = run_request(row, body), caller_in(request.scope)
             wanted = submitted_by(who, asked.job, self.pipeline.store)
-            key = own_key(who, asked.key)
+            key = scoped_key(who, asked.key)
             answer = await self._callers.run(wanted, key, request, lambda job: _answer(job, collector=collector))
             return _json(answer)
         except CallerError as error:
@@ -323,8 +323,8 @@ def _in_row(error: CallerError) -> CallerError:
     """An id that is taken, or an environment that there is not, was named in the row, which is the whole body."""
     if isinstance(error, JobConflict):
         return JobConflict(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.id")
-    if isinstance(error, NotYours):
-        return NotYours(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.{error.field}")
+    if isinstance(error, NotOwner):
+        return NotOwner(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.{error.field}")
     if error.field == "environment":
         return CallerError(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.environment")
     if error.field is not None and error.field.startswith("row."):

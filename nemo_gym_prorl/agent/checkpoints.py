@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a rollout at Gym's servers: its session, its conversation and its tokens, each where it lives.
+"""CheckpointStore of a rollout at Gym's servers: its session, its conversation and its tokens, each where it lives.
 
 A server whose ``/seed_session`` names a ``checkpoint_path`` keeps a session when it is posted there, and begins one
 from that when ``/resume`` below it is posted; the model server tells what turns it has sampled since the last time
@@ -24,8 +24,7 @@ import orjson
 from nemo_gym_prorl.agent.conversation import Conversation, SavedTurns
 from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, json_of, require_ok
 from nemo_gym_prorl.failures import CallerError, FailureKind
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint
-from nemo_gym_prorl.rollout.job import Progress
+from nemo_gym_prorl.rollout.job import Checkpoint, Progress
 
 
 LOGGER = logging.getLogger(__name__)

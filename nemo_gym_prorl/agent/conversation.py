@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, StrictInt, V
 from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, HttpAnswer, in_header, in_path, json_of, require_ok
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.http.problem_document import field_errors
-from nemo_gym_prorl.rollout.steps import Step
+from nemo_gym_prorl.rollout.turns import TurnTiming
 
 
 DEFERRAL = "X-Rollout-Tokens"
@@ -165,7 +165,7 @@ class Conversation:
         return self._saved
 
     async def restore(
-        self, saved: SavedTurns, prompt: Any, output: list[dict[str, Any]], steps: Sequence[Step]
+        self, saved: SavedTurns, prompt: Any, output: list[dict[str, Any]], steps: Sequence[TurnTiming]
     ) -> None:
         """Go on from what was saved, at this server, under this rollout's name.
 

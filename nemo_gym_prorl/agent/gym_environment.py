@@ -42,9 +42,9 @@ from nemo_gym_prorl.failures import (
     Stage,
     TaskError,
 )
-from nemo_gym_prorl.rollout.calls import begin
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint, begins_anew
-from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.handler_calls import start_eager_task
+from nemo_gym_prorl.rollout.job import Checkpoint, Job, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.storage.checkpoints import restart_without_checkpoint
 
 
 LATE_SEED_S = 600.0
@@ -188,7 +188,7 @@ class GymEnvironmentHandler:
             CallerError: the server refuses the row; its message is passed on.
             InfrastructureError: the server fails or cannot be reached, or names a release path that is none.
         """
-        seeding = begin(self._seed_or_resume(job))
+        seeding = start_eager_task(self._seed_or_resume(job))
         try:
             return await asyncio.shield(seeding)
         except asyncio.CancelledError:
@@ -368,7 +368,7 @@ class GymEnvironmentHandler:
             job.resume_at(checkpoint)
             return session
         if gone or job.forked_from is not None:
-            begins_anew(job, gone)
+            restart_without_checkpoint(job, gone)
         return await self._seed(job, "/seed_session", job.row)
 
     async def _seed(self, job: Job, path: str, asked: dict[str, Any]) -> GymSession:

@@ -3,7 +3,7 @@
 """The settings of an agent's YAML, and the environments that they describe, over the servers of a Gym deployment.
 
 Every setting can be overridden on Gym's command line. A setting that bounds a pipeline has its default in
-:class:`~nemo_gym_prorl.rollout.service.PipelineSettings`, and nowhere else.
+:class:`~nemo_gym_prorl.rollout.settings.PipelineSettings`, and nowhere else.
 
 There are three kinds of environments: the default one, which the top of the configuration describes; those in
 ``environments``; and one for each installed plug-in that the configuration does not mention, under the plug-in's name.
@@ -32,32 +32,24 @@ from nemo_gym_prorl.agent.gym_http import Address, CookieJar, GymServer, HttpCli
 from nemo_gym_prorl.agent.run_rows import empty_response, failure_problem, failure_status
 from nemo_gym_prorl.agent.tool_loop import LoopLimits, ToolAnswers
 from nemo_gym_prorl.failures import CallerError, Failure, InfrastructureError, Origin, Stage, suggest
-from nemo_gym_prorl.rollout.handler import AgentHandler, EndsTimeouts, Environment, Environments, HandlerRegistry
-from nemo_gym_prorl.rollout.job import Budgets, Job, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.api.schemas import BudgetsModel, Identifier
+from nemo_gym_prorl.rollout.gym_rows import check_row
+from nemo_gym_prorl.rollout.handler import AgentHandler, Environment, Environments, HandlerRegistry, HandlesTimeouts
+from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.rows import check_row
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.schemas import BudgetsModel, Identifier, Seconds
-from nemo_gym_prorl.rollout.service import JOURNAL_KEEP_BYTES, JOURNAL_KEEP_S, PipelineSettings
+from nemo_gym_prorl.rollout.settings import (
+    JOURNAL_KEEP_BYTES,
+    JOURNAL_KEEP_S,
+    Budgets,
+    PipelineSettings,
+    Positive,
+    Seconds,
+)
 
 
-Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
-_BOUNDS = PipelineSettings()
-_POOLS = _BOUNDS.stages
 _LIMITS = LoopLimits()
-
-
-class StagesConfig(BaseModel):
-    """Slots per stage. ``ready`` bounds the buffer between INIT and RUN: each job in it holds a sandbox."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    init: Positive = _POOLS.init
-    ready: Annotated[int, Field(ge=0)] = _POOLS.ready
-    run: Positive = _POOLS.run
-    eval: Positive = _POOLS.eval
 
 
 class EnvironmentSettings(BaseModel):
@@ -104,30 +96,14 @@ class EnvironmentConfig(EnvironmentSettings):
     """Share of sandboxes and slots, relative to other environments, while rows of several wait."""
 
 
-class ServiceConfig(EnvironmentSettings):
-    """All settings."""
+class ServiceConfig(PipelineSettings, EnvironmentSettings):
+    """All settings of the agent server."""
 
     environments: dict[Identifier, EnvironmentConfig] = Field(default_factory=dict)
     """Further environments that the same pools serve, by name."""
 
     further_model_servers: list[str] = Field(default_factory=list)
     """Instances that share the rollouts with the one in ``model_server``, each rollout staying at one of them."""
-    stages: StagesConfig = StagesConfig()
-    budgets: BudgetsModel = BudgetsModel()
-    """Seconds that each stage may work on a rollout, per attempt. Time in a queue is free."""
-    release_timeout_s: Seconds = _BOUNDS.release_s
-    """How long a resources server may take to give a sandbox back."""
-    cancel_grace_s: Seconds = _BOUNDS.cancel_grace_s
-    """How long a cancelled stage may take to come back before it is abandoned."""
-    max_attempts: Positive = _BOUNDS.max_attempts
-    """Tries of a rollout whose infrastructure failed."""
-    max_queued: Positive = _BOUNDS.max_queued
-    """Rollouts that may wait before the job API answers 429."""
-    retain_bytes: Positive = _BOUNDS.retain_bytes
-    """Bound of what finished rollouts keep. Over it those whose time to live is over are forgotten; when younger ones
-    fill it, the job API answers 429."""
-    keep_unread_s: Seconds = _BOUNDS.keep_unread_s
-    """Time to live of a result that nobody has read; that of one that was read is over."""
     journal: str | None = None
     """A folder on this machine's own disk in which accepted rollouts and outcomes outlive a restart; without it a
     restart forgets them."""
@@ -135,12 +111,6 @@ class ServiceConfig(EnvironmentSettings):
     """How long an outcome is kept there."""
     journal_keep_bytes: Positive = JOURNAL_KEEP_BYTES
     """How much all of them may take there, compressed; the oldest are forgotten first."""
-    unreachable_s: Seconds = _BOUNDS.unreachable_s
-    """How long a server that cannot be reached may hold a rollout up before it fails."""
-    checkpoint_bytes: Positive = _BOUNDS.checkpoint_bytes
-    """Disk limit of checkpoints; the latest one of each live rollout is kept beyond it."""
-    checkpoint_s: Seconds = _BOUNDS.checkpoint_s
-    """How long those of a rollout are kept that has ended."""
     caller_grace_s: Seconds = 10.0
     """How long a ``/run`` whose caller vanished goes on, in case the caller posts it again."""
     prorl_wire: bool = False
@@ -156,22 +126,6 @@ class ServiceConfig(EnvironmentSettings):
     tls_cert: Path | None = None
     tls_key: Path | None = None
 
-    def pipeline_settings(self) -> PipelineSettings:
-        """Return the settings as the pipeline takes them."""
-        return PipelineSettings(
-            stages=PoolSizes(**self.stages.model_dump()),
-            budgets=_within(self.budgets, _BOUNDS.budgets),
-            release_s=self.release_timeout_s,
-            cancel_grace_s=self.cancel_grace_s,
-            max_attempts=self.max_attempts,
-            max_queued=self.max_queued,
-            retain_bytes=self.retain_bytes,
-            keep_unread_s=self.keep_unread_s,
-            unreachable_s=self.unreachable_s,
-            checkpoint_bytes=self.checkpoint_bytes,
-            checkpoint_s=self.checkpoint_s,
-        )
-
     def of_environment(self, name: str) -> EnvironmentSettings:
         """The settings of one of the further environments, with the service's for those that it leaves out."""
         own = self.environments[name]
@@ -183,12 +137,12 @@ class ServiceConfig(EnvironmentSettings):
 
     def budgets_of(self, name: str) -> Budgets:
         """The budgets of one of the further environments."""
-        return _within(self.environments[name].budgets, self.pipeline_settings().budgets)
+        return _within(self.environments[name].budgets, self.budgets)
 
 
 def _within(said: BudgetsModel, above: Budgets) -> Budgets:
     """Those that are said, and for those that are not, what holds above them."""
-    return replace(above, **{stage.value: seconds for stage, seconds in said.given().items()})
+    return above.model_copy(update={stage.value: seconds for stage, seconds in said.given().items()})
 
 
 _SETTLE_SHARE = 0.6
@@ -333,7 +287,7 @@ def _builder(
             handler = registry.factory(name)(replace(context, config=config))
         except CallerError as error:
             raise CallerError(error.complaint, field=f"{field}{error.field or 'handler'}") from error
-        if settings.on_timeout is not OnTimeout.MASK and not isinstance(handler, EndsTimeouts):
+        if settings.on_timeout is not OnTimeout.MASK and not isinstance(handler, HandlesTimeouts):
             reason = f"with handler {name!r} it can only be mask: that has no `timed_out`"
             raise CallerError(reason, field=f"{field}on_timeout")
         return handler

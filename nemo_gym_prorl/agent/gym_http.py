@@ -39,9 +39,9 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.http.problem_document import Problem
-from nemo_gym_prorl.http.process import descriptor_exhaustion, is_descriptor_exhaustion
+from nemo_gym_prorl.http.server_process import descriptor_exhaustion, is_descriptor_exhaustion
 from nemo_gym_prorl.http.tracing import trace_headers
-from nemo_gym_prorl.rollout.calls import begin
+from nemo_gym_prorl.rollout.handler_calls import start_eager_task
 from nemo_gym_prorl.rollout.job import Job
 
 
@@ -360,7 +360,7 @@ class BackgroundCleanup:
 
     def start(self, what: str, work: Coroutine[Any, Any, Any], bound_s: float | None = None) -> asyncio.Task[None]:
         """Have ``work`` done. The task never raises: what goes wrong is logged under the name ``what``."""
-        task = begin(self._bounded(what, work, bound_s or self._bound_s))
+        task = start_eager_task(self._bounded(what, work, bound_s or self._bound_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -28,11 +28,11 @@ from pydantic import ValidationError
 
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, Failure, FailureKind, Origin, Stage
 from nemo_gym_prorl.http.problems import ProblemError
-from nemo_gym_prorl.rollout.callers import row_key
+from nemo_gym_prorl.rollout.api.attached_callers import row_key
+from nemo_gym_prorl.rollout.api.schemas import SubmitRequest
+from nemo_gym_prorl.rollout.gym_rows import FAILURE_CLASS, as_submitted, check_row, masked
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.rows import FAILURE_CLASS, as_submitted, check_row, masked
-from nemo_gym_prorl.rollout.schemas import SubmitRequest
-from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY
+from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
 
 
 COLLECTOR_FIELDS = ("_ng_task_index", "_ng_rollout_index")
@@ -147,7 +147,7 @@ class RunRequest:
 
     Attributes:
         job: what the pipeline is asked for.
-        key: equal keys are the same rollout, posted again (:class:`~nemo_gym_prorl.rollout.callers.AttachedCallers`).
+        key: equal keys are the same rollout, posted again (see ``rollout.api.attached_callers``).
     """
 
     job: JobRequest

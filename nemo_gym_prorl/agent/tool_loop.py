@@ -29,7 +29,7 @@ from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, HttpAnswer
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.http.tracing import SpanGroup, note, span
 from nemo_gym_prorl.rollout.job import Progress
-from nemo_gym_prorl.rollout.steps import Step
+from nemo_gym_prorl.rollout.turns import TurnTiming
 
 
 RESERVED_ROUTES = frozenset(
@@ -207,7 +207,7 @@ def _complete(call: dict[str, Any], call_id: str) -> None:
             call[name] = instead if value is None else json.dumps(value)
 
 
-def _step(turn: dict[str, Any], asked: float, seconds: float) -> Step:
+def _step(turn: dict[str, Any], asked: float, seconds: float) -> TurnTiming:
     told, written = _tokens(turn)
     return {
         "started_at": asked,

@@ -12,7 +12,7 @@ import typer
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.access_control import Clients
+    from nemo_gym_prorl.rollout.api.access_control import Clients
 
 app = typer.Typer(name="key", help="Keys of a service's clients, in its keys_file.", no_args_is_help=True)
 File = Annotated[Path, typer.Option("--file", dir_okay=False, help="The service's keys_file.")]
@@ -33,7 +33,7 @@ def new(
 
     from nemo_gym_prorl.failures import CallerError
     from nemo_gym_prorl.http.problem_document import field_errors, in_words
-    from nemo_gym_prorl.rollout.access_control import ALL_BUT_ADMIN, Client, hash_of, new_key, write_clients
+    from nemo_gym_prorl.rollout.api.access_control import ALL_BUT_ADMIN, Client, hash_of, new_key, write_clients
 
     clients = _clients(file, missing_ok=True)
     if any(client.name == name for client in clients.clients):
@@ -59,7 +59,7 @@ def list_clients(file: File) -> None:
 def revoke(name: Name, file: File) -> None:
     """Take a client's key away. A service that runs refuses it within a second; its rollouts go on."""
     from nemo_gym_prorl.failures import CallerError, suggest
-    from nemo_gym_prorl.rollout.access_control import write_clients
+    from nemo_gym_prorl.rollout.api.access_control import write_clients
 
     clients = _clients(file)
     left = [client for client in clients.clients if client.name != name]
@@ -70,6 +70,6 @@ def revoke(name: Name, file: File) -> None:
 
 
 def _clients(file: Path, *, missing_ok: bool = False) -> Clients:
-    from nemo_gym_prorl.rollout.access_control import Clients, read_clients
+    from nemo_gym_prorl.rollout.api.access_control import Clients, read_clients
 
     return Clients() if missing_ok and not file.exists() else read_clients(file)

@@ -25,7 +25,7 @@ from pathlib import Path
 from nemo_gym_prorl.deployment.venvs import cut_at_a_space
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.filesystems import in_memory, kind_under
-from nemo_gym_prorl.http.process import open_files_needed
+from nemo_gym_prorl.http.server_process import open_files_needed
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, default_image_path, image_path
 from nemo_gym_prorl.sandbox.images.entries import cache_dir

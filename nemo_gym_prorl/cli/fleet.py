@@ -20,12 +20,12 @@ from nemo_gym_prorl.cli.environments import blocks_of
 from nemo_gym_prorl.deployment import deployment
 from nemo_gym_prorl.deployment.command_line import running_rays_auth_mode
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.fleet.front import Front, front_app
-from nemo_gym_prorl.fleet.nodes import NodeList, Nodes
-from nemo_gym_prorl.http.access import check_exposure
+from nemo_gym_prorl.fleet.gateway import FleetGateway, gateway_app
+from nemo_gym_prorl.fleet.nodes import NodeList, NodeSource
 from nemo_gym_prorl.http.applications import served
-from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.journal import Journal
+from nemo_gym_prorl.http.key_guard import check_exposure
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.storage.journal import Journal
 
 
 _LISTENS_S = 10.0
@@ -199,27 +199,27 @@ def _agent_of(environments: Sequence[str]) -> str:
 
 @contextlib.asynccontextmanager
 async def _front(
-    nodes: Nodes, options: FrontOptions, console: Console, loops: BackgroundLoops | None = None
-) -> AsyncIterator[Front]:
+    nodes: NodeSource, options: FrontOptions, console: Console, loops: BackgroundLoops | None = None
+) -> AsyncIterator[FleetGateway]:
     host, port = options.host, options.port
     check_exposure(host, options.token, field="--token", others=options.keys_file is not None)
     journal = None if options.journal is None else await asyncio.to_thread(Journal, options.journal)
-    front = Front(
-        nodes, say=lambda what: console.print(what, markup=False, soft_wrap=True), journal=journal, loops=loops
+    front = FleetGateway(
+        nodes, report=lambda what: console.print(what, markup=False, soft_wrap=True), journal=journal, loops=loops
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(front.close)
-        app = front_app(front, key=options.token, clients=options.keys_file)
+        app = gateway_app(front, key=options.token, clients=options.keys_file)
         await front.start()
         try:
             url = await stack.enter_async_context(served(app, host, port))
         except OSError as error:
             raise InfrastructureError(f"can't listen on {host}:{port}: {error.strerror}; choose another") from error
-        console.print(f"Front at {url}; Ctrl-C ends it.", soft_wrap=True)
+        console.print(f"Gateway at {url}; Ctrl-C ends it.", soft_wrap=True)
         yield front
 
 
-async def _tell_nodes(front: Front, console: Console) -> None:
+async def _tell_nodes(front: FleetGateway, console: Console) -> None:
     """Until it is cancelled: which nodes there are, whenever that changes."""
     told: list[str] = []
     while True:

@@ -4,7 +4,7 @@
 
 The service is found by ``--url``, else ``PRORL_URL``, else by asking Gym's head server which of its servers is a
 ``prorl_agent``. Commands that ask and print use :class:`Service`, on the standard library: the client of
-:mod:`nemo_gym_prorl.rollout.client` takes half a second to import.
+:mod:`nemo_gym_prorl.rollout.api.client` takes half a second to import.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Service:
                 ) from error
             except (ValueError, TypeError) as error:
                 raise InfrastructureError(
-                    f"what answers at {self.url} is no rollout service of this version",
+                    f"the server at {self.url} is no rollout service of this version",
                     kind=FailureKind.TRANSPORT_UNREACHABLE,
                 ) from error
 
@@ -147,7 +147,7 @@ class Service:
                 return HTTPConnection(place.hostname, place.port, timeout=timeout_s)
         except (ValueError, HTTPException):  # a port that is none
             pass
-        raise CallerError(f"{self.url!r} is no address; it begins with http:// or https://", field="url")
+        raise CallerError(f"{self.url!r} is no URL; it must begin with http:// or https://", field="url")
 
 
 def _refusal(url: str, status: int, content: bytes) -> Exception:

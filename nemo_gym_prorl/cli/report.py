@@ -20,8 +20,8 @@ from rich.table import Table
 
 from nemo_gym_prorl.cli.rows import Place, Refusal
 from nemo_gym_prorl.cli.show import visible
+from nemo_gym_prorl.rollout.api.schemas import FailureView, JobView
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.schemas import FailureView, JobView
 
 
 MAX_CAUSES = 20

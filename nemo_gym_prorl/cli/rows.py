@@ -23,9 +23,9 @@ from pydantic_core import ErrorDetails
 from nemo_gym_prorl.cli.files import json_lines
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.http.problem_document import field_errors, in_words
-from nemo_gym_prorl.rollout.rows import require_writable, row_digest
-from nemo_gym_prorl.rollout.schemas import JobView, SubmitRequest
-from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
+from nemo_gym_prorl.rollout.api.schemas import JobView, SubmitRequest
+from nemo_gym_prorl.rollout.gym_rows import require_writable, row_digest
+from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
 
 
 _AGENT = {"type": "responses_api_agents", "name": "prorl_agent"}

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from nemo_gym_prorl.cli.files import read_rollouts
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.steps import items, part, text_of, turns
+from nemo_gym_prorl.rollout.turns import items, part, text_of, turns
 
 
 SHORT_CHARACTERS = 1600

@@ -31,16 +31,17 @@ from nemo_gym_prorl.cli.report import Tally, print_refused, print_report
 from nemo_gym_prorl.cli.rows import Place, Refusal, Results, read_rows
 from nemo_gym_prorl.cli.watch import pools, pools_line
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.fleet.carrier import MAX_LOSSES, Loss
-from nemo_gym_prorl.fleet.dispatcher import Dispatcher
+from nemo_gym_prorl.fleet.dispatcher import FleetDispatcher
+from nemo_gym_prorl.fleet.forwarder import MAX_LOST_NODES, LossReason
 from nemo_gym_prorl.fleet.nodes import NodeList
 from nemo_gym_prorl.http.keys import CLIENT_KEY
 from nemo_gym_prorl.http.problem_document import field_errors, in_words
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView, SubmitRequest, TokenForm
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.request import NO_CLIENT
-from nemo_gym_prorl.rollout.schemas import JobView, StatusView, SubmitRequest, TokenForm
-from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY
+from nemo_gym_prorl.rollout.status import StatusView
+from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
 
 
 PATIENCE_S = 600.0
@@ -230,7 +231,7 @@ async def _follow_service(client: RolloutClient, token: str | None) -> None:
 async def _usable(client: RolloutClient) -> None:
     """Ask a service whether it is one, of our version and ours to use."""
     await client.list(limit=1)
-    if trouble := (await client.status()).version_trouble():
+    if trouble := (await client.status()).version_mismatch():
         raise InfrastructureError(f"{client.url} is of no use: {trouble}")
 
 
@@ -276,15 +277,15 @@ class Run:
         """Lines to print once a service has answered; an error repeats them otherwise."""
         self._at: dict[str, str] = {}
         """Services, by id."""
-        self._services = Dispatcher(
+        self._services = FleetDispatcher(
             NodeList(clients, field="--url"),
             tokens=TokenForm.ITEMS,
-            ended=self._ended,
-            lost=self._lost,
-            broke=lambda node, error: self._broke(error),
-            say=lambda what: self._unsaid.append(what) if self._unsaid is not None else say(what),
-            follows=self._follows,
-            placed=self._at.__setitem__,
+            on_ended=self._ended,
+            on_lost=self._lost,
+            on_error=lambda node, error: self._broke(error),
+            report=lambda what: self._unsaid.append(what) if self._unsaid is not None else say(what),
+            is_wanted=self._follows,
+            on_placed=self._at.__setitem__,
             bounded=not order.detach,
             patient=len(clients) > 1,
         )
@@ -405,11 +406,11 @@ class Run:
             self.tally.add(rollout.place, job)
         self._go_on()
 
-    def _lost(self, rollout_id: str, loss: Loss, why: str) -> None:
+    def _lost(self, rollout_id: str, loss: LossReason, why: str) -> None:
         rollout = self._open.pop(rollout_id)
-        if loss in (Loss.FORGOTTEN, Loss.AWAY) and rollout.take < MAX_LOSSES:
+        if loss in (LossReason.FORGOTTEN, LossReason.AWAY) and rollout.take < MAX_LOST_NODES:
             self._again(rollout, anew=True)
-        elif loss is not Loss.CANCELLED:
+        elif loss is not LossReason.CANCELLED:
             refusal = Refusal(rollout.place.line, why)
             if refusal not in self.tally.refused:  # the repeats of a row are refused alike
                 self.tally.refused.append(refusal)

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.cli.files import read_rollouts
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.rows import is_masked
-from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY, TurnRead, items, part, read_turns, text_of
+from nemo_gym_prorl.rollout.gym_rows import is_masked
+from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY, ParsedTurn, items, part, read_turns, text_of
 from nemo_gym_prorl.tasks.extras import require_extras
 
 
@@ -210,7 +210,7 @@ class _Transcript:
         """When the last of it was."""
         return _moment(self._at)
 
-    def _turn(self, turn: TurnRead, name: str) -> None:
+    def _turn(self, turn: ParsedTurn, name: str) -> None:
         from inspect_ai.event import ModelEvent, ToolEvent
         from inspect_ai.model import ChatCompletionChoice, ChatMessageTool, GenerateConfig, ModelOutput, ModelUsage
 
@@ -270,7 +270,7 @@ class _Transcript:
             self.messages.append(ChatMessageTool(content=call.output, tool_call_id=call.id, function=call.name))
 
 
-def _assistant(turn: TurnRead, model: str) -> ChatMessageAssistant:
+def _assistant(turn: ParsedTurn, model: str) -> ChatMessageAssistant:
     from inspect_ai.model import ChatMessageAssistant, ContentReasoning, ContentText
     from inspect_ai.tool import ToolCall
 

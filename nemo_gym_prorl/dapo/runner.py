@@ -32,13 +32,13 @@ from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.dapo.scoring import RolloutMetrics, Score, inherited_turns, score_of, usage_of
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Origin
-from nemo_gym_prorl.fleet.carrier import FORK, Loss
-from nemo_gym_prorl.fleet.dispatcher import Dispatcher
+from nemo_gym_prorl.fleet.dispatcher import FleetDispatcher
+from nemo_gym_prorl.fleet.forwarder import FORK, LossReason
 from nemo_gym_prorl.fleet.nodes import NodeList
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm
+from nemo_gym_prorl.rollout.gym_rows import TurnTokens
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.rows import Turn
-from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 
 
 LOG = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class TrainedRollout:
     reward: float
     version: int
     masked: bool
-    tokens: Sequence[Turn] = ()
+    tokens: Sequence[TurnTokens] = ()
     inherited: int = 0
     body: bytes = b"{}"
 
@@ -130,15 +130,15 @@ class Runner:
         self._client = client
         self._options = dict(options or {})
         self._state = state
-        self._services = Dispatcher(
+        self._services = FleetDispatcher(
             NodeList(services),
             tokens=TokenForm.PACKED,
-            ended=self._ended,
-            lost=self._lost,
-            broke=self._service_failed,
-            say=LOG.warning,
-            moved=lambda rollout, state: self._note_progress(),
-            placed=self._placed,
+            on_ended=self._ended,
+            on_lost=self._lost,
+            on_error=self._service_failed,
+            report=LOG.warning,
+            on_state=lambda rollout, state: self._note_progress(),
+            on_placed=self._placed,
         )
         self._stall_s = stall_s
         self._last_progress = -math.inf
@@ -149,7 +149,7 @@ class Runner:
         """Service of each rollout in flight or with a result; ``None`` until a service has accepted the rollout."""
         self._resumed: set[str] = set()
         """Rollouts that were in flight when the restored state was saved."""
-        self._results: dict[str, tuple[list[Turn], int, bytes]] = {}
+        self._results: dict[str, tuple[list[TurnTokens], int, bytes]] = {}
         """Tokens, number of inherited turns, and body of rollouts that may be trained on."""
         self._batches: asyncio.Queue[TrainingBatch | None] = asyncio.Queue()
         self._handed_over = sampler.emitted
@@ -228,7 +228,7 @@ class Runner:
         Raises:
             StalledError: no rollout has changed its state since ``started`` or the last change for too long.
         """
-        troubles, now = self._services.troubles(), asyncio.get_running_loop().time()
+        troubles, now = self._services.unusable_nodes(), asyncio.get_running_loop().time()
         stuck = not self.sampler.awaits_weights and len(troubles) == len(self._services.nodes)
         bound = self._stall_s + (0.0 if stuck else self._longest_stage())
         left = max(started, self._last_progress) + bound - now
@@ -338,9 +338,9 @@ class Runner:
                 return f"weights {label!r}, which are not of run {run!r}, sampled the rollout"
         return None
 
-    def _lost(self, rollout: str, loss: Loss, why: str) -> None:
+    def _lost(self, rollout: str, loss: LossReason, why: str) -> None:
         # A taken id counts as infrastructure: an earlier start of this trainer, with other weights, used the id.
-        refused = loss in (Loss.REFUSED, Loss.CANCELLED, Loss.UNFORKABLE)
+        refused = loss in (LossReason.REFUSED, LossReason.CANCELLED, LossReason.UNFORKABLE)
         origin = Origin.CALLER if refused else Origin.INFRASTRUCTURE
         LOG.warning("rollout %s has no outcome: %s", rollout, why)
         if rollout in self._resumed and origin is Origin.INFRASTRUCTURE:
@@ -414,6 +414,6 @@ class Runner:
         return TrainingBatch(batch.number, batch.version, groups)
 
 
-def _result_of(job: JobView) -> tuple[list[Turn], int, bytes]:
-    turns = [Turn.unpacked(turn.model_dump()) for turn in job.tokens or ()]
+def _result_of(job: JobView) -> tuple[list[TurnTokens], int, bytes]:
+    turns = [TurnTokens.unpack(turn.model_dump()) for turn in job.tokens or ()]
     return turns, inherited_turns(job), orjson.dumps(job.result or {})

@@ -21,9 +21,9 @@ from typing import Any
 
 from nemo_gym_prorl.dapo.group import Usage
 from nemo_gym_prorl.failures import CallerError, FailureKind, Origin, Stage
+from nemo_gym_prorl.rollout.api.schemas import JobView
+from nemo_gym_prorl.rollout.gym_rows import is_masked
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.rows import is_masked
-from nemo_gym_prorl.rollout.schemas import JobView
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from nemo_gym_prorl.background import PROCESS_LOOPS, BackgroundLoops
 from nemo_gym_prorl.deployment.deployment import GymDeployment
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.fleet.nodes import Joined, Left
-from nemo_gym_prorl.http.access import is_loopback
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.fleet.nodes import NodeJoined, NodeLeft
+from nemo_gym_prorl.http.key_guard import is_loopback
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 
 
 RESOURCE = "prorl_node"
@@ -144,7 +144,7 @@ class NodeActor:
 
 
 class RayNodes:
-    """A source of nodes (:class:`~nemo_gym_prorl.fleet.nodes.Nodes`): those of the Ray that this process is
+    """A source of nodes (:class:`~nemo_gym_prorl.fleet.nodes.NodeSource`): those of the Ray that this process is
     connected to.
 
     Args:
@@ -158,13 +158,13 @@ class RayNodes:
         self._shared = 0
         self._awaited: dict[str, str] = {}
         """Return what each node still waits for before it joins, by node name."""
-        self._changes: asyncio.Queue[Joined | Left] = asyncio.Queue()
+        self._changes: asyncio.Queue[NodeJoined | NodeLeft] = asyncio.Queue()
         self._kept: dict[str, asyncio.Task[None]] = {}
         self._actors: dict[str, Any] = {}
         self._actor = ray.remote(NodeActor)
 
     @property
-    def present(self) -> Sequence[Joined]:
+    def present(self) -> Sequence[NodeJoined]:
         """None: each takes its time to come up."""
         return ()
 
@@ -175,8 +175,8 @@ class RayNodes:
             return f"a node with the resource {RESOURCE}"
         return ", ".join(f"{what} of node {name}" for name, what in self._awaited.items())
 
-    async def changes(self) -> AsyncIterator[Joined | Left]:
-        """Nodes come and go."""
+    async def changes(self) -> AsyncIterator[NodeJoined | NodeLeft]:
+        """NodeSource come and go."""
         looking = self._loops.start("ray-nodes", self._look)
         try:
             while True:
@@ -227,7 +227,7 @@ class RayNodes:
             self._awaited[name] = "the servers"
             try:
                 url = await actor.up.remote(self._order)
-                self._changes.put_nowait(Joined(name, RolloutClient(url, self._order.token)))
+                self._changes.put_nowait(NodeJoined(name, RolloutClient(url, self._order.token)))
                 joined, pause = True, FIRST_PAUSE_S
                 del self._awaited[name]
                 await actor.watch.remote()
@@ -237,11 +237,11 @@ class RayNodes:
                 why = f"its servers are not up: {_first_line(error)}"
             except Exception as error:
                 if joined:
-                    self._changes.put_nowait(Left(name, repr(error)))
+                    self._changes.put_nowait(NodeLeft(name, repr(error)))
                 raise
             lives = node in await asyncio.to_thread(_alive)
             if joined:
-                self._changes.put_nowait(Left(name, why if lives else "Ray says that it is dead"))
+                self._changes.put_nowait(NodeLeft(name, why if lives else "Ray says that it is dead"))
             elif lives:
                 self._say(f"node {name}: {why}")
             if not lives:

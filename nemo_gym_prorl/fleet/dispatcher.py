@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts over many services, for whoever has more of them than one node: a trainer, ``prorl submit``, a front.
+"""Distributes rollouts over many services: for a trainer, ``prorl submit``, or a fleet gateway.
 
-It is handed rollouts and tells the outcome of each, once, as a :class:`~.carrier.Carrier` does for one service. Which
-node a rollout goes to, and when, is :class:`~.nodes.Placement`'s to say; those that wait do so here, in a fair
-order. A rollout whose node is lost is told as lost: to begin it again is its owner's business, under another id, so
-that what a node still says of the first try concerns nobody.
+The dispatcher reports exactly one result per rollout, as a :class:`~.forwarder.JobForwarder` does for one service.
+:class:`~.nodes.Placement` chooses nodes; rollouts without a node wait here, in a fair order. A rollout whose node is
+lost is reported as lost. The owner submits it again under another id, so that late results of the first try are
+ignored.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from typing import Any
 
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Stage
-from nemo_gym_prorl.fleet.carrier import Carrier, Loss
-from nemo_gym_prorl.fleet.nodes import Capacity, Joined, Left, Nodes, Placement
-from nemo_gym_prorl.rollout.client import ApiError
+from nemo_gym_prorl.fleet.forwarder import JobForwarder, LossReason
+from nemo_gym_prorl.fleet.nodes import Capacity, NodeJoined, NodeLeft, NodeSource, Placement
+from nemo_gym_prorl.rollout.api.client import ApiError
+from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.queues import FairQueue, is_under_fair_share
-from nemo_gym_prorl.rollout.schemas import JobView, StatusView, TokenForm
+from nemo_gym_prorl.rollout.status import StatusView
 
 
 SURVEY_S = 5.0
-"""So often a node is asked how large it is, and whether it drains."""
+"""Seconds between two status requests to a node."""
 _SURVEYS_PER_S = 100.0
-"""Of all nodes together, so that a thousand of them are no load."""
+"""Status requests per second to all nodes together, so that a thousand nodes cause little load."""
 _ANSWER_S = 10.0
-"""How long it may take to say so."""
+"""Time limit of a status request in seconds."""
 
 _FIRST_S = 1.0
-"""How long a start waits for nodes to say how large they are: the first to do so would get all there is."""
+"""Seconds that a start waits for the nodes' sizes: the first known node would otherwise get all rollouts."""
 
 _HELD = frozenset({JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState.RUNNING})
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A rollout that is at no node yet."""
+class _WaitingJob:
+    """A rollout without a node."""
 
     body: Mapping[str, Any]
     client: str
@@ -53,12 +54,12 @@ class _Waiting:
 
     @property
     def group(self) -> str | None:
-        """Whose member it is."""
+        """Group of the rollout."""
         return self.body.get("group")
 
     @property
     def image(self) -> str | None:
-        """What its row wants its sandbox to be made of."""
+        """Sandbox image that the row names."""
         row = self.body.get("row")
         image = row.get("image") if isinstance(row, Mapping) else None
         return image if isinstance(image, str) else None
@@ -66,15 +67,15 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node as others are told of it.
+    """Status of a node for clients.
 
     Attributes:
         node: its id.
-        url: its service's address.
-        usable: it has said how large it is, answers, and takes what is new.
-        draining: it was told to take nothing new, or says so itself.
-        rollouts: of this fleet, that have no outcome yet.
-        run_slots: ``None`` as long as it has not said.
+        url: address of its service.
+        usable: whether its size is known, it answers, and it accepts new rollouts.
+        draining: whether it was told to drain, or drains by itself.
+        rollouts: rollouts of this fleet without an outcome.
+        run_slots: ``None`` while unknown.
     """
 
     node: str
@@ -85,183 +86,184 @@ class NodeView:
     run_slots: int | None
 
 
-class Dispatcher:
-    """See the module. Between :meth:`start` and :meth:`close` it opens and closes the nodes' clients.
+class FleetDispatcher:
+    """Distributes rollouts over nodes; see the module. Opens the nodes' clients in :meth:`start` and closes them in
+    :meth:`close`.
 
     Args:
-        nodes: where they come from.
-        tokens, ended, lost, say, follows: as for :class:`~.carrier.Carrier`.
-        broke: told of an error that no repetition mends, with the node where it was met.
-        moved: told of every state that a rollout without an outcome is seen in.
-        placed: told where a rollout goes, before it does.
-        surveyed: told when a node has said how it is.
-        bounded: hold back what no node works on; else each goes to a node at once, and waits there.
-        patient, loops: as for a carrier.
+        nodes: source of the nodes.
+        tokens, on_ended, on_lost, report, is_wanted: as for :class:`~.forwarder.JobForwarder`.
+        on_error: called with a node and a permanent error.
+        on_state: called with every observed state of a rollout without an outcome.
+        on_placed: called with a rollout and its node before the submission.
+        on_survey: called with a node after each of its answers to a status request.
+        bounded: keep rollouts here until a node has room; otherwise each goes to a node at once and waits there.
+        patient, loops: as for a forwarder.
     """
 
     def __init__(
         self,
-        nodes: Nodes,
+        nodes: NodeSource,
         *,
         tokens: TokenForm,
-        ended: Callable[[JobView], None],
-        lost: Callable[[str, Loss, str], None],
-        broke: Callable[[str, BaseException], None],
-        say: Callable[[str], None],
-        follows: Callable[[JobView], bool] = lambda job: True,
-        moved: Callable[[str, JobState], None] = lambda rollout, state: None,
-        placed: Callable[[str, str], None] = lambda rollout, node: None,
-        surveyed: Callable[[str], None] = lambda node: None,
+        on_ended: Callable[[JobView], None],
+        on_lost: Callable[[str, LossReason, str], None],
+        on_error: Callable[[str, BaseException], None],
+        report: Callable[[str], None],
+        is_wanted: Callable[[JobView], bool] = lambda job: True,
+        on_state: Callable[[str, JobState], None] = lambda rollout, state: None,
+        on_placed: Callable[[str, str], None] = lambda rollout, node: None,
+        on_survey: Callable[[str], None] = lambda node: None,
         bounded: bool = True,
         patient: bool = False,
         loops: BackgroundLoops | None = None,
     ) -> None:
         self.statuses: dict[str, StatusView] = {}
-        """What each node said of itself last."""
+        """Last status of each node."""
         self._nodes, self._bounded, self._patient = nodes, bounded, patient
         self._loops = loops or BackgroundLoops(restart=False)
-        self._tokens, self._say, self._follows = tokens, say, follows
-        self._on_ended, self._on_lost, self._on_broke = ended, lost, broke
-        self._on_moved, self._on_placed, self._on_surveyed = moved, placed, surveyed
+        self._tokens, self._report, self._is_wanted = tokens, report, is_wanted
+        self._on_ended, self._on_lost, self._on_error = on_ended, on_lost, on_error
+        self._on_state, self._on_placed, self._on_survey = on_state, on_placed, on_survey
         self.placement = Placement()
-        self._carriers: dict[str, Carrier] = {}
-        self._waiting: dict[str, _Waiting] = {}
+        self._forwarders: dict[str, JobForwarder] = {}
+        self._waiting: dict[str, _WaitingJob] = {}
         self._waiting_of: Counter[str] = Counter()
         self._shares: Mapping[str, float] = {}
         self._queue = FairQueue(lambda client, environment: 0.0)
-        self._sent: dict[str, _Waiting] = {}
-        """What waited, of the rollouts that are at a node."""
+        self._sent: dict[str, _WaitingJob] = {}
+        """Rollouts at nodes, with their bodies."""
         self._holding: set[str] = set()
-        """Those of them that count as their clients', since they have a place in a node's window."""
+        """Rollouts that count for their clients' fair share, since they use a node's window."""
         self._drained: set[str] = set()
-        self._troubled: dict[str, str] = {}
-        """Those that get nothing, since they are no parts of this fleet, and why."""
+        self._rejected: dict[str, str] = {}
+        """Nodes that cannot join this fleet, with the reason."""
         self._surveys: dict[str, asyncio.Task[None]] = {}
-        self._heard: dict[str, asyncio.Event] = {}
-        """Set when a node has said how large it is."""
-        self._change: Joined | Left | None = None
-        """What a source told last, until that is done; a pass that fails is made again with that."""
+        self._sized: dict[str, asyncio.Event] = {}
+        """Per node, set once its size is known."""
+        self._change: NodeJoined | NodeLeft | None = None
+        """Change of the node source in progress; repeated if its pass fails."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def load(self) -> int:
-        """Rollouts under way."""
-        return len(self._waiting) + sum(carrier.load for carrier in self._carriers.values())
+        """Number of rollouts under way."""
+        return len(self._waiting) + sum(forwarder.load for forwarder in self._forwarders.values())
 
     @property
     def waiting(self) -> int:
-        """Of these, those that are at no node yet."""
+        """Number of rollouts without a node."""
         return len(self._waiting)
 
     @property
     def nodes(self) -> Mapping[str, bool]:
-        """The nodes that are there, and whether each answers and takes what is new."""
-        return {node: not carrier.away for node, carrier in self._carriers.items()}
+        """Nodes, and whether each answers and accepts new rollouts."""
+        return {node: not forwarder.away for node, forwarder in self._forwarders.items()}
 
     def may_wait(self, client: str, bound: int) -> bool:
-        """Whether a client may have one more wait, where ``bound`` may in all: as long as there are fewer, or it has
-        less than its part."""
+        """Return whether a client may have one more rollout wait: fewer than ``bound`` wait, or the client is under
+        its fair share."""
         return len(self._waiting) < bound or is_under_fair_share(client, bound, self._waiting_of, self._shares)
 
     def share(self, clients: Mapping[str, float]) -> None:
-        """From now on clients have these shares of the nodes, in proportion to each other's; 1 where none is said."""
+        """Set the clients' shares of the nodes, relative to each other; 1 by default."""
         self._shares = clients
         self._queue.share(clients)
 
     def views(self) -> list[NodeView]:
-        """What there is to tell of each node."""
+        """Return the status of each node."""
         return [
             NodeView(
                 node,
-                carrier.client.url,
-                usable=status is not None and not carrier.away and node not in self._drained,
+                forwarder.client.url,
+                usable=status is not None and not forwarder.away and node not in self._drained,
                 draining=node in self._drained or (status is not None and status.draining),
-                rollouts=carrier.load,
+                rollouts=forwarder.load,
                 run_slots=status.stages[Stage.RUN].slots if status else None,
             )
-            for node, carrier in self._carriers.items()
+            for node, forwarder in self._forwarders.items()
             for status in [self.statuses.get(node)]
         ]
 
     @property
     def away(self) -> bool:
-        """No node answers and takes what is new."""
-        return all(carrier.away for carrier in self._carriers.values())
+        """Whether no node answers and accepts new rollouts."""
+        return all(forwarder.away for forwarder in self._forwarders.values())
 
-    def troubles(self) -> dict[str, str]:
-        """The nodes that get no rollouts, each with the reason."""
+    def unusable_nodes(self) -> dict[str, str]:
+        """Return the nodes that get no rollouts, each with the reason."""
         reasons = {
-            view.node: self._carriers[view.node].trouble
-            or ("it drains" if view.draining else "it has not said how large it is" if not view.usable else "")
-            or self._troubled.get(view.node, "")
+            view.node: self._forwarders[view.node].last_error
+            or ("it drains" if view.draining else "its size is not known yet" if not view.usable else "")
+            or self._rejected.get(view.node, "")
             for view in self.views()
         }
         return {node: why for node, why in reasons.items() if why}
 
     async def start(self) -> None:
-        """Begin with the nodes that are there, and watch for others."""
+        """Open the present nodes, and watch for others."""
         for joined in self._nodes.present:
             await self._join(joined)
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_S):
-                await asyncio.gather(*(heard.wait() for heard in self._heard.values()))
+                await asyncio.gather(*(sized.wait() for sized in self._sized.values()))
         self._track(self._loops.start("fleet-nodes", self._watch))
 
     async def close(self) -> None:
-        """Stop whatever is under way here; nodes are told nothing."""
+        """Stop all tasks; nodes are not notified."""
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for carrier in [*self._carriers.values()]:
-            await _closed(carrier)
+        for forwarder in [*self._forwarders.values()]:
+            await _close_forwarder(forwarder)
 
     def submit(self, rollout: str, body: Mapping[str, Any], *, node: str | None = None) -> None:
-        """Have a rollout carried to where there is room for it.
+        """Forward a rollout to a node with room.
 
         Args:
             rollout: its id.
-            body: what is submitted: ``row`` and the wishes beside it.
-            node: where it is to go whatever the room there, since it may be there already.
+            body: ``row`` and the options of the submission.
+            node: forced node, regardless of room, since the rollout may be there already.
         """
-        waiting = _Waiting(body, str(body.get("client", "")), int(body.get("priority") or 0))
-        if node in self._carriers:
-            self._queue.holds(waiting.client, 1)
+        waiting = _WaitingJob(body, str(body.get("client", "")), int(body.get("priority") or 0))
+        if node in self._forwarders:
+            self._queue.add_load(waiting.client, 1)
             self._put(rollout, waiting, node)
         else:
             self._wait(rollout, waiting)
 
     def cancel(self, rollout: str) -> None:
-        """The outcome of a rollout is of no use. It is told all the same, when its sandbox is gone."""
+        """Cancel a rollout; its result is reported once its sandbox is released."""
         if rollout in self._waiting:
             waiting = self._no_longer_waits(rollout)
             self._queue.remove(rollout, waiting.client, waiting.priority, "")
             self._spawn(self._tell_cancelled(rollout))
-        elif (node := self.placement.node_of(rollout)) in self._carriers:
-            self._carriers[node].cancel(rollout)
+        elif (node := self.placement.node_of(rollout)) in self._forwarders:
+            self._forwarders[node].cancel(rollout)
 
     async def _tell_cancelled(self, rollout: str) -> None:
-        self._on_lost(rollout, Loss.CANCELLED, "cancelled before it was submitted")
+        self._on_lost(rollout, LossReason.CANCELLED, "cancelled before it was submitted")
 
     def cancel_unknown(self, rollout: str, node: str) -> None:
-        """Cancel what an earlier process submitted to a node, which must be there."""
+        """Cancel a rollout that an earlier process submitted to a node; the node must exist."""
         self.placement.put(rollout, node)
         self.placement.holds(rollout, False)
-        self._carriers[node].cancel_unknown(rollout)
+        self._forwarders[node].cancel_unknown(rollout)
 
     async def result(self, rollout: str, node: str | None) -> JobView:
-        """A rollout that had its outcome under an earlier process.
+        """Return the result of a rollout that ended under an earlier process.
 
         Raises:
-            InfrastructureError: its node is not there, or has no result of it.
+            InfrastructureError: its node does not exist, or has no result.
         """
-        if node not in self._carriers:
-            raise InfrastructureError("its service is not there any more", kind=FailureKind.SESSION_LOST)
-        return await self._carriers[node].result(rollout)
+        if node not in self._forwarders:
+            raise InfrastructureError(f"node {node} has left the fleet", kind=FailureKind.SESSION_LOST)
+        return await self._forwarders[node].result(rollout)
 
     async def kept_turns(self, rollouts: Sequence[str]) -> list[int] | None:
-        """The turns after which a rollout can be forked that nodes have had under these ids: those of the first id of
-        which there are any. ``None`` if no node answers."""
+        """Return the turns after which a rollout can be forked, for the first of its ids with any; ``None`` if no
+        node answers."""
         for rollout in rollouts:
             turns = await self._kept_turns(rollout)
             if turns is None or turns:
@@ -269,9 +271,9 @@ class Dispatcher:
         return []
 
     async def _kept_turns(self, rollout: str) -> list[int] | None:
-        for carrier in [carrier for carrier in self._carriers.values() if not carrier.away]:
+        for forwarder in [forwarder for forwarder in self._forwarders.values() if not forwarder.away]:
             try:
-                return await carrier.client.checkpoints(rollout)
+                return await forwarder.client.checkpoints(rollout)
             except ApiError as error:
                 if error.problem.status == 404:
                     return []
@@ -280,18 +282,18 @@ class Dispatcher:
         return None
 
     def drain(self, node: str, drained: bool = True) -> None:
-        """Give a node nothing new, or again. What it has goes on.
+        """Exclude a node from new rollouts, or include it again. Its current rollouts continue.
 
         Raises:
-            CallerError: there is no such node.
+            CallerError: the node does not exist.
         """
-        if node not in self._carriers:
-            known = ", ".join(self._carriers) or "none"
-            raise CallerError(f"there is no {node!r}; there are {known}", field="node")
+        if node not in self._forwarders:
+            known = ", ".join(self._forwarders) or "none"
+            raise CallerError(f"no node {node!r}; known nodes: {known}", field="node")
         (self._drained.add if drained else self._drained.discard)(node)
         self._usable(node)
 
-    # Nodes come and go
+    # -- nodes ---------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         if self._change is not None:
@@ -300,122 +302,122 @@ class Dispatcher:
             self._change = change
             await self._take(change)
 
-    async def _take(self, change: Joined | Left) -> None:
-        if isinstance(change, Left):
+    async def _take(self, change: NodeJoined | NodeLeft) -> None:
+        if isinstance(change, NodeLeft):
             self._leave(change)
-        elif change.node not in self._carriers:
+        elif change.node not in self._forwarders:
             await self._join(change)
         self._change = None
 
-    async def _join(self, joined: Joined) -> None:
+    async def _join(self, joined: NodeJoined) -> None:
         node, client = joined.node, joined.client
         await client.__aenter__()
-        self._carriers[node] = carrier = Carrier(
+        self._forwarders[node] = forwarder = JobForwarder(
             client,
             tokens=self._tokens,
-            ended=self._ended,
-            lost=self._lost,
-            broke=partial(self._on_broke, node),
-            say=self._say,
-            follows=self._is_followed,
-            replaceable=lambda: any(not other.away for other in self._carriers.values() if other is not carrier),
-            moved=self._moved,
-            turned=lambda away: self._usable(node),
+            on_ended=self._ended,
+            on_lost=self._lost,
+            on_error=partial(self._on_error, node),
+            report=self._report,
+            is_wanted=self._is_followed,
+            replaceable=lambda: any(not other.away for other in self._forwarders.values() if other is not forwarder),
+            on_state=self._moved,
+            on_availability=lambda away: self._usable(node),
             patient=self._patient,
             loops=self._loops,
         )
         self.placement.join(node)
         self._usable(node)
-        carrier.start()
-        self._heard[node] = asyncio.Event()
-        self._surveys[node] = self._track(self._loops.start("node-survey", partial(self._survey, node, carrier)))
+        forwarder.start()
+        self._sized[node] = asyncio.Event()
+        self._surveys[node] = self._track(self._loops.start("node-survey", partial(self._survey, node, forwarder)))
         self._go_on()
 
-    def _leave(self, left: Left) -> None:
-        carrier = self._carriers.pop(left.node, None)
-        if carrier is None:
+    def _leave(self, left: NodeLeft) -> None:
+        forwarder = self._forwarders.pop(left.node, None)
+        if forwarder is None:
             return
         self.statuses.pop(left.node, None)
         self._drained.discard(left.node)
-        self._troubled.pop(left.node, None)
+        self._rejected.pop(left.node, None)
         self._surveys.pop(left.node).cancel()
-        del self._heard[left.node]
+        del self._sized[left.node]
         self.placement.leave(left.node)
-        self._say(f"{left.node} is gone: {left.why}")
-        carrier.give_up(f"{left.node} is gone: {left.why}")
-        self._spawn(_closed(carrier))
+        self._report(f"{left.node} is gone: {left.why}")
+        forwarder.give_up(f"{left.node} is gone: {left.why}")
+        self._spawn(_close_forwarder(forwarder))
 
-    async def _survey(self, node: str, carrier: Carrier) -> float:
-        """Ask a node how large it is; returns the pause. A node gets nothing before its first answer."""
+    async def _survey(self, node: str, forwarder: JobForwarder) -> float:
+        """Request a node's status; return the pause. A node gets no rollouts before its first answer."""
         try:
             async with asyncio.timeout(_ANSWER_S):
-                status = await carrier.client.status()
+                status = await forwarder.client.status()
         except TimeoutError:
-            carrier.heard(InfrastructureError(f"no answer in {_ANSWER_S:g} s"))
+            forwarder.record_probe(InfrastructureError(f"no answer in {_ANSWER_S:g} s"))
         except (ApiError, InfrastructureError):
-            pass  # its carrier finds that out
+            pass  # its forwarder handles the error
         else:
-            trouble = status.version_trouble() or self._folder_trouble(node, status)
-            if trouble and trouble != self._troubled.get(node):
-                self._say(f"{node} gets no rollouts: {trouble}")
-            if trouble:
-                self._troubled[node] = trouble
+            mismatch = status.version_mismatch() or self._folder_mismatch(node, status)
+            if mismatch and mismatch != self._rejected.get(node):
+                self._report(f"{node} gets no rollouts: {mismatch}")
+            if mismatch:
+                self._rejected[node] = mismatch
             else:
-                self._troubled.pop(node, None)
+                self._rejected.pop(node, None)
             self.statuses[node] = status
-            self._heard[node].set()
-            carrier.heard(None)
+            self._sized[node].set()
+            forwarder.record_probe(None)
             run = status.stages[Stage.RUN].slots
             window = status.stages[Stage.INIT].slots + status.ready_slots + run
-            self.placement.resize(node, Capacity(run, 0 if status.draining or trouble else window))
-            self._on_surveyed(node)
+            self.placement.resize(node, Capacity(run, 0 if status.draining or mismatch else window))
+            self._on_survey(node)
             self._usable(node)
-        pause = max(SURVEY_S, len(self._carriers) / _SURVEYS_PER_S)
-        return pause * random.uniform(0.8, 1.2) if self._heard[node].is_set() else 0.2
+        pause = max(SURVEY_S, len(self._forwarders) / _SURVEYS_PER_S)
+        return pause * random.uniform(0.8, 1.2) if self._sized[node].is_set() else 0.2
 
-    def _folder_trouble(self, node: str, status: StatusView) -> str | None:
-        """Why a node could not go on with what others had; that of the first of those which get rollouts is the
-        fleet's."""
-        others = (other for name, other in self.statuses.items() if name != node and name not in self._troubled)
+    def _folder_mismatch(self, node: str, status: StatusView) -> str | None:
+        """Return why a node could not resume others' rollouts: all nodes must have the checkpoint folder of the
+        first one."""
+        others = (other for name, other in self.statuses.items() if name != node and name not in self._rejected)
         if status.checkpoint_folder == next(others, status).checkpoint_folder:
             return None
-        its = "is not set" if status.checkpoint_folder is None else "is another one"
-        return f"its checkpoint_folder {its}, unlike the first node's; set the same at each, or at none"
+        its = "is not set" if status.checkpoint_folder is None else "differs"
+        return f"its checkpoint_folder {its}, unlike the first node's; set the same folder at all nodes, or at none"
 
     def _usable(self, node: str) -> None:
-        if (carrier := self._carriers.get(node)) is not None:
-            self.placement.use(node, not carrier.away and node not in self._drained and node in self.statuses)
+        if (forwarder := self._forwarders.get(node)) is not None:
+            self.placement.use(node, not forwarder.away and node not in self._drained and node in self.statuses)
             self._go_on()
 
-    # Rollouts
+    # -- rollouts ------------------------------------------------------------------------------------------------
 
-    def _wait(self, rollout: str, waiting: _Waiting) -> None:
+    def _wait(self, rollout: str, waiting: _WaitingJob) -> None:
         self._waiting[rollout] = waiting
         self._waiting_of[waiting.client] += 1
         self._queue.push(rollout, waiting.client, waiting.priority, "")
         self._go_on()
 
-    def _no_longer_waits(self, rollout: str) -> _Waiting:
+    def _no_longer_waits(self, rollout: str) -> _WaitingJob:
         waiting = self._waiting.pop(rollout)
         self._waiting_of[waiting.client] -= 1
         if not self._waiting_of[waiting.client]:
-            del self._waiting_of[waiting.client]  # callers name themselves as they like
+            del self._waiting_of[waiting.client]  # callers choose client names, so the counter must not grow
         return waiting
 
     def _go_on(self) -> None:
-        """Hand over whatever there is room for."""
+        """Forward waiting rollouts while a node has room."""
         while self._queue and self._room():
             rollout = self._queue.pop()
             waiting = self._no_longer_waits(rollout)
-            self._queue.holds(waiting.client, 1)
+            self._queue.add_load(waiting.client, 1)
             node = self._choose(waiting)
-            assert node is not None, "there is room"
+            assert node is not None, "_room() found a node"
             self._put(rollout, waiting, node)
 
     def _room(self) -> bool:
         return (self.placement.choose() if self._bounded else self.placement.anyone()) is not None
 
-    def _choose(self, waiting: _Waiting) -> str | None:
+    def _choose(self, waiting: _WaitingJob) -> str | None:
         if not self._bounded:
             return self.placement.anyone()
         together = any(
@@ -425,17 +427,17 @@ class Dispatcher:
         )
         return self.placement.choose(waiting.group, waiting.image, together=together)
 
-    def _put(self, rollout: str, waiting: _Waiting, node: str) -> None:
-        """The client holds a slot for it already."""
+    def _put(self, rollout: str, waiting: _WaitingJob, node: str) -> None:
+        """Forward a rollout whose client already holds a slot for it."""
         self._sent[rollout] = waiting
         self._holding.add(rollout)
         self.placement.put(rollout, node, waiting.group, waiting.image)
         self._on_placed(rollout, node)
-        self._carriers[node].submit(rollout, waiting.body)
+        self._forwarders[node].submit(rollout, waiting.body)
 
     def _moved(self, rollout: str, state: JobState) -> None:
         self._holds(rollout, state in _HELD)
-        self._on_moved(rollout, state)
+        self._on_state(rollout, state)
         self._go_on()
 
     def _holds(self, rollout: str, holds: bool) -> None:
@@ -445,12 +447,12 @@ class Dispatcher:
             return
         if holds:
             self._holding.add(rollout)
-            self._queue.holds(sent.client, 1)
+            self._queue.add_load(sent.client, 1)
         else:
             self._holding.discard(rollout)
-            self._queue.holds(sent.client, -1)
+            self._queue.add_load(sent.client, -1)
 
-    def _gone(self, rollout: str) -> _Waiting | None:
+    def _gone(self, rollout: str) -> _WaitingJob | None:
         self._holds(rollout, False)
         self.placement.gone(rollout)
         return self._sent.pop(rollout, None)
@@ -460,21 +462,21 @@ class Dispatcher:
         self._on_ended(job)
         self._go_on()
 
-    def _lost(self, rollout: str, loss: Loss, why: str) -> None:
+    def _lost(self, rollout: str, loss: LossReason, why: str) -> None:
         node = self.placement.node_of(rollout)
         sent = self._gone(rollout)
-        if loss is Loss.AWAY and node is not None:
-            # It may be another one by now, also where it answers: it says again how large it is, and what it runs.
+        if loss is LossReason.AWAY and node is not None:
+            # A service may have been replaced at its address, so its status is requested again.
             self.statuses.pop(node, None)
             self._usable(node)
-        if loss is Loss.UNTAKEN and sent is not None:
+        if loss is LossReason.UNTAKEN and sent is not None:
             self._wait(rollout, sent)
             return
         self._on_lost(rollout, loss, why)
         self._go_on()
 
     def _is_followed(self, job: JobView) -> bool:
-        followed = self._follows(job)
+        followed = self._is_wanted(job)
         if not followed:
             self._gone(job.id)
         return followed
@@ -490,9 +492,9 @@ class Dispatcher:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_broke("", error)
+            self._on_error("", error)
 
 
-async def _closed(carrier: Carrier) -> None:
-    await carrier.close()
-    await carrier.client.__aexit__(None, None, None)
+async def _close_forwarder(forwarder: JobForwarder) -> None:
+    await forwarder.close()
+    await forwarder.client.__aexit__(None, None, None)

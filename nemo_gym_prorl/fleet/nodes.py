@@ -1,20 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of a fleet: where they come from, and which of them a rollout goes to.
+"""Nodes of a fleet: where they come from, and the placement of rollouts on them.
 
-A node is a rollout service with a client for it. A source of nodes tells which there are: a list of addresses
-(:class:`NodeList`), or the nodes of a Ray cluster, which come and go (:mod:`nemo_gym_prorl.deployment.ray_nodes`).
+A node is a rollout service with a client for it. A node source reports the nodes: a list of addresses
+(:class:`NodeList`), or the nodes of a Ray cluster, which join and leave (:mod:`nemo_gym_prorl.deployment.ray_nodes`).
 
-:class:`Placement` is pure. Rollouts last from seconds to an hour, unknown beforehand, so dealing them out in turn
-would leave nodes idle while others have queues. Each node gets no more than its *window*: what its INIT, READY and
-RUN hold. All others wait, still free to go anywhere. Among nodes with room
+:class:`Placement` is pure. Rollouts take from seconds to an hour, unknown in advance, so round-robin would leave nodes
+idle while others have queues. Each node gets at most its *window*: the slots of its INIT, READY and RUN. All other
+rollouts wait centrally. Among nodes with room
 
-1. a group goes where it is, since siblings share prompt, image and page cache, and an image where it lies, as long as
-   a slot of RUN is free there: an advantage of a second is not worth a wait;
-2. else the least filled one is next.
+1. a group goes to its node, since siblings share prompt, image and page cache, and an image to a node that has it,
+   while a slot of RUN is free there;
+2. else the least filled node is next.
 
-A group that is scored together is never parted: its verifier would wait for ever. A single node has no window, since
-nothing could go elsewhere: its own queue is fair among callers, the fleet's knows only one.
+A group that is scored together is never split: its verifier would wait forever. A single node has no window, since no
+other could take the rest: its own queue is fair among clients.
 """
 
 from __future__ import annotations
@@ -28,77 +28,77 @@ from typing import Protocol
 from yarl import URL
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """A node is there. ``client`` is not open yet; whoever uses the node opens and closes it."""
+class NodeJoined:
+    """A node has joined. ``client`` is not open; the user of the node opens and closes it."""
 
     node: str
     client: RolloutClient
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """A node is gone for good, and whatever it ran."""
+class NodeLeft:
+    """A node has left for good, with all its rollouts."""
 
     node: str
     why: str
 
 
-class Nodes(Protocol):
+class NodeSource(Protocol):
     """A source of nodes."""
 
     @property
-    def present(self) -> Sequence[Joined]:
-        """Those that are there before any change is waited for."""
+    def present(self) -> Sequence[NodeJoined]:
+        """Nodes that are known at the start."""
         ...
 
-    def changes(self) -> AsyncIterator[Joined | Left]:
-        """What comes and goes after that; ends if nothing ever will. An id that has left may join again."""
+    def changes(self) -> AsyncIterator[NodeJoined | NodeLeft]:
+        """Yield later changes; ends if there will be none. A node that left may join again."""
         ...
 
 
 class NodeList:
-    """Services that somebody else has started, each under its address; nobody tells of their end.
+    """Fixed list of services by address.
 
     Args:
-        clients: one of each.
+        clients: one client per service.
 
     Raises:
-        CallerError: there is none, or one twice, or what is no address.
+        CallerError: the list is empty, or has a duplicate or an invalid URL.
     """
 
     def __init__(self, clients: Sequence[RolloutClient], *, field: str = "services") -> None:
         urls = [client.url for client in clients]
         if not urls:
-            raise CallerError("at least one rollout service is needed", field=field)
+            raise CallerError("name at least one rollout service", field=field)
         for url in urls:
             if not (URL(url).scheme in ("http", "https") and URL(url).host):
-                raise CallerError(f"{url!r} is no address; it begins with http:// or https://", field=field)
+                raise CallerError(f"{url!r} is no URL; it must begin with http:// or https://", field=field)
         if twice := [url for url in urls if urls.count(url) > 1]:
-            raise CallerError(f"{twice[0]} is there twice", field=field)
-        self._present = [Joined(client.url, client) for client in clients]
+            raise CallerError(f"{twice[0]} is listed twice; name each service once", field=field)
+        self._present = [NodeJoined(client.url, client) for client in clients]
 
     @property
-    def present(self) -> Sequence[Joined]:
-        """All of them."""
+    def present(self) -> Sequence[NodeJoined]:
+        """All nodes."""
         return self._present
 
-    async def changes(self) -> AsyncIterator[Joined | Left]:
-        """None."""
-        for change in list[Joined | Left]():
+    async def changes(self) -> AsyncIterator[NodeJoined | NodeLeft]:
+        """Yield nothing."""
+        for change in list[NodeJoined | NodeLeft]():
             yield change
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a node works on at once.
+    """Slots of a node.
 
     Attributes:
         run: slots of RUN.
-        window: those of INIT, READY and RUN; 0 takes nothing on, as a node that drains.
+        window: slots of INIT, READY and RUN; 0 for a draining node.
     """
 
     run: int
@@ -107,13 +107,13 @@ class Capacity:
 
 @dataclass(slots=True)
 class _Node:
-    """A node, whose number is the order in which nodes came.
+    """A node; its number is its position in the order of joining.
 
     Attributes:
-        capacity: ``None`` as long as nobody knows.
-        usable: it answers, and takes what is new.
+        capacity: ``None`` while unknown.
+        usable: whether it answers and accepts new rollouts.
         held: rollouts that count against its window.
-        load: all of ours that have no outcome.
+        load: all rollouts of this fleet without an outcome.
     """
 
     number: int
@@ -125,20 +125,20 @@ class _Node:
 
     @property
     def filled(self) -> float:
-        """Of its window; at 1 it has no room."""
+        """Used part of the window; a node at 1 has no room."""
         if self.capacity is None:
-            return float(self.held)  # one to begin with
+            return float(self.held)  # one rollout until the size is known
         return self.held / self.capacity.window if self.capacity.window else 1.0
 
     @property
     def slot_free(self) -> bool:
-        """Of RUN, as far as ours go."""
+        """Whether a slot of RUN is free, counting this fleet's rollouts only."""
         return self.usable and self.capacity is not None and self.held < self.capacity.run and self.filled < 1
 
 
 @dataclass(slots=True)
 class _Placed:
-    """A rollout at a node."""
+    """Node of a rollout."""
 
     node: str
     group: str | None
@@ -146,37 +146,37 @@ class _Placed:
 
 
 IMAGES = 1000
-"""So many images are remembered of a node, the last ones that it was given."""
+"""Images remembered per node, the most recently used ones."""
 
 
 class Placement:
-    """The nodes, and what is where. A decision costs O(log n) in the number of nodes, amortised."""
+    """Nodes, and the node of each rollout. A decision costs O(log n) in the number of nodes, amortised."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
         self._placed: dict[str, _Placed] = {}
         self._homes: dict[str, str] = {}
-        """Nodes of groups, as long as a rollout of theirs is anywhere."""
+        """Nodes of groups with live rollouts."""
         self._members: Counter[str] = Counter()
         self._owners: dict[str, dict[str, None]] = {}
         """Nodes by image."""
         self._order: list[tuple[float, int, str]] = []
-        """A heap of nodes by how far they are filled; entries that are no longer true are skipped."""
+        """Heap of nodes by fill; outdated entries are skipped."""
         self._joined = 0
 
     @property
     def nodes(self) -> list[str]:
-        """All of them, in the order in which they came."""
+        """All nodes in the order of joining."""
         return [*self._nodes]
 
     def join(self, node: str) -> None:
-        """A node is there. Until its capacity is known it is given one rollout."""
+        """Add a node. It gets one rollout until its capacity is known."""
         self._joined += 1
         self._nodes[node] = _Node(self._joined)
         self._rank(node)
 
     def leave(self, node: str) -> None:
-        """A node is gone. What was there is still counted as such, until it is told to be gone, too."""
+        """Remove a node. Its rollouts stay recorded until :meth:`gone`."""
         for image in [*self._nodes[node].images]:
             self._disown(image, node)
         del self._nodes[node]
@@ -184,24 +184,24 @@ class Placement:
             del self._homes[group]
 
     def resize(self, node: str, capacity: Capacity) -> None:
-        """A node says what it works on at once."""
+        """Set the capacity of a node."""
         if node in self._nodes and self._nodes[node].capacity != capacity:
             self._nodes[node].capacity = capacity
             self._rank(node)
 
     def use(self, node: str, usable: bool) -> None:
-        """A node answers and takes what is new, or it does not."""
+        """Set whether a node answers and accepts new rollouts."""
         if node in self._nodes and self._nodes[node].usable != usable:
             self._nodes[node].usable = usable
             self._rank(node)
 
     def choose(self, group: str | None = None, image: str | None = None, *, together: bool = False) -> str | None:
-        """Where a rollout goes now; ``None`` if it has to wait.
+        """Return the node for a rollout; ``None`` if it has to wait.
 
         Args:
-            group: whose member it is.
-            image: what its sandbox is made of.
-            together: the group is scored together.
+            group: group of the rollout.
+            image: sandbox image of the rollout.
+            together: whether the group is scored together.
         """
         home = self._nodes.get(self._homes.get(group, "")) if group is not None else None
         if home is not None and home.usable and group is not None and (together or home.slot_free):
@@ -215,14 +215,14 @@ class Placement:
         return self._least_filled()
 
     def anyone(self) -> str | None:
-        """The usable node with the least load for its size, windows or not; for what is left there."""
+        """Return the usable node with the least load for its size, regardless of windows."""
         able = [(name, node) for name, node in self._nodes.items() if node.usable and not _closed(node)]
         if not able:
             return None
         return min(able, key=lambda it: (it[1].load / (it[1].capacity.run if it[1].capacity else 1), it[1].number))[0]
 
     def put(self, rollout: str, node: str, group: str | None = None, image: str | None = None) -> None:
-        """A rollout is at a node."""
+        """Record that a rollout is at a node."""
         self._placed[rollout] = _Placed(node, group)
         if group is not None:
             self._members[group] += 1
@@ -239,7 +239,7 @@ class Placement:
                 self._disown(next(iter(it.images)), node)
 
     def holds(self, rollout: str, holds: bool) -> None:
-        """Whether a rollout counts against the window of its node; one that is being scored does not."""
+        """Set whether a rollout counts against its node's window; one that is being scored does not."""
         placed = self._placed.get(rollout)
         if placed is None or placed.holds is holds:
             return
@@ -249,7 +249,7 @@ class Placement:
             self._rank(placed.node)
 
     def gone(self, rollout: str) -> None:
-        """A rollout is nowhere any more; no-op for one that is nowhere."""
+        """Forget a rollout; no-op for an unknown one."""
         placed = self._placed.pop(rollout, None)
         if placed is None:
             return
@@ -264,12 +264,12 @@ class Placement:
                 self._homes.pop(placed.group, None)
 
     def node_of(self, rollout: str) -> str | None:
-        """Where it is."""
+        """Return the node of a rollout."""
         placed = self._placed.get(rollout)
         return placed.node if placed else None
 
     def at(self, node: str) -> Iterable[str]:
-        """What is at a node."""
+        """Return the rollouts at a node."""
         return [rollout for rollout, placed in self._placed.items() if placed.node == node]
 
     def _least_filled(self) -> str | None:

@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of our servers' applications: embedded serving, a second port with TLS, routes without middlewares, health.
+"""Parts of our servers' applications: embedded serving, a second port with TLS, routes without middlewares, and
+health.
 
-Gym starts its servers on plain HTTP and asks each by plain HTTP whether it is up; a server that only spoke TLS would
-never count as started. So the address that Gym knows stays as it is, on loopback if it is for this machine alone, and
-the same application answers at a port of its own with TLS (:func:`also_by_tls`).
+Gym starts its servers on plain HTTP and checks them by plain HTTP, so a TLS-only server would never count as started.
+:func:`serve_tls` serves the same application at a second port with TLS.
 
-Gym's application puts two middlewares around every request that run the rest in a task of its own and pass its body
-through a stream, and signs a session cookie; FastAPI then resolves dependencies. :class:`DirectRoutes` answers the
-routes that are called for each rollout in front of all that: they read their body, and errors become problem documents
-there. The application keeps its own routes of the same paths, for its OpenAPI document.
+Gym's application puts two middlewares around every request: they run the rest in another task, stream the body, and
+sign a session cookie. FastAPI then resolves dependencies. :class:`DirectRoutes` answers the routes of each rollout
+before all that, reads their bodies, and turns errors into problem documents. The application keeps its routes of the
+same paths for its OpenAPI document.
 
-``/healthz`` answers 503 while a background loop fails, and a counter tells of restarts.
+``/healthz`` answers 503 while a background loop fails, and a counter counts restarts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nemo_gym_prorl.http.problems import KNOWN_ERRORS, ProblemError, ProblemRout
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signal handlers alone: who embeds the server decides what Ctrl-C means."""
+    """A uvicorn server without signal handlers: the embedding process handles Ctrl-C."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -53,14 +53,14 @@ async def served(
     certificate: tuple[Path, Path] | None = None,
     keep_alive_s: int = 5,
 ) -> AsyncIterator[str]:
-    """Serve it; yields the base URL.
+    """Serve an application; yields the base URL.
 
     Args:
-        app: the application; its lifespan is its owner's business.
+        app: the application; its owner runs its lifespan.
         host: address to listen on; empty for all interfaces.
         port: TCP port; 0 takes a free one.
-        certificate: its file, and that of its key, for TLS.
-        keep_alive_s: for how long an idle connection stays open.
+        certificate: files of the certificate and its key, for TLS.
+        keep_alive_s: seconds for which an idle connection stays open.
 
     Raises:
         OSError: the port is taken.
@@ -89,13 +89,13 @@ async def served(
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for what uvicorn says of a request that waits while the server ends: it is cancelled after a second."""
+    """Drop uvicorn's messages about requests that are cancelled at shutdown."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, asyncio.CancelledError) and "timeout graceful shutdown" not in record.getMessage()
 
 
 def check_certificate(cert: Path, key: Path) -> None:
-    """Look before a server starts at what it is to show.
+    """Check a certificate before the server starts.
 
     Raises:
         CallerError: the files are no certificate and its key.
@@ -103,19 +103,19 @@ def check_certificate(cert: Path, key: Path) -> None:
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
     except OSError as error:  # ssl.SSLError is one
-        said = f"{cert} and {key} must be PEM, and belong together: {error}"
+        said = f"{cert} and {key} must be a certificate and its key, as PEM: {error}"
         raise CallerError(said, field="tls_cert") from error
 
 
 @contextlib.asynccontextmanager
-async def also_by_tls(app: ASGIApp, cert: Path, key: Path, port: int) -> AsyncIterator[None]:
-    """Serve an application at a port of all interfaces, besides where it is served already.
+async def serve_tls(app: ASGIApp, cert: Path, key: Path, port: int) -> AsyncIterator[None]:
+    """Serve an application with TLS at a second port on all interfaces.
 
     Args:
-        app: it.
-        cert: its certificate, with those between it and the authority's.
-        key: of the certificate.
-        port: where to listen.
+        app: the application.
+        cert: certificate chain.
+        key: key of the certificate.
+        port: TCP port.
 
     Raises:
         CallerError: the port is taken.
@@ -124,7 +124,7 @@ async def also_by_tls(app: ASGIApp, cert: Path, key: Path, port: int) -> AsyncIt
         try:
             await stack.enter_async_context(served(app, "", port, certificate=(cert, key), keep_alive_s=30))
         except OSError as error:
-            raise CallerError(f"port {port}: {error.strerror}", field="tls_port") from error
+            raise CallerError(f"cannot listen on port {port}: {error.strerror}", field="tls_port") from error
         yield
 
 
@@ -132,12 +132,12 @@ LOGGER = logging.getLogger(__name__)
 
 
 class DirectRoutes:
-    """ASGI application: answers POST to its routes, and passes everything else on.
+    """ASGI application: answers POST to its routes, and passes every other request on.
 
     Args:
-        app: gets what is not ours.
-        routes: by path, what answers.
-        around: a middleware for these alone.
+        app: application for all other requests.
+        routes: handlers by path.
+        around: middleware for these routes only.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class DirectRoutes:
         self._direct = around(self._answer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Process one request."""
         ours = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._routes
         await (self._direct if ours else self._app)(scope, receive, send)
 
@@ -159,27 +159,26 @@ class DirectRoutes:
         try:
             response = await self._routes[scope["path"]](Request(scope, receive))
         except ClientDisconnect:
-            return  # gone before its body was here
+            return  # the client disconnected: drop the reply
         except KNOWN_ERRORS as error:
             response = answer_to(error)
-        except Exception as error:  # the border at which a defect of ours becomes an answer
-            LOGGER.exception("defect in POST %s", scope["path"])
+        except Exception as error:  # defects become an answer here
+            LOGGER.exception("POST %s failed", scope["path"])
             response = ProblemError(500, "http-500", repr(error)).response()
         await response(scope, receive, send)
 
 
-def put_in_front(app: FastAPI, wrap: Callable[[ASGIApp], ASGIApp]) -> None:
-    """Have every request go through what ``wrap`` makes of the application, before all of its middlewares: also those
-    that are added later."""
+def wrap_outermost(app: FastAPI, wrap: Callable[[ASGIApp], ASGIApp]) -> None:
+    """Wrap the application outside all of its middlewares, later ones included."""
     build_stack = app.build_middleware_stack
     app.build_middleware_stack = lambda: wrap(build_stack())  # type: ignore[method-assign]
 
 
 def require_running(*loops: BackgroundLoops) -> None:
-    """Raise while a background loop of a server, or one of the process, fails.
+    """Raise while a background loop of the server or process fails.
 
     Raises:
-        ProblemError: names each failing loop. The route is open, so the message of the exception is in the log only.
+        ProblemError: names each failing loop. The route is open, so only the log has the exception's message.
     """
     failing = {name: error for each in (*loops, PROCESS_LOOPS) for name, error in each.failing.items()}
     if failing:
@@ -187,7 +186,7 @@ def require_running(*loops: BackgroundLoops) -> None:
         raise ProblemError(
             503,
             "background-loop-failing",
-            f"background loops that failed and are restarted: {names}; the log has the traceback",
+            f"failing background loops, to be restarted: {names}; the log has the traceback",
             errors=[{"field": name, "message": f"the last pass ended with {kind}"} for name, kind in failing.items()],
             headers={"Retry-After": str(int(LONGEST_PAUSE_S))},
         )
@@ -199,7 +198,7 @@ def health_router(*loops: BackgroundLoops) -> APIRouter:
 
     @router.get("/healthz", tags=["service"], responses=problem_responses(503))
     async def healthz() -> dict[str, str]:
-        """Answers while the event loop turns and no background loop fails."""
+        """Answers while the event loop runs and no background loop fails."""
         require_running(*loops)
         return {"status": "ok"}
 
@@ -207,7 +206,7 @@ def health_router(*loops: BackgroundLoops) -> APIRouter:
 
 
 class LoopMetrics(Collector):
-    """Restarts of background loops, for a Prometheus registry."""
+    """Collector of restarts of background loops."""
 
     def __init__(self, loops: BackgroundLoops) -> None:
         self._loops = loops

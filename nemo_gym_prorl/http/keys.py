@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a caller shows the key of a server, and who a key says that it is; who may call is told in :mod:`.access`."""
+"""Keys of callers and their scopes; :mod:`.key_guard` enforces them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from nemo_gym_prorl.failures import CallerError
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """The header by which a caller shows a key; none without one, or for an empty one."""
+    """Return the header with a key; no header for ``None`` or an empty key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def trusted_authorities() -> ssl.SSLContext | None:
-    """Return the authorities whose certificates a caller believes: those in the file that ``PRORL_CA`` names; ``None``
-    without that variable, for the system's.
+    """Return the certificate authorities in the file that ``PRORL_CA`` names; ``None`` without that variable, for the
+    system's.
 
     Raises:
         CallerError: the file cannot be read, or has no certificates.
@@ -30,34 +30,34 @@ def trusted_authorities() -> ssl.SSLContext | None:
     try:
         return ssl.create_default_context(cafile=file)
     except OSError as error:  # ssl.SSLError is one
-        complaint = f"{file}: {error}; it must have certificates of authorities as PEM"
+        complaint = f"{file}: {error}; name a PEM file with certificates of authorities"
         raise CallerError(complaint, field="PRORL_CA") from error
 
 
 CLIENT_KEY = "prorl_"
-"""What the keys of clients begin with, so that they are known for what they are, by people who find one too."""
+"""Prefix of clients' keys, so that scanners and people recognise a leaked key."""
 
 
 class Scope(StrEnum):
-    """What a key may be good for."""
+    """Permissions of a key."""
 
     SUBMIT = "submit"
-    """To submit rollouts."""
+    """Submit rollouts."""
     READ = "read"
-    """To read one's own, and the pools."""
+    """Read one's own rollouts, and the pools."""
     CANCEL = "cancel"
-    """To cancel one's own."""
+    """Cancel one's own rollouts."""
     ADMIN = "admin"
-    """All of that, with everybody's; to drain, and to change backends."""
+    """All scopes, for all clients' rollouts; drain, and change backends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose key came with a request.
+    """Client of a request.
 
     Attributes:
-        name: of the client; ``None`` for the deployment itself: by ``control_token``, or where no key is asked for.
-        scopes: what it may do.
+        name: the client; ``None`` for the deployment itself: with ``control_token``, or without keys.
+        scopes: its permissions.
     """
 
     name: str | None
@@ -65,11 +65,11 @@ class Caller:
 
     @property
     def is_admin(self) -> bool:
-        """Everybody's rollouts are its own."""
+        """Whether the caller may access all clients' rollouts."""
         return Scope.ADMIN in self.scopes
 
     def may(self, scope: Scope) -> bool:
-        """Whether its key is good for that."""
+        """Return whether the caller has the scope."""
         return self.is_admin or scope in self.scopes
 
 

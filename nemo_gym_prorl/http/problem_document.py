@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What every server of ours answers with where it refuses. No routes here: clients read it, too."""
+"""RFC 9457 problem documents, for servers and clients. Imports no web framework."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pydantic import BaseModel, Field
 TYPE_PREFIX = "urn:nemo-gym-prorl:problem:"
 
 _MOST_ERRORS = 20
-"""Fields that one document names; whoever sends ten thousand wrong ones learns enough from the first."""
+"""Maximum number of fields that one document names."""
 
 _ALTERNATIVE = re.compile(r"[A-Z]\w*[a-z]\w*|str|int|float|bool|[\w-]+\[.*\]", re.DOTALL)
-"""What pydantic calls one of several things that a value may be: a class or a type. Few fields look so."""
+"""Pydantic's names for alternatives of a union: a class or a type. Few fields have such names."""
 
 _OF_FIELDS = frozenset({"missing", "extra_forbidden"})
-"""What is wrong with a field, and never with a thing that a value may be."""
+"""Error types that concern a field, never an alternative of a union."""
 
 _NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
-"""What pydantic tells with the name of a class of ours."""
+"""Error types whose message contains an internal class name."""
 
 
 class Problem(BaseModel):
@@ -40,8 +40,8 @@ class ApiError(Exception):
     """The service refused a request.
 
     Attributes:
-        problem: the RFC 9457 document that it answered with.
-        retry_after_s: when it asked to come back; ``None`` if it did not.
+        problem: problem document of the answer.
+        retry_after_s: seconds until a retry, if the service named them.
     """
 
     def __init__(self, problem: Problem, retry_after_s: float | None = None) -> None:
@@ -51,23 +51,23 @@ class ApiError(Exception):
 
 
 def problem_of_answer(url: str, status: int, content: bytes) -> Problem:
-    """Return the problem document of an answer of ``url``, also if a gateway wrote the answer."""
+    """Return the problem document of an answer; built from status and text if a gateway wrote the answer."""
     try:
         return Problem.model_validate_json(content)
     except ValueError:
         text = content.decode(errors="replace").strip()[:500]
-        told = f"HTTP {status}" if text.startswith("<") or not text else text  # a page for people says no more
+        told = f"HTTP {status}" if text.startswith("<") or not text else text  # an HTML page has no details
         if status in (404, 405):  # a service answers with a problem document
-            told = f"what answers at {url} is no rollout service; prorl serve prints the URL of its prorl_agent"
+            told = f"the server at {url} is no rollout service; prorl serve prints the URL of its prorl_agent"
         return Problem(type="about:blank", title="HTTP error", status=status, detail=told)
 
 
 def field_errors(errors: Sequence[Mapping[str, Any]], *, outer: int = 0) -> list[dict[str, Any]]:
-    """The first fields that are wrong, and why.
+    """Return the first wrong fields, each with its error.
 
     Args:
-        errors: as pydantic tells them.
-        outer: so many steps of a field's place are none of the caller's.
+        errors: pydantic's errors.
+        outer: number of leading path parts that the caller does not know.
     """
     return [
         {
@@ -79,13 +79,13 @@ def field_errors(errors: Sequence[Mapping[str, Any]], *, outer: int = 0) -> list
 
 
 def _of_one_alternative(errors: Sequence[Mapping[str, Any]], depth: int) -> list[Mapping[str, Any]]:
-    """What is wrong with each value; with one that may be several things, as the thing that it is most like.
+    """Reduce the errors of each union to those of the most similar alternative.
 
-    Pydantic tells what is wrong with it as each of them, and names them in its place: ``tools.0.FunctionTool.name``.
+    Pydantic reports the errors of every alternative, with its name in the path: ``tools.0.FunctionTool.name``.
 
     Args:
-        errors: as pydantic tells them.
-        depth: of their places; before it they agree.
+        errors: pydantic's errors.
+        depth: length of their common path.
     """
     branches: dict[Any, list[Mapping[str, Any]]] = {}
     for error in errors:
@@ -112,7 +112,7 @@ def _is_of_another_kind(error: Mapping[str, Any], depth: int) -> bool:
 
 
 def in_words(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Fields that are wrong, as :func:`field_errors` tells them, in a line."""
+    """Return errors of :func:`field_errors` as one line."""
     return readable("; ".join(f"{entry['field']}: {entry['message']}" for entry in errors))
 
 

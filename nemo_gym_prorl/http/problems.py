@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of our HTTP servers as RFC 9457 problem documents with a stable ``type``.
 
-A client branches on ``type``; ``detail`` is for people and may change. Validation errors name the field and what is
-wrong with it, for each field at once. An error class says itself which status and type it has (``http_status``,
-``problem`` and ``retry_after_s`` of :class:`~nemo_gym_prorl.failures.CallerError`), so that this module knows no wing.
+Clients branch on ``type``; ``detail`` is for people and may change. Validation errors name every wrong field with its
+error. Error classes declare their own status and type (``http_status``, ``problem`` and ``retry_after_s`` of
+:class:`~nemo_gym_prorl.failures.CallerError`), so this module depends on no other room.
 
-:class:`ProblemRoute` covers one route, on whatever application it is mounted; :func:`add_problem_handlers` covers all
-routes of an application, Gym's among them, and its OpenAPI document.
+:class:`ProblemRoute` covers one route, on any application; :func:`add_problem_handlers` covers all routes of an
+application, Gym's included, and its OpenAPI document.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from nemo_gym_prorl.http.problem_document import TYPE_PREFIX, Problem, field_err
 MEDIA_TYPE = "application/problem+json"
 
 DESCRIPTIONS: dict[int, str] = {
-    400: "It cannot be done in this state.",
+    400: "Not possible in the current state.",
     401: "The key is missing or wrong.",
-    403: "It is not allowed here.",
-    404: "There is no such thing, or it is forgotten.",
-    409: "It conflicts with what is there.",
-    410: "It was there and is forgotten.",
-    422: f"A field is wrong; `errors` names it. With `{FAILURE_KIND_HEADER}`: the task is broken for everybody.",
-    429: "There is no room; come back after `Retry-After` seconds.",
-    500: f"Trouble of ours; the header `{FAILURE_KIND_HEADER}` names the kind.",
-    501: "This deployment cannot do that.",
-    502: "A server behind this one refused.",
-    503: "Nothing is taken on now; come back after `Retry-After` seconds.",
-    504: "It was not done within its budget.",
+    403: "Not allowed with this key.",
+    404: "Unknown, or forgotten.",
+    409: "Conflicts with existing state.",
+    410: "Existed and is forgotten.",
+    422: f"A field is wrong; `errors` names it. With `{FAILURE_KIND_HEADER}`: the task is broken.",
+    429: "The queue is full; retry after `Retry-After` seconds.",
+    500: f"Failure of the server; the header `{FAILURE_KIND_HEADER}` names its kind.",
+    501: "Not supported by this deployment.",
+    502: "Another server refused the request.",
+    503: "Not accepted now; retry after `Retry-After` seconds.",
+    504: "Not done within its budget.",
 }
 
 
@@ -53,9 +53,9 @@ class ProblemError(HTTPException):
     Args:
         status: HTTP status.
         name: the stable part of ``type``.
-        detail: what is wrong and how to mend it.
+        detail: what is wrong and how to fix it.
         errors: per field, ``{"field": …, "message": …}``.
-        headers: e.g. ``Retry-After``.
+        headers: for example ``Retry-After``.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ProblemError(HTTPException):
         errors: list[dict[str, Any]] | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        # What a caller sent may be quoted here, and half a surrogate pair is no text.
+        # The detail may quote input of the caller with half a surrogate pair.
         detail = readable(detail)
         super().__init__(status, detail, headers)
         self.problem = Problem(
@@ -84,7 +84,7 @@ class ProblemError(HTTPException):
         return self.problem.detail
 
     def response(self) -> Response:
-        """As an HTTP response."""
+        """Return the HTTP response."""
         return Response(
             self.problem.model_dump_json(exclude_none=True),
             status_code=self.problem.status,
@@ -94,9 +94,9 @@ class ProblemError(HTTPException):
 
 
 def problem_of(error: RolloutError) -> ProblemError:
-    """The problem document of an error of ours. One that is not the caller's is 500 and says so in a header, so that
-    nobody takes it for an observation or a reward (500 is what Gym's client repeats a few times only). A task that is
-    broken for everybody is 422, which nobody repeats."""
+    """Return the problem document of an error of this package. Errors that the caller did not cause are 500 with
+    :data:`FAILURE_KIND_HEADER`, so that clients distinguish them from observations and rewards; Gym's client
+    repeats 500 a few times only. A broken task is 422, which no client repeats."""
     if not isinstance(error, CallerError):
         errors = [{"field": error.field, "message": error.reason}] if error.field else None
         said = {FAILURE_KIND_HEADER: error.kind.value}
@@ -108,12 +108,12 @@ def problem_of(error: RolloutError) -> ProblemError:
 
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What a route declares (``responses=``) for the problems that it answers with, and for a missing key."""
+    """Return a route's ``responses=`` for the problems that it answers with, and for a missing key."""
     return {status: {"model": Problem, "description": DESCRIPTIONS[status]} for status in (401, 422, *statuses)}
 
 
 def invalid_body(error: ValidationError | RequestValidationError | ValueError) -> ProblemError:
-    """What is wrong with a request, field by field."""
+    """Return the problem document of an invalid request, with each wrong field."""
     if not isinstance(error, ValidationError | RequestValidationError):
         return ProblemError(422, "invalid-request", f"the body is not JSON: {error}")
     # FastAPI's locations begin with body, query or path; the caller knows a field by the rest.
@@ -122,10 +122,10 @@ def invalid_body(error: ValidationError | RequestValidationError | ValueError) -
 
 
 class ProblemRoute(APIRoute):
-    """A route whose errors are problem documents, wherever it is mounted: Gym owns the application's handlers."""
+    """A route whose errors are problem documents on any application, Gym's included."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The route's handler, with errors turned into answers."""
+        """Return the route's handler, with errors turned into answers."""
         inner = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -138,8 +138,8 @@ class ProblemRoute(APIRoute):
 
 
 async def no_other_parameters(request: Request) -> None:
-    """A dependency of control routes: what is misspelt, or in the body where it belongs into the query, would be
-    passed over, and the request carried out for others than those that were meant.
+    """Dependency of control routes: refuse unknown parameters. A misspelt filter would otherwise be ignored, and the
+    request would affect other rollouts than intended.
 
     Raises:
         CallerError: the request has a parameter, or a body, that its route does not read.
@@ -148,18 +148,18 @@ async def no_other_parameters(request: Request) -> None:
     known = [param.alias for param in route.dependant.query_params]
     for name in request.query_params:
         if name not in known:
-            raise CallerError(f"no such parameter here; there are: {', '.join(known) or 'none'}", field=name)
+            raise CallerError(f"unknown parameter; known: {', '.join(known) or 'none'}", field=name)
     empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
     if request.method == "DELETE" and route.body_field is None and not empty:
-        raise CallerError("it is not read here; parameters are in the query", field="body")
+        raise CallerError("this route reads no body; send parameters in the query", field="body")
 
 
 class Declared(NamedTuple):
-    """What a route does not declare itself, as Gym's routes that take the bare request.
+    """OpenAPI declarations of a route that declares none, such as Gym's routes that take the bare request.
 
     Attributes:
-        statuses: of its problems, besides 401 and 422.
-        body: what it takes, where the route does not say.
+        statuses: statuses of its problems, besides 401 and 422.
+        body: model of its body.
     """
 
     statuses: tuple[int, ...]
@@ -171,13 +171,13 @@ def add_problem_handlers(
     declared: Mapping[str, Declared] | None = None,
     needs: Callable[[str, str], str | None] | None = None,
 ) -> None:
-    """Have every error of an application be a problem document, also where Gym owns the route, and its OpenAPI
-    document say so.
+    """Make every error of an application a problem document, errors of Gym's routes included, and declare them in its
+    OpenAPI document.
 
     Args:
         app: the application.
-        declared: by path, what the document is to say of routes that say nothing themselves.
-        needs: tells what a key must be good for, by method and path, or that none is asked for; where there are keys.
+        declared: declarations by path, for routes that declare nothing.
+        needs: returns the required scope by method and path, ``None`` for open routes; if there are keys.
     """
 
     async def answer(request: Request, error: Exception) -> Response:
@@ -186,7 +186,7 @@ def add_problem_handlers(
     build_stack, describe = app.build_middleware_stack, app.openapi
 
     def build_with_ours() -> Any:
-        # Gym puts in handlers of its own after it has got the application. The stack is built with the first call.
+        # Gym adds its own handlers later, so ours are added when the stack is built, at the first call.
         for kind in KNOWN_ERRORS:
             app.add_exception_handler(kind, answer)
         return build_stack()
@@ -203,11 +203,11 @@ def add_problem_handlers(
 
 
 KNOWN_ERRORS = (RolloutError, RequestValidationError, HTTPException)
-"""What :func:`answer_to` makes an answer of."""
+"""Errors that :func:`answer_to` accepts."""
 
 
 def answer_to(error: Exception) -> Response:
-    """The answer to one of :data:`KNOWN_ERRORS`; any other is raised."""
+    """Return the answer to one of :data:`KNOWN_ERRORS`; re-raise any other error."""
     match error:
         case ProblemError():
             return error.response()
@@ -216,8 +216,8 @@ def answer_to(error: Exception) -> Response:
         case RequestValidationError():
             return invalid_body(error).response()
         case HTTPException(status_code=400, detail="There was an error parsing the body"):
-            # FastAPI's word for a body that is no UTF-8 or nested without end; it is as invalid as any other.
-            return invalid_body(ValueError("it is no UTF-8, or nested too deep")).response()
+            # FastAPI's error for a body that is not UTF-8, or nested too deep.
+            return invalid_body(ValueError("not UTF-8, or nested too deep")).response()
         case HTTPException():
             headers = dict(error.headers) if error.headers else None
             return ProblemError(
@@ -227,7 +227,7 @@ def answer_to(error: Exception) -> Response:
 
 
 def _with_problems(document: dict[str, Any], declared: Mapping[str, Declared]) -> dict[str, Any]:
-    """FastAPI's OpenAPI document with our media type and schema where it has its own."""
+    """Return FastAPI's OpenAPI document with problem documents instead of its own errors."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
@@ -255,7 +255,7 @@ def _with_keys(document: dict[str, Any], needs: Callable[[str, str], str | None]
 
 
 def _referenced(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
-    """A reference to a model's schema, which is put among the document's."""
+    """Add a model's schema to the document, and return a reference to it."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     for name, part in {**schema.pop("$defs", {}), model.__name__: schema}.items():
         schemas.setdefault(name, part)

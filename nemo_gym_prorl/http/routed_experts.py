@@ -1,14 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts of a mixture each token went to, for a trainer that routes as its engine did (router replay).
+"""Routed experts of each token in a mixture-of-experts model, for trainers that replay the engine's routing. Pure.
 
-NeMo RL's chat server gives them with each turn, for the whole sequence, as a text: ``nrlre1:<numbers>:<rows>x<layers>x
-<experts of a token>:<base64>``, a row for each token. They are by far the most of what a rollout has (half a KiB a
-token of Qwen3-30B-A3B), so they stay the text that they are, and of each turn only its last rows are kept: those of
-its own tokens, and of the one before, whose row comes with the next prompt, since its experts were not asked while it
-was the last that was sampled.
-
-Pure.
+NeMo RL's chat server returns them with each turn, for the whole sequence, as text:
+``nrlre1:<numbers>:<rows>x<layers>x<experts of a token>:<base64>``, with a row per token. They are the largest part of
+a rollout (half a KiB per token of Qwen3-30B-A3B), so they stay encoded, and only the last rows of each turn are kept.
+Those are the rows of its own tokens and of the token before: the last sampled token gets its row with the next prompt.
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ _BYTES = {"int8": 1, "int16": 2, "int32": 4}
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Rows of experts, read no further than to know how many there are.
+    """Rows of experts; only the header is decoded.
 
     Attributes:
-        numbers: of what kind they are, as torch names it.
-        rows: one for each token.
-        layers: of experts.
-        top: experts of a token in a layer.
+        numbers: integer type, as torch names it.
+        rows: number of tokens.
+        layers: number of expert layers.
+        top: experts of a token per layer.
         encoded: the rows in base64.
     """
 
@@ -43,10 +40,10 @@ class RoutedExperts:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Take the text apart.
+        """Parse the text.
 
         Raises:
-            ValueError: it has another form, or is not as long as it says.
+            ValueError: the form is wrong, or the length does not match the header.
         """
         head = _FORM.match(text)
         if head is None:
@@ -67,10 +64,10 @@ class RoutedExperts:
         return f"nrlre1:{self.numbers}:{self.rows}x{self.layers}x{self.top}:{self.encoded}"
 
     def last(self, rows: int) -> bytes:
-        """So many, from the end.
+        """Return the last ``rows`` rows.
 
         Raises:
-            ValueError: there are fewer, or they are no base64.
+            ValueError: there are fewer rows, or they are no base64.
         """
         if rows > self.rows:
             raise ValueError(f"routed_experts have {self.rows} rows, and {rows} tokens want one")
@@ -78,13 +75,13 @@ class RoutedExperts:
         return b64decode(self.encoded[skip // 3 * 4 :], validate=True)[skip % 3 :]
 
     def of(self, rows: bytes) -> RoutedExperts:
-        """Others of the same kind."""
+        """Return other rows of the same shape."""
         count = len(rows) // self.width if self.width else 0
         return RoutedExperts(self.numbers, count, self.layers, self.top, b64encode(rows).decode())
 
 
 def last_rows(text: str, rows: int) -> str:
-    """The last rows alone.
+    """Return the text of the last rows.
 
     Raises:
         ValueError: see :class:`RoutedExperts`.
@@ -94,8 +91,8 @@ def last_rows(text: str, rows: int) -> str:
 
 
 def continued(before: str | None, text: str | None, rows: int) -> str | None:
-    """All rows of a sequence of which ``text`` has the last ones, and ``before`` at least all that come before those.
-    ``None`` if they are not there."""
+    """Return all rows of a sequence from its last rows, ``text``, and earlier ones, ``before``; ``None`` if rows
+    are missing."""
     if text is None:
         return None
     experts = RoutedExperts.read(text)

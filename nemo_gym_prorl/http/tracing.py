@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of a rollout, so that one trace holds it whole: stages, turns, calls of tools, and where a turn was sampled.
+"""Spans of a rollout in one trace: stages, turns, tool calls, and the sampling of turns.
 
-They go where the process's OpenTelemetry tracer provider sends them. Gym 0.7 sets one in each server (``telemetry:
-{enabled: true}``, which needs its extra ``telemetry``), and so does ``opentelemetry-instrument``; either brings the
-spans of HTTP requests between which ours stand. Of Gym's, its setting ``span_groups`` says which of ours are wanted,
-too. Without a provider, which is the rule, nothing is made: a span that nobody records would cost 10 µs.
+Spans go to the process's OpenTelemetry tracer provider. Gym 0.7 sets a provider in each server (``telemetry: {enabled:
+true}``, with its extra ``telemetry``), as does ``opentelemetry-instrument``; both add the spans of HTTP requests.
+Gym's setting ``span_groups`` also selects our spans. Without a provider, the default, no span is created: an
+unrecorded span would cost 10 µs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRACER = trace.get_tracer("nemo_gym_prorl")
 
 
 class SpanGroup(StrEnum):
-    """Gym's groups of spans that ours belong to."""
+    """Gym's span groups that our spans belong to."""
 
     ROLLOUT = "rollout"
     AGENT = "agent"
@@ -32,12 +32,12 @@ class SpanGroup(StrEnum):
 def span(
     group: SpanGroup, name: str, /, **attributes: str | int | float | None
 ) -> contextlib.AbstractContextManager[trace.Span]:
-    """A span around a block; an exception that leaves the block is noted in it.
+    """Return a context manager with a span; an exception that leaves the block is recorded.
 
     Args:
-        group: which of Gym's groups switches it.
-        name: of the operation, without ids.
-        attributes: by their names under ``prorl.``; those without a value are left out.
+        group: Gym's group that enables the span.
+        name: name of the operation, without ids.
+        attributes: stored under ``prorl.``; ``None`` is left out.
     """
     if not _on() or not _gym_wants()(group):
         return contextlib.nullcontext(trace.INVALID_SPAN)
@@ -46,19 +46,19 @@ def span(
 
 
 def note(this: trace.Span, /, **attributes: str | int | float | None) -> None:
-    """What a span's block has found out."""
+    """Add attributes to a span."""
     if this.is_recording():
         this.set_attributes({f"prorl.{key}": value for key, value in attributes.items() if value is not None})
 
 
 def failed(this: trace.Span, why: str) -> None:
-    """The block ended as it should, and what it did failed."""
+    """Mark a span whose block did not raise as failed."""
     if this.is_recording():
         this.set_status(trace.StatusCode.ERROR, why)
 
 
 def trace_headers() -> dict[str, str]:
-    """The headers by which a server's spans join the trace; none without one."""
+    """Return the headers that connect a server's spans to the trace; none without a trace."""
     headers: dict[str, str] = {}
     if _on():
         propagate.inject(headers)
@@ -71,7 +71,7 @@ def _on() -> bool:
 
 @functools.cache
 def _gym_wants() -> Callable[[str], bool]:
-    """Gym's own switch, where it is Gym's telemetry that is on."""
+    """Return Gym's filter of span groups, if Gym's telemetry is on."""
     try:
         from nemo_gym.telemetry import get_telemetry, is_span_group_enabled
     except ImportError:  # Gym before 0.7

@@ -324,7 +324,7 @@ def _check_agent(config: Mapping[str, Any], path: str, block: Mapping[str, Any])
         )
     try:
         known = {key: block[key] for key in ("budgets", "max_attempts") if key in block}
-        service = ServiceConfig.model_validate(known).pipeline_settings()
+        service = ServiceConfig.model_validate(known)
     except ValidationError:
         return  # the agent reports the error when it starts
     deadline, budgets = number_at(config, DEADLINE), service.budgets

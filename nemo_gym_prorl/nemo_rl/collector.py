@@ -37,7 +37,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.groups import RewardFunction, TrainingGroup, training_group, with_loss
 from nemo_gym_prorl.nemo_rl.services import Servers
 from nemo_gym_prorl.nemo_rl.validation import Validation, validate
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 
 
 LOG = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.routed_experts import RoutedExperts, continued
-from nemo_gym_prorl.rollout.rows import Turn
+from nemo_gym_prorl.rollout.gym_rows import TurnTokens
 
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class TrainingMember:
     """
 
     rollout: str
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnTokens, ...]
     reward: float
     version: int
 
@@ -75,7 +75,7 @@ class TrainingGroup:
         return min(member.version for member in self.members)
 
 
-def turns_of(tokens: Sequence[Turn], inherited: int = 0) -> tuple[Turn, ...]:
+def turns_of(tokens: Sequence[TurnTokens], inherited: int = 0) -> tuple[TurnTokens, ...]:
     """Return the turns with sampled tokens; inherited turns become observed tokens of the first turn after them.
 
     Args:
@@ -85,7 +85,7 @@ def turns_of(tokens: Sequence[Turn], inherited: int = 0) -> tuple[Turn, ...]:
     Raises:
         ValueError: no turn has sampled tokens, or the turns are not one sequence.
     """
-    turns: list[Turn] = []
+    turns: list[TurnTokens] = []
     seen, inherited_turns = 0, 0
     for place, turn in enumerate(tokens):
         if not turn.sampled:
@@ -102,7 +102,7 @@ def turns_of(tokens: Sequence[Turn], inherited: int = 0) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _as_prompt(inherited: Sequence[Turn], others: Sequence[Turn]) -> list[Turn]:
+def _as_prompt(inherited: Sequence[TurnTokens], others: Sequence[TurnTokens]) -> list[TurnTokens]:
     """Return the first of the other turns, if there is one, with the inherited tokens as part of its prompt."""
     if not others:
         return []
@@ -191,7 +191,7 @@ def _message_log(member: TrainingMember, prompt: Sequence[int]) -> list[dict[str
     return messages
 
 
-def add_experts(messages: list[dict[str, Any]], turn: Turn) -> None:
+def add_experts(messages: list[dict[str, Any]], turn: TurnTokens) -> None:
     """Set the experts of the last two messages, which are those of ``turn``.
 
     The last token of the turn before gets its experts here too. An engine routes a token when it reads the token,

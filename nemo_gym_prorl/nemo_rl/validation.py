@@ -22,9 +22,9 @@ from typing import Any
 import aiohttp
 
 from nemo_gym_prorl.failures import InfrastructureError, Origin
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.schemas import JobView
 
 
 LOG = logging.getLogger(__name__)

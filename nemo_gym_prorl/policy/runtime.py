@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.http.access import is_loopback
+from nemo_gym_prorl.http.key_guard import is_loopback
 from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import (

@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Environments and handlers: how a kind of task plugs in, and which environment a row goes to.
+"""Environments and handlers: how a kind of task plugs in, and how a row is assigned to an environment.
 
-A handler knows what INIT, RUN and EVAL mean for its tasks, and nothing of pools, budgets, retries or cancellation. It
-is found through the entry-point group ``nemo_gym_prorl.agent_handlers``, so a new kind of task is a new package and
-touches no file here.
+Handlers implement the three stages; the pipeline owns scheduling, budgets, retries and cancellation. Handlers are
+found through the entry-point group ``nemo_gym_prorl.agent_handlers``, so a new kind of task is a package of its own.
 
 One pipeline runs the rollouts of several environments through the same pools. An environment is a name, the handler
-that runs its rows, and the budgets that hold where a job brings none. A row goes to
+that runs its rows, and default budgets. A row is assigned to
 
 1. the environment that its job names;
-2. else the one that takes the row's ``data_source``, which each does under its own name, and under those given to it;
-3. else the default one. Where there is none the row is refused: a wrong guess would train on a wrong reward.
+2. else the environment that takes the row's ``data_source``: its own name, and the names configured for it;
+3. else the default environment. Without one the row is refused: a wrong guess would train on a wrong reward.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from typing import Any, Protocol, runtime_checkable
 from pydantic import BaseModel, ValidationError, create_model
 
 from nemo_gym_prorl.failures import CallerError, Failure, Stage, suggest
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint
-from nemo_gym_prorl.rollout.job import Budgets, Job, Outcome, Trajectory, Verdict
+from nemo_gym_prorl.rollout.job import Checkpoint, Job, Outcome, Trajectory, Verdict
 from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.settings import Budgets
 
 
 ENTRY_POINT_GROUP = "nemo_gym_prorl.agent_handlers"
@@ -34,7 +33,7 @@ ENTRY_POINT_GROUP = "nemo_gym_prorl.agent_handlers"
 
 @runtime_checkable
 class AgentHandler(Protocol):
-    """What the pipeline calls. Every coroutine may be cancelled at any await and must then clean up after itself.
+    """Stages of a kind of task. Every coroutine may be cancelled at any await and must then clean up after itself.
 
     Attributes:
         name: the name in the registry.
@@ -43,140 +42,140 @@ class AgentHandler(Protocol):
     name: str
 
     async def init(self, job: Job) -> Any:
-        """Acquire what the task needs and return it as the session. Budget: ``job.budgets.init`` seconds.
+        """Acquire the task's resources and return them as the session. Budget: ``job.budgets.init`` seconds.
 
-        If it raises or is cancelled it leaves nothing behind: there is no session that could be released.
+        If the call raises or is cancelled, it must leave nothing behind: no session exists that could be released.
         """
         ...
 
     async def run(self, job: Job, session: Any) -> Trajectory:
         """Let the policy act. Budget: ``job.budgets.run`` seconds.
 
-        Sets ``job.trajectory`` early and fills it, so that a rollout that is cut short keeps what was sampled.
+        Sets ``job.trajectory`` early and fills it, so that an interrupted rollout keeps its samples.
         """
         ...
 
     async def release(self, job: Job, session: Any) -> None:
-        """Give back what the agent used. Called once per session, whatever happened, shielded and bounded in time,
-        and before EVAL starts: scoring begins only when the agent can no longer change anything."""
+        """Release the agent's resources. Called once per session in every case, shielded, with a time limit, and
+        before EVAL: scoring starts only when the agent can no longer change anything."""
         ...
 
     async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
-        """Score. Budget: ``job.budgets.eval`` seconds. May be called again with the same trajectory."""
+        """Score the trajectory. Budget: ``job.budgets.eval`` seconds. May be called again with the same trajectory."""
         ...
 
     def on_failure(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
-        """The outcome of a job that ends without a reward; ``stage`` is ``None`` if it was waiting."""
+        """Return the outcome of a job that ends without a reward; ``stage`` is ``None`` if the job was waiting."""
         ...
 
 
 @runtime_checkable
-class TellsWaiting(Protocol):
-    """Optional: a handler that knows for how long its agent could not act."""
+class ReportsWaiting(Protocol):
+    """Optional: a handler that knows how long its agent waited for a backend."""
 
     async def waited(self, job: Job) -> float:
-        """Seconds of this RUN attempt in which the agent waited for a policy backend, including a wait that still goes
-        on. Asked when the RUN budget is used up, which is then extended by it: waiting is nobody's time."""
+        """Return the seconds of this RUN attempt in which the agent waited for a policy backend, including a
+        current wait. Called when the RUN budget is used up, which is then extended by the result."""
         ...
 
 
 @runtime_checkable
-class TellsUnreachable(Protocol):
-    """Optional: a handler that can ask whether its servers answer."""
+class ReportsUnreachable(Protocol):
+    """Optional: a handler that can probe its servers."""
 
     async def unreachable(self) -> Mapping[str, Collection[Stage]] | Collection[str]:
-        """Names (as in ``InfrastructureError.server``) of its servers that do not answer now, and the stages that need
-        each; names alone are needed by all. Asked every few seconds while a stage works on a job or one of them is
-        out, and once when a job lost its connection to one."""
+        """Return the names (as in ``InfrastructureError.server``) of the servers that do not answer, with the
+        stages that need each; a bare name is needed by all stages. Called every few seconds while a stage works or
+        a server is down, and once when a job loses its connection to a server."""
         ...
 
 
 @runtime_checkable
-class EndsTimeouts(Protocol):
-    """Optional: a handler for which a rollout whose RUN budget is used up may end well. Without it, and where it says
-    ``None``, such a rollout fails as ``agent_timeout``."""
+class HandlesTimeouts(Protocol):
+    """Optional: a handler for which a rollout with a used-up RUN budget may count. Otherwise such a rollout fails
+    as ``agent_timeout``."""
 
     def timed_out(self, job: Job, session: Any) -> Trajectory | Verdict | None:
-        """What counts instead: a trajectory, to be scored as it is, or a verdict that needs no scoring. Called when
-        ``run`` has come back from its cancellation, before ``release``."""
+        """Return a trajectory to score, a verdict that needs no scoring, or ``None`` to fail the rollout. Called
+        after the cancelled ``run`` has returned, before ``release``."""
         ...
 
 
 @runtime_checkable
-class KeepsCheckpoints(Protocol):
-    """Optional: a handler that takes checkpoints (:meth:`.job.Job.keep_checkpoint`), and goes on from the job's latest
-    one in ``init`` and ``run``."""
+class StoresCheckpoints(Protocol):
+    """Optional: a handler that takes checkpoints (:meth:`.job.Job.keep_checkpoint`) and resumes from the job's
+    latest one in ``init`` and ``run``."""
 
     async def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Have what is kept for them erased; no job has them any more."""
+        """Erase the stored data of checkpoints that no job holds any more."""
         ...
 
     async def renew(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Have what is kept for them count as new; jobs have them still."""
+        """Reset the age of the stored data of checkpoints that jobs still hold."""
         ...
 
 
 @runtime_checkable
-class UnpacksCheckpoints(Protocol):
-    """Optional: a handler whose jobs can go on from a checkpoint that another service has taken; its states have
-    ``pack`` (:class:`~.checkpoints.Packs`)."""
+class RestoresCheckpoints(Protocol):
+    """Optional: a handler whose jobs can resume from a checkpoint of another service; its states have ``pack``
+    (:class:`~.storage.checkpoints.SerializableState`)."""
 
     def unpack(self, packed: bytes) -> Any:
-        """The state that was packed. Whatever of ``ValueError``, ``KeyError`` and ``TypeError`` it raises says that it
-        is damaged. Called in a thread."""
+        """Return the packed state. Called in a thread. ``ValueError``, ``KeyError`` and ``TypeError`` mean that the
+        bytes are damaged."""
         ...
 
 
 @runtime_checkable
-class EndsScoring(Protocol):
-    """Optional: a handler whose scoring may go on though the call was cut short, as where it is a server's."""
+class CancelsScoring(Protocol):
+    """Optional: a handler whose scoring may continue after its call was cancelled, for example at a server."""
 
     async def end_scoring(self, job: Job) -> None:
-        """End it. Called of a job that fails after EVAL has been tried, before it has its outcome; shielded and
-        bounded in time as ``release`` is."""
+        """End scoring. Called for a job that fails after EVAL was tried, before the job has its outcome; shielded
+        and time-limited as ``release`` is."""
         ...
 
 
 HandlerFactory = Callable[[Any], AgentHandler]
-"""Builds a handler from its context (``handlers.gym_environment.GymContext``), of which ``config`` is its own
-configuration. If it has an attribute ``Config``, a pydantic model, the configuration is one of those, else a dict."""
+"""Creates a handler from its context (``agent.gym_environment.GymContext``), whose ``config`` is the handler's own
+configuration. If the factory has a pydantic model ``Config``, the configuration is an instance of it, else a dict."""
 
 
 class HandlerRegistry:
-    """Installed handlers, imported when they are first asked for.
+    """Installed handlers, imported at first use.
 
     Args:
-        builtin: name → factory of handlers that need no entry point, since they come with the service.
+        builtin: factories by name of the handlers that come with the service.
 
     Raises:
-        CallerError: two packages registered one name.
+        CallerError: two packages registered the same name.
     """
 
     def __init__(self, builtin: Mapping[str, HandlerFactory]) -> None:
         self.plugins = _installed(entry_points(group=ENTRY_POINT_GROUP))
-        """Name → entry point of the handlers that other packages bring."""
+        """Entry points of the handlers of other packages, by name."""
         self._builtin = builtin
 
     @property
     def names(self) -> list[str]:
-        """Installed handlers, sorted."""
+        """Names of the installed handlers, sorted."""
         return sorted({*self._builtin, *self.plugins})
 
     def require(self, name: str, field: str) -> None:
         """Refuse a handler that is not installed.
 
         Raises:
-            CallerError: with ``field``, and the nearest of those that are.
+            CallerError: with ``field`` and the nearest installed name.
         """
         if name not in self._builtin and name not in self.plugins:
             raise CallerError(
-                f"no agent handler {name!r} is installed{suggest(name, self.names)}. A package registers one in its "
-                f"entry-point group {ENTRY_POINT_GROUP!r}",
+                f"no agent handler {name!r} is installed{suggest(name, self.names)}. Install a package that registers "
+                f"it in the entry-point group {ENTRY_POINT_GROUP!r}",
                 field=field,
             )
 
     def factory(self, name: str) -> HandlerFactory:
-        """The factory of an installed handler; imports its package."""
+        """Return the factory of an installed handler; imports its package."""
         plugin = self.plugins.get(name)
         if plugin is None:
             return self._builtin[name]
@@ -184,10 +183,10 @@ class HandlerRegistry:
         return factory
 
     def config(self, name: str, given: Mapping[str, Any], field: str) -> Any:
-        """A handler's own configuration, as its model has it; without a model what was given.
+        """Return a handler's own configuration as an instance of its model; without a model, the given dict.
 
         Raises:
-            CallerError: the model refuses it, or has no such key; names the key below ``field``.
+            CallerError: the model refuses the configuration; names the key below ``field``.
         """
         model = getattr(self.factory(name), "Config", None)
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
@@ -220,13 +219,13 @@ class Environment:
     Attributes:
         name: unique in the service.
         handler: name of the handler that runs its rows.
-        build: makes that handler; called once, when the first row needs it.
-        data_sources: rows with one of these in ``data_source`` are its own.
-        budgets, max_attempts: of jobs that bring none; ``None`` for the service's.
-        share: of sandboxes and slots while rows of several environments wait, in proportion to each other's.
-        scores_groups_of: how many siblings of a group its verifier scores together; 1 where it scores each for itself.
-        checkpoint_turns: after so many turns each, its handler takes a checkpoint; ``None`` for none.
-        tool_errors: answers of its tools that were errors, by HTTP status; counted by its handler.
+        build: creates that handler; called once, for the first row.
+        data_sources: values of a row's ``data_source`` that this environment takes.
+        budgets, max_attempts: defaults for its jobs; ``None`` for the service's defaults.
+        share: share of sandboxes and slots while rows of several environments wait, relative to the other shares.
+        scores_groups_of: number of rollouts of a group that its verifier scores together; 1 if it scores each alone.
+        checkpoint_turns: number of turns between checkpoints; ``None`` for no checkpoints.
+        tool_errors: error answers of its tools by HTTP status; counted by its handler.
     """
 
     name: str
@@ -242,14 +241,14 @@ class Environment:
 
 
 class Environments:
-    """The environments of one service.
+    """Environments of one service.
 
     Args:
-        environments: all of them.
-        default: name of the one for rows that no other takes; ``None`` to refuse those.
+        environments: all environments.
+        default: name of the environment for rows that no other takes; ``None`` to refuse them.
 
     Raises:
-        CallerError: two have one name, or take the same ``data_source``.
+        CallerError: two environments have the same name or take the same ``data_source``.
     """
 
     def __init__(self, environments: Iterable[Environment], default: str | None) -> None:
@@ -259,64 +258,64 @@ class Environments:
         self._handlers: dict[str, AgentHandler] = {}
         for environment in environments:
             if environment.name in self._all:
-                raise CallerError("there are two of that name", field=f"environments.{environment.name}")
+                raise CallerError("two environments have this name", field=f"environments.{environment.name}")
             self._all[environment.name] = environment
             for source in sorted(environment.data_sources):
                 other = self._by_source.setdefault(source, environment.name)
                 if other != environment.name:
                     raise CallerError(
-                        f"{source!r} is taken by environment {other!r} as well; a row has one environment",
+                        f"environment {other!r} takes {source!r} too; list it in one environment only",
                         field=f"environments.{environment.name}.data_sources",
                     )
 
     @classmethod
     def of(cls, handler: AgentHandler) -> Environments:
-        """One environment for all rows, run by this handler and called after it."""
+        """Return one environment for all rows, named after its handler."""
         return cls([Environment(handler.name, handler.name, lambda: handler)], handler.name)
 
     @property
     def names(self) -> list[str]:
-        """The environments, in the order in which they were given."""
+        """Names in the given order."""
         return [*self._all]
 
     @property
     def data_sources(self) -> Mapping[str, str]:
-        """``data_source`` of a row → name of its environment."""
+        """Environment name by ``data_source``."""
         return self._by_source
 
     @property
     def default(self) -> str | None:
-        """The one for rows that no other takes."""
+        """Name of the environment for rows that no other takes."""
         return self._default
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """Name of an environment → its share."""
+        """Share by environment name."""
         return {name: environment.share for name, environment in self._all.items()}
 
     def environment(self, name: str) -> Environment:
-        """The environment of that name, which there must be."""
+        """Return the environment with this name, which must exist."""
         return self._all[name]
 
     def get(self, name: str) -> AgentHandler:
-        """The handler of an environment, built at first use."""
+        """Return the handler of an environment; created at first use."""
         if name not in self._handlers:
             self._handlers[name] = self._all[name].build()
         return self._handlers[name]
 
     def choose(self, row: Mapping[str, Any], name: str | None = None) -> Environment:
-        """The environment of a row.
+        """Return the environment of a row.
 
         Args:
-            row: its ``data_source`` is looked at.
-            name: the environment that its job names.
+            row: row with an optional ``data_source``.
+            name: environment that the job names.
 
         Raises:
-            CallerError: there is none of that name, or none that takes the row; names the field and those there are.
+            CallerError: no environment has that name, or none takes the row; lists the known names.
         """
         if name is not None:
             if name not in self._all:
-                raise CallerError(f"there is no {name!r}{suggest(name, self._all)}", field="environment")
+                raise CallerError(f"no environment {name!r}{suggest(name, self._all)}", field="environment")
             return self._all[name]
         source = row.get("data_source")
         found = self._by_source.get(source) if isinstance(source, str) else None
@@ -325,17 +324,17 @@ class Environments:
         if found is None:
             said = "is missing" if source is None else f"{source!r:.200} belongs to no environment"
             known = suggest(source if isinstance(source, str) else "", self._by_source)
-            raise CallerError(f"{said}, and the service has no default one{known}", field="row.data_source")
+            raise CallerError(f"{said}, and the service has no default environment{known}", field="row.data_source")
         return self._all[found]
 
     def of_job(self, request: JobRequest) -> Environment:
-        """The environment of a job that is asked for.
+        """Return the environment of a requested job.
 
         Raises:
-            CallerError: as :meth:`choose`, or it scores siblings together and the job has none.
+            CallerError: as :meth:`choose`, or the environment scores groups together and the job has no group.
         """
         environment = self.choose(request.row, request.environment)
         if environment.scores_groups_of > 1 and request.group is None:
             together = f"{environment.scores_groups_of} rollouts of a group together"
-            raise CallerError(f"environment {environment.name!r} scores {together}; say which it is", field="group")
+            raise CallerError(f"environment {environment.name!r} scores {together}; name the group", field="group")
         return environment

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job: one rollout with an id, its states, and the only transitions between them.
 
-Everything that happens to a rollout is a transition of its job, and :meth:`Job.move` is the only way to make one. So
-"each job ends in exactly one outcome" is not a promise that many places keep, but a table that one method checks.
+Invariants:
 
-Time is booked here too: a stage's clock runs while the stage works on the job and at no other time, so that waiting in
-a queue costs a job nothing (DESIGN §5, invariant 3).
+- :meth:`Job.move` makes every transition and checks it against :data:`TRANSITIONS`. So each job ends in exactly one
+  outcome.
+- A stage's clock runs only while the stage works on the job; waiting in a queue costs a job nothing.
 """
 
 from __future__ import annotations
@@ -14,19 +14,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import orjson
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage, clean_text
-from nemo_gym_prorl.rollout.checkpoints import Begin, Checkpoint, Checkpoints
+from nemo_gym_prorl.rollout.gym_rows import (
+    NO_TOKENS,
+    TurnTokens,
+    compact_json_bytes,
+    pack_turns,
+    put_tokens,
+    take_tokens,
+)
 from nemo_gym_prorl.rollout.queues import Member
-from nemo_gym_prorl.rollout.rows import NO_TOKENS, Turn, compact_json_bytes, packed, put_tokens, take_tokens
-from nemo_gym_prorl.rollout.steps import NO_STEPS, Step
+from nemo_gym_prorl.rollout.settings import Budgets
+from nemo_gym_prorl.rollout.turns import NO_STEPS, TurnTiming
 
 
 class JobState(StrEnum):
-    """Where a job is. ``READY`` holds a session and waits for RUN; ``EVALUATING`` includes the wait for EVAL."""
+    """States of a job. ``READY`` holds a session and waits for RUN; ``EVALUATING`` includes the wait for EVAL."""
 
     QUEUED = "queued"
     INITIALIZING = "initializing"
@@ -40,61 +47,43 @@ class JobState(StrEnum):
 
     @property
     def terminal(self) -> bool:
-        """Nothing happens to a job after this."""
+        """Whether the job has ended."""
         return self in _TERMINAL
 
 
 _BOOKKEEPING = 4_096
-"""What a job takes besides its row, result and failures."""
+"""Estimated bytes of a job besides its row, result and failures."""
 
 _MOST = 2**63 - 1
-"""What readers of JSON take for an integer."""
+"""Largest integer that all JSON readers accept."""
 
 _TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
 FAILED_STATES = frozenset({JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.INITIALIZING}) | FAILED_STATES,
-    # Back to QUEUED is a retry: the attempt's session is gone and the next one starts afresh.
+    # Back to QUEUED is a retry: the session of the failed attempt is released.
     JobState.INITIALIZING: frozenset({JobState.READY, JobState.QUEUED}) | FAILED_STATES,
     JobState.READY: frozenset({JobState.RUNNING, JobState.QUEUED}) | FAILED_STATES,
-    # Straight to the end: a time-out that counts as it is, with nothing to score.
+    # RUNNING to SUCCEEDED: the handler accepts the time-out as a result and skips scoring.
     JobState.RUNNING: frozenset({JobState.EVALUATING, JobState.QUEUED, JobState.SUCCEEDED}) | FAILED_STATES,
-    # A retry of EVAL keeps the trajectory and stays here; where its session is lost only a new attempt can help.
+    # A retry of EVAL keeps the trajectory and the state. If the session is lost, the job needs a new attempt.
     JobState.EVALUATING: frozenset({JobState.SUCCEEDED, JobState.QUEUED}) | FAILED_STATES,
     **{state: frozenset() for state in _TERMINAL},
 }
 
 
 class IllegalTransition(RuntimeError):
-    """A defect of the service, never of a caller: a job was about to be moved where it cannot go."""
+    """Defect of the service: a transition that :data:`TRANSITIONS` does not allow."""
 
 
 _STAGES = tuple(Stage)
-"""To go through an enumeration costs more than all else in making a job."""
-
-
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """How long each stage may work on a job, in seconds per attempt. Queue time is free."""
-
-    init: float = 600.0
-    run: float = 3600.0
-    eval: float = 900.0
-
-    def of(self, stage: Stage) -> float:
-        """The budget of one stage, seconds."""
-        return float(getattr(self, stage.value))
-
-    @property
-    def by_stage(self) -> dict[str, float]:
-        """All of them, by their stage's name."""
-        return {"init": self.init, "run": self.run, "eval": self.eval}
+"""Iterating an enumeration costs more than the rest of creating a job."""
 
 
 @dataclass(slots=True)
 class StageTime:
-    """What a job spent in one stage, summed over its attempts, in seconds."""
+    """Seconds that a job spent in one stage, summed over its attempts."""
 
     waited_s: float = 0.0
     worked_s: float = 0.0
@@ -103,36 +92,36 @@ class StageTime:
 
 @dataclass(slots=True)
 class Progress:
-    """How far the agent got; kept when the trajectory itself is gone.
+    """Progress of the agent; kept after the trajectory is dropped.
 
     Attributes:
         turns: policy turns taken.
         tool_calls: tool calls executed.
-        finish_reason: why the loop ended: ``stop``, ``max_steps``, ``max_total_sequence_length``, ``length``,
-            ``context_overflow``, or ``timeout`` where a rollout without RUN budget counts all the same; ``None`` while
-            it goes on, or if it was cut short.
-        weight_versions: per turn, the labels of the weights that sampled it, where the model server tells:
+        finish_reason: why the tool loop ended: ``stop``, ``max_steps``, ``max_total_sequence_length``, ``length``,
+            ``context_overflow``, or ``timeout`` for a rollout that counts despite its time-out. ``None`` while the
+            loop goes on, or if it was cut short.
+        weight_versions: per turn, the labels of the weights that sampled the turn, if the model server reports them:
             ``{"turn": 0, "first": …, "last": …}``.
-        steps: per turn, what is to be told of it.
-        log_probs: the modes of the log-probs of the turns, where the model server tells.
+        steps: per turn, its timing (:class:`~.turns.TurnTiming`).
+        log_probs: modes of the turns' log-probs, if the model server reports them.
     """
 
     turns: int = 0
     tool_calls: int = 0
     finish_reason: str | None = None
     weight_versions: list[dict[str, Any]] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TurnTiming] = field(default_factory=list)
     log_probs: list[str] = field(default_factory=list)
 
     @property
     def labels(self) -> list[str | None]:
-        """Those in :attr:`weight_versions`, each once."""
+        """Labels in :attr:`weight_versions`, without duplicates."""
         told = [turn.get(end) for turn in self.weight_versions if isinstance(turn, dict) for end in ("first", "last")]
         return [*dict.fromkeys(clean_text(label, 200) if isinstance(label, str) else None for label in told)]
 
     @classmethod
     def of(cls, told: Any) -> Self:
-        """What a handler made of it, as what it must be: others list and follow every job."""
+        """Return progress with valid types from what a handler stored: every listing of jobs contains the result."""
         turns, tool_calls, reason = (getattr(told, name, None) for name in ("turns", "tool_calls", "finish_reason"))
         return cls(
             _count(turns),
@@ -149,27 +138,27 @@ def _count(told: Any) -> int:
 
 @dataclass(slots=True)
 class Trajectory:
-    """What RUN hands to EVAL.
+    """Result of RUN and input of EVAL.
 
     Attributes:
-        response: a Responses API response object whose ``output`` holds every turn, tool output and token field. When
-            RUN is over the latter are taken off it.
-        evidence: whatever the handler's EVAL needs besides, e.g. cookies; never leaves the service.
-        tokens: what was taken.
+        response: a Responses API response object whose ``output`` holds all turns, tool outputs and token fields.
+            After RUN the token fields are removed.
+        evidence: further input of the handler's EVAL, such as cookies; never leaves the service.
+        tokens: the removed token fields.
     """
 
     response: dict[str, Any]
     evidence: Any = None
-    tokens: list[Turn] = field(default_factory=list)
+    tokens: list[TurnTokens] = field(default_factory=list)
 
     def take_tokens(self) -> None:
-        """Have the tokens apart, before they are waited with, sent or written."""
+        """Move the tokens from :attr:`response` to :attr:`tokens`."""
         self.tokens = self.tokens or take_tokens(self.response)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What EVAL found: the reward (``None`` if there was nothing to score), and the full answer of the verifier."""
+    """Result of EVAL: the reward (``None`` if there was nothing to score), and the verifier's whole answer."""
 
     reward: float | None
     result: dict[str, Any]
@@ -177,25 +166,24 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Outcome:
-    """How a job ended. ``reward`` is ``None`` unless the job was scored: a failure has no reward.
+    """Terminal state of a job. ``reward`` is ``None`` unless the job was scored: a failure has no reward.
 
-    The result is written as JSON once, here, and kept and served as those bytes: as objects it would take several
-    times the memory.
+    The result is serialised once, here, and kept and served as those bytes: objects would take several times the
+    memory.
 
     Attributes:
-        body: what ``/run`` answers but for the tokens, as JSON: the verifier's answer, or a masked failure row with
-            what was gathered.
-        masked: nobody is to train on it: its verdict says so, or it has none.
+        body: answer of ``/run`` without the tokens, as JSON: the verifier's answer, or a masked failure row.
+        masked: whether a trainer must skip the rollout: its verdict says so, or it has no verdict.
 
     Args:
-        state: the job's last state.
-        result: the same as an object, or as JSON bytes of one.
-        reward: of a scored job.
-        failure: of one that was not.
-        masked: what its verdict says (:func:`~.rows.masked`).
+        state: the job's terminal state.
+        result: the body as an object, or as JSON bytes of an object.
+        reward: reward of a scored job.
+        failure: failure of a job that was not scored.
+        masked: mask of the verdict (:func:`~.gym_rows.masked`).
 
     Raises:
-        TypeError: the result cannot be written as JSON, e.g. since it holds a lone surrogate.
+        TypeError: the result cannot be written as JSON, for example because of a lone surrogate.
     """
 
     state: JobState
@@ -219,17 +207,83 @@ class Outcome:
 
     @property
     def result(self) -> dict[str, Any]:
-        """The result as an object, parsed anew with each call."""
+        """The result as an object; parsed on each access."""
         return dict(orjson.loads(self.body))
 
 
 def failure_state(failure: Failure) -> JobState:
-    """The terminal state that belongs to a failure."""
+    """Return the terminal state of a job with this failure."""
     if failure.timed_out:
         return JobState.TIMED_OUT
     if failure.kind in (FailureKind.CANCELLED, FailureKind.SHUTDOWN):
         return JobState.CANCELLED
     return JobState.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Checkpoints of other services from which a job may start.
+
+    Attributes:
+        tries: ids of the job's earlier tries, the latest first. If no try has a checkpoint, the job starts from its
+            row.
+        parents: for a fork, the ids of its parent rollout.
+        turn: for a fork, the turn of the parent after which the fork starts.
+        parent: the parent's id as clients know it.
+        client: owner of all these rollouts; ``None`` where an administrator submitted the job.
+    """
+
+    tries: tuple[str, ...] = ()
+    parents: tuple[str, ...] = ()
+    turn: int | None = None
+    parent: str | None = None
+    client: str | None = None
+
+    @property
+    def fork(self) -> dict[str, Any] | None:
+        """Parent and turn, as clients see them."""
+        return {"id": self.parent or self.parents[0], "turn": self.turn, "lost": []} if self.parents else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """State of a rollout after one turn.
+
+    Attributes:
+        turn: number of turns taken.
+        state: state from which the handler resumes; never leaves the service.
+        size: bytes that are stored for the checkpoint.
+        spent_s: seconds of RUN's budget that the rollout had used.
+        lost: short names of parts of the environment that cannot be restored.
+        borrowed: id under which another service stored the checkpoint; that service erases the checkpoint.
+    """
+
+    turn: int
+    state: Any
+    size: int
+    spent_s: float = 0.0
+    lost: tuple[str, ...] = ()
+    borrowed: str = ""
+
+
+class CheckpointRecorder(Protocol):
+    """Keeps the checkpoints of jobs."""
+
+    async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
+        """Add a checkpoint of a job, and return once other services can find the checkpoint."""
+        ...
+
+    def drop(self, job: Job, checkpoint: Checkpoint) -> None:
+        """Remove a checkpoint from a job, and erase the checkpoint once no job holds it."""
+        ...
+
+    def add(self, job: Job, checkpoint: Checkpoint) -> None:
+        """Let a job hold a checkpoint."""
+        ...
+
+    def ended(self, job: Job, *, keep: bool) -> None:
+        """Note that a job has its outcome; erase its checkpoints unless ``keep``."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -238,34 +292,34 @@ class Job:
 
     Attributes:
         id: unique; chosen by the caller or by the service.
-        stored_row: the dataset row, as sent; as JSON once the job has its outcome. Read it as :attr:`row`.
-        digest: of the row (:func:`~.request.row_digest`): the same id with another row is another job.
-        environment: where it belongs (:mod:`~nemo_gym_prorl.rollout.handler`).
-        handler: name of the handler that knows how to run it.
-        group: the rollouts of one prompt share a group; ``None`` if the caller has none.
-        client: whose job it is, for fair share between callers.
-        scope: the client, if it had a key of its own when the job was accepted: then its group is apart from others'
-            of that name.
-        run: whose backends sample it; ``None`` for the model server's own.
+        stored_row: the dataset row as sent; as JSON once the job has its outcome. Read it through :attr:`row`.
+        digest: digest of the row (:func:`~.gym_rows.row_digest`). The same id with another row is another job.
+        environment: name of its environment (:mod:`~nemo_gym_prorl.rollout.handler`).
+        handler: name of the handler that runs the job.
+        group: group of the rollouts of one prompt; ``None`` without a group.
+        client: submitter, for fair share between callers.
+        scope: the client, if it had a key of its own when the job was accepted: groups of different scopes are
+            distinct.
+        run: training run whose backends sample the job; ``None`` for the model server's own backends.
         priority: higher goes first, in every queue.
-        max_attempts: how often INIT+RUN, and EVAL, may each be tried.
+        max_attempts: tries of INIT+RUN, and of EVAL.
         submitted_at: wall-clock time, seconds since the epoch.
-        session: what INIT acquired, until it is released.
-        trajectory: what RUN produced; a handler sets it early and fills it as it goes, so that a rollout that is cut
-            short keeps what was sampled.
-        number: its place in the order of submission; given by the store.
-        member: its part in those that are scored together, while it is scored; ``None`` if each is for itself.
-        held: its caller holds a connection for it and takes its result away; nobody else joins it.
-        delivered: its caller took the answer over a connection that it held; the id is free again.
-        tokens: of a job with its outcome, as JSON (:func:`~.rows.packed`).
-        steps: of a job with its outcome, as JSON.
-        checkpoints: where it can go on, by the turns that were taken; ``shelf`` keeps them.
-        kept_turns: the same, as its node says, where it ran at a node of a fleet.
-        spent_s: what attempts before this one have used of RUN's budget, up to the turn where this one goes on.
-        resumed: where attempts went on: after which ``turn``, and what of the environment was ``lost``.
-        forked_from: the ``id`` of the job at whose checkpoint it began, after which ``turn``, and what was ``lost``.
-        begin: where it is to go on that is looked for in INIT.
-        tries: of a front's job, its ids at nodes so far.
+        session: session that INIT acquired, until release.
+        trajectory: result of RUN. A handler sets it early and fills it, so that an interrupted rollout keeps its
+            samples.
+        number: position in the order of submission; set by the store.
+        member: position in its cohort while its cohort is scored; ``None`` without a cohort.
+        attached: its caller waits on a connection and takes the result; no other caller can join.
+        delivered: the attached caller took the answer; the id is free again.
+        tokens: tokens of a job with its outcome, as JSON (:func:`~.gym_rows.pack_turns`).
+        steps: turn timings of a job with its outcome, as JSON.
+        checkpoints: checkpoints by number of turns; ``checkpoint_store`` keeps them.
+        kept_turns: turns with a checkpoint at the job's node, in a fleet.
+        spent_s: seconds of RUN's budget that earlier attempts used before the turn where this attempt resumed.
+        resumed: per resumed attempt, the ``turn`` and the ``lost`` parts of the environment.
+        forked_from: ``id`` of the parent rollout, ``turn`` of the fork, and ``lost`` parts of the environment.
+        resume_point: checkpoints of other services that INIT looks for.
+        tries: ids at nodes so far, for a job of a fleet gateway.
     """
 
     id: str
@@ -280,7 +334,7 @@ class Job:
     priority: int = 0
     budgets: Budgets = field(default_factory=Budgets)
     max_attempts: int = 3
-    held: bool = False
+    attached: bool = False
     number: int = 0
     state: JobState = JobState.QUEUED
     times: dict[Stage, StageTime] = field(default_factory=lambda: {stage: StageTime() for stage in _STAGES})
@@ -299,32 +353,32 @@ class Job:
     spent_s: float = 0.0
     resumed: list[dict[str, Any]] = field(default_factory=list)
     forked_from: dict[str, Any] | None = None
-    shelf: Checkpoints | None = None
-    begin: Begin | None = None
+    checkpoint_store: CheckpointRecorder | None = None
+    resume_point: ResumePoint | None = None
     tries: list[str] = field(default_factory=list)
     scope: str | None = None
 
     def fits(self, state: JobState | None, group: str | None, after: int) -> bool:
-        """Whether it is of this state and group, where they are given, and its number lies behind ``after``."""
+        """Return whether the job matches the given state and group and has a number above ``after``."""
         return self.number > after and state in (None, self.state) and group in (None, self.group)
 
     @property
     def latest_checkpoint(self) -> Checkpoint | None:
-        """Where an attempt goes on, if anywhere."""
+        """Checkpoint from which the next attempt resumes."""
         return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
     async def keep_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """A handler has taken one; returns when it is as safe as it gets."""
-        assert self.shelf is not None, "the pipeline keeps them"
-        await self.shelf.keep(self, checkpoint)
+        """Store a checkpoint that a handler has taken; returns once other services can find it."""
+        assert self.checkpoint_store is not None, "the pipeline keeps them"
+        await self.checkpoint_store.keep(self, checkpoint)
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """It turned out to be of no use."""
-        assert self.shelf is not None, "the pipeline keeps them"
-        self.shelf.drop(self, checkpoint)
+        """Erase a checkpoint that the handler cannot use."""
+        assert self.checkpoint_store is not None, "the pipeline keeps them"
+        self.checkpoint_store.drop(self, checkpoint)
 
     def resume_at(self, checkpoint: Checkpoint) -> None:
-        """This attempt goes on from there; what was spent until then is spent."""
+        """Start this attempt from a checkpoint; the RUN budget that was spent until then stays spent."""
         self.spent_s = checkpoint.spent_s
         begun_at = self.forked_from["turn"] if self.forked_from else 0
         if self.times[Stage.INIT].attempts > 1 or checkpoint.turn > begun_at:
@@ -332,27 +386,27 @@ class Job:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The dataset row; of a job with its outcome parsed anew with each call."""
+        """The dataset row; parsed on each access once the job has its outcome."""
         return self.stored_row if isinstance(self.stored_row, dict) else dict(orjson.loads(self.stored_row))
 
     def pack(self) -> None:
-        """Give back the memory of what nobody works with any more; for a job with its outcome."""
+        """Serialise row, tokens and steps of a job with its outcome, and drop its session and trajectory."""
         if self.trajectory is not None:
-            self.tokens = packed(self.trajectory.tokens)
+            self.tokens = pack_turns(self.trajectory.tokens)
         self.session = self.trajectory = None
         try:
             self.steps = compact_json_bytes(self.progress.steps)
-        except (AttributeError, TypeError):  # a handler may have made anything of it
+        except (AttributeError, TypeError):  # a handler may have stored any value
             self.steps = NO_STEPS
         self.progress = Progress.of(self.progress)
         if isinstance(self.stored_row, dict):
             try:
                 self.stored_row = compact_json_bytes(self.stored_row)
-            except TypeError:  # whoever works on a job may have put something into its row
+            except TypeError:  # a handler may have put an unserialisable value into the row
                 self.stored_row = b"{}"
 
     def deliver(self) -> None:
-        """Its caller has the answer and asks no more: keep neither row nor result, and let the id be used again."""
+        """Drop row and result, and free the id: the attached caller has the answer."""
         assert self.outcome is not None, "only an outcome can be delivered"
         self.delivered = True
         self.stored_row, self.tokens, self.steps = b"{}", NO_TOKENS, NO_STEPS
@@ -361,23 +415,23 @@ class Job:
 
     @property
     def size(self) -> int:
-        """Bytes that a job with its outcome keeps, its own bookkeeping about."""
+        """Bytes of a job with its outcome; bookkeeping is estimated."""
         body = len(self.outcome.body) if self.outcome else 0
         failures = sum(len(failure.reason) + len(failure.traceback or "") for failure in self.failures)
         return _BOOKKEEPING + body + len(self.tokens) + len(self.steps) + len(self.stored_row) + failures
 
     def gym_result(self) -> dict[str, Any]:
-        """The result as Gym has it, with all tokens on its output items, for orjson; made anew with each call."""
+        """Return the result in Gym's form, with all tokens on the output items, for orjson; built on each call."""
         assert self.outcome is not None, "only a job with its outcome has a result"
         result = self.outcome.result
-        put_tokens(result.get("response"), map(Turn.unpacked, orjson.loads(self.tokens)))
+        put_tokens(result.get("response"), map(TurnTokens.unpack, orjson.loads(self.tokens)))
         return result
 
     def move(self, state: JobState) -> None:
         """Make one transition.
 
         Raises:
-            IllegalTransition: the table does not have it.
+            IllegalTransition: :data:`TRANSITIONS` does not allow the transition.
         """
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"job {self.id}: {self.state} -> {state}")

@@ -1,20 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""INIT → READY → RUN → EVAL: carries the scheduler's decisions out, with budgets, retries and cancellation.
+"""INIT → READY → RUN → EVAL: executes the scheduler's decisions, with budgets, retries and cancellation.
 
-There are no worker loops that an exception could end: a slot is a number in :class:`~.scheduler.StageScheduler`, and
-each `Start` becomes one task that always gives its slot back. What a handler may do wrong is bounded here, once:
+Slots are counters in :class:`~.scheduler.StageScheduler`, not worker tasks, so an exception cannot take a slot out of
+service. Each `Start` becomes one task that always gives its slot back. The pipeline bounds the faults of a handler:
 
-- it raises, or returns what it should not → that is classified, the attempt ends, infrastructure trouble is retried;
-- it loses a server that its environment needs → no rollout of that begins until the server answers, and the attempt is
-  not counted;
-- it takes too long → it is cancelled when the stage's budget is used up; what RUN waited for a backend is not charged,
-  and what RUN has reached by then may count, if the handler says so;
-- it ignores cancellation → after a grace it is abandoned: its slot comes back, it is counted, and a session that it
-  returns later is still released;
-- its verifier scores siblings together, and some never come → those that wait for them end as ``cohort_incomplete``;
-- its release hangs → release is bounded too, and the attempt ends as ``session_release_failed``, because scoring while
-  the agent may still act would be wrong.
+- A handler raises or returns an invalid value: the fault is classified and ends the attempt; infrastructure failures
+  are retried.
+- A server of the environment is down: no rollout of the environment starts until the server answers, and the attempt
+  is not counted.
+- A stage exceeds its budget: the stage is cancelled. Waiting for a backend is not charged to RUN, and a handler may
+  let the progress of RUN count.
+- A stage ignores cancellation: after a grace the call is abandoned and counted; its slot comes back, and a session
+  that it returns later is released.
+- A verifier scores siblings together and some never come: the waiting siblings end as ``cohort_incomplete``.
+- A release hangs: release has a time limit, and the attempt ends as ``session_release_failed``, because the agent may
+  still act while its rollout is scored.
 """
 
 from __future__ import annotations
@@ -38,22 +39,24 @@ from nemo_gym_prorl.failures import (
     RolloutError,
     Stage,
     classify,
-    forget_traces,
+    drop_tracebacks,
 )
 from nemo_gym_prorl.http.tracing import SpanGroup, failed, note, span
-from nemo_gym_prorl.rollout.calls import Attempt, HandlerCalls
-from nemo_gym_prorl.rollout.checkpoints import RENEW_S, Begin, Checkpoint, Checkpoints, SharedCheckpoints
+from nemo_gym_prorl.rollout.circuit_breaker import CircuitBreaker, Outage
 from nemo_gym_prorl.rollout.handler import Environments
-from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory
-from nemo_gym_prorl.rollout.outages import CircuitBreaker, Outage
-from nemo_gym_prorl.rollout.request import Fork, JobRequest, turn_to_fork
+from nemo_gym_prorl.rollout.handler_calls import Attempt, HandlerCalls
+from nemo_gym_prorl.rollout.job import Checkpoint, Job, JobState, Outcome, Progress, ResumePoint, Trajectory
+from nemo_gym_prorl.rollout.request import Fork, JobRequest, resolve_fork_turn
 from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
-from nemo_gym_prorl.rollout.schemas import StatusView
-from nemo_gym_prorl.rollout.service import PipelineSettings, RolloutService, restarted, shutting_down
+from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.status import VERSION, EnvironmentView, HeldView, StatusView, stage_pools
+from nemo_gym_prorl.rollout.storage.checkpoints import RENEW_S, CheckpointStore, SharedCheckpoints
 
 
 if TYPE_CHECKING:  # clients have no database
-    from nemo_gym_prorl.rollout.journal import Journal, Unfinished
+    from nemo_gym_prorl.rollout.storage.journal import Journal
+    from nemo_gym_prorl.rollout.storage.journal_records import Unfinished
 
 LOGGER = logging.getLogger(__name__)
 
@@ -64,41 +67,43 @@ _WORKING_STATE = {
 }
 
 
-_SOONEST_S, _LATEST_S = 1.0, 60.0
-"""When a job comes again that met a server of which nobody can tell whether it answers."""
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
+"""Bounds of the retry delay of a job whose server cannot be probed."""
 _SESSION_GONE = frozenset({FailureKind.SESSION_LOST, FailureKind.SESSION_EXPIRED})
 
 
 @dataclass(slots=True)
 class _Control:
-    """The pipeline's own notes on a live job."""
+    """Pipeline's state of a live job."""
 
     since: float = 0.0
-    """When the job entered the queue that it waits in, or the stage that works on it, on the monotonic clock."""
+    """Monotonic time at which the job entered its current queue or stage."""
     attempt: Attempt | None = None
-    """While a stage works."""
+    """Set while a stage works."""
     cancelled: RolloutError | None = None
-    """Why the job is to end now."""
+    """Error with which the job is to end."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    """Of who submitted it, to whose trace its spans belong; else it were of who freed the slot that it takes."""
+    """Context of the submitter, so that spans belong to its trace rather than to that of the job that freed the
+    slot."""
     tries: Counter[Stage] = field(default_factory=Counter)
     retry: asyncio.TimerHandle | None = None
     timed_out: Failure | None = None
-    """The agent used up its time, and what it did counts all the same. If that comes to nothing, it ends as this:
-    another attempt would be another sample, drawn until one is quick enough."""
+    """Time-out of the agent, if its progress counts. If scoring then fails, the job ends with this failure: retries
+    would favour quick rollouts."""
     held_up: dict[Stage, float] = field(default_factory=dict)
-    """When a server that is out first stopped the job in a stage, until it gets through that with all of them in."""
+    """Monotonic time at which an unreachable server first stopped the job in a stage; cleared once the stage
+    succeeds with all servers up."""
 
 
 class Pipeline(RolloutService):
     """One staged pipeline and its jobs.
 
     Args:
-        environments: whose rollouts it runs.
-        settings: bounds and defaults.
-        clock: monotonic seconds; what stages are charged by.
-        journal: what keeps its jobs over a restart, if anything; closed with it. Call :meth:`start` then.
-        shared: where other services find its checkpoints, and it theirs.
+        environments: environments whose rollouts the pipeline runs.
+        settings: limits and defaults.
+        clock: monotonic seconds that stages are charged by.
+        journal: keeps jobs over a restart; closed with the pipeline. Requires a call of :meth:`start`.
+        shared: folder in which services share checkpoints.
     """
 
     def __init__(
@@ -116,18 +121,18 @@ class Pipeline(RolloutService):
         every = [environments.environment(name) for name in environments.names]
         cohorts = {environment.name: environment.scores_groups_of for environment in every}
         self.scheduler = StageScheduler(self.settings.stages, environments.shares, cohorts)
-        self._calls = HandlerCalls(environments, self.settings.release_s, self.settings.cancel_grace_s, shared)
+        self._calls = HandlerCalls(environments, self.settings.release_timeout_s, self.settings.cancel_grace_s, shared)
         self._outages = CircuitBreaker(
             self._calls,
             self.scheduler,
-            self._carry_out,
+            self._execute,
             self._give_up_waiting,
             clock,
             self.settings.probe_s,
             self.loops,
         )
         self._clock = clock
-        self.checkpoints = Checkpoints(
+        self.checkpoints = CheckpointStore(
             self.settings.checkpoint_bytes, self.settings.checkpoint_s, self._erase_checkpoints, clock, shared
         )
         self._controls: dict[str, _Control] = {}
@@ -135,38 +140,39 @@ class Pipeline(RolloutService):
 
     @property
     def abandoned(self) -> int:
-        """Calls into handlers that ignored their cancellation."""
+        """Number of handler calls that ignored their cancellation."""
         return self._calls.abandoned
 
     @property
-    def held(self) -> list[Outage]:
-        """The servers that cannot be reached, each for an environment of which no rollout begins because of that."""
+    def outages(self) -> list[Outage]:
+        """Unreachable servers, once per environment that needs them."""
         return self._outages.all
 
     def start(self) -> None:
-        """Begin to take on again what an earlier life of the service had accepted."""
-        self._take_on_earlier()
+        """Start to recover the accepted jobs of an earlier process."""
+        self._recover_jobs()
 
-    def _run_on(self, earlier: Unfinished) -> None:
+    def _resume_job(self, earlier: Unfinished) -> None:
         job = earlier.job
-        job.failures.append(restarted(earlier.lives))
+        job.failures.append(restarted(earlier.restarts))
         if job.environment in self.environments.names and (job.forked_from is None or self.shared is not None):
             job.handler = self.environments.environment(job.environment).handler
-            job.shelf, job.begin = self.checkpoints, self._begin_again(job)
-            self._take_on(job)
+            job.checkpoint_store, job.resume_point = self.checkpoints, self._resume_point_of(job)
+            self._start_job(job)
             return
         self._remember(job)
-        what = f"its environment {job.environment!r}" if job.forked_from is None else "the turn that it goes on from"
+        what = f"its environment {job.environment!r}" if job.forked_from is None else "the checkpoint of the fork"
         gone = InfrastructureError(f"the service was restarted without {what}")
         self._finish(job, Outcome(JobState.FAILED, {}, failure=classify(gone, None)))
 
-    def _begin_again(self, job: Job) -> Begin | None:
-        """Where a job of an earlier life is to begin: where it was, else where it began then."""
+    def _resume_point_of(self, job: Job) -> ResumePoint | None:
+        """Return the checkpoints from which a recovered job may start: its own, else those that it was submitted
+        with."""
         if self.shared is None:
             return None
-        was = job.begin or Begin(client=job.client)
+        was = job.resume_point or ResumePoint(client=job.client)
         if job.forked_from is not None and not was.parents:
-            # Whose that one was has been looked at when it was forked.
+            # client=None: access to the parent was checked when the job was submitted.
             was = replace(was, parents=(job.forked_from["id"],), turn=job.forked_from["turn"], client=None)
         return replace(was, tries=(job.id, *was.tries))
 
@@ -180,10 +186,10 @@ class Pipeline(RolloutService):
 
     def _new(self, request: JobRequest, digest: bytes, *, bounded: bool) -> Job:
         job = super()._new(request, digest, bounded=bounded)
-        job.shelf = self.checkpoints
+        job.checkpoint_store = self.checkpoints
         if request.fork is not None:
-            if not self.checkpoints.has(request.fork.checkpoint):  # erased since it was looked for
-                turn_to_fork(request.fork.parent, None, (), ended=True)
+            if not self.checkpoints.has(request.fork.checkpoint):  # erased since fork() found it
+                resolve_fork_turn(request.fork.parent, None, (), ended=True)
             self.checkpoints.add(job, request.fork.checkpoint)
         return job
 
@@ -196,19 +202,19 @@ class Pipeline(RolloutService):
             self._renewing = self.loops.start("checkpoint-renewal", self._renew_checkpoints, delay_s=RENEW_S)
         group = job.group
         if group is not None and job.scope is not None:
-            group = f"{job.scope}/{group}"  # another's group of the same name are no siblings
-        self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment, group))
+            group = f"{job.scope}/{group}"  # groups of different clients are distinct
+        self._execute(self.scheduler.submit(job.id, job.client, job.priority, job.environment, group))
 
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
         kept = await self.kept_turns(parent.id)
         if not kept and self.environments.environment(parent.environment).checkpoint_turns is None:
             reason = f"environment {parent.environment!r} takes no checkpoints; set its checkpoint_turns"
             raise CallerError(reason, field="environment")
-        turn = turn_to_fork(parent.id, turn, kept, ended=parent.state.terminal)
+        turn = resolve_fork_turn(parent.id, turn, kept, ended=parent.state.terminal)
         if (checkpoint := parent.checkpoints.get(turn)) is not None:
-            return await self._accept_all(parent, requests, fork=Fork(parent.id, checkpoint))
-        return await self._accept_all(
-            parent, requests, begin=Begin(parents=(parent.id,), turn=turn, client=parent.client)
+            return await self._accept_forks(parent, requests, fork=Fork(parent.id, checkpoint))
+        return await self._accept_forks(
+            parent, requests, resume_point=ResumePoint(parents=(parent.id,), turn=turn, client=parent.client)
         )
 
     async def kept_turns(self, rollout: str) -> list[int]:
@@ -227,20 +233,33 @@ class Pipeline(RolloutService):
         control.cancelled = error
         if control.retry is not None:
             control.retry.cancel()
-            self._begin(job, self._leave_queue(job, classify(error, None)))
+            self._spawn_in_context(job, self._leave_queue(job, classify(error, None)))
         elif self.scheduler.is_waiting(job.id):
-            self._carry_out(self.scheduler.pause(job.id))
-            self._begin(job, self._leave_queue(job, classify(error, None)))
+            self._execute(self.scheduler.pause(job.id))
+            self._spawn_in_context(job, self._leave_queue(job, classify(error, None)))
         elif control.attempt is not None:
             control.attempt.interrupt(error)
-        # Else the stage is between two awaits of its own, e.g. releasing, and looks at `cancelled` next.
+        # Else the stage is between two awaits, e.g. releasing, and checks `cancelled` next.
 
     def status(self) -> StatusView:
-        return StatusView.of(self)
+        return StatusView(
+            version=VERSION,
+            draining=self.draining,
+            stages=stage_pools(self.scheduler),
+            ready_slots=self.scheduler.sizes.ready,
+            sessions=self.scheduler.sessions,
+            states={state: self.store.states[state] for state in JobState},
+            held=HeldView.all_of(self.outages),
+            retained_bytes=self.store.retained_bytes,
+            abandoned=self.abandoned,
+            checkpoint_folder=self.shared.identity if self.shared is not None else None,
+            journal=self.store.journal_error,
+            environments=EnvironmentView.all_of(self.environments, self.scheduler, self.settings),
+        )
 
     async def close(self) -> None:
-        """Cancel every job and return when all have their outcome, or, with a journal, are left to the service's next
-        life. Bounded by grace and release times."""
+        """Cancel every job, and return once all have their outcome; with a journal, unfinished jobs stay for the
+        next process. Bounded by grace and release times."""
         self.draining = self._closing = True
         if self.store.journal is not None:
             self.store.journal.stop_trying()
@@ -251,12 +270,12 @@ class Pipeline(RolloutService):
 
     # -- stages --------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, starts: list[Start]) -> None:
+    def _execute(self, starts: list[Start]) -> None:
         for start in starts:
             job = self.store.get(start.job_id)
             assert job is not None, "a live job is never forgotten"
             job.member = start.member
-            self._begin(job, self._work_traced(job, start.stage))
+            self._spawn_in_context(job, self._work_traced(job, start.stage))
 
     async def _work_traced(self, job: Job, stage: Stage) -> None:
         told = {"rollout": job.id, "group": job.group, "run": job.run, "environment": job.environment}
@@ -268,7 +287,7 @@ class Pipeline(RolloutService):
                 failed(this, f"{job.failures[-1].kind.value}: {job.failures[-1].reason}")
 
     async def _work(self, job: Job, stage: Stage) -> None:
-        """One stage's work on one job: take the slot, do it, give the slot back."""
+        """Work of one stage on one job: take the slot, run the stage, give the slot back."""
         control = self._controls[job.id]
         control.tries[stage] += 1
         spent = job.times[stage]
@@ -277,16 +296,16 @@ class Pipeline(RolloutService):
         if job.state is not _WORKING_STATE[stage]:
             self._move(job, _WORKING_STATE[stage])
         control.since = started = self._clock()
-        out_s = partial(self._outages.out_s, job.environment)
-        control.attempt = attempt = Attempt(job, stage, self._calls, self._clock, self._spawn, out_s)
-        self._outages.look_at(job.environment)
+        outage_s = partial(self._outages.outage_s, job.environment)
+        control.attempt = attempt = Attempt(job, stage, self._calls, self._clock, self._spawn, outage_s)
+        self._outages.watch(job.environment)
         if control.cancelled is not None:
             attempt.interrupt(control.cancelled)
         raised: BaseException | None = None
         value: Any = None
         try:
             value = await attempt.run()
-        except Exception as caught:  # the border at which every failure of a handler is classified
+        except Exception as caught:  # every failure of a handler is classified here
             raised = caught
         error = raised
         control.attempt = None
@@ -308,7 +327,7 @@ class Pipeline(RolloutService):
             failure = control.timed_out or failure
         counts = True
         if failure is not None and failure.connection_lost and control.cancelled is None:
-            counts = not await self._outages.met(job, stage, failure)
+            counts = not await self._outages.record_lost_connection(job, stage, failure)
         if control.cancelled is not None:
             failure = classify(control.cancelled, stage)
         control.since = self._clock()
@@ -322,7 +341,7 @@ class Pipeline(RolloutService):
         else:
             await self._hold_up(job, stage, failure, started)
         for one in (raised, error, control.cancelled):
-            forget_traces(one)
+            drop_tracebacks(one)
 
     async def _release(self, job: Job) -> BaseException | None:
         session, job.session = job.session, None
@@ -331,28 +350,28 @@ class Pipeline(RolloutService):
     def _go_on(self, job: Job, stage: Stage, value: Any) -> None:
         if stage is Stage.INIT:
             self._move(job, JobState.READY)
-            self._carry_out(self.scheduler.worked(job.id, Stage.RUN))
+            self._execute(self.scheduler.worked(job.id, Stage.RUN))
         elif isinstance(value, Trajectory):
             self._move(job, JobState.EVALUATING)
-            self._carry_out(self.scheduler.worked(job.id, Stage.EVAL))
+            self._execute(self.scheduler.worked(job.id, Stage.EVAL))
             self._await_siblings(job.id, job.budgets.eval)
         else:
             self._finish(job, value)
-            self._carry_out(self.scheduler.worked(job.id, None))
+            self._execute(self.scheduler.worked(job.id, None))
 
     async def _give_up_or_retry(self, job: Job, stage: Stage, failure: Failure, error: BaseException | None) -> None:
         control = self._controls[job.id]
         job.failures.append(failure)
         if failure.traceback is not None:
             LOGGER.warning("job %s: %s of handler %s failed", job.id, stage, job.handler, exc_info=error)
-        # Scoring again cannot find a session that is gone; only a whole new attempt can.
+        # A lost session needs a whole new attempt; scoring again cannot restore the session.
         again = Stage.EVAL if stage is Stage.EVAL and failure.kind not in _SESSION_GONE else Stage.INIT
         tries = control.tries[again]
         if control.timed_out is not None and failure.retryable and (again is Stage.INIT or tries >= job.max_attempts):
             failure = control.timed_out
         if not failure.retryable or tries >= job.max_attempts or control.cancelled is not None:
             await self._finish_failed(job, failure, stage)
-            self._carry_out(self.scheduler.worked(job.id, None))
+            self._execute(self.scheduler.worked(job.id, None))
             return
         self._start_over(job, control, again)
         delay = min(self.settings.retry_delay_s * 2 ** (tries - 1), 30.0)
@@ -363,34 +382,34 @@ class Pipeline(RolloutService):
 
     def _set_aside(self, job: Job, again: Stage, delay: float) -> None:
         self._controls[job.id].retry = asyncio.get_running_loop().call_later(delay, self._requeue, job, again)
-        self._carry_out(self.scheduler.set_aside(job.id))
+        self._execute(self.scheduler.set_aside(job.id))
 
     async def _hold_up(self, job: Job, stage: Stage, failure: Failure, started: float) -> None:
-        """A server is out, which is no attempt of the job: it waits in the queue of a stage that is on hold, or, where
-        nobody can tell when the server is back, for itself."""
+        """Requeue a job whose server is down, without counting the attempt: in the queue of a stage on hold, or, if
+        the server cannot be probed, after a delay."""
         control = self._controls[job.id]
         job.failures.append(failure)
         again = Stage.EVAL if stage is Stage.EVAL else Stage.INIT
         control.tries[again] -= 1
         now = self._clock()
         if now - started > self.settings.unreachable_s:
-            control.held_up.clear()  # it got on for long, so that is another matter
+            control.held_up.clear()  # the stage worked for long, so this is another outage
         control.held_up.setdefault(stage, now)
         self._start_over(job, control, again)
         waited = now - min(control.held_up.values())
         if self._outages.first(job.environment) is not None:
-            self._carry_out(self.scheduler.worked(job.id, again))
+            self._execute(self.scheduler.worked(job.id, again))
             self._await_siblings(job.id, job.budgets.eval)
         elif waited < self.settings.unreachable_s:
-            self._set_aside(job, again, min(max(waited, _SOONEST_S), _LATEST_S))
+            self._set_aside(job, again, min(max(waited, _MIN_RETRY_S), _MAX_RETRY_S))
         else:
-            assert failure.server is not None, "it is a server that is out"
+            assert failure.server is not None, "only a lost connection to a named server gets here"
             given_up = classify(self._unreachable(failure.server, failure.reason), stage)
             await self._finish_failed(job, given_up, stage)
-            self._carry_out(self.scheduler.worked(job.id, None))
+            self._execute(self.scheduler.worked(job.id, None))
 
     def _unreachable(self, server: str, met: str) -> InfrastructureError:
-        reason = f"{server} could not be reached for {self.settings.unreachable_s:g} s: {met}"
+        reason = f"server {server} was unreachable for {self.settings.unreachable_s:g} s (unreachable_s): {met}"
         return InfrastructureError(reason, kind=FailureKind.TRANSPORT_UNREACHABLE, server=server)
 
     def _start_over(self, job: Job, control: _Control, again: Stage) -> None:
@@ -400,8 +419,7 @@ class Pipeline(RolloutService):
             self._move(job, JobState.QUEUED)
 
     def _give_up_waiting(self, environment: str) -> None:
-        """Fail the jobs of an environment that one of its servers has held up for too long, be it that they wait or
-        that a stage that needs it works on them."""
+        """Fail the jobs of an environment, waiting or working, that an unreachable server has held up for too long."""
         now, outage = self._clock(), self._outages.first(environment)
         if outage is None:
             return
@@ -421,16 +439,15 @@ class Pipeline(RolloutService):
         control = self._controls[job.id]
         control.retry = None
         control.since = self._clock()
-        self._carry_out(self.scheduler.requeue(job.id, stage))
+        self._execute(self.scheduler.requeue(job.id, stage))
         self._await_siblings(job.id, job.budgets.eval)
 
     def _await_siblings(
         self, job_id: str, patience_s: float, before: frozenset[str] | None = None, of: _Control | None = None
     ) -> None:
-        """Look after EVAL's budget, again and again, whether a job still waits for siblings to be scored with. Where
-        some are missing of which none is on its way, and in all that time none has come or gone (``before``), those
-        that wait are over: whoever submits further ones would have done so. ``of`` is the job that it was, since
-        another may have its id by then."""
+        """End jobs whose siblings do not come, checked after each EVAL budget. The jobs end if siblings are missing
+        that were never submitted, and no sibling came or went since the last check (``before``). ``of`` guards
+        against another job with the same id."""
         control = self._controls.get(job_id)
         if control is None or of not in (None, control):
             return
@@ -439,7 +456,7 @@ class Pipeline(RolloutService):
             return
         missing, siblings = found
         if missing and siblings == before:
-            reason = f"{missing} of its group are missing, without which none is scored, and no further ones come"
+            reason = f"the group is scored together, and {missing} of its rollouts were never submitted"
             error = InfrastructureError(reason, kind=FailureKind.COHORT_INCOMPLETE)
             for job in map(self.store.get, siblings):
                 if job is not None and self.scheduler.missing_siblings(job.id) is not None:
@@ -449,41 +466,41 @@ class Pipeline(RolloutService):
         asyncio.get_running_loop().call_later(patience_s, again)
 
     async def _leave_queue(self, job: Job, failure: Failure) -> None:
-        """A job that waits will not be worked on: release its session if it holds one, then it is over."""
+        """End a waiting job: release its session, if any, then record its failure."""
         if job.session is not None:
             await self._release(job)
         await self._finish_failed(job, failure, None)
-        self._carry_out(self.scheduler.remove(job.id))
+        self._execute(self.scheduler.remove(job.id))
 
     # -- outcomes ------------------------------------------------------------------------------------------------
 
     async def _finish_failed(self, job: Job, failure: Failure, stage: Stage | None) -> None:
-        """End its scoring, which an attempt may have left going on, then it is over."""
+        """End scoring that an earlier attempt may have left running, then record the failure."""
         if job.times[Stage.EVAL].attempts:
             await self._calls.end_scoring(job)
         self._finish(job, self._calls.failed(job, stage, failure))
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
         if job.checkpoints:
-            # One that another service cancels here, since it was cut off, may go on there.
+            # A gateway may cancel a rollout here because this node was cut off, and resume it elsewhere.
             wanted = outcome.state is not JobState.CANCELLED or self.shared is not None
-            self.checkpoints.ended(job, keep=not job.held and wanted)
+            self.checkpoints.ended(job, keep=not job.attached and wanted)
         del self._controls[job.id]
         super()._finish(job, outcome)
 
     def _erase_checkpoints(self, environment: str, checkpoints: list[Checkpoint]) -> None:
         if own := [one for one in checkpoints if not one.borrowed]:
-            self._spawn(self._calls.care(environment, own, erase=True))
+            self._spawn(self._calls.maintain_checkpoints(environment, own, erase=True))
             if self.shared is not None:
                 self._spawn(self.shared.erase(own))
 
     async def _renew_checkpoints(self) -> float:
         for environment, checkpoints in self.checkpoints.held().items():
-            await self._calls.care(environment, checkpoints, erase=False)
+            await self._calls.maintain_checkpoints(environment, checkpoints, erase=False)
             if self.shared is not None:
                 await self.shared.renew(checkpoints)
         return RENEW_S
 
-    def _begin(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
-        """Do something for a job, in the context of who submitted it."""
+    def _spawn_in_context(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+        """Start background work for a job in the context of its submitter."""
         self._spawn(asyncio.create_task(work, context=self._controls[job.id].context.copy()))

@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Queues of the scheduler: the fair order of waiting jobs, and the barrier of groups that are scored together. Pure.
+"""Queues of the scheduler: fair order of waiting jobs, and the barrier of groups that are scored together. Pure.
 
-:class:`FairQueue` orders by priority, then by client, then by environment, then by arrival. Of two clients or
-environments, the one that holds less for its share goes first, and ties are served in turn. So a thousand long jobs of
-one client, or of one environment, keep no other's out. Each client with a share has a part of the bounds. All others
-have one part together, as if they were a client with a share of 1, since new names cost nothing.
+:class:`FairQueue` orders by priority, then client, then environment, then arrival. Of two clients or environments, the
+one with less load for its share goes first; ties are served in turn. So a thousand long jobs of one client or
+environment block no other's. Each client with a share has a part of the limits. All other clients have one part
+together, like one client with a share of 1, since new client names cost nothing.
 
 :class:`GroupBarrier` gathers the rollouts of a group whose verifier compares them (Gym's ``genrm_compare``):
-``/verify`` answers for none of a group before all of them have come. Siblings gather outside the queue and go through
-EVAL as one, so that those that wait for the others hold no slots. A group has one cohort at a time in the queue or at
-work, since a verifier tells its cohorts apart by their prompt at best. A job that is scored again, after a failure,
-gathers anew.
+``/verify`` answers for none of a group before all have come. Siblings gather outside the queue and pass EVAL as one
+cohort, so that waiting siblings hold no slots. A group has one cohort at a time in the queue or at work, since
+verifiers identify cohorts by their prompt at best. A job that is scored again after a failure gathers again.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from itertools import count
 from types import MappingProxyType
 
 
-class _Line:
+class _ClientQueue:
     """Waiting jobs of one client at one priority."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, OrderedDict[str, None]] = {}
         """Ids in order, by environment."""
         self._turns: dict[str, int] = {}
-        """When each environment was last served here, or came."""
+        """Time of last service, or of arrival, by environment."""
 
     def push(self, job_id: str, environment: str, turn: int) -> None:
         """Append a job."""
@@ -41,13 +40,13 @@ class _Line:
         self.jobs[environment][job_id] = None
 
     def remove(self, job_id: str, environment: str) -> None:
-        """Take a job out."""
+        """Remove a job."""
         del self.jobs[environment][job_id]
         self._forget_empty(environment)
 
     def pop(self, load: Callable[[str], float], turn: int, among: Container[str] | None) -> tuple[str, str]:
-        """Take the first job of the environment with the least load; among equals, of the one served longest ago.
-        Gives the job and its environment."""
+        """Remove the first job of the environment with the least load, among equals of the one served longest ago;
+        return the job and its environment."""
         there = self.jobs if among is None else [name for name in self.jobs if name in among]
         environment = min(there, key=lambda name: (load(name), self._turns[name]))
         job_id, _ = self.jobs[environment].popitem(last=False)
@@ -60,29 +59,29 @@ class _Line:
             del self.jobs[environment], self._turns[environment]
 
 
-class _Level:
-    """Waiting jobs of one priority. Its heap ranks clients; entries that are no longer true are skipped."""
+class _PriorityLevel:
+    """Waiting jobs of one priority, with a heap of clients; outdated heap entries are skipped."""
 
     def __init__(self) -> None:
-        self.jobs: dict[str, _Line] = {}
+        self.jobs: dict[str, _ClientQueue] = {}
         """By client."""
         self.turns: dict[str, int] = {}
-        """When each client was last served here, or came."""
+        """Time of last service, or of arrival, by client."""
         self._ranks: list[tuple[float, int, str]] = []
 
     def rank(self, client: str, load: Callable[[str], float]) -> None:
-        """The client has another load, or another turn, than before."""
+        """Update the client's position after a change of its load or turn."""
         heapq.heappush(self._ranks, (load(client), self.turns[client], client))
         if len(self._ranks) > 2 * len(self.jobs) + 16:
             self.rank_all(load)
 
     def rank_all(self, load: Callable[[str], float]) -> None:
-        """Every client may have another load than before."""
+        """Update all positions."""
         self._ranks = [(load(client), turn, client) for client, turn in self.turns.items()]
         heapq.heapify(self._ranks)
 
     def first(self, load: Callable[[str], float]) -> str:
-        """The client with the least load; among equals the one served longest ago."""
+        """Return the client with the least load; among equals, the one served longest ago."""
         while True:
             had, turn, client = self._ranks[0]
             if self.turns.get(client) == turn and load(client) == had:
@@ -91,23 +90,22 @@ class _Level:
 
 
 class FairQueue:
-    """Waiting jobs of one stage, in the order told above.
+    """Waiting jobs of one stage, in the order of the module's docstring.
 
-    Who queues says with :meth:`holds` what each client has, be that slots or what lasts longer. An event costs
-    O(log n), amortised, and once for each priority at which its client waits and each environment of which the client
-    has jobs there.
+    The owner reports each client's load with :meth:`add_load`: slots, or resources that last longer. An event costs
+    O(log n), amortised, once per priority and environment at which its client waits.
 
     Args:
-        load: what a client has of an environment already, over its share; the environment with the least goes first.
-        shares: of clients, in proportion to each other's; 1 where none is said.
+        load: load of a client and environment over its share; the environment with the least goes first.
+        shares: shares of clients, relative to each other; 1 by default.
     """
 
     def __init__(self, load: Callable[[str, str], float], shares: Mapping[str, float] = MappingProxyType({})) -> None:
         self._load = load
         self._shares = shares
-        self._levels: dict[int, _Level] = {}
+        self._levels: dict[int, _PriorityLevel] = {}
         self._priorities: list[int] = []
-        """A heap of the levels there are, negated; the first of them is not empty, if any is."""
+        """Heap of negated priorities; the first level is not empty, if any job waits."""
         self._waits_at: dict[str, set[int]] = {}
         self._held: Counter[str] = Counter()
         self._turn = 0
@@ -119,44 +117,44 @@ class FairQueue:
 
     @property
     def environments(self) -> KeysView[str]:
-        """Those that have jobs here."""
+        """Environments with waiting jobs."""
         return self._waiting.keys()
 
     def push(self, job_id: str, client: str, priority: int, environment: str) -> None:
-        """Append a job; it must not be in the queue yet."""
+        """Append a job that is not in the queue."""
         self._turn += 1
         if priority not in self._levels:
-            self._levels[priority] = _Level()
+            self._levels[priority] = _PriorityLevel()
             heapq.heappush(self._priorities, -priority)
         level = self._levels[priority]
         if client not in level.jobs:
-            level.jobs[client] = _Line()
+            level.jobs[client] = _ClientQueue()
             self._waits_at.setdefault(client, set()).add(priority)
-            self._moves_back(level, client)
+            self._move_to_back(level, client)
         level.jobs[client].push(job_id, environment, self._turn)
         self._waiting[environment] += 1
         self._size += 1
 
     def remove(self, job_id: str, client: str, priority: int, environment: str) -> None:
-        """Take a job out from wherever it stands."""
+        """Remove a job from any position."""
         self._levels[priority].jobs[client].remove(job_id, environment)
         self._forget_empty(priority, client, environment)
 
     def pop(self, among: Set[str] | None = None) -> str:
-        """Take the next job. The queue must not be empty.
+        """Remove the next job. The queue must not be empty.
 
         Args:
-            among: only of one of these environments, of which there must be a job; that looks at every client.
+            among: restrict to these environments, of which a job must wait; costs O(number of clients).
         """
         priority, client = self._first() if among is None else self._first_of(among)
         level = self._levels[priority]
-        self._moves_back(level, client)
+        self._move_to_back(level, client)
         job_id, environment = level.jobs[client].pop(lambda name: self._load(client, name), self._turn, among)
         self._forget_empty(priority, client, environment)
         return job_id
 
-    def holds(self, client: str, more: int) -> None:
-        """The client has so much more than before, or less."""
+    def add_load(self, client: str, more: int) -> None:
+        """Add ``more`` to a client's load; negative to reduce it."""
         self._held[client] += more
         if not self._held[client]:
             del self._held[client]
@@ -164,7 +162,7 @@ class FairQueue:
             self._levels[priority].rank(client, self._load_of)
 
     def share(self, shares: Mapping[str, float]) -> None:
-        """From now on clients have these shares. Costs O(n)."""
+        """Set the clients' shares. Costs O(n)."""
         self._shares = shares
         for level in self._levels.values():
             level.rank_all(self._load_of)
@@ -186,8 +184,8 @@ class FairQueue:
     def _load_of(self, client: str) -> float:
         return self._held[client] / self._shares.get(client, 1.0)
 
-    def _moves_back(self, level: _Level, client: str) -> None:
-        """Among equals, the client's turn is last now."""
+    def _move_to_back(self, level: _PriorityLevel, client: str) -> None:
+        """Make the client's turn the last among equals."""
         self._turn += 1
         level.turns[client] = self._turn
         level.rank(client, self._load_of)
@@ -209,13 +207,14 @@ class FairQueue:
 
 
 def is_under_fair_share(client: str, bound: float, has: Mapping[str, float], shares: Mapping[str, float]) -> bool:
-    """Whether a client has less than its part, so that it may have more although the bound is reached.
+    """Return whether a client uses less than its part of a limit, so that it may have more although the limit is
+    reached.
 
     Args:
-        client: it.
-        bound: of all together.
-        has: what each client has of it.
-        shares: of the clients that have one.
+        client: the client.
+        bound: limit for all clients together.
+        has: usage by client.
+        shares: shares of the clients with a share.
     """
     if client in shares:
         own, share = has.get(client, 0), shares[client]
@@ -226,7 +225,7 @@ def is_under_fair_share(client: str, bound: float, has: Mapping[str, float], sha
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A job's part in its cohort: the cohort's number, which no other has had, and the job's place in it from 0."""
+    """Cohort of a job, by a unique number, and the job's index in it."""
 
     cohort: int
     index: int
@@ -234,13 +233,13 @@ class Member:
 
 @dataclass(slots=True)
 class _Group:
-    """The jobs of a group that have no outcome yet.
+    """Jobs of a group without an outcome.
 
     Attributes:
         live: all of them.
-        gathered: those that wait for siblings, in the order in which they came.
-        complete: those that wait for a slot, the one that stands in the queue first.
-        working: those that are being scored.
+        gathered: jobs that wait for siblings, in order of arrival.
+        complete: cohort that waits for a slot; its first job stands in the queue.
+        working: cohort that is being scored.
     """
 
     live: set[str] = field(default_factory=set)
@@ -250,10 +249,10 @@ class _Group:
 
 
 class GroupBarrier:
-    """The groups of those environments whose verifiers score siblings together.
+    """Groups of the environments whose verifiers score siblings together.
 
     Args:
-        sizes: how many make a cohort, by environment; others are none of its business.
+        sizes: cohort size by environment; other environments are ignored.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -267,12 +266,12 @@ class GroupBarrier:
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait for siblings or with them, those in the queue left out."""
+        """Number of jobs that wait for siblings or with their cohort, without the job in the queue."""
         return sum(len(group.gathered) + len(group.complete[1:]) for group in self._groups.values())
 
     def missing(self, job_id: str) -> tuple[int, frozenset[str]] | None:
-        """How many siblings a waiting job lacks of which none is on its way, and those there are; ``None`` if it does
-        not wait for any, nor for a slot with those that it had: they may be too few again before there is one."""
+        """Return how many siblings of a waiting job were never submitted, and the live siblings; ``None`` if the
+        job does not wait. A complete cohort in the queue counts as waiting: one of its jobs may still be cancelled."""
         if job_id not in self._keys:
             return None
         group, size = self._of(job_id)
@@ -280,16 +279,16 @@ class GroupBarrier:
             return None
         return max(0, size - len(group.live)), frozenset(group.live)
 
-    # -- events: each that may complete a cohort gives the job that is to stand in the queue for it ---------------
+    # -- events: those that may complete a cohort return the job that enters the queue for it ---------------------
 
     def join(self, job_id: str, environment: str, group: str | None) -> None:
-        """A job begins; one of another environment, or without a group, is left alone."""
+        """Register a job; ignored for other environments and without a group."""
         if environment in self._sizes and group is not None:
             self._keys[job_id] = environment, group
             self._groups.setdefault((environment, group), _Group()).live.add(job_id)
 
     def leave(self, job_id: str) -> None:
-        """A job has its outcome; it neither waits nor works."""
+        """Remove a job with an outcome."""
         key = self._keys.pop(job_id, None)
         if key is not None:
             self._groups[key].live.discard(job_id)
@@ -297,14 +296,14 @@ class GroupBarrier:
                 del self._groups[key]
 
     def gather(self, job_id: str) -> str | None:
-        """A job is ready to be scored."""
+        """Add a job that is ready to be scored."""
         group, size = self._of(job_id)
         group.gathered[job_id] = None
         return self._completed(group, size)
 
     def withdraw(self, job_id: str) -> tuple[str | None, str | None]:
-        """A job waits no more. Gives the one that stood in the queue for its cohort, which is incomplete now, if that
-        was complete, and the one that is to stand there instead."""
+        """Remove a waiting job. Return the job that stood in the queue for its cohort, if that was complete, and
+        the job that replaces it there."""
         group, size = self._of(job_id)
         stood = None
         if job_id in group.complete:
@@ -315,14 +314,15 @@ class GroupBarrier:
         return stood, self._completed(group, size)
 
     def start(self, job_id: str) -> dict[str, Member]:
-        """The job that stands in the queue has a slot: all of its cohort start, the job first."""
+        """Start the cohort whose job got a slot; that job comes first."""
         group, _ = self._of(job_id)
         number = next(self._numbers)
         group.working, group.complete = dict.fromkeys(group.complete), ()
         return {member: Member(number, index) for index, member in enumerate(group.working)}
 
     def scored(self, job_id: str) -> tuple[str | None, str | None]:
-        """A job is not worked on any more. Gives a sibling that still is, if there is one; else who is next."""
+        """Remove a job whose scoring ended. Return a sibling that is still being scored, or else the job that
+        enters the queue next."""
         group, size = self._of(job_id)
         del group.working[job_id]
         return next(iter(group.working), None), self._completed(group, size)

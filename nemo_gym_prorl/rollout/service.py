@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout service does with a job, whether one node's pipeline or the front of a fleet runs the job.
+"""Service that accepts jobs: base class of a node's pipeline and of a fleet's gateway.
 
-A service accepts a job or says why not, ends it once, and tells all waiters. With a journal both steps are on disk
-before any caller is told: accepted jobs outlive the service, and no caller has seen an outcome that is not kept. A
-caller that holds a connection takes its answer away; of such a job the journal keeps only that it was, so its answer
-waits for no disk.
+- A service accepts a job or refuses it with a reason, ends it once, and notifies all waiters.
+- With a journal both steps are on disk before any caller is notified: accepted jobs survive a restart, and no caller
+  sees an outcome that is not kept.
+- The journal keeps no answer of an attached job: its caller takes the answer over the connection. So that answer does
+  not wait for the disk.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -25,82 +26,35 @@ import orjson
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, JobCancelled, Origin, RolloutError
 from nemo_gym_prorl.rollout.handler import Environments
-from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, QueueFull
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.store import JobStore, same_job
+from nemo_gym_prorl.rollout.settings import ServiceSettings
+from nemo_gym_prorl.rollout.status import StatusView
+from nemo_gym_prorl.rollout.storage.store import JobStore, same_job
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.journal import Journal, Unfinished
-    from nemo_gym_prorl.rollout.schemas import StatusView
-
-
-JOURNAL_KEEP_S = 7 * 24 * 3600.0
-JOURNAL_KEEP_BYTES = 16 * 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceSettings:
-    """Bounds of whatever takes jobs on; times in seconds.
-
-    Attributes:
-        budgets: defaults for jobs that bring none.
-        max_attempts: default cap on tries of INIT+RUN, and of EVAL.
-        max_queued: jobs that may wait for INIT, or for a node, before :class:`QueueFull`.
-        retain_bytes: bound of the rows and results of terminal jobs. Over it those whose time to live is over are
-            forgotten; when younger ones fill it, new jobs are refused with :class:`QueueFull`.
-        keep_unread_s: time to live of a result that nobody has read; that of one that was read is over.
-    """
-
-    budgets: Budgets = field(default_factory=Budgets)
-    max_attempts: int = 3
-    max_queued: int = 10_000
-    retain_bytes: int = 2**30
-    keep_unread_s: float = 3600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSettings(ServiceSettings):
-    """Bounds of one pipeline; times in seconds.
-
-    Attributes:
-        stages: pool sizes.
-        release_s: how long a session may take to be released.
-        cancel_grace_s: how long a cancelled stage may take to come back before it is abandoned.
-        retry_delay_s: wait before the second try; doubles with each further one, up to 30 s.
-        unreachable_s: how long a job may be held up by a server that cannot be reached before it fails.
-        checkpoint_bytes: what checkpoints of rollouts may take, but for the latest one of each that goes on.
-        checkpoint_s: how long those of a rollout are kept that has ended.
-        probe_s: pause between two questions whether such a server answers again.
-    """
-
-    stages: PoolSizes = field(default_factory=PoolSizes)
-    release_s: float = 60.0
-    cancel_grace_s: float = 5.0
-    retry_delay_s: float = 0.5
-    unreachable_s: float = 900.0
-    probe_s: float = 3.0
-    checkpoint_bytes: int = 10 * 2**30
-    checkpoint_s: float = 3600.0
+    from nemo_gym_prorl.rollout.storage.journal import Journal
+    from nemo_gym_prorl.rollout.storage.journal_records import Unfinished
 
 
 LOGGER = logging.getLogger(__name__)
 
 _AT_ONCE = 100
-"""Jobs of an earlier life that are taken on between two looks at whatever else there is to do."""
+"""Jobs of an earlier process that are recovered without yielding to the event loop."""
 _RETRY_S = 1.0
+"""Pause after a failed read of the journal."""
 _DISK_S = 1.0
-"""How long who cancels a job that is held by a connection waits for it to be in the log."""
+"""Seconds that the cancellation of an attached job waits for the disk; its caller must not wait for a full disk."""
 
 
 class RolloutService(ABC):
-    """Takes jobs on, ends each once, and remembers them.
+    """Accepts jobs, ends each once, and remembers them.
 
     Args:
-        settings: bounds and defaults.
+        settings: limits and defaults.
         clock: monotonic seconds.
-        journal: what keeps its jobs over a restart, if anything; closed with it.
+        journal: keeps jobs over a restart; closed with the service.
         loops: supervises the background loops of the service.
     """
 
@@ -115,78 +69,78 @@ class RolloutService(ABC):
         self.store = JobStore(settings.retain_bytes, settings.keep_unread_s, clock, journal)
         self.draining = False
         self.on_finish: list[Callable[[Job], None]] = []
-        """Called with each job that reached its outcome, e.g. by metrics; what one raises is logged."""
+        """Called with each job that reached its outcome, for example by metrics; exceptions are logged."""
         self._defaults = settings
         self._done: dict[Job, asyncio.Future[None]] = {}
-        """Of jobs without an outcome, also of those whose outcome is on its way to the disk."""
+        """Futures of jobs without an outcome, and of jobs whose outcome is being written to disk."""
         self._answers: dict[Job, asyncio.Future[None]] = {}
-        """The same of those that are held by a connection, but for what is on its way to the disk."""
+        """Futures of attached jobs without an outcome; a write to disk does not delay them."""
         self._arriving: dict[str, asyncio.Task[Job]] = {}
-        """New jobs that are on their way to the disk."""
+        """New jobs that are being written to disk."""
         self._closing = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @abstractmethod
     def _environments_now(self) -> Environments:
-        """Whose rollouts it runs. Raises a CallerError as long as that is not known."""
+        """Return the environments of the service. Raises a CallerError while they are unknown."""
 
     @abstractmethod
     def _may_queue(self, client: str, most: int) -> bool:
-        """Whether a client may have one more job wait, where all together may have ``most``."""
+        """Return whether a client may queue one more job, if all clients together may queue ``most``."""
 
     @abstractmethod
     def _run(self, job: Job) -> None:
-        """Begin with a job that is remembered."""
+        """Start a job that is remembered."""
 
     @abstractmethod
-    def _run_on(self, earlier: Unfinished) -> None:
-        """Take on again what an earlier life of the service had accepted."""
+    def _resume_job(self, earlier: Unfinished) -> None:
+        """Recover a job that an earlier process accepted."""
 
     @abstractmethod
     def request_cancel(self, job: Job, error: RolloutError) -> None:
-        """Cancel a job without waiting for it; a no-op on one that has its outcome or was cancelled before. The error
-        is how it ends."""
+        """Cancel a job without waiting for it, with ``error`` as its end; no-op for an ended or cancelled job."""
 
     @abstractmethod
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
-        """Take jobs on that share the first turns of another one, and go on from there each for itself.
+        """Accept jobs that share the first turns of another job and continue independently.
 
         Args:
-            parent: live or ended.
-            turn: after which; the latest that there is a checkpoint of by default.
-            requests: what else is wished for each.
+            parent: a live or ended job.
+            turn: turn of the fork; by default the latest with a checkpoint.
+            requests: options of each fork.
 
         Raises:
-            QueueFull, JobConflict, RolloutForgotten, Draining: nothing was begun.
-            NoCheckpoint: of that turn.
-            CallerError: its environment, or this service, takes none.
+            QueueFull, JobConflict, RolloutForgotten, Draining: no job was started.
+            NoCheckpoint: the parent has no checkpoint after that turn.
+            CallerError: the environment or this service takes no checkpoints.
         """
 
     @abstractmethod
     async def kept_turns(self, rollout: str) -> list[int]:
-        """The turns after which a rollout can be forked, in order; none of one that is unknown."""
+        """Return the turns after which a rollout can be forked, ascending; none for an unknown rollout."""
 
     @abstractmethod
     def status(self) -> StatusView:
-        """Counts per stage, pool and state."""
+        """Return counts per stage, pool and state."""
 
     def share(self, clients: Mapping[str, float]) -> None:
-        """From now on clients have these shares of slots and bounds; 1 where none is said."""
+        """Set the clients' shares of slots and limits; clients without a share have 1 together."""
         self.store.shares = clients
 
-    # -- jobs come -----------------------------------------------------------------------------------------------
+    # -- accepting jobs ------------------------------------------------------------------------------------------
 
     async def accept(self, request: JobRequest, *, bounded: bool = True) -> Job:
-        """As :meth:`submit`, and return when the job is on disk, where there is a journal.
+        """Submit a job, and return once it is on disk, if there is a journal.
 
         Raises:
-            JournalFails: it cannot be written.
+            JournalUnavailable: the journal cannot be written.
+            CallerError: as :meth:`submit`.
         """
         journal = self.store.journal
         if journal is None:
             return self.submit(request, bounded=bounded)
         if request.id is not None and self.store.get(request.id) is None:
-            await self.store.all_here(request.id)
+            await self.store.wait_for_recovery(request.id)
         digest = request.digest()
         if (known := self.store.known(request, digest)) is not None:
             return known
@@ -196,35 +150,35 @@ class RolloutService(ABC):
             arriving = asyncio.create_task(self._write_ahead(journal, job, named=request.id is not None))
             self._arriving[job.id] = arriving
             arriving.add_done_callback(lambda _: self._arriving.pop(job.id))
-        accepted = await asyncio.shield(arriving)  # whose caller hangs up is accepted all the same
+        accepted = await asyncio.shield(arriving)  # a disconnect does not revoke the acceptance
         return same_job(accepted, request, digest)
 
     async def _write_ahead(self, journal: Journal, job: Job, *, named: bool) -> Job:
-        """The job, or that which had its id before."""
+        """Return the job, or the earlier job with its id."""
         taken = False
         try:
             taken = await journal.accepted(job, named=named)
         finally:
-            if not taken and job.shelf is not None:  # what it was to begin from is not its own any more
-                job.shelf.ended(job, keep=False)
+            if not taken and job.checkpoint_store is not None:  # the refused job must not hold checkpoints
+                job.checkpoint_store.ended(job, keep=False)
         if taken:
-            self._take_on(job)
+            self._start_job(job)
             return job
         known = await self.store.fetch(job.id)
-        assert known is not None, "it is there or forgotten"
+        assert known is not None, "the journal knows the id, or fetch raises RolloutForgotten"
         return known
 
     def submit(self, request: JobRequest, *, bounded: bool = True) -> Job:
-        """Take a job on, in memory only; the same id and row again is the same job.
+        """Accept a job in memory only; idempotent for the same id and row.
 
         Args:
             request: the job.
-            bounded: refuse when the queue is full. Gym's own route passes ``False``: its client would spin on a
-                refusal, and its open connections are bound enough.
+            bounded: refuse the job when the queue is full. Gym's own route passes ``False``: its client would retry
+                without a pause, and its open connections are bound enough.
 
         Raises:
-            QueueFull, JobConflict, RolloutForgotten, Draining.
-            CallerError: the row cannot be written as JSON, or belongs to no environment that there is.
+            QueueFull, JobConflict, RolloutForgotten, Draining: see the classes.
+            CallerError: the row cannot be written as JSON, or no environment takes the row.
         """
         digest = request.digest()
         if (known := self.store.known(request, digest)) is not None:
@@ -232,11 +186,11 @@ class RolloutService(ABC):
         if request.id in self._arriving:
             raise JobConflict.with_anothers(request.id)
         job = self._new(request, digest, bounded=bounded)
-        self._take_on(job)
+        self._start_job(job)
         return job
 
     def _new(self, request: JobRequest, digest: bytes, *, bounded: bool) -> Job:
-        """The job of a request that nothing stands against.
+        """Create the job of a request after all checks.
 
         Raises:
             QueueFull, Draining, CallerError: as :meth:`submit`.
@@ -244,7 +198,7 @@ class RolloutService(ABC):
         environment = self._environments_now().of_job(request)
         if self.draining:
             raise Draining("the service is draining and takes no new rollouts")
-        if self.store.journal is not None and not request.held:
+        if self.store.journal is not None and not request.attached:
             self.store.journal.check()
         if bounded:
             self._check_room(request.client, 1)
@@ -260,31 +214,35 @@ class RolloutService(ABC):
             client=request.client,
             run=request.run,
             priority=request.priority,
-            budgets=replace(budgets, **{stage.value: given for stage, given in request.budgets.items()}),
+            budgets=budgets.model_copy(update={stage.value: given for stage, given in request.budgets.items()}),
             max_attempts=request.max_attempts or environment.max_attempts or self._defaults.max_attempts,
-            held=request.held,
+            attached=request.attached,
             scope=request.client if request.client in self.store.shares else None,
             forked_from=request.forked_from,
-            begin=request.begin,
+            resume_point=request.resume_point,
         )
 
     def _check_room(self, client: str, jobs: int) -> None:
-        """Raises:
-        QueueFull: so many more of a client are too many."""
-        most = self._defaults.max_queued
-        if not self._may_queue(client, most - len(self._arriving) - jobs + 1):
-            raise QueueFull(f"{most} rollouts are waiting already, or were with {jobs} more; try again later")
-        self.store.refuse_if_full(client)
-
-    async def _accept_all(self, parent: Job, requests: Sequence[JobRequest], **begin: Any) -> list[Job]:
-        """Take jobs on that begin where another one was, all or none; ``begin`` says where.
+        """Check that a client may queue so many more jobs.
 
         Raises:
-            CallerError: one of them is refused, before any is begun, unless the service cannot write any more.
+            QueueFull: the limit is reached.
+        """
+        most = self._defaults.max_queued
+        if not self._may_queue(client, most - len(self._arriving) - jobs + 1):
+            reason = f"the queue is full: {most} rollouts may wait, and {jobs} more are too many; try again later"
+            raise QueueFull(reason)
+        self.store.refuse_if_full(client)
+
+    async def _accept_forks(self, parent: Job, requests: Sequence[JobRequest], **resume_from: Any) -> list[Job]:
+        """Accept all forks of a job, or none; ``resume_from`` holds their ``fork`` or ``resume_point``.
+
+        Raises:
+            CallerError: one is refused. No fork is started, unless the journal fails midway.
         """
         row = orjson.dumps(parent.row)
         every = [
-            replace(request, row=orjson.loads(row), run=parent.run, environment=parent.environment, **begin)
+            replace(request, row=orjson.loads(row), run=parent.run, environment=parent.environment, **resume_from)
             for request in requests
         ]
         known = await self.store.fetch_all(request.id for request in every if request.id is not None)
@@ -303,19 +261,19 @@ class RolloutService(ABC):
         except CallerError:
             for job in jobs:
                 if job.id not in known:
-                    self.request_cancel(job, JobCancelled("its siblings could not be taken on"))
+                    self.request_cancel(job, JobCancelled("another fork of the request was refused"))
             raise
         return jobs
 
-    def _take_on_earlier(self) -> None:
-        """Begin to take on what an earlier life had accepted, beside all else: it may be a hundred thousand jobs. Who
-        asks for one that is not here yet waits."""
+    def _recover_jobs(self) -> None:
+        """Start to recover the accepted jobs of an earlier process in the background: there may be 100,000. A
+        request for a job that is not recovered yet waits."""
         if self.store.journal is not None:
             self.store.expected = asyncio.get_running_loop().create_future()
-            self.store.arriving = asyncio.ensure_future(self._take_on_all(self.store.journal))
+            self.store.arriving = asyncio.ensure_future(self._recover_all(self.store.journal))
             self._spawn(self.store.arriving)
 
-    async def _take_on_all(self, journal: Journal) -> None:
+    async def _recover_all(self, journal: Journal) -> None:
         left: list[str] | None = None
         while left is None or left:
             try:
@@ -323,18 +281,18 @@ class RolloutService(ABC):
                     left = await asyncio.to_thread(journal.unfinished)
                     self.store.expect(left)
                 some = await asyncio.to_thread(journal.found, left[:_AT_ONCE])
-            except Exception:  # of a database: it may be back in a moment, and they are all there
-                LOGGER.exception("the journal cannot be read, which is tried again")
+            except Exception:  # a database error may pass
+                LOGGER.exception("the journal cannot be read; reading is retried in %g s", _RETRY_S)
                 await asyncio.sleep(_RETRY_S)
                 some = []
             else:
                 left = left[_AT_ONCE:]
             if self._closing:
-                return  # they are the next life's
+                return  # the next process recovers the others
             for earlier in some:
-                self._run_on(earlier)
+                self._resume_job(earlier)
 
-    def _take_on(self, job: Job) -> None:
+    def _start_job(self, job: Job) -> None:
         self._remember(job)
         self._run(job)
         if self._closing:
@@ -343,41 +301,42 @@ class RolloutService(ABC):
     def _remember(self, job: Job) -> None:
         self.store.add(job, time.time())
         self._done[job] = asyncio.get_running_loop().create_future()
-        if job.held:
+        if job.attached:
             self._answers[job] = asyncio.get_running_loop().create_future()
 
-    # -- whoever waits for them ----------------------------------------------------------------------------------
+    # -- waiting and cancelling ----------------------------------------------------------------------------------
 
     async def wait(self, job: Job, timeout: float | None = None) -> bool:
-        """Wait for a job's outcome; ``False`` if it has none after ``timeout`` seconds."""
+        """Wait for a job's outcome; return ``False`` if it has none after ``timeout`` seconds."""
         done = self.done(job)
         if not done.done():
             await asyncio.wait({done}, timeout=timeout)
         return done.done()
 
     def done(self, job: Job) -> asyncio.Future[None]:
-        """Done when the job has its outcome. Others wait for it too: it is not to be cancelled."""
+        """Return a future that is done when the job has its outcome; shared, so do not cancel it."""
         return self._done.get(job) or _over()
 
     def answered(self, job: Job) -> asyncio.Future[None]:
-        """Done when a job that is held by a connection has its answer, or will have none; also not to be cancelled."""
+        """Return a future that is done when an attached job has its answer, or will have none; shared, so do not
+        cancel it."""
         return self._answers.get(job) or _over()
 
     async def cancel(self, job: Job, reason: str = "cancelled by the caller") -> None:
-        """Cancel a job, in whatever state, and return when it has its outcome. Its session is gone by then; one that
-        takes longer than the grace to come up goes when it is there. A disk that is full holds up none that is held by
-        a connection."""
+        """Cancel a job in any state, and return once it has its outcome. Its session is released by then, unless
+        INIT outlasts the grace; then the session is released when INIT returns. A full disk does not delay attached
+        jobs."""
         self.request_cancel(job, JobCancelled(reason))
-        if job.held:
+        if job.attached:
             await asyncio.wait({self.answered(job)})
-        await self.wait(job, _DISK_S if job.held else None)
+        await self.wait(job, _DISK_S if job.attached else None)
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Take no new jobs and wait until every job has its outcome; ``False`` if some have none after ``timeout``."""
+        """Accept no new jobs, and wait until every job has its outcome; return ``False`` after ``timeout`` seconds."""
         self.draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self.store.all_here()
+                await self.store.wait_for_recovery()
                 for underway in (self._arriving, self._done):
                     if underway:
                         await asyncio.wait([*underway.values()])
@@ -385,13 +344,13 @@ class RolloutService(ABC):
         return False
 
     def resume(self) -> None:
-        """Take jobs again after a drain."""
+        """Accept jobs again after a drain."""
         self.draining = False
 
-    # -- jobs end ------------------------------------------------------------------------------------------------
+    # -- ending jobs ---------------------------------------------------------------------------------------------
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
-        """End a job that nobody works on. Nobody is told of its outcome before it is on disk."""
+        """End a job that no stage works on. Waiters are notified once the outcome is on disk."""
         job.pack()
         if self.store.journal is None:
             self._end(job, outcome, time.time())
@@ -399,9 +358,9 @@ class RolloutService(ABC):
             self._spawn(self._end_on_disk(job, outcome, time.time()))
 
     async def _end_on_disk(self, job: Job, outcome: Outcome, at: float) -> None:
-        if job.held:  # of it nothing is kept but that it was
+        if job.attached:  # the journal keeps no answer of an attached job
             self._answer(job, outcome)
-        if await self.store.write_down(job, outcome, at):
+        if await self.store.persist_outcome(job, outcome, at):
             self._end(job, outcome, at)
         else:
             self._done.pop(job).set_result(None)
@@ -412,7 +371,7 @@ class RolloutService(ABC):
             answer.set_result(None)
 
     def _end(self, job: Job, outcome: Outcome, at: float) -> None:
-        if job.outcome is None:  # else its caller may have taken that away already
+        if job.outcome is None:  # else its attached caller may have taken the answer already
             self._answer(job, outcome)
         job.finished_at = at
         self._move(job, outcome.state)
@@ -420,7 +379,7 @@ class RolloutService(ABC):
         for callback in self.on_finish:
             try:
                 callback(job)
-            except Exception:  # whoever looks on must not hold up the job, nor those who look on besides
+            except Exception:  # an observer must not block the job or other observers
                 LOGGER.exception("job %s: on_finish hook %r failed", job.id, callback)
 
     def _move(self, job: Job, state: JobState) -> None:
@@ -428,7 +387,7 @@ class RolloutService(ABC):
         job.move(state)
         self.store.record(job, time.time(), was)
 
-    # -- its own tasks -------------------------------------------------------------------------------------------
+    # -- background tasks ----------------------------------------------------------------------------------------
 
     def _spawn(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> None:
         task = asyncio.ensure_future(work)
@@ -438,10 +397,10 @@ class RolloutService(ABC):
     def _reap(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            LOGGER.error("defect in %s", type(self).__name__, exc_info=error)
+            LOGGER.error("%s: background task failed", type(self).__name__, exc_info=error)
 
     async def _settle(self) -> None:
-        """Return when nothing is under way any more, and the journal is another's to have."""
+        """Return once no task runs any more, and close the journal."""
         while pending := {*self._tasks, *self._arriving.values()}:
             await asyncio.wait(pending)
         if self.store.journal is not None:
@@ -454,13 +413,13 @@ def _over() -> asyncio.Future[None]:
     return over
 
 
-def restarted(lives: int) -> Failure:
-    """What became of a job's attempt, for so many lives of the service."""
-    often = "was restarted" if lives == 1 else f"was restarted {lives} times"
+def restarted(restarts: int) -> Failure:
+    """Return the failure of a job's attempt that the given number of restarts ended."""
+    often = "was restarted" if restarts == 1 else f"was restarted {restarts} times"
     why = f"the service {often} before it had an outcome"
     return Failure(FailureKind.SHUTDOWN, Origin.INFRASTRUCTURE, None, why)
 
 
 def shutting_down() -> JobCancelled:
-    """How jobs end that a service ends with."""
+    """Return the error of jobs that end with their service."""
     return JobCancelled("the service is shutting down", kind=FailureKind.SHUTDOWN)

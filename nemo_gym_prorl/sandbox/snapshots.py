@@ -33,7 +33,7 @@ from typing import Annotated, Self
 from nemo_gym.sandbox.providers.base import SandboxHandle
 from pydantic import Strict, TypeAdapter
 
-from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, CallerError
+from nemo_gym_prorl.failures import MACHINE_ERRNOS, AgentError, CallerError
 from nemo_gym_prorl.sandbox.container import Container, container_of
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.layer_archive import HEADER
@@ -47,7 +47,7 @@ from nemo_gym_prorl.sandbox.supervisor.state_dir import state_root
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
-_NOT_THE_AGENTS = (*OF_THE_MACHINE, errno.EOPNOTSUPP)
+_NOT_THE_AGENTS = (*MACHINE_ERRNOS, errno.EOPNOTSUPP)
 """Why none can be taken: all else is of names and files of those inside, which others may have changed meanwhile. The
 last is of how the sandbox was made."""
 
@@ -196,7 +196,7 @@ def _open_fresh(path: Path) -> int:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno in OF_THE_MACHINE:
+        if error.errno in MACHINE_ERRNOS:
             raise
         raise CallerError(f"{path.parent} can hold none: {error.strerror}", field="snapshots") from error
 

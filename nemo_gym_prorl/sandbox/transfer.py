@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_gym_prorl.failures import OF_THE_MACHINE, CallerError
+from nemo_gym_prorl.failures import MACHINE_ERRNOS, CallerError
 from nemo_gym_prorl.sandbox.fields import SandboxPath, checked
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
@@ -74,7 +74,7 @@ async def _transfer(container: Container, request: Request, descriptor: int, fie
     try:
         await container.ask(request, [descriptor])
     except SandboxRefused as error:
-        if error.number and error.number not in OF_THE_MACHINE:
+        if error.number and error.number not in MACHINE_ERRNOS:
             raise CallerError(error.reason, field=field) from error
         raise
 
@@ -118,7 +118,7 @@ def _open_target(target: Path) -> tuple[int, Path]:
         # Its own name may be as long as names can be.
         descriptor, name = tempfile.mkstemp(prefix=".download-", dir=target.parent)
     except OSError as error:
-        if error.errno in OF_THE_MACHINE:
+        if error.errno in MACHINE_ERRNOS:
             raise
         raise CallerError(f"{target} can't be written: {error.strerror}", field="target_path") from error
     except ValueError as error:

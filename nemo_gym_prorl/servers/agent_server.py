@@ -15,11 +15,11 @@ from starlette.types import ASGIApp
 
 from nemo_gym_prorl.agent.agent_service import SCOPES, AgentService
 from nemo_gym_prorl.agent.gym_environments import ServiceConfig
-from nemo_gym_prorl.http.access import check_exposure
-from nemo_gym_prorl.http.applications import DirectRoutes, put_in_front
+from nemo_gym_prorl.http.applications import DirectRoutes, wrap_outermost
+from nemo_gym_prorl.http.key_guard import check_exposure
 from nemo_gym_prorl.http.problems import Declared, add_problem_handlers, invalid_body
-from nemo_gym_prorl.http.process import collect_rarely, end_with_starter, raise_open_file_limit
-from nemo_gym_prorl.rollout.rows import CreateParams, Row, read_json
+from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit, tune_garbage_collection
+from nemo_gym_prorl.rollout.gym_rows import CreateParams, Row, read_json
 from nemo_gym_prorl.servers.server_config import ServerConfig
 
 
@@ -70,7 +70,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
     @classmethod
     def run_webserver(cls) -> Any:
         """Gym's start of the server, which ends with that Gym from now on, also while it waits for Gym's Ray."""
-        end_with_starter()
+        exit_with_starter()
         return super().run_webserver()
 
     def setup_webserver(self) -> FastAPI:
@@ -91,9 +91,9 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         app.include_router(self._service.router())
         has_keys = self.config.control_token is not None or has_keys_file
         add_problem_handlers(app, _GYM_ROUTES, SCOPES.needs if has_keys else None)
-        put_in_front(app, self._guarded)
+        wrap_outermost(app, self._guarded)
         app.router.lifespan_context = self._lifespan
-        collect_rarely()
+        tune_garbage_collection()
         return app
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:

@@ -34,10 +34,10 @@ from starlette.middleware.sessions import SessionMiddleware
 from starlette.types import ASGIApp
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.http.access import KeyGuard, check_exposure
-from nemo_gym_prorl.http.applications import DirectRoutes, put_in_front
+from nemo_gym_prorl.http.applications import DirectRoutes, wrap_outermost
+from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import Declared, invalid_body
-from nemo_gym_prorl.http.process import collect_rarely, end_with_starter, raise_open_file_limit
+from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import add_control_routes
@@ -139,7 +139,7 @@ class ProrlModel(SimpleResponsesAPIModel):
     @classmethod
     def run_webserver(cls) -> Any:
         """Start the server, and end it with the Gym process that started it, also while it waits for Gym's Ray."""
-        end_with_starter()
+        exit_with_starter()
         return super().run_webserver()
 
     def setup_webserver(self) -> FastAPI:
@@ -176,8 +176,8 @@ class ProrlModel(SimpleResponsesAPIModel):
             direct = RolloutUrlMiddleware(DirectRoutes(rest, routes, around), whole=recorded)
             return KeyGuard(direct, key=policy.control_token)
 
-        put_in_front(app, in_front)
-        collect_rarely()
+        wrap_outermost(app, in_front)
+        tune_garbage_collection()
         return app
 
     def _captures_calls(self) -> bool:

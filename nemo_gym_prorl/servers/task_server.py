@@ -43,11 +43,11 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from nemo_gym_prorl.agent.gym_http import LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
-from nemo_gym_prorl.http.access import KeyGuard, check_exposure
 from nemo_gym_prorl.http.applications import health_router
+from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.http.process import end_with_starter, raise_open_file_limit
-from nemo_gym_prorl.rollout.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
+from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit
+from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
 from nemo_gym_prorl.sandbox.started import StartedSandbox
@@ -172,7 +172,7 @@ class TaskServer(SimpleResourcesServer):
     @classmethod
     def run_webserver(cls) -> Any:
         """Run the server until the Gym process that started it ends, also while waiting for Ray."""
-        end_with_starter()
+        exit_with_starter()
         return super().run_webserver()
 
     def setup_webserver(self) -> FastAPI:

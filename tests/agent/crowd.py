@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nemo_gym_prorl.agent.agent_service import AgentService
 from nemo_gym_prorl.agent.gym_environments import ServiceConfig
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 from tests.policy.engines import free_port
 from tests.policy.model_process import Server, started
 from tests.policy.scripted_engine import answer_of, is_probe

@@ -7,9 +7,9 @@ from base64 import b64encode
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -19,7 +19,6 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.servers.agent_server import ProRLAgent, ProRLAgentConfig
 from tests.rollout.serving import serve
 
@@ -194,8 +193,8 @@ def once(trouble: Callable[[], Any]) -> Callable[[], Any]:
 class Hasty(ProRLAgentConfig):
     """Retries at once, and looks often whether a server is back."""
 
-    def pipeline_settings(self) -> PipelineSettings:
-        return replace(super().pipeline_settings(), retry_delay_s=0.01, probe_s=0.1)
+    retry_delay_s: ClassVar[float] = 0.01
+    probe_s: ClassVar[float] = 0.1
 
 
 def reference(name: str) -> dict[str, str]:

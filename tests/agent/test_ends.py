@@ -3,7 +3,6 @@
 """How rollouts end at their servers: tokens of what was complete, sessions given back, nothing kept for nobody."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,8 +169,7 @@ async def test_who_cancels_a_rollout_that_is_to_be_scored_again_has_no_sandbox_l
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The verdict that took too long goes on until the session is closed."""
-    settings = Hasty.pipeline_settings
-    monkeypatch.setattr(Hasty, "pipeline_settings", lambda self: replace(settings(self), retry_delay_s=60.0))
+    monkeypatch.setattr(Hasty, "retry_delay_s", 60.0)
     environment = Environment(instead={"/verify": hang(30.0), "/close_session": hang(0.3)})
     async with deployment(environment, budgets={"eval": 0.3}, cancel_grace_s=0.2, max_attempts=2) as at:
         running = asyncio.ensure_future(at.run({**COLLECTED, "rollout": {"id": "mine"}}))

@@ -17,10 +17,10 @@ from fastapi.testclient import TestClient
 from starlette.routing import BaseRoute, Route
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.http.access import OPEN_PATHS
+from nemo_gym_prorl.http.key_guard import OPEN_PATHS
 from nemo_gym_prorl.http.keys import Scope, authorization
-from nemo_gym_prorl.rollout.access_control import ROUTES, hash_of
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.access_control import ROUTES, hash_of
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 from responses_api_agents.prorl_agent.tests.test_app import agent
 from tests.agent.gym_host import free_port
 from tests.agent.peers import COLLECTED, ROW, Deployment, Environment, deployment
@@ -251,7 +251,7 @@ async def test_a_rollout_by_tls_and_one_by_the_plain_address(
     [
         ({"tls_key": None}, "tls_port", "are needed together"),
         ({"control_token": None}, "control_token", "would listen on all interfaces"),
-        ({"tls_cert": Path(__file__)}, "tls_cert", "must be PEM, and belong together"),
+        ({"tls_cert": Path(__file__)}, "tls_cert", "must be a certificate and its key"),
     ],
 )
 async def test_a_door_that_cannot_be_is_refused(

@@ -19,8 +19,8 @@ from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.rollout.settings import PoolSizes
+from tests.rollout.handlers import FastSettings
 
 
 ROW = {"responses_create_params": {"input": "hi"}}
@@ -80,7 +80,10 @@ async def deployment() -> AsyncIterator[tuple[Servers, Pipeline, GymEnvironmentH
     named = {name: GymServer(name, Address(f"http://127.0.0.1:{port}"), http) for name, port in servers.ports.items()}
     handler = GymEnvironmentHandler(GymContext(named["resources"], named["model"]))
     pipeline = Pipeline(
-        Environments.of(handler), PipelineSettings(stages=PoolSizes(2, 2, 4, 2), probe_s=0.1, retry_delay_s=0.01)
+        Environments.of(handler),
+        FastSettings(
+            stages=PoolSizes(init=2, ready=2, run=4, eval=2),
+        ),
     )
     for name in servers.ports:
         await servers.start(name)
@@ -98,7 +101,7 @@ async def test_rollouts_wait_for_a_server_that_was_killed_and_none_is_lost(name:
         assert not await handler.unreachable()
         await servers.kill(name)
         async with asyncio.timeout(30):
-            while name not in {outage.server for outage in pipeline.held}:
+            while name not in {outage.server for outage in pipeline.outages}:
                 await asyncio.sleep(0.01)
         assert [*await handler.unreachable()] == [name]
         await asyncio.sleep(0.5)  # ten times what three tries of a rollout take
@@ -107,4 +110,4 @@ async def test_rollouts_wait_for_a_server_that_was_killed_and_none_is_lost(name:
         assert await pipeline.drain(60)
         assert {job.state for job in jobs} == {JobState.SUCCEEDED}
         assert servers.seeded <= JOBS * 1.2
-        assert not pipeline.held
+        assert not pipeline.outages

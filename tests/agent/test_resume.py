@@ -23,8 +23,8 @@ from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.dapo.scoring import inherited_turns, usage_of
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm
 from nemo_gym_prorl.sandbox.snapshots import default_folder
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from tests.agent.gym_host import hosting, instance

@@ -23,13 +23,13 @@ from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.fleet import carrier
-from nemo_gym_prorl.fleet.front import Front, front_app
-from nemo_gym_prorl.fleet.nodes import Joined, Left
+from nemo_gym_prorl.fleet import forwarder
+from nemo_gym_prorl.fleet.gateway import FleetGateway, gateway_app
+from nemo_gym_prorl.fleet.nodes import NodeJoined, NodeLeft
 from nemo_gym_prorl.http.applications import served
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.schemas import JobView
 from tests.agent.gym_host import applications, hosting, instance, url_of
 from tests.agent.test_resume import SETUP, counting, scripted
 from tests.fleet.fleets import Changing
@@ -74,7 +74,7 @@ class Fleet:
         self.folder, self.policy_url = folder, policy_url
         self.nodes = Changing()
         self.said: list[str] = []
-        self.front = Front(self.nodes, say=self.said.append)
+        self.front = FleetGateway(self.nodes, report=self.said.append)
         self.client: RolloutClient
         self.configs: dict[str, dict[str, Any]] = {}
         self._hosts: dict[str, AsyncExitStack] = {}
@@ -93,14 +93,14 @@ class Fleet:
         return url_of(self.configs[node]["agent"])
 
     async def join(self, node: str) -> None:
-        self.nodes.tell(Joined(node, RolloutClient(self.url(node))))
+        self.nodes.tell(NodeJoined(node, RolloutClient(self.url(node))))
         await until(lambda: node in self.front.dispatcher.statuses)
 
     async def kill(self, node: str) -> None:
         await self._hosts.pop(node).aclose()
 
     async def leave(self, node: str) -> None:
-        self.nodes.tell(Left(node, "it was unplugged"))
+        self.nodes.tell(NodeLeft(node, "it was unplugged"))
         await until(lambda: node not in self.front.dispatcher.nodes)
 
     async def close(self) -> None:
@@ -138,7 +138,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
         running = Fleet(tmp_path_factory.mktemp("shared"), policy_url)
         await asyncio.gather(running.start("one", apart=True), running.start("two", apart=False))
         await running.front.start()
-        async with serve(front_app(running.front, key=None)) as url, RolloutClient(url) as running.client:
+        async with serve(gateway_app(running.front, key=None)) as url, RolloutClient(url) as running.client:
             for node in ("one", "two"):
                 await running.join(node)
             yield running
@@ -213,7 +213,7 @@ async def test_siblings_begin_at_any_node_where_their_parent_was(fleet: Fleet) -
 
 
 async def test_a_node_is_killed_and_at_most_a_turn_is_lost(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carrier, "GIVE_UP_S", 1.0)  # nobody tells that it is gone, as with a list of addresses
+    monkeypatch.setattr(forwarder, "GIVE_UP_S", 1.0)  # nobody tells that it is gone, as with a list of addresses
     client = fleet.client
     wanted = await client.wait("undisturbed")
     names = [f"killed-{number}" for number in range(8)]

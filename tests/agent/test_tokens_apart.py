@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.dapo.scoring import usage_of
-from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.rows import Turn, is_masked, masked, unmasked
-from nemo_gym_prorl.rollout.schemas import TokenForm
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import TokenForm
+from nemo_gym_prorl.rollout.gym_rows import TurnTokens, is_masked, masked, unmasked
 from tests.agent.peers import ROW, Environment, Policy, deployment, experts
 
 
@@ -51,7 +51,7 @@ async def test_everybody_is_sent_what_they_need(policy: Callable[[], Policy]) ->
         assert tokens == [(list(range(end)), [end]) for end in (2, 5, 8)]
         assert [item["generation_log_probs"] for item in output[::2]] == [[-0.5]] * 3
     assert in_full.tokens is None
-    turns = [Turn.unpacked(turn.model_dump()) for turn in packed.tokens or ()]
+    turns = [TurnTokens.unpack(turn.model_dump()) for turn in packed.tokens or ()]
     assert [(turn.item, turn.kept, [*turn.observed], [*turn.sampled]) for turn in turns] == [
         (0, 0, [0, 1], [2]),
         (2, 3, [3, 4], [5]),

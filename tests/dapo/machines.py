@@ -20,12 +20,12 @@ from pydantic import BaseModel
 
 from nemo_gym_prorl.http.problem_document import problem_of_answer
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.rollout import client as client_module
-from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api import client as client_module
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.service import PipelineSettings
-from nemo_gym_prorl.rollout.store import Transition
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.storage.store import Transition
 from tests.dapo.test_runner import SETTINGS, Scorer
 from tests.rollout.handlers import Bench
 

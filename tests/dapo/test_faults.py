@@ -10,11 +10,10 @@ import pytest
 
 from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.fleet.carrier import Carrier
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.schemas import TokenForm
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.fleet.forwarder import JobForwarder
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import TokenForm
+from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
 from tests.dapo.test_runner import nodes, rows, runner
 
 
@@ -58,7 +57,9 @@ async def test_what_cannot_be_run_ends_the_training_with_the_reason() -> None:
 
 async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:
     """The service restarts without memory while rollouts are being cancelled, and is slow afterwards."""
-    settings = PipelineSettings(stages=PoolSizes(400, 400, 400, 64), max_attempts=1, cancel_grace_s=0.5)
+    settings = PipelineSettings(
+        stages=PoolSizes(init=400, ready=400, run=400, eval=64), max_attempts=1, cancel_grace_s=0.5
+    )
     told: set[str] = set()
 
     async def slowly(method: str, path: str) -> None:
@@ -66,13 +67,13 @@ async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:
             await asyncio.sleep(0.5)
 
     async with nodes(settings=settings) as up, RolloutClient(up[0].url) as client:
-        service = Carrier(
+        service = JobForwarder(
             client,
             tokens=TokenForm.PACKED,
-            ended=lambda job: told.add(job.id),
-            lost=lambda rollout, *_: told.add(rollout),
-            broke=lambda error: pytest.fail(repr(error)),
-            say=lambda _: None,
+            on_ended=lambda job: told.add(job.id),
+            on_lost=lambda rollout, *_: told.add(rollout),
+            on_error=lambda error: pytest.fail(repr(error)),
+            report=lambda _: None,
         )
         service.start()
         ids = [f"run:{number}:0:0" for number in range(100)]
@@ -101,4 +102,4 @@ async def test_a_start_that_fails_leaves_nothing_behind() -> None:
         with pytest.raises(CallerError, match="group_size"):
             await second.__aenter__()
         await asyncio.sleep(0.1)
-        assert not [task for task in asyncio.all_tasks() - before if "Carrier" in repr(task.get_coro())]
+        assert not [task for task in asyncio.all_tasks() - before if "JobForwarder" in repr(task.get_coro())]

@@ -24,22 +24,18 @@ from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, Stage
-from nemo_gym_prorl.http.access import KeyGuard
+from nemo_gym_prorl.http.key_guard import KeyGuard
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory, Verdict
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.job import Checkpoint, Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.service import PipelineSettings
-from tests.rollout.handlers import Bench, PlannedHandler
+from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
+from tests.rollout.handlers import Bench, FastSettings, PlannedHandler
 from tests.rollout.serving import serve
 
 
-SETTINGS = PipelineSettings(
-    stages=PoolSizes(init=64, ready=64, run=64, eval=64), retry_delay_s=0.01, cancel_grace_s=0.5, max_attempts=1
-)
+SETTINGS = FastSettings(stages=PoolSizes(init=64, ready=64, run=64, eval=64), cancel_grace_s=0.5, max_attempts=1)
 
 
 class Scorer(PlannedHandler):

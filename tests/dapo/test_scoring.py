@@ -11,8 +11,8 @@ import pytest
 from nemo_gym_prorl.dapo.contract import SamplerConfig
 from nemo_gym_prorl.dapo.scoring import WINDOW, RolloutMetrics, Score, score_of
 from nemo_gym_prorl.failures import CallerError, FailureKind, Origin, Stage
+from nemo_gym_prorl.rollout.api.schemas import FailureView, JobView
 from nemo_gym_prorl.rollout.job import JobState, StageTime
-from nemo_gym_prorl.rollout.schemas import FailureView, JobView
 
 
 def job(**fields: Any) -> JobView:

@@ -16,9 +16,7 @@ from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import CLOSE_S, STALL_S, Runner, StalledError
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
-from nemo_gym_prorl.rollout.job import Budgets
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings, PoolSizes
 from tests.conftest import LONG
 from tests.dapo.machines import Line, Machine
 from tests.dapo.test_runner import rows
@@ -105,7 +103,7 @@ def test_a_training_goes_on_or_says_why_not(schedule: list[tuple[int, Fault]], s
         (2.0, "dies", "Server disconnected"),
         (2.0, "freezes", "TimeoutError|no answer"),
         (2.0, "drains", "takes no new rollouts|it drains"),
-        (0.0, "/status 503", "it has not said how large it is"),
+        (0.0, "/status 503", "its size is not known yet"),
         (2.0, "/v1/rollouts 429", ""),  # a full queue
     ],
 )

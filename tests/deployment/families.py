@@ -27,8 +27,8 @@ from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.deployment.deployment import GymDeployment
-from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.schemas import JobView
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems, row_for
 from nemo_gym_prorl.tasks.stem import problems as stem
 from scripts.scripted_turns import code as code_scripts

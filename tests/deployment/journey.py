@@ -18,7 +18,7 @@ from nemo_gym_prorl.cli.scripted.server import serve
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.deployment.command_line import GymCli
 from nemo_gym_prorl.deployment.deployment import GymDeployment
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from tests.deployment.gym_command import gym as gym_command
 
@@ -121,7 +121,7 @@ async def take(python: str, folder: Path) -> dict[str, float]:
         assert set(rewards.values()) == {1.0}, rewards
         for row in rows:
             _require_token_chain(row)
-        reads = await _run(python, "-c", "from nemo_gym_prorl.rollout.steps import *; print(gym_reads_trajectories())")
+        reads = await _run(python, "-c", "from nemo_gym_prorl.rollout.turns import *; print(gym_reads_trajectories())")
         assert {"ng_trajectory" in row for row in rows} == {reads.strip() == "True"}
         if reads.strip() == "True":
             given = ("--rollouts", str(folder / "results" / "rollouts.jsonl"), "--output-dir", str(folder / "atif"))

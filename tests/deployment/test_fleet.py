@@ -21,7 +21,7 @@ from nemo_gym_prorl.cli.demo_scripts import script_for
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.deployment.command_line import MARK_NAME
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems

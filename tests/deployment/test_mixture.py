@@ -18,9 +18,9 @@ import orjson
 import pytest
 
 from nemo_gym_prorl.cli.demo_scripts import script_for as code_script
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from nemo_gym_prorl.tasks.stem import problems as stem
 from scripts.scripted_turns.stem import script_for

@@ -17,14 +17,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from nemo_gym_prorl.agent.gym_environments import StagesConfig
 from nemo_gym_prorl.cli.demo_scripts import script_for
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
 from nemo_gym_prorl.processes import ProcessMark
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.schemas import JobView
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView
+from nemo_gym_prorl.rollout.settings import PoolSizes
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 
 
@@ -219,7 +219,7 @@ async def test_500_rollouts_survive_that_each_server_is_killed(scripted_policy: 
     await _stopped(service)
     # What its server was making when it was killed has no line in the log: at most as many as INIT has slots.
     log = (tmp_path / "gym" / "gym.log").read_bytes()
-    slots = StagesConfig()
+    slots = PoolSizes()
     made = log.count(b'"POST /seed_session HTTP/1.1" 200') + slots.init
     graded = log.count(b'"POST /verify HTTP/1.1" 200')
     print(f"{jobs} rollouts, {made} sandboxes: {made / jobs:.3f} per rollout; {graded} more to grade them in")

@@ -10,27 +10,27 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.http.process import STARTER_VARIABLE
+from nemo_gym_prorl.http.server_process import STARTER_VARIABLE
 from nemo_gym_prorl.processes import ProcessMark
 
 
 ROOT = Path(__file__).parents[2]
 SERVER = """
 import time
-from nemo_gym_prorl.http.process import end_with_starter
-end_with_starter()
+from nemo_gym_prorl.http.server_process import exit_with_starter
+exit_with_starter()
 open("up", "w").close()
 time.sleep(600)
 """
 ENDING = """
 import atexit, time
-from nemo_gym_prorl.http.process import end_with_starter
+from nemo_gym_prorl.http.server_process import exit_with_starter
 def end():
     open("up", "w").close()
     time.sleep(2)
     open("down", "w").close()
 atexit.register(end)
-end_with_starter()
+exit_with_starter()
 """
 GYM = f"""
 import subprocess, sys, time

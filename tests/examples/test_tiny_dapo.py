@@ -25,7 +25,7 @@ from examples.tiny_dapo.riddles import QUESTIONS, Riddle, RiddleServer, draw_rid
 from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.text.parsers import parse
 from nemo_gym_prorl.policy.text.renderer import Renderer
-from nemo_gym_prorl.rollout.rows import take_tokens
+from nemo_gym_prorl.rollout.gym_rows import take_tokens
 from nemo_gym_prorl.servers.task_server import TaskServerConfig
 from tests.prorl_code.conftest import RESPONSE, Client
 from tests.rollout.serving import serve

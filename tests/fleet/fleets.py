@@ -9,15 +9,14 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from nemo_gym_prorl.fleet.front import SETTINGS, Front, front_app
-from nemo_gym_prorl.fleet.nodes import Joined, Left
+from nemo_gym_prorl.fleet.gateway import SETTINGS, FleetGateway, gateway_app
+from nemo_gym_prorl.fleet.nodes import NodeJoined, NodeLeft
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.service import PipelineSettings, ServiceSettings
-from tests.rollout.handlers import Bench, PlannedHandler
+from nemo_gym_prorl.rollout.settings import PoolSizes, ServiceSettings
+from tests.rollout.handlers import Bench, FastSettings, PlannedHandler
 from tests.rollout.serving import serve
 
 
@@ -26,16 +25,16 @@ SMALL = PoolSizes(init=1, ready=1, run=2, eval=2)
 
 
 class Changing:
-    """Nodes that come and go as a test says."""
+    """NodeSource that come and go as a test says."""
 
-    def __init__(self, present: Sequence[Joined] = ()) -> None:
+    def __init__(self, present: Sequence[NodeJoined] = ()) -> None:
         self.present = [*present]
-        self._changes: asyncio.Queue[Joined | Left] = asyncio.Queue()
+        self._changes: asyncio.Queue[NodeJoined | NodeLeft] = asyncio.Queue()
 
-    def tell(self, change: Joined | Left) -> None:
+    def tell(self, change: NodeJoined | NodeLeft) -> None:
         self._changes.put_nowait(change)
 
-    async def changes(self) -> AsyncIterator[Joined | Left]:
+    async def changes(self) -> AsyncIterator[NodeJoined | NodeLeft]:
         while True:
             yield await self._changes.get()
 
@@ -45,7 +44,12 @@ class Service:
 
     def __init__(self, handler: PlannedHandler, stages: PoolSizes) -> None:
         self.handler = handler
-        self.pipeline: Pipeline = Bench(PipelineSettings(stages=stages, retry_delay_s=0.01), handler).pipeline()
+        self.pipeline: Pipeline = Bench(
+            FastSettings(
+                stages=stages,
+            ),
+            handler,
+        ).pipeline()
         self.url = ""
 
     def app(self) -> FastAPI:
@@ -56,8 +60,8 @@ class Service:
         return app
 
     @property
-    def joined(self) -> Joined:
-        return Joined(f"node-{self.url.rsplit(':', 1)[1]}", RolloutClient(self.url))
+    def joined(self) -> NodeJoined:
+        return NodeJoined(f"node-{self.url.rsplit(':', 1)[1]}", RolloutClient(self.url))
 
 
 @asynccontextmanager
@@ -70,12 +74,12 @@ async def service(handler: PlannedHandler | None = None, stages: PoolSizes = SMA
 
 
 class Fleet:
-    """A front, a client of it, and what is behind it."""
+    """A gateway, a client of it, and what is behind it."""
 
     def __init__(self, services: list[Service], nodes: Changing, settings: ServiceSettings) -> None:
         self.services, self.nodes = services, nodes
         self.said: list[str] = []
-        self.front = Front(nodes, settings, self.said.append)
+        self.gateway = FleetGateway(nodes, settings, self.said.append)
         self.client: RolloutClient
         self.url = ""
 
@@ -93,17 +97,17 @@ async def fleet(
     key: str | None = None,
     clients: Path | None = None,
 ) -> AsyncIterator[Fleet]:
-    """A front before services, of which the first ``joined`` are there, and have said how they are; by default all."""
+    """Start a gateway and services, the first ``joined`` of which are its nodes; by default all."""
     async with AsyncExitStack() as stack:
         services = [await stack.enter_async_context(service(stages=stages)) for _ in range(count)]
         there = [it.joined for it in services[: count if joined is None else joined]]
         it = Fleet(services, Changing(there), settings)
-        app = front_app(it.front, key=key, clients=clients)
-        await it.front.start()
+        app = gateway_app(it.gateway, key=key, clients=clients)
+        await it.gateway.start()
         it.url = await stack.enter_async_context(serve(app))
         it.client = await stack.enter_async_context(RolloutClient(it.url, key))
         async with asyncio.timeout(30):
-            while len(it.front.dispatcher.statuses) < len(there):
+            while len(it.gateway.dispatcher.statuses) < len(there):
                 await asyncio.sleep(0.01)
         yield it
-        await it.front.close()
+        await it.gateway.close()

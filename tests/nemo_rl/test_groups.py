@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.groups import training_group, turns_of
-from nemo_gym_prorl.rollout.rows import take_tokens
+from nemo_gym_prorl.rollout.gym_rows import take_tokens
 
 
 tokens = st.lists(st.integers(0, 999), min_size=1, max_size=5)

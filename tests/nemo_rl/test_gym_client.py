@@ -10,7 +10,7 @@ from nemo_gym import global_config, server_utils
 from nemo_gym.config_types import BaseServerConfig
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.http.access import KeyGuard
+from nemo_gym_prorl.http.key_guard import KeyGuard
 from nemo_gym_prorl.servers.gym_client import send_keys
 from tests.rollout.serving import serve
 

@@ -17,7 +17,7 @@ from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.nemo_rl.controller_parts import GroupAdvantages, MiniBatches
 from nemo_gym_prorl.nemo_rl.groups import record_of, training_group
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RewardShaping, settings_of
-from nemo_gym_prorl.rollout.rows import take_tokens
+from nemo_gym_prorl.rollout.gym_rows import take_tokens
 from tests.nemo_rl.conftest import ROOT, _reason_to_skip
 
 

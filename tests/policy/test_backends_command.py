@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 from fastapi import FastAPI
 
-from nemo_gym_prorl.http.access import KeyGuard
+from nemo_gym_prorl.http.key_guard import KeyGuard
 from nemo_gym_prorl.policy.http.api import add_control_routes
 from tests.policy.runtimes import hosted
 from tests.rollout.command_line import TOKEN, prorl

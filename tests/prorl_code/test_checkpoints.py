@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S
+from nemo_gym_prorl.rollout.storage.checkpoints import ORPHAN_S
 from nemo_gym_prorl.sandbox.snapshots import default_folder
 from nemo_gym_prorl.servers import task_server
 from tests.prorl_code.conftest import Client, row, serving

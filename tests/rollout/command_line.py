@@ -17,9 +17,9 @@ import pytest
 from fastapi import FastAPI
 
 from nemo_gym_prorl.cli.app import main
-from nemo_gym_prorl.http.access import KeyGuard
-from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.http.key_guard import KeyGuard
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.settings import PipelineSettings
 from tests.rollout.handlers import Bench
 from tests.rollout.serving import serve
 

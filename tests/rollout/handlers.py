@@ -7,14 +7,14 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from nemo_gym_prorl.failures import AgentError, Failure, FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state
-from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.storage.journal import Journal
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,13 @@ RETURNS_OF_ON_FAILURE: Mapping[str, Callable[[Failure], Any]] = {
         ]
     },
 }
+
+
+class FastSettings(PipelineSettings):
+    """Settings with short pauses before retries and probes."""
+
+    retry_delay_s: ClassVar[float] = 0.01
+    probe_s: ClassVar[float] = 0.1
 
 
 @dataclass

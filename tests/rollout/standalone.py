@@ -15,10 +15,10 @@ import aiohttp
 import uvicorn
 from fastapi import FastAPI
 
-from nemo_gym_prorl.http.access import KeyGuard
-from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
-from nemo_gym_prorl.rollout.journal import Journal
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.http.key_guard import KeyGuard
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.storage.journal import Journal
 from tests.rollout.handlers import Bench
 
 

@@ -15,25 +15,23 @@ import pytest
 from fastapi import FastAPI, Response
 
 from nemo_gym_prorl.failures import Stage
-from nemo_gym_prorl.http.access import KeyGuard
+from nemo_gym_prorl.http.key_guard import KeyGuard
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.job import Budgets, JobState
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.service import PipelineSettings
-from tests.rollout.handlers import Act, Bench
+from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings, PoolSizes
+from tests.rollout.handlers import Act, Bench, FastSettings
 from tests.rollout.serving import serve
 
 
-SETTINGS = PipelineSettings(
+SETTINGS = FastSettings(
     stages=PoolSizes(init=2, ready=1, run=2, eval=2),
     budgets=Budgets(init=0.5, run=0.5, eval=0.5),
-    release_s=0.3,
+    release_timeout_s=0.3,
     cancel_grace_s=0.1,
-    retry_delay_s=0.01,
     max_queued=3,
     retain_bytes=2**20,
 )
@@ -81,7 +79,9 @@ async def test_a_rollout_from_submission_to_reward() -> None:
 
 @pytest.mark.parametrize("state", ["queued", "initializing", "ready", "running", "evaluating"])
 async def test_cancel_in_each_state(state: str) -> None:
-    settings = PipelineSettings(stages=PoolSizes(init=1, ready=1, run=1, eval=1), retry_delay_s=0.01)
+    settings = FastSettings(
+        stages=PoolSizes(init=1, ready=1, run=1, eval=1),
+    )
     block = {"queued": "init", "initializing": "init", "ready": "run", "running": "run", "evaluating": "eval"}[state]
     blocked = row(**{block: [Act("ok", FOREVER)]})
     async with service(settings) as (client, _, bench):
@@ -171,7 +171,7 @@ async def test_a_malformed_submission_names_the_field() -> None:
 
 
 async def test_the_log_of_outcomes_can_be_followed_and_says_when_it_is_cut() -> None:
-    settings = PipelineSettings(stages=PoolSizes(1, 0, 1, 1), retain_bytes=22_000)
+    settings = PipelineSettings(stages=PoolSizes(init=1, ready=0, run=1, eval=1), retain_bytes=22_000)
     async with service(settings) as (client, _, _):
         for number in range(4):
             await client.submit(row(), id=f"r{number}", group="even" if number % 2 == 0 else "odd")

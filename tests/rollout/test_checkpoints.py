@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: how long they are kept, what other services find of them in a shared folder, and forks."""
+"""CheckpointStore: how long they are kept, what other services find of them in a shared folder, and forks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
-from nemo_gym_prorl.rollout.checkpoints import ORPHAN_S, RENEW_S, Begin, Checkpoint, Checkpoints, SharedCheckpoints
+from nemo_gym_prorl.rollout.api.schemas import ForkRequest
+from nemo_gym_prorl.rollout.gym_rows import row_digest
 from nemo_gym_prorl.rollout.handler import Environments
-from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Trajectory
-from nemo_gym_prorl.rollout.journal import Journal, JournalFails
+from nemo_gym_prorl.rollout.job import Checkpoint, Job, ResumePoint, Trajectory
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import CheckpointsForgotten, JobConflict, JobRequest, QueueFull
-from nemo_gym_prorl.rollout.rows import row_digest
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.schemas import ForkRequest
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
+from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings, PoolSizes
+from nemo_gym_prorl.rollout.storage.checkpoints import ORPHAN_S, RENEW_S, CheckpointStore, SharedCheckpoints
+from nemo_gym_prorl.rollout.storage.journal import Journal
 from tests.rollout.handlers import Act, Bench, PlannedHandler
 from tests.rollout.virtual_time import run_in_virtual_time
 
@@ -34,13 +33,13 @@ from tests.rollout.virtual_time import run_in_virtual_time
 class Shelf:
     """A store of them, its clock, and what it had erased."""
 
-    def __init__(self, most_bytes: int = 100, keep_s: float = 10.0) -> None:
+    def __init__(self, max_bytes: int = 100, keep_s: float = 10.0) -> None:
         self.now = 0.0
         self.erased: list[Checkpoint] = []
-        self.store = Checkpoints(most_bytes, keep_s, lambda _, some: self.erased.extend(some), lambda: self.now)
+        self.store = CheckpointStore(max_bytes, keep_s, lambda _, some: self.erased.extend(some), lambda: self.now)
 
     def job(self, *turns: int, size: int = 10) -> Job:
-        job = Job("job", {}, row_digest({}), "planned", "planned", 0.0, shelf=self.store)
+        job = Job("job", {}, row_digest({}), "planned", "planned", 0.0, checkpoint_store=self.store)
         for turn in turns:
             self.store.add(job, Checkpoint(turn, None, size))
         return job
@@ -50,50 +49,50 @@ class Shelf:
 
 
 def test_the_latest_of_who_goes_on_is_kept_whatever_it_takes() -> None:
-    shelf = Shelf(most_bytes=50)
-    one, other = shelf.job(1, 2, 3), shelf.job(4, 5, 6)
-    assert shelf.turns() == [1, 2], "the earliest of the job that began first"
-    shelf.job(7, 8, size=1000)
+    checkpoint_store = Shelf(max_bytes=50)
+    one, other = checkpoint_store.job(1, 2, 3), checkpoint_store.job(4, 5, 6)
+    assert checkpoint_store.turns() == [1, 2], "the earliest of the job that began first"
+    checkpoint_store.job(7, 8, size=1000)
     assert [*one.checkpoints, *other.checkpoints] == [3, 6]
-    assert 8 not in shelf.turns()
+    assert 8 not in checkpoint_store.turns()
 
 
 def test_what_has_ended_goes_first_and_by_age() -> None:
-    shelf = Shelf(most_bytes=50)
-    ended, later, live = shelf.job(1, 2), shelf.job(3), shelf.job(4)
-    shelf.store.ended(ended, keep=True)
-    shelf.store.ended(later, keep=True)
-    assert shelf.turns() == []
-    shelf.store.add(live, Checkpoint(5, None, 10))
-    assert shelf.turns() == []
-    shelf.store.add(live, Checkpoint(6, None, 10))
-    assert shelf.turns() == [1, 2]
-    assert shelf.store.bytes == 40
-    shelf.now = 10.0
-    shelf.store.tidy()
-    assert shelf.turns() == [1, 2, 3]
+    checkpoint_store = Shelf(max_bytes=50)
+    ended, later, live = checkpoint_store.job(1, 2), checkpoint_store.job(3), checkpoint_store.job(4)
+    checkpoint_store.store.ended(ended, keep=True)
+    checkpoint_store.store.ended(later, keep=True)
+    assert checkpoint_store.turns() == []
+    checkpoint_store.store.add(live, Checkpoint(5, None, 10))
+    assert checkpoint_store.turns() == []
+    checkpoint_store.store.add(live, Checkpoint(6, None, 10))
+    assert checkpoint_store.turns() == [1, 2]
+    assert checkpoint_store.store.bytes == 40
+    checkpoint_store.now = 10.0
+    checkpoint_store.store.tidy()
+    assert checkpoint_store.turns() == [1, 2, 3]
     assert live.latest_checkpoint is not None
 
 
 def test_one_that_is_shared_counts_once_and_goes_with_the_last() -> None:
-    shelf = Shelf()
-    parent = shelf.job(1, 2)
+    checkpoint_store = Shelf()
+    parent = checkpoint_store.job(1, 2)
     [shared] = [checkpoint for turn, checkpoint in parent.checkpoints.items() if turn == 2]
-    children = [shelf.job() for _ in range(3)]
+    children = [checkpoint_store.job() for _ in range(3)]
     for child in children:
-        shelf.store.add(child, shared)
-    assert shelf.store.bytes == 20
+        checkpoint_store.store.add(child, shared)
+    assert checkpoint_store.store.bytes == 20
     for job in (parent, *children[:2]):
-        shelf.store.ended(job, keep=False)
-    assert shelf.turns() == [1]
+        checkpoint_store.store.ended(job, keep=False)
+    assert checkpoint_store.turns() == [1]
     children[2].drop_checkpoint(shared)
-    assert shelf.turns() == [1, 2]
-    assert shelf.store.bytes == 0
+    assert checkpoint_store.turns() == [1, 2]
+    assert checkpoint_store.store.bytes == 0
 
 
 def test_an_attempt_that_goes_on_has_spent_what_the_first_had() -> None:
-    shelf = Shelf()
-    job = shelf.job()
+    checkpoint_store = Shelf()
+    job = checkpoint_store.job()
     job.forked_from = {"id": "parent", "turn": 3, "lost": []}
     job.resume_at(Checkpoint(3, None, 1, spent_s=7.0, lost=("kernel",)))
     assert (job.spent_s, job.resumed) == (7.0, [])
@@ -127,7 +126,7 @@ def test_what_rollouts_have_is_renewed_as_long_as_they_have_it() -> None:
 
     async def play() -> None:
         handler = Keeping()
-        settings = PipelineSettings(budgets=Budgets(run=1e6), checkpoint_s=2 * ORPHAN_S)
+        settings = PipelineSettings(budgets=Budgets(run=6e5), checkpoint_s=2 * ORPHAN_S)
         pipeline = Bench(settings, handler).pipeline()
         for turn, seconds in ((1, 3 * ORPHAN_S), (2, 0.0)):
             pipeline.submit(JobRequest({"turn": turn, "plan": {"run": [Act("ok", seconds)]}}))
@@ -167,12 +166,24 @@ class Service:
     def __init__(self, folder: Path) -> None:
         self.shared = SharedCheckpoints(folder)
         self.erased: list[Checkpoint] = []
-        self.shelf = Checkpoints(1 << 20, 60.0, lambda _, some: self.erased.extend(some), lambda: 0.0, self.shared)
+        self.checkpoint_store = CheckpointStore(
+            1 << 20, 60.0, lambda _, some: self.erased.extend(some), lambda: 0.0, self.shared
+        )
 
-    def job(self, name: str, begin: Begin | None = None, row: Any = None) -> Job:
-        asked = JobRequest(row or ROW, begin=begin)
+    def job(self, name: str, begin: ResumePoint | None = None, row: Any = None) -> Job:
+        asked = JobRequest(row or ROW, resume_point=begin)
         forked = asked.forked_from
-        return Job(name, asked.row, asked.digest(), "e", "h", 0.0, shelf=self.shelf, begin=begin, forked_from=forked)
+        return Job(
+            name,
+            asked.row,
+            asked.digest(),
+            "e",
+            "h",
+            0.0,
+            checkpoint_store=self.checkpoint_store,
+            resume_point=begin,
+            forked_from=forked,
+        )
 
     async def keep(self, job: Job, *turns: int, text: str | None = None) -> None:
         for turn in turns:
@@ -180,8 +191,8 @@ class Service:
             await job.keep_checkpoint(Checkpoint(turn, state, 10, turn / 2, ("kernel",)))
 
     async def went_on(self, name: str, *tries: str, row: Any = None) -> Job:
-        job = self.job(name, Begin(tries), row)
-        await self.shared.give(job, unpack)
+        job = self.job(name, ResumePoint(tries), row)
+        await self.shared.restore(job, unpack)
         return job
 
 
@@ -207,7 +218,7 @@ async def test_another_service_goes_on_from_the_latest_turn(services: tuple[Serv
     checkpoint = job.latest_checkpoint
     assert checkpoint is not None
     assert (latest(job), checkpoint.spent_s, checkpoint.lost) == ((3, "try-1 3"), 1.5, ("kernel",))
-    assert (checkpoint.borrowed, job.failures, other.shelf.bytes) == ("try-1", [], 0)
+    assert (checkpoint.borrowed, job.failures, other.checkpoint_store.bytes) == ("try-1", [], 0)
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(tmp_path))
 
 
@@ -220,8 +231,8 @@ async def test_its_next_try_has_all_turns_that_led_there_and_none_besides(servic
     await other.keep(second, 4)
     assert await one.shared.turns("try-2") == [1, 2, 3, 4]
     assert latest(await one.went_on("try-3", "try-2", "try-1")) == (4, "try-2 4")
-    fork = one.job("fork", Begin(parents=("try-2", "try-1"), turn=2, parent="r"))
-    await one.shared.give(fork, unpack)
+    fork = one.job("fork", ResumePoint(parents=("try-2", "try-1"), turn=2, parent="r"))
+    await one.shared.restore(fork, unpack)
     assert latest(fork) == (2, "try-1 2")
     assert fork.forked_from == {"id": "r", "turn": 2, "lost": ["kernel"]}
 
@@ -233,7 +244,7 @@ async def test_who_ends_erases_its_own_and_not_what_it_has_borrowed(
     await one.keep(one.job("try-1"), 1, 2)
     second = await other.went_on("try-2", "try-1")
     await other.keep(second, 3)
-    other.shelf.ended(second, keep=False)
+    other.checkpoint_store.ended(second, keep=False)
     await other.shared.erase(other.erased)
     assert [path.name for path in files(tmp_path)] == ["1", "2"]
     assert await one.shared.turns("try-2") == []
@@ -262,9 +273,9 @@ async def test_one_that_is_damaged_is_passed_over(how: str, services: tuple[Serv
     job = await other.went_on("try-3", "try-1")
     assert job.latest_checkpoint is None
     assert [failure.kind for failure in job.failures] == [FailureKind.SESSION_LOST]
-    assert "begins anew" in job.failures[0].reason
-    with pytest.raises(CallerError, match="is gone"):
-        await other.shared.give(other.job("fork", Begin(parents=("try-1",), turn=1)), unpack)
+    assert "restarts from its row" in job.failures[0].reason
+    with pytest.raises(CallerError, match="is lost"):
+        await other.shared.restore(other.job("fork", ResumePoint(parents=("try-1",), turn=1)), unpack)
 
 
 async def test_nobody_goes_on_with_another_row(services: tuple[Service, Service]) -> None:
@@ -277,8 +288,8 @@ async def test_nobody_goes_on_with_what_another_client_had_under_the_id(services
     one, other = services
     await one.keep(one.job("r"), 1)
     for client, there in (("default", True), ("bob", False)):
-        job = replace(other.job("r", Begin(("r",), client=client)), client=client)
-        await other.shared.give(job, unpack)
+        job = replace(other.job("r", ResumePoint(("r",), client=client)), client=client)
+        await other.shared.restore(job, unpack)
         assert bool(job.checkpoints) is there
 
 
@@ -288,9 +299,9 @@ async def test_what_was_left_under_an_id_is_no_part_of_another_rollout(services:
     again = one.job("r")
     await one.keep(again, 1, text="anew")
     assert await one.shared.turns("r") == [1]
-    mine = Begin(("r",))
+    mine = ResumePoint(("r",))
     restarted = one.job("r", mine)
-    await one.shared.give(restarted, unpack)
+    await one.shared.restore(restarted, unpack)
     await one.keep(restarted, 2)
     assert await one.shared.turns("r") == [1, 2], "but one that is taken up again has what it had"
 
@@ -299,21 +310,21 @@ async def test_of_its_own_id_only_what_it_has_left_itself_is_gone_on_from(servic
     """Another one of that id and row, of a service with another journal, is another sample."""
     one, other = services
     await one.keep(one.job("r"), 1, 2)
-    again = other.job("r", Begin(("r",)))
-    await other.shared.give(again, unpack)
+    again = other.job("r", ResumePoint(("r",)))
+    await other.shared.restore(again, unpack)
     assert latest(again) == (2, "r 2"), "its service was restarted"
-    another = replace(other.job("r", Begin(("r",))), submitted_at=1.0)
-    await other.shared.give(another, unpack)
+    another = replace(other.job("r", ResumePoint(("r",))), submitted_at=1.0)
+    await other.shared.restore(another, unpack)
     assert another.latest_checkpoint is None
 
 
 async def test_only_what_no_service_renews_goes_by_age(services: tuple[Service, Service], tmp_path: Path) -> None:
     one, other = services
-    owned, borrower = one.job("owned"), one.job("borrower", Begin(("lent",)))
+    owned, borrower = one.job("owned"), one.job("borrower", ResumePoint(("lent",)))
     await one.keep(owned, 1)
     await one.keep(one.job("left"), 1)
     await other.keep(other.job("lent"), 1)
-    await one.shared.give(borrower, unpack)
+    await one.shared.restore(borrower, unpack)
     for path in files(tmp_path):
         os.utime(path.parent, (time.time() - ORPHAN_S - 60,) * 2)
     await one.shared.renew([*owned.checkpoints.values(), *borrower.checkpoints.values()])
@@ -341,12 +352,6 @@ def test_a_folder_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
         assert (error.value.field, str(path) in str(error.value)) == ("checkpoint_folder", True)
 
 
-def test_a_fork_under_an_id_is_another_job() -> None:
-    plain, fork = JobRequest(ROW), JobRequest(ROW, begin=Begin(("a",), ("p",), 2))
-    assert plain.digest() == JobRequest(ROW, begin=Begin(("a",))).digest() == row_digest(ROW)
-    assert fork.digest() != plain.digest()
-
-
 HELD: dict[str, Any] = {"plan": {"run": [Act("held")]}}
 ONE = PoolSizes(init=1, ready=1, run=1, eval=1)
 
@@ -363,7 +368,7 @@ class Keeps(PlannedHandler):
 
 
 async def parent_at(stages: PoolSizes, max_queued: int = 100, journal: Journal | None = None) -> tuple[Pipeline, Job]:
-    settings = PipelineSettings(stages=stages, max_queued=max_queued, checkpoint_s=0.0)
+    settings = PipelineSettings(stages=stages, max_queued=max_queued, checkpoint_s=1e-3)
     pipeline = Pipeline(Environments.of(Keeps()), settings, journal=journal)
     pipeline.start()
     parent = await pipeline.accept(JobRequest(dict(HELD), id="parent"))
@@ -387,47 +392,4 @@ async def test_a_fork_that_is_refused_leaves_those_of_another_alone() -> None:
     assert not first.state.terminal
     assert await fork(pipeline, parent, "a") == [first], "asked for again it is the same one"
     assert pipeline.store.get("new") is None, "none of them was begun"
-    await pipeline.close()
-
-
-async def test_a_fork_for_which_there_is_no_room_is_as_good_as_new_the_next_time() -> None:
-    pipeline, parent = await parent_at(ONE, max_queued=3)
-    others = [await pipeline.accept(JobRequest(dict(HELD), id=name)) for name in "xyz"]
-    with pytest.raises(QueueFull):
-        await fork(pipeline, parent, "a", "b")
-    assert pipeline.store.get("a") is None
-    for other in others:
-        await pipeline.cancel(other)
-    assert [job.state for job in await fork(pipeline, parent, "a", "b")] == [JobState.QUEUED] * 2
-    await pipeline.close()
-
-
-async def test_a_fork_that_could_not_be_written_keeps_nothing_of_its_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipeline, parent = await parent_at(PoolSizes(), journal=Journal(str(tmp_path)))
-
-    async def full(*_: Any, **__: Any) -> bool:
-        raise JournalFails("the disk is full")
-
-    monkeypatch.setattr(Journal, "accepted", full)
-    with pytest.raises(JournalFails):
-        await fork(pipeline, parent, "a")
-    await pipeline.cancel(parent)
-    assert pipeline.checkpoints.bytes == 0
-    await pipeline.close()
-
-
-async def test_a_fork_of_what_is_erased_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline, parent = await parent_at(PoolSizes(), journal=Journal(str(tmp_path)))
-    find = Journal.find
-
-    async def slow(journal: Journal, ids: Any) -> Any:
-        await pipeline.cancel(parent)
-        return await find(journal, ids)
-
-    monkeypatch.setattr(Journal, "find", slow)
-    with pytest.raises(CheckpointsForgotten):
-        await fork(pipeline, parent, "a")
-    assert pipeline.store.get("a") is None
     await pipeline.close()

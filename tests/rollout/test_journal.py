@@ -21,16 +21,17 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl import filesystems
 from nemo_gym_prorl.failures import CallerError, FailureKind, JobCancelled, Origin
-from nemo_gym_prorl.rollout import journal as journal_module
 from nemo_gym_prorl.rollout import service as service_module
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm, job_json
 from nemo_gym_prorl.rollout.job import Job, JobState
-from nemo_gym_prorl.rollout.journal import Journal, JournalFails, Unfinished
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, JobRequest, RolloutForgotten
-from nemo_gym_prorl.rollout.schemas import JobView, TokenForm, job_json
-from nemo_gym_prorl.rollout.service import PipelineSettings
-from tests.rollout.handlers import Act, Bench
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.storage import journal as journal_module
+from nemo_gym_prorl.rollout.storage.journal import Journal, JournalUnavailable
+from nemo_gym_prorl.rollout.storage.journal_records import Unfinished
+from tests.rollout.handlers import Act, Bench, FastSettings
 from tests.rollout.standalone import standalone
 from tests.rollout.virtual_time import run_in_virtual_time
 
@@ -49,7 +50,7 @@ async def life(
     place: Path | str, settings_: PipelineSettings | None = None, **keep: Any
 ) -> AsyncIterator[tuple[Pipeline, Bench]]:
     """One life of a service."""
-    bench = Bench(settings_ or PipelineSettings(retry_delay_s=0.01))
+    bench = Bench(settings_ or FastSettings())
     pipeline = bench.pipeline(opened(place, keep_unread_s=bench.settings.keep_unread_s, **keep))
     pipeline.start()
     try:
@@ -157,7 +158,7 @@ def test_whenever_a_service_dies_each_accepted_rollout_has_one_outcome_in_one_or
 
                 def ended(job: Job) -> None:
                     known.log.append(job.id)
-                    if not job.held:
+                    if not job.attached:
                         known.outcomes[job.id] = told(job)
 
                 pipeline.on_finish.append(ended)
@@ -166,7 +167,7 @@ def test_whenever_a_service_dies_each_accepted_rollout_has_one_outcome_in_one_or
                         await asyncio.sleep(pause)
                         request = JobRequest({"plan": plan, "text": "x" * 500}, id=f"r{number}")
                         if held:
-                            job = pipeline.submit(JobRequest(request.row, held=True), bounded=False)
+                            job = pipeline.submit(JobRequest(request.row, attached=True), bounded=False)
                         else:
                             job = await pipeline.accept(request)
                             known.accepted.add(job.id)
@@ -295,7 +296,7 @@ async def test_a_commit_that_fails_refuses_new_jobs_and_writes_outcomes_again(
         job = await pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id="a"))
         for name in ("b", "never again"):
             breaking.commits = 1
-            with pytest.raises(JournalFails, match="the disk failed"):
+            with pytest.raises(JournalUnavailable, match="the disk failed"):
                 await pipeline.accept(JobRequest({}, id=name))
             await asyncio.sleep(1.2)
         await asyncio.sleep(0.2)
@@ -307,7 +308,7 @@ async def test_a_commit_that_fails_refuses_new_jobs_and_writes_outcomes_again(
         await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 60.0)]}}, id="c"))
     async with life(tmp_path) as (pipeline, _):
         assert await log_of(pipeline) == ["a", "b"]
-        await pipeline.store.all_here()
+        await pipeline.store.wait_for_recovery()
         assert [job.id for job in pipeline.store.live()] == ["c"], "what was refused is not begun"
 
 
@@ -322,8 +323,8 @@ async def test_who_holds_a_connection_waits_for_no_disk(
         journal = pipeline.store.journal
         assert journal is not None
         journal.failing = "no space left"
-        held = [pipeline.submit(JobRequest(row, id="a", held=True))]  # of which nothing is written ahead
-        with pytest.raises(JournalFails):
+        held = [pipeline.submit(JobRequest(row, id="a", attached=True))]  # of which nothing is written ahead
+        with pytest.raises(JournalUnavailable):
             pipeline.submit(JobRequest(row, id="another"))
         journal.failing = None
         breaking.may.clear()
@@ -336,7 +337,7 @@ async def test_who_holds_a_connection_waits_for_no_disk(
             assert job.outcome.reward == 1.0
             pipeline.store.deliver(job)
             if len(held) == 1:  # the id is free
-                held.append(pipeline.submit(JobRequest(row, id="a", held=True)))
+                held.append(pipeline.submit(JobRequest(row, id="a", attached=True)))
                 await asyncio.wait_for(asyncio.shield(pipeline.answered(held[1])), 10)
         await asyncio.wait_for(pipeline.cancel(held[1]), 10)
         assert not await pipeline.drain(0.1)
@@ -401,7 +402,7 @@ async def test_an_outcome_that_is_damaged_is_trained_on_by_nobody_and_the_others
 async def test_a_shutdown_is_no_end_of_a_rollout(tmp_path: Path) -> None:
     async with life(tmp_path) as (pipeline, bench):
         kept = await pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id="kept"))
-        held = pipeline.submit(JobRequest({"plan": {"run": [Act("held")]}}, held=True))
+        held = pipeline.submit(JobRequest({"plan": {"run": [Act("held")]}}, attached=True))
         while len(bench.handler.sessions) < 2:
             await asyncio.sleep(0.01)
     assert not bench.handler.sessions, "its sandbox is gone"
@@ -476,23 +477,6 @@ async def test_jobs_of_an_earlier_life_are_waited_for_while_they_come(
         assert sorted(await log_of(pipeline)) == sorted([*names, new.id, "another"]), "each once"
 
 
-async def test_an_end_before_all_are_here_loses_none(tmp_path: Path, slow_reading: threading.Event) -> None:
-    slow_reading.set()
-    async with life(tmp_path) as (pipeline, _):
-        await pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id="a"))
-    slow_reading.clear()
-    async with life(tmp_path) as (pipeline, bench):
-        asyncio.get_running_loop().call_later(0.3, slow_reading.set)
-        bench.handler.let_go.set()
-    assert not bench.handler.most_sessions, "it was not begun"
-    async with life(tmp_path) as (pipeline, bench):
-        bench.handler.let_go.set()
-        job = await pipeline.store.fetch("a")
-        assert job is not None
-        assert await pipeline.wait(job, 30)
-        assert "restarted 2 times" in job.failures[-1].reason
-
-
 async def test_ids_are_known_whatever_memory_has(tmp_path: Path) -> None:
     small = PipelineSettings(retain_bytes=1, keep_unread_s=0.0)
     async with life(tmp_path, small) as (pipeline, _):
@@ -512,27 +496,6 @@ async def test_ids_are_known_whatever_memory_has(tmp_path: Path) -> None:
         assert told(again) == told(first)
         page = await pipeline.store.page(state=None, group=None, after=0, limit=10, content=False)
         assert [job.id for job in page] == ["a", "b"]
-
-
-async def test_what_leaves_memory_while_the_journal_is_read_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed = Journal.listed
-    async with life(tmp_path, PipelineSettings(retain_bytes=1, keep_unread_s=0.0)) as (pipeline, _):
-
-        async def slow(journal: Journal, **which: Any) -> list[Job]:
-            found = await listed(journal, **which)
-            assert await pipeline.wait(pipeline.store.live()[0], 30)
-            assert len(pipeline.store) == 0
-            return found
-
-        monkeypatch.setattr(Journal, "listed", slow)
-        for state, name in ((None, "a"), (JobState.SUCCEEDED, "b"), (JobState.FAILED, "c")):
-            await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 0.2)]}}, id=name, group=name))
-            page = await pipeline.store.page(state=state, group=name, after=0, limit=10, content=False)
-            assert [job.id for job in page] == ([] if state is JobState.FAILED else [name])
-        await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 0.2)]}}, id="d", group="d"))
-        assert [job.id for job in await pipeline.store.in_group("d")] == ["d"]
 
 
 async def test_the_oldest_are_forgotten_and_stay_known(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.rollout.queues import FairQueue
-from nemo_gym_prorl.rollout.scheduler import PoolSizes, StageScheduler, Start
+from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
+from nemo_gym_prorl.rollout.settings import PoolSizes
 
 
 NEXT = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL, Stage.EVAL: None}
@@ -42,7 +43,7 @@ class Schedules(RuleBasedStateMachine):
 
     @initialize(init=st.integers(1, 3), ready=st.integers(0, 2), run=st.integers(1, 3), eval_=st.integers(1, 2))
     def start(self, init: int, ready: int, run: int, eval_: int) -> None:
-        self.sizes = PoolSizes(init, ready, run, eval_)
+        self.sizes = PoolSizes(init=init, ready=ready, run=run, eval=eval_)
         self.scheduler = StageScheduler(self.sizes)
 
     def apply(self, starts: list[Start]) -> None:
@@ -256,7 +257,7 @@ def test_the_order_is_that_of_the_simple_queue(events: list[tuple[str, int, int,
     def takes(job_id: str) -> None:
         client, _, environment = waiting.pop(job_id)
         held[client, environment] += 1
-        queue.holds(client, 1)
+        queue.add_load(client, 1)
 
     for number, (event, which, priority, environment) in enumerate(events):
         if event == "push":
@@ -277,7 +278,7 @@ def test_the_order_is_that_of_the_simple_queue(events: list[tuple[str, int, int,
         elif event == "give back" and held.total():
             had = sorted(held.elements())[which % held.total()]
             held[had] -= 1
-            queue.holds(had[0], -1)
+            queue.add_load(had[0], -1)
         assert len(queue) == len(waiting)
     while waiting:
         job_id = queue.pop()
@@ -353,49 +354,6 @@ def test_whoever_floods_a_bound_keeps_nobody_from_his_part(
         assert len(waiting) < 2 * bound + len(shares) + 1, "a part each, over what all may"
 
 
-@settings(max_examples=100)
-@given(
-    sizes=st.builds(PoolSizes, st.integers(2, 5), st.integers(0, 3), st.integers(2, 6), st.integers(2, 5)),
-    hangs=st.sampled_from(Stage),
-    share=st.sampled_from([1.0, 9.0]),
-    clients=st.integers(1, 3),
-)
-def test_work_that_never_ends_keeps_no_other_environment_out(
-    sizes: PoolSizes, hangs: Stage, share: float, clients: int
-) -> None:
-    """Rows of two are mixed; those of one never leave a stage, and those of the other all get through."""
-    scheduler = StageScheduler(sizes, {"swe": share})
-    working: list[Start] = []
-    for number in range(20):
-        working += scheduler.submit(f"math-{number}", "client-0", 0, "math")
-        working += scheduler.submit(f"swe-{number}", f"client-{number % clients}", 1, "swe")
-    done = 0
-    while moving := [start for start in working if start.stage is not hangs or start.job_id.startswith("math")]:
-        start = moving[0]
-        working.remove(start)
-        done += start.stage is Stage.EVAL and start.job_id.startswith("math")
-        working += scheduler.worked(start.job_id, NEXT[start.stage])
-    assert done == 20
-
-
-def test_ready_is_bounded_without_blocking_init() -> None:
-    scheduler = StageScheduler(PoolSizes(init=4, ready=1, run=1, eval=1))
-    for number in range(10):
-        scheduler.submit(str(number), "a", 0)
-    assert scheduler.working(Stage.INIT) == 2  # one will run, one will wait in READY
-    scheduler.worked("0", Stage.RUN)
-    scheduler.worked("1", Stage.RUN)
-    assert (scheduler.working(Stage.RUN), scheduler.waiting(Stage.RUN), scheduler.working(Stage.INIT)) == (1, 1, 0)
-
-
-@pytest.mark.parametrize(
-    ("field", "sizes"), [("init", (0, 0, 1, 1)), ("ready", (1, -1, 1, 1)), ("eval", (1, 0, 1, 0))]
-)
-def test_impossible_sizes_name_the_field(field: str, sizes: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match=rf"stages\.{field} must be at least"):
-        PoolSizes(*sizes)
-
-
 SIZE = 3
 
 
@@ -415,7 +373,7 @@ class Groups(RuleBasedStateMachine):
     @initialize(slots=st.integers(1, 2))
     def start(self, slots: int) -> None:
         self.slots = slots
-        self.scheduler = StageScheduler(PoolSizes(8, 8, 8, slots), cohorts={"judged": SIZE})
+        self.scheduler = StageScheduler(PoolSizes(init=8, ready=8, run=8, eval=slots), cohorts={"judged": SIZE})
 
     def apply(self, starts: list[Start]) -> None:
         together = Counter[int]()

@@ -3,8 +3,6 @@
 """What is kept of finished rollouts, for how long, and that nothing of it is forgotten in silence."""
 
 import asyncio
-import gc
-import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -16,14 +14,13 @@ from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import (
     Cursor,
     CursorExpired,
-    JobConflict,
     JobRequest,
     QueueFull,
     RolloutForgotten,
     row_digest,
 )
-from nemo_gym_prorl.rollout.service import PipelineSettings
-from nemo_gym_prorl.rollout.store import EVENT_HISTORY, JobStore
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.storage.store import EVENT_HISTORY, JobStore
 from tests.rollout.handlers import Bench
 from tests.rollout.virtual_time import run_in_virtual_time
 
@@ -119,42 +116,6 @@ async def finish(pipeline: Pipeline, request: JobRequest, *, bounded: bool = Tru
     job = pipeline.submit(request, bounded=bounded)
     assert await pipeline.wait(job, 1000)
     return job
-
-
-def test_a_finished_job_takes_no_more_memory_than_it_says() -> None:
-    async def play() -> None:
-        pipeline = Bench(PipelineSettings()).pipeline()
-        await finish(pipeline, JobRequest({}))
-        tracemalloc.start()
-        try:
-            jobs = [await finish(pipeline, JobRequest({"text": "x" * 5000})) for _ in range(100)]
-            gc.collect()
-            taken, _ = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert taken < 1.5 * sum(job.size for job in jobs)
-
-    run_in_virtual_time(play())
-
-
-def test_a_finished_job_is_bytes_and_still_knows_its_row() -> None:
-    async def play() -> None:
-        pipeline = Bench(PipelineSettings()).pipeline()
-        job = await finish(pipeline, JobRequest({"b": 1, "a": "x"}, id="a"))
-        assert isinstance(job.stored_row, bytes)
-        assert job.row == {"b": 1, "a": "x"}
-        assert job.outcome is not None
-        assert job.outcome.body == b'{"reward":1.0}'
-        assert job.outcome.result == {"reward": 1.0}
-        assert pipeline.submit(JobRequest({"a": "x", "b": 1}, id="a")) is job
-        with pytest.raises(JobConflict):
-            pipeline.submit(JobRequest({"a": "y"}, id="a"))
-        pipeline.store.deliver(job)
-        again = await finish(pipeline, JobRequest({"a": "y"}, id="a"))
-        assert again is not job, "a delivered id is free"
-        assert pipeline.store.get("a") is again
-
-    run_in_virtual_time(play())
 
 
 # -- cursors ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.rollout.steps import TRAJECTORY, gym_reads_trajectories, ng_trajectory, read_turns, turns
+from nemo_gym_prorl.rollout.turns import TRAJECTORY, gym_reads_trajectories, ng_trajectory
 from tests.rollout.test_show import call, observation, said, step
 
 
@@ -80,14 +80,6 @@ def test_every_record_is_closed_and_each_turn_has_what_was_before_it(
         assert gym_rollout_to_atif(json.loads(json.dumps(made)), session_id="s", agent_version="1").steps
 
 
-def test_turns_are_those_that_were_counted() -> None:
-    output = [said("a"), said("b"), call("bash", "{}"), observation("x"), said("c")]
-    assert [len(turn) for turn in turns(output, [1, 2, 0, 1, 0])] == [1, 3, 0, 1, 0]
-    assert [len(turn) for turn in turns(output, [9])] == [len(turn) for turn in turns(output)] == [4, 1]
-    odd = {"response": {"output": output}, "rollout": {"steps": [{"items": "many"}]}}
-    assert [turn.step for turn in read_turns(odd)] == [None, None]
-
-
 def test_a_turn_has_its_times_and_tokens_and_what_was_said_beside_a_call() -> None:
     thought = {"type": "reasoning", "summary": [{"text": "hm"}]}
     output = [thought, said("I look."), call("bash", '{"a":'), observation("bad"), said("Done")]
@@ -128,12 +120,3 @@ def test_gyms_health_checks_find_what_failed_and_nothing_else(tmp_path: Path) ->
     assert (healthy.verdict, healthy.findings, healthy.unobserved) == ("healthy", [], [])
     assert ill.verdict == "unhealthy"
     assert [finding.check for finding in ill.findings] == ["model_call_zero_completion_tokens"]
-
-
-def test_ids_are_what_gyms_exporter_takes() -> None:
-    """It refuses a file for one that is blank or there twice."""
-    record = row([call("x", "{}", name) for name in ("c", "c#2", "c", " ")], task_id=" ")[TRAJECTORY]
-    ids = [each["tool_call_id"] for each in record["tool_calls"]]
-    assert len({*ids}) == 4
-    assert all(each.strip() for each in ids)
-    assert record["task_id"] == "3"

@@ -19,16 +19,17 @@ from typing import Any
 from fastapi import FastAPI
 
 from nemo_gym_prorl.failures import Failure, FailureKind, InfrastructureError, Stage
-from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
-from nemo_gym_prorl.rollout.pipeline import Pipeline, PipelineSettings
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.settings import PoolSizes
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
+from tests.rollout.handlers import FastSettings
 from tests.rollout.serving import serve
 
 
@@ -122,9 +123,7 @@ def launchers(supervisor: int, inits: list[int]) -> list[int]:
 
 async def main() -> None:
     handler = Busy(Path(sys.argv[1]), Path(sys.argv[2]), require_runtime())
-    settings = PipelineSettings(
-        stages=PoolSizes(init=2, ready=1, run=3, eval=2), retry_delay_s=0.05, release_s=10.0, max_attempts=2
-    )
+    settings = FastSettings(stages=PoolSizes(init=2, ready=1, run=3, eval=2), release_timeout_s=10.0, max_attempts=2)
     pipeline = Pipeline(Environments.of(handler), settings)
     app = FastAPI()
     app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))

@@ -35,9 +35,9 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 
 

@@ -32,10 +32,10 @@ from nemo_gym_prorl.agent.gym_http import (
 from nemo_gym_prorl.agent.run_rows import empty_response
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.rollout.handler import Environments
-from nemo_gym_prorl.rollout.job import Budgets, Job, Trajectory
+from nemo_gym_prorl.rollout.job import Job, Trajectory
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings
 from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sandbox_lifecycle import STOP_RETRY_S
@@ -49,7 +49,9 @@ from tests.rollout.virtual_time import VirtualTimeLoop, run_in_virtual_time
 FOR_EVER = 1e7
 LEASE_S = LEASE_SWEEPS * RENEW_S
 BUDGETS = Budgets(init=60.0, run=60.0, eval=60.0)
-SETTINGS = PipelineSettings(budgets=BUDGETS, release_s=10.0, cancel_grace_s=5.0, max_attempts=2, unreachable_s=120.0)
+SETTINGS = PipelineSettings(
+    budgets=BUDGETS, release_timeout_s=10.0, cancel_grace_s=5.0, max_attempts=2, unreachable_s=120.0
+)
 BEGIN_AGAIN_S = 3.0
 """Seconds until a dead agent is restarted."""
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_gym_prorl.failures import OF_THE_MACHINE, CallerError, InfrastructureError
+from nemo_gym_prorl.failures import MACHINE_ERRNOS, CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images.entries import machine
 from nemo_gym_prorl.sandbox.isolation import mounts, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import KERNELS
@@ -113,7 +113,7 @@ def copy(root: Path, target: Path) -> Path:
         try:
             _copy_one(name, folder, target / path)
         except OSError as error:
-            if error.errno in OF_THE_MACHINE:
+            if error.errno in MACHINE_ERRNOS:
                 raise
             raise CallerError(f"{root / path} can't be copied: {error.strerror}", field="base") from error
     settle(target)

@@ -23,7 +23,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym_prorl.failures import OF_THE_MACHINE
+from nemo_gym_prorl.failures import MACHINE_ERRNOS
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.limits.usage import DiskUsage, scan
@@ -123,7 +123,7 @@ def _tar(
     if not done.returncode:
         return
     said = next(iter(done.stderr.splitlines()), "").removeprefix("tar: ")
-    for number in OF_THE_MACHINE:
+    for number in MACHINE_ERRNOS:
         if os.strerror(number) in done.stderr:
             raise OSError(number, said)
     if done.returncode == -signal.SIGKILL:

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_task
-from nemo_gym_prorl.failures import OF_THE_MACHINE
+from nemo_gym_prorl.failures import MACHINE_ERRNOS
 from nemo_gym_prorl.sandbox.isolation import joining, layer_archive, mounts
 from nemo_gym_prorl.sandbox.isolation.prepared_image import (
     PreparedImage,
@@ -233,7 +233,7 @@ class Creation:
         try:
             await self._children.run(action)
         except Refused as error:
-            if error.answer.get("errno") in OF_THE_MACHINE or error.answer.get("killed"):
+            if error.answer.get("errno") in MACHINE_ERRNOS or error.answer.get("killed"):
                 raise
             reason = f"{order.snapshot} can't be restored: {error.answer['error']}"
             raise Refused({"error": reason, "field": "snapshot_id"}) from error

@@ -10,7 +10,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 
-from nemo_gym_prorl.failures import OF_THE_MACHINE
+from nemo_gym_prorl.failures import MACHINE_ERRNOS
 from nemo_gym_prorl.tasks.sandbox import HasFiles
 from nemo_gym_prorl.tasks.workbench.interactive_tools import Ask
 from nemo_gym_prorl.tasks.workbench.tools import EditorArguments
@@ -65,7 +65,7 @@ class Editor:
         except ValueError as error:
             reason = str(error)
         except OSError as error:
-            if error.errno in OF_THE_MACHINE:
+            if error.errno in MACHINE_ERRNOS:
                 raise
             reason = _ERRNO_REASONS.get(error.errno or 0) or error.strerror or str(error)
         return {"text": f"Error: {arguments.path}: {reason}"}
@@ -99,7 +99,7 @@ class Editor:
         try:
             return await self._files.read_file(path, limit=MAX_CHAR_BYTES * MAX_FILE_CHARS)
         except OSError as error:
-            if error.errno in OF_THE_MACHINE:
+            if error.errno in MACHINE_ERRNOS:
                 raise
             return None
 

@@ -31,7 +31,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.failures import MACHINE_ERRNOS, AgentError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.tasks.arguments import BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.sandbox import HasFiles, HasSessions, Sandbox
 from nemo_gym_prorl.tasks.workbench.editor import Editor
@@ -101,7 +101,7 @@ class ToolboxFiles:
             raise ToolboxUnavailable("the program that accesses the sandbox's files was killed")
         if "problem" in answer:
             number, said = answer.get("errno"), str(answer["problem"])
-            raise OSError(said) if number in OF_THE_MACHINE else OSError(number, said)
+            raise OSError(said) if number in MACHINE_ERRNOS else OSError(number, said)
         return answer
 
 
@@ -415,7 +415,7 @@ def raise_if_machine_error(error: OSError) -> None:
     Raises:
         InfrastructureError: the machine's disk failed or is full, or no more files can be opened.
     """
-    if error.errno in OF_THE_MACHINE:
+    if error.errno in MACHINE_ERRNOS:
         reason = f"the machine failed to access the sandbox's files: {error}"
         raise InfrastructureError(reason, kind=FailureKind.SESSION_LOST) from error
 

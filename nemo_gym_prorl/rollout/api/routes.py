@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The job API (docs/api.md): rollouts as resources over HTTP, and Prometheus metrics of the service.
+"""Routes of the job API (docs/api.md): rollouts as resources over HTTP, and Prometheus metrics of the service.
 
-A route translates between the wire and a :class:`~.service.RolloutService` and decides nothing. The router mounts on
-any FastAPI application; on ``prorl_agent`` it stands beside Gym's own routes. Gauges are read from the scheduler when
-they are scraped, so they cannot drift from it.
+Routes translate between HTTP and a :class:`~..service.RolloutService` and decide nothing. The router mounts on any
+FastAPI application; on ``prorl_agent`` it is beside Gym's own routes. Gauges are read from the scheduler at each
+scrape, so they cannot drift.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from prometheus_client.registry import Collector
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from nemo_gym_prorl.failures import CallerError, Stage
-from nemo_gym_prorl.http.access import caller_of, tell
 from nemo_gym_prorl.http.applications import LoopMetrics, require_running
+from nemo_gym_prorl.http.key_guard import caller_of, log_as_admin
 from nemo_gym_prorl.http.keys import Caller
 from nemo_gym_prorl.http.problems import (
     ProblemError,
@@ -32,12 +32,8 @@ from nemo_gym_prorl.http.problems import (
     problem_of,
     problem_responses,
 )
-from nemo_gym_prorl.rollout.access_control import ended_of, is_own, require_own, require_own_id, submitted_by
-from nemo_gym_prorl.rollout.job import Job, JobState
-from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import Cursor, CursorExpired
-from nemo_gym_prorl.rollout.rows import read_json
-from nemo_gym_prorl.rollout.schemas import (
+from nemo_gym_prorl.rollout.api.access_control import ended_of, is_own, require_own, require_own_id, submitted_by
+from nemo_gym_prorl.rollout.api.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
     CancelRequest,
@@ -48,24 +44,28 @@ from nemo_gym_prorl.rollout.schemas import (
     ForkRequest,
     JobView,
     Listing,
-    StatusView,
     SubmitRequest,
     TokenForm,
     job_json,
 )
+from nemo_gym_prorl.rollout.gym_rows import read_json
+from nemo_gym_prorl.rollout.job import Job, JobState
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.service import RolloutService
+from nemo_gym_prorl.rollout.status import StatusView
 
 
-Who = Annotated[Caller, Depends(caller_of)]
-Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for news (long-poll).")]
+CallerParam = Annotated[Caller, Depends(caller_of)]
+WaitParam = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for news (long-poll).")]
 
 
 def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRouter:
-    """The routes of one service. Who may call them is the application's to say (``nemo_gym_prorl.http.access``),
-    and whose a rollout is that of :mod:`.access_control`.
+    """Return the routes of one service. The application checks keys (``nemo_gym_prorl.http.key_guard``);
+    :mod:`.access_control` checks who owns a rollout.
 
     Args:
-        service: whose jobs.
+        service: the service.
         metrics: served at ``/metrics``.
     """
     router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
@@ -77,9 +77,9 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         require_own(who, job)
         return job
 
-    def tell_of(request: Request, who: Caller, cancelled: list[Job]) -> None:
+    def log_admin_cancel(request: Request, who: Caller, cancelled: list[Job]) -> None:
         if who.is_admin and any(job.client in service.store.shares for job in cancelled):
-            tell(request.scope)
+            log_as_admin(request.scope)
 
     def answer(job: Job, tokens: TokenForm = TokenForm.ITEMS) -> Response:
         content = orjson.dumps(job_json(job, with_result=True, tokens=tokens))
@@ -104,10 +104,10 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         tags=["rollouts"],
         responses=problem_responses(403, 409, 410, 422, 429, 503),
     )
-    async def submit(body: SubmitRequest, who: Who) -> JobView:
+    async def submit(body: SubmitRequest, who: CallerParam) -> JobView:
         """Submit a rollout. The same `id` and row again answer with the job that exists."""
         job = await service.accept(submitted_by(who, body.to_request(), service.store))
-        require_own_id(who, job)  # it may have been another's, long ago
+        require_own_id(who, job)  # the journal may know the id from another client
         return JobView.of(job)
 
     @router.post(
@@ -118,22 +118,23 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     )
     async def fork(
         rollout_id: str,
-        who: Who,
+        who: CallerParam,
         body: ForkRequest | None = None,
         turn: Annotated[
-            int | None, Query(ge=1, description="After which; by default the latest that is kept.")
+            int | None, Query(ge=1, description="Turn of the fork; by default the latest with a checkpoint.")
         ] = None,
-        n: Annotated[int, Query(ge=1, le=1000, description="How many.")] = 1,
+        n: Annotated[int, Query(ge=1, le=1000, description="Number of forks.")] = 1,
     ) -> ForkAnswer:
-        """Submit rollouts that begin where this one was after a turn: with its sandbox's files, and its tokens."""
+        """Submit rollouts that start from a checkpoint of this one, with its sandbox's files and its tokens."""
         parent = await find(rollout_id, who)
         wanted = (body or ForkRequest()).to_requests(parent, n)
         jobs = await service.fork(parent, turn, [submitted_by(who, one, service.store) for one in wanted])
         return ForkAnswer(rollouts=[JobView.of(job) for job in jobs])
 
     @router.get("/v1/rollouts/{rollout_id}/checkpoints", tags=["rollouts"], responses=problem_responses(403, 404, 422))
-    async def checkpoints(rollout_id: str, who: Who) -> CheckpointsView:
-        """Where it can be forked. Administrators may ask of other services' rollouts by which this one can go on."""
+    async def checkpoints(rollout_id: str, who: CallerParam) -> CheckpointsView:
+        """Turns after which a rollout can be forked. Administrators may ask for rollouts of other services that
+        share the checkpoint folder."""
         if (job := await service.store.fetch(rollout_id)) is not None:
             require_own(who, job)
         turns = await service.kept_turns(rollout_id) if job is not None or who.is_admin else []
@@ -149,11 +150,11 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     )
     async def get(
         rollout_id: str,
-        who: Who,
-        wait: Wait = 0.0,
-        tokens: Annotated[TokenForm, Query(description="Where the result's tokens are to be.")] = TokenForm.ITEMS,
+        who: CallerParam,
+        wait: WaitParam = 0.0,
+        tokens: Annotated[TokenForm, Query(description="Form of the result's tokens.")] = TokenForm.ITEMS,
     ) -> Response:
-        """The rollout; with `wait`, as soon as it has its outcome or the time is over."""
+        """The rollout; with `wait`, once it has its outcome or the time is over."""
         job = await find(rollout_id, who)
         if wait and not job.state.terminal:
             await service.wait(job, wait)
@@ -161,29 +162,29 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
 
     @router.get("/v1/rollouts", response_model=Listing, tags=["rollouts"], responses=problem_responses(403, 410, 422))
     async def list_rollouts(
-        who: Who,
+        who: CallerParam,
         state: JobState | None = None,
         group: str | None = None,
         after: Annotated[str | None, Query(description="A cursor: follow the log of terminal outcomes.")] = None,
         page: Annotated[str | None, Query(alias="from", description="`next` of the page before.")] = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-        wait: Wait = 0.0,
+        wait: WaitParam = 0.0,
         results: Annotated[bool, Query(description="Include each rollout's result.")] = False,
     ) -> Response:
-        """Without `after`: rollouts, oldest first. With it: terminal outcomes in the order in which they ended."""
+        """Without `after`: rollouts, oldest first. With `after`: terminal outcomes in order of their end."""
         store = service.store
         if after is not None and page is not None:
-            raise CallerError("is a page of the rollouts, `after` a place in the log; give one of them", field="from")
+            raise CallerError("cannot be combined with `after`; send one of them", field="from")
         if after is None:
-            first = 0 if page is None else Cursor.parse(page, "from").within(store.life, 0, store.submitted)
+            first = 0 if page is None else Cursor.parse(page, "from").within(store.event_epoch, 0, store.submitted)
             found: list[Job] = []
-            while len(found) <= limit:  # others' are gone past
+            while len(found) <= limit:  # other clients' rollouts are skipped
                 some = await store.page(state=state, group=group, after=first, limit=limit + 1, content=results)
                 found += [job for job in some if is_own(who, job)]
                 if len(some) <= limit:
                     break
                 first = some[-1].number
-            more = Cursor(store.life, found[limit - 1].number) if len(found) > limit else None
+            more = Cursor(store.event_epoch, found[limit - 1].number) if len(found) > limit else None
             return listing(found[:limit], store.cursor, results, more)
         ended, cursor = await ended_of(who, store, Cursor.parse(after), limit, wait, content=results)
         fitting = [job for job in ended if (state is None or job.state is state) and group in (None, job.group)]
@@ -195,16 +196,17 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         tags=["rollouts"],
         responses=problem_responses(403, 404, 410, 422),
     )
-    async def cancel(rollout_id: str, who: Who, request: Request) -> Response:
-        """Cancel; answers when the rollout has its outcome and its sandbox is gone. A terminal one stays as it is."""
+    async def cancel(rollout_id: str, who: CallerParam, request: Request) -> Response:
+        """Cancel the rollout; answers once it has its outcome and its sandbox is released. A terminal rollout stays
+        unchanged."""
         job = await find(rollout_id, who)
-        tell_of(request, who, [job])
+        log_admin_cancel(request, who, [job])
         await service.cancel(job)
         return answer(job)
 
     @router.post("/v1/rollouts/cancel", tags=["rollouts"], responses=problem_responses(403, 422))
-    async def cancel_many(body: CancelRequest, who: Who, request: Request) -> CancelAnswer:
-        """Cancel several at once; answers when all of them have their outcome."""
+    async def cancel_many(body: CancelRequest, who: CallerParam, request: Request) -> CancelAnswer:
+        """Cancel several rollouts; answers once all of them have their outcome."""
         if body.group is not None:
             jobs, unknown = [job for job in await service.store.in_group(body.group) if is_own(who, job)], []
         else:
@@ -214,7 +216,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
             for number, rollout_id in enumerate(ids):
                 if rollout_id in known:
                     require_own(who, known[rollout_id], f"ids.{number}")
-        tell_of(request, who, jobs)
+        log_admin_cancel(request, who, jobs)
         await asyncio.gather(*(service.cancel(job) for job in jobs))
         return CancelAnswer(rollouts=[JobView.of(job) for job in jobs], unknown=unknown)
 
@@ -226,11 +228,11 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     )
     async def events(
         request: Request,
-        who: Who,
+        who: CallerParam,
         after: Annotated[str | None, Query(description="`cursor` of the last one seen.")] = None,
     ) -> EventSourceResponse:
-        """Every transition as a server-sent event. `Last-Event-ID` or `after` resumes as far as history reaches. A
-        reader that falls behind further than that gets an event `problem` with a problem document, and the end."""
+        """Every transition as a server-sent event. `Last-Event-ID` or `after` resumes within the history. A reader
+        that falls behind the history gets an event `problem` with a problem document, and the stream ends."""
         seen = request.headers.get("last-event-id")
         field, text = ("after", after) if seen is None else ("Last-Event-ID", seen)
         transitions = service.store.events(None if text is None else Cursor.parse(text, field))
@@ -247,17 +249,20 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
 
         return EventSourceResponse(stream())
 
+    def drained() -> DrainAnswer:
+        return DrainAnswer(draining=service.draining, live=len(service.store.live()))
+
     @router.post("/v1/drain", tags=["service"], responses=problem_responses(403, 422))
     async def drain(body: DrainRequest | None = None) -> DrainAnswer:
-        """Take no new rollouts. Answers when every rollout has its outcome, or after `timeout_s` seconds."""
+        """Refuse new rollouts. Answers when every rollout has its outcome, or after `timeout_s` seconds."""
         await service.drain(body.timeout_s if body else 0.0)
-        return DrainAnswer.of(service)
+        return drained()
 
     @router.post("/v1/resume", tags=["service"], responses=problem_responses(403))
     async def resume() -> DrainAnswer:
-        """Take rollouts again."""
+        """Accept rollouts again."""
         service.resume()
-        return DrainAnswer.of(service)
+        return drained()
 
     @router.get("/status", tags=["service"], responses=problem_responses(403))
     async def status() -> StatusView:
@@ -266,8 +271,8 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
 
     @router.get("/healthz", tags=["service"], responses=problem_responses(503))
     async def healthz() -> dict[str, str]:
-        """Answers while the event loop turns and no background loop fails; says `draining` when no new work is
-        taken."""
+        """Answers while the event loop runs and no background loop fails; says `draining` while new rollouts are
+        refused."""
         require_running(service.loops)
         return {"status": "draining" if service.draining else "ok"}
 
@@ -280,10 +285,10 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
 
 
 class JsonRoute(ProblemRoute):
-    """A route that reads its body by :func:`read_json`."""
+    """A route that parses its body with :func:`read_json`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The route's handler, for a request that reads its JSON strictly."""
+        """Return the route's handler, with strict JSON."""
         inner = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -297,7 +302,7 @@ class _JsonRequest(Request):
         try:
             return read_json(await self.body())
         except CallerError as error:
-            raise problem_of(error) from None  # FastAPI lets pass what is an HTTPException, all else is 400 to it
+            raise problem_of(error) from None  # an HTTPException passes through FastAPI; any other becomes 400
 
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
@@ -325,7 +330,7 @@ class _Pools(Collector):
         yield from (slots, working, waiting, errors)
         yield GaugeMetricFamily("prorl_sessions", "Sandboxes held by INIT, READY and RUN.", value=scheduler.sessions)
         yield GaugeMetricFamily(
-            "prorl_retained_bytes", "What finished rollouts keep.", value=self._pipeline.store.retained_bytes
+            "prorl_retained_bytes", "Memory of finished rollouts.", value=self._pipeline.store.retained_bytes
         )
         yield GaugeMetricFamily(
             "prorl_results_full",
@@ -334,21 +339,21 @@ class _Pools(Collector):
         )
         out = GaugeMetricFamily(
             "prorl_server_unreachable",
-            "1 while no rollout of the environment begins since this server is out.",
+            "1 while this server is down, so that no rollout of the environment starts.",
             labels=["server", "environment"],
         )
-        for outage in self._pipeline.held:
+        for outage in self._pipeline.outages:
             out.add_metric([outage.server, outage.environment], 1)
         yield out
         yield GaugeMetricFamily("prorl_abandoned", "Calls that ignored cancellation.", value=self._pipeline.abandoned)
 
 
 class ServiceMetrics:
-    """The metrics of a service, in a registry of their own.
+    """Metrics of a service, in a registry of their own.
 
     Args:
-        service: whose; hooks itself to the service's outcomes.
-        state: tells how it is now.
+        service: observed through ``on_finish``.
+        state: collector of the current state.
     """
 
     def __init__(self, service: RolloutService, state: Collector) -> None:
@@ -381,7 +386,7 @@ class ServiceMetrics:
         service.on_finish.append(self._finished)
 
     def render(self) -> bytes:
-        """In Prometheus's text format."""
+        """Return the metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def _finished(self, job: Job) -> None:
@@ -398,7 +403,7 @@ class ServiceMetrics:
 
 
 class PipelineMetrics(ServiceMetrics):
-    """The metrics of a pipeline."""
+    """Metrics of a pipeline."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline, _Pools(pipeline))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet whose front dies: what it had accepted runs on at its node, or again, and each has one outcome."""
+"""A fleet whose gateway dies: what it had accepted runs on at its node, or again, and each has one outcome."""
 
 import asyncio
 import contextlib
@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.fleet.front import Front
-from nemo_gym_prorl.fleet.nodes import Joined
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.fleet.gateway import FleetGateway
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.journal import Journal
 from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.storage.journal import Journal
 from tests.fleet.fleets import Changing, Service, service
 from tests.fleet.test_bad_nodes import Cut, hasty  # noqa: F401
-from tests.fleet.test_front import HELD, lasting, until
+from tests.fleet.test_gateway import HELD, lasting, until
 from tests.rollout.command_line import TOKEN, begin, prorl
 
 
@@ -50,7 +49,7 @@ async def command(port: int, journal: Path, *urls: str) -> AsyncIterator[asyncio
         await process.wait()
 
 
-@pytest.mark.long("starts a front three times; one that ends leaves its rollouts at their nodes, too")
+@pytest.mark.long("starts a gateway three times; one that ends leaves its rollouts at their nodes, too")
 async def test_a_front_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -81,61 +80,33 @@ async def test_a_front_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> No
 
 async def test_an_end_leaves_rollouts_at_their_nodes_and_a_node_that_is_gone_loses_them(tmp_path: Path) -> None:
     async with service() as stays, service() as goes:
-        front = Front(Changing([stays.joined, goes.joined]), journal=Journal(str(tmp_path)))
-        await front.start()
-        await until(lambda: len(front.dispatcher.statuses) == 2)
-        jobs = [await front.accept(JobRequest(HELD, id=f"r{i}")) for i in range(6)]
-        jobs.append(await front.accept(JobRequest(HELD, id="taken back")))
+        gateway = FleetGateway(Changing([stays.joined, goes.joined]), journal=Journal(str(tmp_path)))
+        await gateway.start()
+        await until(lambda: len(gateway.dispatcher.statuses) == 2)
+        jobs = [await gateway.accept(JobRequest(HELD, id=f"r{i}")) for i in range(6)]
+        jobs.append(await gateway.accept(JobRequest(HELD, id="taken back")))
         await until(lambda: len(stays.handler.sessions) + len(goes.handler.sessions) == 6)
-        await front.cancel(jobs[-1])
-        await front.close()
+        await gateway.cancel(jobs[-1])
+        await gateway.close()
         assert not any(job.state.terminal for job in jobs[:-1])
         assert len(stays.pipeline.store.live()) + len(goes.pipeline.store.live()) == 6
         ran = set(runs(stays))
         stays.handler.let_go.set()
 
-        front = Front(Changing([stays.joined]), journal=Journal(str(tmp_path)))
-        await front.start()
-        await front.store.all_here()
-        assert {job.id for job in front.store.live()} == {f"r{i}" for i in range(6)}
-        for job in front.store.live():
-            assert await front.wait(job, 30)
-        ended = {job.id: job for job in front.store.find(state=None, group=None)}
+        gateway = FleetGateway(Changing([stays.joined]), journal=Journal(str(tmp_path)))
+        await gateway.start()
+        await gateway.store.wait_for_recovery()
+        assert {job.id for job in gateway.store.live()} == {f"r{i}" for i in range(6)}
+        for job in gateway.store.live():
+            assert await gateway.wait(job, 30)
+        ended = {job.id: job for job in gateway.store.find(state=None, group=None)}
         assert {job.state for job in ended.values()} == {JobState.SUCCEEDED}
         notes = [failure for job in ended.values() for failure in job.failures]
         assert {note.kind for note in notes} == {FailureKind.SHUTDOWN}
         assert len(notes) == len(goes.pipeline.store.live()), "these began again"
         assert ran <= set(runs(stays)), "those went on"
         assert len(runs(stays)) == 6
-        await front.close()
-
-
-async def test_what_a_node_cancelled_that_was_given_up_is_no_outcome_in_the_next_life(
-    hasty: None,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    """The journal still says that it is there, since its next try waits for room."""
-    cut = Cut()
-    async with service() as far, service() as near, cut.before(far.url) as url:
-        front = Front(Changing([Joined("far", RolloutClient(url)), near.joined]), journal=Journal(str(tmp_path)))
-        await front.start()
-        await until(lambda: len(front.dispatcher.statuses) == 2)
-        for number in range(12):
-            await front.accept(JobRequest(HELD, id=f"r{number}"))
-        await until(lambda: len(far.handler.sessions) == len(near.handler.sessions) == 3)
-        cut.passes.clear()
-        await until(lambda: front.dispatcher.waiting == 8)
-        cut.passes.set()
-        await until(lambda: far.pipeline.store.states[JobState.CANCELLED] == 4)
-        await front.close()
-        front = Front(Changing([Joined("far", RolloutClient(url)), near.joined]), journal=Journal(str(tmp_path)))
-        await front.start()
-        await front.store.all_here()
-        for it in (far, near):
-            it.handler.let_go.set()
-        assert await front.drain(60)
-        assert front.store.states[JobState.SUCCEEDED] == 12
-        await front.close()
+        await gateway.close()
 
 
 async def test_a_second_front_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a server of ours: its end with Gym's command line, its limit of open files, its garbage collection.
+"""Process of a server: its end with Gym's command line, its limit of open files, and its garbage collection.
 
-``gym env start`` ends its servers when it is interrupted. Where it fails instead, because another deployment has its
-port, or is killed, it leaves them: they hold memory and ports for minutes, or for ever. Our Hydra plugin
-(``hydra_plugins/prorl_gym``) names Gym's process to them.
+``gym env start`` ends its servers when it is interrupted. If it fails because a port is taken, or is killed, its
+servers stay and hold memory and ports. Our Hydra plugin (``hydra_plugins/prorl_gym``) passes the id of Gym's process
+to the servers, so that they can end with it.
 
-A rollout in flight is a few connections. The soft limit of open files is often 1,024 where the hard one is far higher,
-so a server raises it when it starts. Beyond the hard limit rollouts fail with an infrastructure error that names it.
+A rollout in flight uses several connections. The soft limit of open files is often 1,024 and the hard limit far
+higher, so a server raises it at start. Beyond the hard limit rollouts fail with an infrastructure error that names the
+limit.
 """
 
 from __future__ import annotations
@@ -29,12 +30,11 @@ STARTER_VARIABLE = "PRORL_GYM_STARTER"
 """Environment variable with the process id of Gym's command line."""
 
 END_S = 40.0
-"""How long a server may take to give back what it holds."""
+"""Seconds that a server may take to release its resources."""
 
 
-def end_with_starter() -> None:
-    """From now on this server ends, in its own way, when the process that started it has ended; if that has already,
-    it ends at once."""
+def exit_with_starter() -> None:
+    """End this server gracefully when the process that started it ends; at once if that has ended already."""
     starter = int(os.environ.get(STARTER_VARIABLE, "0"))
     if starter in (0, os.getpid()):
         return
@@ -49,28 +49,28 @@ def _end_after(watched: int) -> None:
     ended = select.poll()
     ended.register(watched, select.POLLIN)
     ended.poll()
-    print("prorl: the Gym that started this server has ended, and so does the server", file=sys.stderr, flush=True)
-    if threading.main_thread().is_alive():  # else the process is at its end already, and starts no thread for a timer
+    print("prorl: ending this server, since the Gym that started it has ended", file=sys.stderr, flush=True)
+    if threading.main_thread().is_alive():  # otherwise the process is ending already
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_S)
     os._exit(1)
 
 
 FILES_PER_ROLLOUT = 4
-"""Descriptors that a rollout in flight may take in one process: its caller's connection, those to the model server and
-the resources server, and one to spare."""
+"""Descriptors of a rollout in flight in one process: connections of its caller, to the model server and to the
+resources server, and one spare."""
 
 BASE = 256
-"""Descriptors of a process of ours without any rollout."""
+"""Descriptors of an idle process."""
 
 
 def open_files_needed(rollouts: int) -> int:
-    """The limit of open files that a process needs for that many rollouts at once."""
+    """Return the limit of open files that a process needs for this many rollouts in flight."""
     return BASE + FILES_PER_ROLLOUT * rollouts
 
 
 def raise_open_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one; gives the limit that then holds."""
+    """Raise the soft limit of open files to the hard limit, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -78,12 +78,12 @@ def raise_open_file_limit() -> int:
 
 
 def is_descriptor_exhaustion(error: BaseException) -> bool:
-    """Whether an error says that this process or this machine can open no further file."""
+    """Return whether an error means that the process or machine has no file descriptor left."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def descriptor_exhaustion() -> InfrastructureError:
-    """Our own want of descriptors, as the failure that it is."""
+    """Return the failure for exhausted descriptors of this process."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return InfrastructureError(
         f"this process has no file descriptor left (limit {soft}); raise the limit of open files (ulimit -n), "
@@ -97,14 +97,14 @@ def _finite(limit: int) -> int:
 
 
 COLLECTED_AT = (5_000, 20, 50)
-"""Thresholds of the three generations: they are collected every 25, 500 and 25,000 turns, about."""
+"""Thresholds of the three generations: collections about every 25, 500 and 25,000 turns."""
 
 
-def collect_rarely() -> None:
-    """Exempt what is there now, which stays, and collect rarely from here on.
+def tune_garbage_collection() -> None:
+    """Freeze the objects that exist now, and collect rarely from now on.
 
-    What is kept of rollouts has no cycles and goes with its last reference, but a full collection walks through all of
-    it, and through what some thousand modules made of themselves, while everything waits.
+    Kept rollouts have no cycles and are freed by reference counting. A full collection would block the event loop
+    while it scans them and all modules.
     """
     gc.collect()
     gc.freeze()

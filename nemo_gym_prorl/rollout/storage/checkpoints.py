@@ -1,21 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of rollouts: after a turn, all that another attempt, or another rollout, needs to go on from there.
+"""Checkpoints of rollouts: the state after a turn from which another attempt, or a fork, can resume.
 
-The handler decides what a checkpoint holds; this module decides how long it is kept.
+The handler defines the content of a checkpoint; this module defines its lifetime:
 
-- A job without its outcome always keeps its latest checkpoint. All others are erased over a bound of bytes, those of
-  jobs that ended longest ago first, or when their job has ended for so long.
-- The rollout owns its checkpoints. Its service renews them while it remembers the rollout; a server that keeps them
-  erases by age only what no service renews.
-- Forks share the checkpoint where they began; it is erased with its last holder.
+- A job without an outcome always keeps its latest checkpoint. Above a limit of bytes, or some time after their job
+  ended, all others are erased, those of the earliest ended jobs first.
+- The service renews the checkpoints of the rollouts that it remembers. A resources server erases by age only
+  checkpoints that no service renews.
+- Forks share the checkpoint where they started; it is erased with its last holder.
 
-In a folder that all services of a fleet see (:class:`SharedCheckpoints`), another service goes on with the rollouts
-of one that is lost. Each rollout has a folder there, named after its id at its service, with a file for each turn: all
-of the checkpoint but the sandbox's files, which the environment's server keeps beside these. Files are complete or
-absent. Only the service that runs a rollout writes under its id, and the next try has another id, so a service that
-was cut off and goes on disturbs no other. ``after`` names the turn of another rollout from which one went on. Files
-are JSON and belong to the services' user: who cannot write in the folder cannot make a service go on anywhere.
+:class:`SharedCheckpoints` is a folder that all services of a fleet see, so that a service can resume the rollouts of a
+lost one. Each rollout has a subfolder, named after its id at its service, with one file per turn. A file holds the
+whole checkpoint but the sandbox's files, which the environment's server keeps. Files are complete or absent. Only the
+service that runs a rollout writes under its id, and the next try has another id: a service that was cut off and goes
+on disturbs no other. The file ``after`` names the turn of another rollout from which a rollout resumed. Files are JSON
+and belong to the services' user, so only that user can make a service resume from them.
 """
 
 from __future__ import annotations
@@ -31,101 +31,53 @@ import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import orjson
 import zstandard
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin, Stage
-from nemo_gym_prorl.rollout.rows import row_digest
-
-
-if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.job import Job
+from nemo_gym_prorl.rollout.gym_rows import row_digest
+from nemo_gym_prorl.rollout.job import Checkpoint, Job, ResumePoint
 
 
 RENEW_S = 900.0
-"""Seconds between two renewals of what jobs have."""
-ORPHAN_S = 24 * 3600.0  # a service with a journal may be down for a night
-"""Seconds after its last renewal after which a checkpoint belongs to no rollout any more."""
+"""Seconds between two renewals of the checkpoints of remembered rollouts."""
+ORPHAN_S = 24 * 3600.0
+"""Seconds without renewal after which a checkpoint is an orphan; a service with a journal may be down for a night."""
 
 
 @runtime_checkable
-class Packs(Protocol):
-    """The state of a checkpoint that others than its service can go on from."""
+class SerializableState(Protocol):
+    """State of a checkpoint from which other services can resume."""
 
     def pack(self) -> bytes:
-        """All of it; its handler's ``unpack`` makes the state of that."""
+        """Return the whole state as bytes, for the handler's ``unpack``."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Where a job is to begin that other services have had, or had a parent of.
-
-    Attributes:
-        tries: ids of its earlier tries, the latest first; where none has left anything, the job begins anew.
-        parents: of a fork, those of the rollout that it was forked from.
-        turn: after which it was.
-        parent: that rollout's id as callers know it.
-        client: whose all of these are; ``None`` where an administrator vouches for them.
-    """
-
-    tries: tuple[str, ...] = ()
-    parents: tuple[str, ...] = ()
-    turn: int | None = None
-    parent: str | None = None
-    client: str | None = None
-
-    @property
-    def fork(self) -> dict[str, Any] | None:
-        """As callers are told of it."""
-        return {"id": self.parent or self.parents[0], "turn": self.turn, "lost": []} if self.parents else None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Checkpoint:
-    """One of them.
-
-    Attributes:
-        turn: the turns that were taken.
-        state: what its handler goes on from; never leaves the service.
-        size: of what is kept for it, in bytes.
-        spent_s: what the rollout had used of RUN's budget.
-        lost: in a word each, what of its environment can't be carried over.
-        borrowed: the id under which another service has taken it, whose it is to erase.
-    """
-
-    turn: int
-    state: Any
-    size: int
-    spent_s: float = 0.0
-    lost: tuple[str, ...] = ()
-    borrowed: str = ""
-
-
-class Checkpoints:
-    """Those of one pipeline.
+class CheckpointStore:
+    """Checkpoints of the jobs of one pipeline.
 
     Args:
-        most_bytes: what all together may take, but for the latest of live jobs.
-        keep_s: how long those of a job are kept that has ended.
-        erase: erases some that no job has any more; told of which environment they are.
+        max_bytes: limit for all checkpoints; the latest checkpoints of live jobs may exceed the limit.
+        keep_s: seconds for which the checkpoints of an ended job are kept.
+        erase: called with an environment and its checkpoints that no job holds any more.
         clock: monotonic seconds.
-        shared: where other services find them, too.
+        shared: folder where other services find the checkpoints.
     """
 
     def __init__(
         self,
-        most_bytes: int,
+        max_bytes: int,
         keep_s: float,
         erase: Callable[[str, list[Checkpoint]], None],
         clock: Callable[[], float],
         shared: SharedCheckpoints | None = None,
     ) -> None:
-        self._most_bytes = most_bytes
+        self._most_bytes = max_bytes
         self._keep_s = keep_s
         self._erase = erase
         self._clock = clock
@@ -134,10 +86,10 @@ class Checkpoints:
         self._live: OrderedDict[Job, None] = OrderedDict()
         self._ended: OrderedDict[Job, float] = OrderedDict()
         self.bytes = 0
-        """What all take."""
+        """Bytes of all checkpoints."""
 
     async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
-        """A job has taken one, and goes on when it is where others find it."""
+        """Add a checkpoint of a job, and return once other services can find the checkpoint."""
         try:
             if self._shared is not None:
                 await self._shared.write(job, checkpoint)
@@ -145,7 +97,7 @@ class Checkpoints:
             self.add(job, checkpoint)
 
     def add(self, job: Job, checkpoint: Checkpoint) -> None:
-        """A job has one more."""
+        """Let a job hold a checkpoint."""
         job.checkpoints[checkpoint.turn] = checkpoint
         self._live[job] = None
         self.bytes += checkpoint.size if not self._holders[checkpoint] else 0
@@ -153,18 +105,18 @@ class Checkpoints:
         self.tidy()
 
     def has(self, checkpoint: Checkpoint) -> bool:
-        """Whether any job has it still."""
+        """Return whether any job holds the checkpoint."""
         return checkpoint in self._holders
 
     def held(self) -> dict[str, list[Checkpoint]]:
-        """All that any job has, by environment."""
+        """Return all checkpoints that jobs hold, by environment."""
         found: dict[str, dict[Checkpoint, None]] = {}
         for job in (*self._live, *self._ended):
             found.setdefault(job.environment, {}).update(dict.fromkeys(job.checkpoints.values()))
         return {environment: [*checkpoints] for environment, checkpoints in found.items()}
 
     def drop(self, job: Job, checkpoint: Checkpoint) -> None:
-        """A job has no use for one of its own any more."""
+        """Remove a checkpoint from a job, and erase the checkpoint once no job holds it."""
         job.checkpoints.pop(checkpoint.turn, None)
         self._holders[checkpoint] -= 1
         if not self._holders[checkpoint]:
@@ -173,7 +125,7 @@ class Checkpoints:
             self._erase(job.environment, [checkpoint])
 
     def ended(self, job: Job, *, keep: bool) -> None:
-        """A job has its outcome; nobody will ask for its checkpoints unless they are to be kept."""
+        """Note that a job has its outcome; erase its checkpoints unless ``keep``."""
         if job in self._live:
             del self._live[job]
             self._ended[job] = self._clock()
@@ -182,7 +134,7 @@ class Checkpoints:
             self.tidy()
 
     def tidy(self) -> None:
-        """Erase what is too old or too much."""
+        """Erase checkpoints above the limits of age and size."""
         while self._ended:
             job, at = next(iter(self._ended.items()))
             if self.bytes <= self._most_bytes and self._clock() - at < self._keep_s:
@@ -201,43 +153,44 @@ class Checkpoints:
 
 
 CHECKPOINT_FOLDER = "checkpoint_folder"
-"""A key at the top of Gym's whole configuration, since agents and environments' servers read it: a folder that all
-nodes of a fleet see, in which rollouts are kept for each other."""
+"""Top-level key of Gym's configuration, since agents and resources servers read it: a folder that all nodes of a fleet
+see."""
 LOGGER = logging.getLogger(__name__)
 
 _ROLLOUTS, _NAME, _AFTER = "rollouts", "folder-id", "after"
-_TAKEN = 2
-"""The latest, and one to fall back on: what a machine wrote last may be damaged when it loses its power."""
-_MOST_LINKS = 100
+_MAX_RESTORED = 2
+"""The latest checkpoint, and one to fall back on: a power failure may damage the last file that a machine wrote."""
+_MAX_LINKS = 100
 
-_Place = tuple[str, Path]
-"""The id under which a turn was written, and its file."""
+_StoredTurn = tuple[str, Path]
+"""Id under which a turn was written, and its file."""
 
 
 class SharedCheckpoints:
-    """The folder, as one service uses it.
+    """The shared checkpoint folder, as one service uses it.
 
     Args:
-        path: of the folder, absolute.
+        path: absolute path of the folder.
 
     Raises:
-        CallerError: there is none, or nothing can be written there.
+        CallerError: the folder does not exist or is not writable.
     """
 
     def __init__(self, path: Path) -> None:
         if not path.is_absolute():
-            raise CallerError(f"{path} must begin with /: servers run in several folders", field=CHECKPOINT_FOLDER)
+            raise CallerError(f"{path} must be absolute: servers run in several folders", field=CHECKPOINT_FOLDER)
         self._rollouts = path / _ROLLOUTS
         self._swept = 0.0
         self._written: dict[Checkpoint, Path] = {}
         try:
             self.identity = self._identify(path)
         except OSError as error:
-            reason = f"{path} can't be used: {error.strerror}; all nodes need a folder there that their user can write"
+            reason = f"{path} cannot be used: {error.strerror}; create a folder there that is writable on every node"
             raise CallerError(reason, field=CHECKPOINT_FOLDER) from error
 
     def _identify(self, path: Path) -> str:
-        """What tells the folder from any other, whatever nodes call it: whoever comes first gives it a name."""
+        """Return an id of the folder that is the same on every node, whatever its mount point. The first node writes
+        it."""
         self._rollouts.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=self._rollouts):
             pass
@@ -246,12 +199,12 @@ class SharedCheckpoints:
         for _ in range(50):
             if len(found := (path / _NAME).read_text()) == 32:
                 return found
-            time.sleep(0.1)  # the first one is about to write it
-        raise CallerError(f"{path / _NAME} is damaged; remove it while no node runs", field=CHECKPOINT_FOLDER)
+            time.sleep(0.1)  # another node has created the file and is about to write it
+        raise CallerError(f"{path / _NAME} is damaged; stop all nodes and remove it", field=CHECKPOINT_FOLDER)
 
     async def write(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint there; where that can't be, its service alone can go on from it."""
-        if not isinstance(checkpoint.state, Packs):
+        """Write a checkpoint to the folder. If that fails, only this service can resume from the checkpoint."""
+        if not isinstance(checkpoint.state, SerializableState):
             return
         folder = self._folder(job.id)
         own = any(self._written.get(one, Path()).parent == folder for one in job.checkpoints.values())
@@ -259,42 +212,43 @@ class SharedCheckpoints:
         try:
             path = await asyncio.to_thread(self._write, folder, job, checkpoint, after, begin=not own)
         except OSError as error:
-            LOGGER.warning("job %s: turn %d is not in %s: %s", job.id, checkpoint.turn, CHECKPOINT_FOLDER, error)
+            LOGGER.warning("job %s: cannot write turn %d to %s: %s", job.id, checkpoint.turn, CHECKPOINT_FOLDER, error)
             return
         self._written[checkpoint] = path
 
     async def erase(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Erase what this service has put there for them."""
+        """Erase the files that this service wrote for the checkpoints."""
         paths = [path for one in checkpoints if (path := self._written.pop(one, None)) is not None]
         await asyncio.to_thread(_erase, paths)
 
     async def renew(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Keep them from going by age, those that a job has borrowed, too."""
+        """Reset the age of the checkpoints, borrowed ones included."""
         folders = {self._folder(one.borrowed) for one in checkpoints if one.borrowed}
         folders |= {self._written[one].parent for one in checkpoints if one in self._written}
         await asyncio.to_thread(_renew, folders)
 
     async def turns(self, rollout: str) -> list[int]:
-        """The turns after which it could go on."""
-        return sorted(await asyncio.to_thread(self._line, rollout))
+        """Return the turns from which a rollout can resume, ascending."""
+        return sorted(await asyncio.to_thread(self._lineage, rollout))
 
-    async def give(self, job: Job, read: Callable[[bytes], Any]) -> None:
-        """Have a job go on from where it is to begin, if anything is there; else it says that it begins anew.
+    async def restore(self, job: Job, read: Callable[[bytes], Any]) -> None:
+        """Attach the checkpoints at a job's resume point to the job; without any, note that the job restarts from its
+        row.
 
         Args:
-            job: which says where.
-            read: gives what ``pack`` of a checkpoint's state was made of.
+            job: job whose ``resume_point`` is used up.
+            read: inverse of a state's ``pack``.
 
         Raises:
-            CallerError: it is a fork, which can't begin anew.
+            CallerError: the job is a fork, which cannot start without a checkpoint.
         """
-        begin, job.begin = job.begin, None
-        if begin is None:
+        resume_point, job.resume_point = job.resume_point, None
+        if resume_point is None:
             return
         try:
-            found = await asyncio.to_thread(self._find, job, begin, read)
+            found = await asyncio.to_thread(self._find, job, resume_point, read)
         except BaseException:
-            job.begin = begin
+            job.resume_point = resume_point
             raise
         for checkpoint, (rollout, path) in found:
             own = rollout == job.id
@@ -303,19 +257,19 @@ class SharedCheckpoints:
                 self._written[one] = path
             if job.forked_from is not None and checkpoint.turn == job.forked_from["turn"]:
                 job.forked_from["lost"] = [*checkpoint.lost]
-            assert job.shelf is not None, "the pipeline keeps them"
-            job.shelf.add(job, one)
+            assert job.checkpoint_store is not None, "the pipeline sets the store"
+            job.checkpoint_store.add(job, one)
         if not found:
-            begins_anew(job, f"nothing is kept in {CHECKPOINT_FOLDER}, or it is damaged")
+            restart_without_checkpoint(job, f"{CHECKPOINT_FOLDER} has no readable checkpoint")
 
     def _folder(self, rollout: str) -> Path:
         return self._rollouts / hashlib.sha256(rollout.encode(errors="replace")).hexdigest()[:40]
 
-    def _line(self, rollout: str) -> dict[int, _Place]:
-        """The turns that led to where a rollout is, of those that are there."""
-        found: dict[int, _Place] = {}
+    def _lineage(self, rollout: str) -> dict[int, _StoredTurn]:
+        """Return the stored turns that led to the rollout's latest turn, by turn."""
+        found: dict[int, _StoredTurn] = {}
         last: int | None = None
-        for _ in range(_MOST_LINKS):
+        for _ in range(_MAX_LINKS):
             folder = self._folder(rollout)
             for turn in _turns(folder):
                 if last is None or turn <= last:
@@ -326,20 +280,22 @@ class SharedCheckpoints:
             last, rollout = after
         return found
 
-    def _find(self, job: Job, begin: Begin, read: Callable[[bytes], Any]) -> list[tuple[Checkpoint, _Place]]:
-        whose = _whose(begin.client, row_digest(job.row))
-        found: list[tuple[Checkpoint, _Place]] = []
-        for rollout in begin.tries:
-            for _turn, place in sorted(self._line(rollout).items(), reverse=True):
-                # Under its own id another one may have been, of a service with another journal.
+    def _find(
+        self, job: Job, resume_point: ResumePoint, read: Callable[[bytes], Any]
+    ) -> list[tuple[Checkpoint, _StoredTurn]]:
+        owner = _expected_owner(resume_point.client, row_digest(job.row))
+        found: list[tuple[Checkpoint, _StoredTurn]] = []
+        for rollout in resume_point.tries:
+            for _turn, place in sorted(self._lineage(rollout).items(), reverse=True):
+                # A service with another journal may have used the same id for another job.
                 own = {"accepted": job.submitted_at, "client": job.client} if place[0] == job.id else {}
-                if len(found) < _TAKEN and (checkpoint := _read(place[1], whose | own, read)) is not None:
+                if len(found) < _MAX_RESTORED and (checkpoint := _read(place[1], owner | own, read)) is not None:
                     found.append((checkpoint, place))
             if found:
                 return found
-        for rollout in begin.parents:
-            there = self._line(rollout).get(begin.turn or 0)
-            if there is not None and (checkpoint := _read(there[1], whose, read)) is not None:
+        for rollout in resume_point.parents:
+            there = self._lineage(rollout).get(resume_point.turn or 0)
+            if there is not None and (checkpoint := _read(there[1], owner, read)) is not None:
                 return [(checkpoint, there)]
         return []
 
@@ -352,16 +308,16 @@ class SharedCheckpoints:
         *,
         begin: bool,
     ) -> Path:
-        if begin:  # what another rollout has left under this id is no part of this one
+        if begin:  # files of an earlier rollout with the same id
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if begin and after is not None:
-            _put(folder / _AFTER, orjson.dumps(after))
+            _write_file(folder / _AFTER, orjson.dumps(after))
         about = {name: getattr(checkpoint, name) for name in ("turn", "size", "spent_s", "lost")}
-        about |= _whose(job.client, row_digest(job.row)) | {"accepted": job.submitted_at}
+        about |= _expected_owner(job.client, row_digest(job.row)) | {"accepted": job.submitted_at}
         content = orjson.dumps(about) + b"\n" + checkpoint.state.pack()
         path = folder / str(checkpoint.turn)
-        _put(path, zstandard.ZstdCompressor(level=1, write_checksum=True).compress(content))
+        _write_file(path, zstandard.ZstdCompressor(level=1, write_checksum=True).compress(content))
         self._sweep()
         return path
 
@@ -376,47 +332,47 @@ class SharedCheckpoints:
                     shutil.rmtree(folder)
 
 
-def begins_anew(job: Job, why: str) -> None:
-    """A job can't go on from where it was to begin.
+def restart_without_checkpoint(job: Job, why: str) -> None:
+    """Note as a failed attempt that a job cannot resume, and restarts from its row.
 
     Raises:
-        CallerError: it is a fork.
+        CallerError: the job is a fork.
     """
     if job.forked_from is not None:
-        raise CallerError(f"what it was to begin from is gone: {why}", field="turn")
-    reason = f"it begins anew: {why}"
+        raise CallerError(f"the checkpoint of the fork is lost: {why}; fork another turn", field="turn")
+    reason = f"cannot resume, so the rollout restarts from its row: {why}"
     job.failures.append(Failure(FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE, Stage.INIT, reason))
 
 
-def _put(path: Path, content: bytes) -> None:
+def _write_file(path: Path, content: bytes) -> None:
     fresh = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
         file.write(content)
     fresh.rename(path)
 
 
-def _whose(client: str | None, digest: bytes) -> dict[str, Any]:
+def _expected_owner(client: str | None, digest: bytes) -> dict[str, Any]:
     return {"row": digest.hex(), "client": client}
 
 
-def _read(path: Path, whose: Mapping[str, Any], read: Callable[[bytes], Any]) -> Checkpoint | None:
-    """``None`` for one that is gone, damaged, or of another row or client."""
+def _read(path: Path, owner: Mapping[str, Any], read: Callable[[bytes], Any]) -> Checkpoint | None:
+    """Return a stored checkpoint; ``None`` if it is missing, damaged, or of another row or client."""
     try:
         if not path.is_file():
-            raise ValueError("it is no file")
+            raise ValueError("not a file")
         about, packed = zstandard.decompress(path.read_bytes()).split(b"\n", 1)
         told = orjson.loads(about)
-        if any(told[name] != wanted for name, wanted in whose.items() if wanted is not None):
-            raise ValueError("it is another rollout's")
+        if any(told[name] != wanted for name, wanted in owner.items() if wanted is not None):
+            raise ValueError("it belongs to another rollout")
         state = read(packed)
         return Checkpoint(told["turn"], state, told["size"], told["spent_s"], tuple(told["lost"]))
     except (OSError, zstandard.ZstdError, ValueError, KeyError, TypeError) as error:
-        LOGGER.warning("%s is passed over: %s", path, error)
+        LOGGER.warning("checkpoint %s is skipped: %s", path, error)
         return None
 
 
 def _after(path: Path) -> tuple[int, str] | None:
-    """From which turn of which rollout one went on, if it did."""
+    """Return the turn and the rollout from which this rollout resumed, if any."""
     with suppress(OSError, ValueError, TypeError):
         match orjson.loads(path.read_bytes()) if path.is_file() else None:
             case [int(turn), str(rollout)]:
@@ -431,7 +387,7 @@ def _turns(folder: Path) -> list[int]:
 
 
 def _renew(paths: Iterable[Path]) -> None:
-    """Have files or folders, as far as they are there, count as new."""
+    """Reset the modification times of the files and folders that exist."""
     for path in paths:
         with suppress(OSError):
             os.utime(path)

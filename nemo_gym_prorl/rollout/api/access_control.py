@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Access control: the clients of a service by their keys, and the rollouts that each may see and change.
+"""Access control: clients and their keys, and the rollouts that each client may see and change.
 
-Clients with keys see and change only the rollouts that they submitted. Another client's job is refused and an unknown
-id is unknown, so that a follower of a restarted service can tell them apart. A client can learn that an id is taken,
-and from cursors how many outcomes there were; nothing else.
+Clients with keys see and change only the rollouts that they submitted. Another client's job is refused with 403, an
+unknown id with 404, so that a follower of a restarted service can distinguish the two. A client can learn that an id
+is taken, and from cursors how many outcomes there were; nothing else.
 
-A key is 256 random bits, so its SHA-256 reveals nothing that could be guessed. A slow hash, which protects passwords,
-would cost each request a tenth of a second. The file holds only hashes; a client that lost its key gets another.
+A key is 256 random bits, so its SHA-256 cannot be reversed by guessing. A slow password hash would only delay each
+request. The file holds hashes only; a client that lost its key needs a new one.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.keys import CLIENT_KEY, Caller, Scope
 from nemo_gym_prorl.http.problem_document import field_errors, in_words
+from nemo_gym_prorl.rollout.api.schemas import Identifier
 from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.request import NO_CLIENT, Cursor, JobConflict, JobRequest, NotYours
-from nemo_gym_prorl.rollout.schemas import Identifier
-from nemo_gym_prorl.rollout.store import JobStore, Transition
+from nemo_gym_prorl.rollout.request import NO_CLIENT, Cursor, JobConflict, JobRequest, NotOwner
+from nemo_gym_prorl.rollout.storage.store import JobStore, Transition
 
 
 LOGGER = logging.getLogger(__name__)
 
 ALL_BUT_ADMIN = (Scope.SUBMIT, Scope.READ, Scope.CANCEL)
 
-_LOOK_S = 1.0
-"""As often, at most, it is looked whether the file has changed."""
+_RELOAD_INTERVAL_S = 1.0
+"""Least time in seconds between two checks whether the file has changed."""
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def _name(value: str) -> str:
     if value == NO_CLIENT:
-        raise ValueError(f"{NO_CLIENT!r} is the client of rollouts that name none; choose another")
+        raise ValueError(f"{NO_CLIENT!r} is the client of rollouts without a client; choose another name")
     return value
 
 
@@ -68,11 +68,11 @@ class Client(BaseModel):
     hash: Annotated[str, AfterValidator(_hash)]
     scopes: list[Scope] = Field(default=[*ALL_BUT_ADMIN], min_length=1)
     share: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
-    """Of sandboxes, slots and bounds, in proportion to others'."""
+    """Share of sandboxes, slots and limits, relative to other clients' shares."""
 
 
 class Clients(BaseModel):
-    """What the file says."""
+    """Content of the keys file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -80,10 +80,10 @@ class Clients(BaseModel):
 
 
 def read_clients(path: Path) -> Clients:
-    """Read the file.
+    """Read the keys file.
 
     Raises:
-        CallerError: it is not there, others may read it, or what is in it is wrong; names the field and the fix.
+        CallerError: the file is missing, readable by others, or invalid; names the field and the fix.
     """
     try:
         with path.open("rb") as file:
@@ -92,7 +92,7 @@ def read_clients(path: Path) -> Clients:
                 raise CallerError(f"others may read or write {path} (mode {mode:04o}): chmod 600", field="keys_file")
             found = Clients.model_validate(yaml.safe_load(file) or {})
     except OSError as error:
-        raise CallerError(f"{path}: {error.strerror}; `prorl key new` makes one", field="keys_file") from error
+        raise CallerError(f"{path}: {error.strerror}; `prorl key new` creates it", field="keys_file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise CallerError(f"{path} is neither YAML nor JSON: {error}", field="keys_file") from error
     except ValidationError as error:
@@ -101,14 +101,14 @@ def read_clients(path: Path) -> Clients:
     for number, client in enumerate(found.clients):
         for field in ("name", "hash"):
             if (text := getattr(client, field)) in seen:
-                raise CallerError(f"{path}: clients.{number}.{field}: another has the same", field="keys_file")
+                raise CallerError(f"{path}: clients.{number}.{field}: used by another client", field="keys_file")
             seen.add(text)
     return found
 
 
 def write_clients(path: Path, clients: Clients) -> None:
-    """Replace the file as a whole, so that no service ever reads half of it."""
-    path = path.resolve()  # what a link leads to, not the link
+    """Replace the keys file atomically."""
+    path = path.resolve()  # replace the target of a link, not the link
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -121,26 +121,26 @@ def write_clients(path: Path, clients: Clients) -> None:
 
 
 def new_key() -> str:
-    """A key that nobody has."""
+    """Return a new random key."""
     return f"{CLIENT_KEY}{secrets.token_urlsafe(32)}"
 
 
 def hash_of(key: str) -> str:
-    """As it stands in the file."""
+    """Return the hash of a key as it is stored in the file."""
     return f"sha256:{hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 class KeysFile:
-    """The clients of a service, by their keys.
+    """Clients of a service by their keys; the file is read again when it changes.
 
     Args:
-        path: the file.
-        changed: called with each client's share, now and whenever the file has changed.
+        path: the keys file.
+        changed: called with each client's share, at the start and after each change of the file.
         clock: monotonic seconds.
 
     Raises:
-        CallerError: see :func:`read_clients`. Later on, a file that is wrong leaves all as it was, and the log says
-            so.
+        CallerError: see :func:`read_clients`. A file that becomes invalid later is logged and leaves the keys
+            unchanged.
     """
 
     def __init__(
@@ -153,31 +153,31 @@ class KeysFile:
         self._changed = changed
         self._clock = clock
         self._by_hash: dict[str, Caller] = {}
-        self._seen = self._signature()
-        self._looked = clock()
-        self._take(read_clients(path))
+        self._loaded = self._signature()
+        self._checked_at = clock()
+        self._apply(read_clients(path))
 
     def caller(self, key: str) -> Caller | None:
-        """Whose key it is; ``None`` if it is nobody's, or nobody's any more."""
-        self._look()
-        # By its hash, of which nobody can choose a single digit: how long this takes says nothing about another key.
+        """Return the client of a key; ``None`` for an unknown or revoked key."""
+        self._reload()
+        # Lookup by hash: callers cannot choose the hash's digits, so timing reveals nothing about other keys.
         return self._by_hash.get(hash_of(key))
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         now = self._clock()
-        if now - self._looked < _LOOK_S:
+        if now - self._checked_at < _RELOAD_INTERVAL_S:
             return
-        self._looked = now
+        self._checked_at = now
         signature = self._signature()
-        if signature == self._seen:
+        if signature == self._loaded:
             return
-        self._seen = signature
+        self._loaded = signature
         try:
-            self._take(read_clients(self._path))
+            self._apply(read_clients(self._path))
         except CallerError as error:
-            LOGGER.error("%s; the keys stay as they were before", error.reason)
+            LOGGER.error("keys file not reloaded: %s; the previous keys stay valid", error.reason)
 
-    def _take(self, found: Clients) -> None:
+    def _apply(self, found: Clients) -> None:
         self._by_hash = {client.hash: Caller(client.name, frozenset(client.scopes)) for client in found.clients}
         self._changed({client.name: client.share for client in found.clients})
 
@@ -236,11 +236,11 @@ ROUTES = MappingProxyType(
         ),
     }
 )
-"""What a key must be good for, by method and route; a route that is not here asks for ``admin``."""
+"""Required scope by method and route. A route that is missing here requires ``admin``."""
 
 
 def is_own(caller: Caller, one: Job | Transition) -> bool:
-    """Whether it is the caller's own to see, as everything is an administrator's."""
+    """Return whether the caller submitted the job or event, or is an administrator."""
     return caller.is_admin or one.client == caller.name
 
 
@@ -248,19 +248,19 @@ def require_own(caller: Caller, job: Job, field: str | None = None) -> None:
     """Refuse another client's job.
 
     Raises:
-        NotYours: it is one; names ``field``.
+        NotOwner: names ``field``.
     """
     if not is_own(caller, job):
-        raise NotYours(f"rollout {job.id!r} is another client's", field=field)
+        raise NotOwner(f"rollout {job.id!r} belongs to another client", field=field)
 
 
 def submitted_by(caller: Caller, wanted: JobRequest, store: JobStore) -> JobRequest:
-    """A job as its caller may submit it: under the name that belongs to its key.
+    """Return a job as its caller may submit it, with the client name of its key.
 
     Raises:
-        NotYours: it names another client, or where other services had a rollout, which may be anybody's.
-        CallerError: its priority would go before other clients' rollouts, whatever their shares.
-        JobConflict: its id is another client's.
+        NotOwner: the request names another client, or rollouts of other services, which may belong to any client.
+        CallerError: the priority exceeds those of other clients, which would bypass their shares.
+        JobConflict: the id belongs to another client.
     """
     if caller.name is None:
         return wanted
@@ -268,15 +268,16 @@ def submitted_by(caller: Caller, wanted: JobRequest, store: JobStore) -> JobRequ
         wanted = replace(wanted, client=caller.name)
     if caller.is_admin:
         return wanted
-    if wanted.begin is not None:
-        raise NotYours("is for administrators; fork a rollout of your own", field="begin")
+    if wanted.resume_point is not None:
+        raise NotOwner("only administrators may set this; fork a rollout of your own", field="begin")
     if wanted.client != caller.name:
-        raise NotYours(
+        raise NotOwner(
             f"{wanted.client!r} is not the client of this key, {caller.name!r}; leave it out", field="client"
         )
     if wanted.priority > 0:
         raise CallerError(
-            "above 0 is for administrators: it goes before all other clients, not your own", field="priority"
+            "must be at most 0 without an administrator's key: higher would precede all other clients",
+            field="priority",
         )
     known = None if wanted.id is None else store.get(wanted.id)
     if known is not None and not known.delivered:
@@ -288,22 +289,22 @@ def require_own_id(caller: Caller, job: Job) -> None:
     """Refuse to submit under the id of another client's job.
 
     Raises:
-        JobConflict: it is one.
+        JobConflict: the id belongs to another client.
     """
     if not is_own(caller, job):
         raise JobConflict.with_anothers(job.id)
 
 
-def own_key(caller: Caller, key: bytes | None) -> bytes | None:
-    """What makes two posts the same rollout, of one client: another's is another rollout, whatever it is like."""
+def scoped_key(caller: Caller, key: bytes | None) -> bytes | None:
+    """Return an idempotency key that is distinct per client."""
     return key if key is None or caller.name is None else caller.name.encode() + b"/" + key
 
 
 async def ended_of(
     caller: Caller, store: JobStore, start: Cursor, limit: int, wait: float, *, content: bool = False
 ) -> tuple[list[Job], Cursor]:
-    """Outcomes behind a place, the caller's own alone, and the place to go on from. What others end meanwhile is gone
-    past, so that it neither ends the waiting nor makes empty pages.
+    """Return the caller's own outcomes behind a cursor, and the next cursor. Other clients' outcomes are skipped: they
+    neither end the wait nor make empty pages.
 
     Raises:
         CursorExpired, CallerError: as :meth:`JobStore.ended_after`.
@@ -317,4 +318,4 @@ async def ended_of(
         if own or not ended or caller.is_admin:
             return own, cursor
         start = cursor
-        await asyncio.sleep(0)  # a log may be long
+        await asyncio.sleep(0)  # yield to the event loop: the log may be long

@@ -1,20 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The turns of a rollout: counted and timed as they happen, read back from a finished row, and written for Gym.
+"""Turns of a rollout: timed as they happen, parsed from a finished row, and written as Gym's trajectory.
 
-A row is a flat list of items in which neither turns nor times can be told for certain. So the service counts and times
-each turn as it happens (:class:`Step`), and the row has that under ``rollout.steps``: some hundred bytes a turn.
+A row is a flat list of items, from which turns and times cannot be derived reliably. So the service records each turn
+as it happens (:class:`TurnTiming`), in the row's ``rollout.steps``: some hundred bytes a turn.
 
 ``ng_trajectory`` is the conversation as Gym's health checks and its ATIF export read it, from Gym 0.7 on. Each turn
-repeats all before it, so it grows with the square of the turns: it is made for Gym's collector and in the results of
-``prorl submit``, never for a trainer. The exporter refuses a whole file for one row in which something did not
-complete, so a record is always closed:
+repeats all earlier ones, so its size is quadratic in the turns. Only Gym's collector and ``prorl submit`` get it,
+never a trainer. The exporter rejects a whole file if one row has an incomplete step, so each record is completed:
 
-- What the policy said beside calls of tools stands at the end of its thought: a step there is either.
-- A call that was not answered has an answer that says so; arguments that are no JSON object stand in ``malformed``.
-- A rollout that failed, or without a turn, ends with an answer that is marked as local, with no tokens, and says why.
-  To the health checks it is unhealthy for that.
-- A last turn that was cut says so in ``response`` of its model call.
+- Text of the policy beside tool calls is appended to its reasoning: a step there has either.
+- A tool call without an answer gets one that says so; arguments that are no JSON object are stored in ``malformed``.
+- A failed rollout, or one without a turn, ends with an answer marked as local, without tokens, that gives the reason.
+  The health checks report such a row as unhealthy.
+- The ``response`` of a model call marks a last turn that was cut.
 """
 
 from __future__ import annotations
@@ -33,57 +32,57 @@ if TYPE_CHECKING:
 
 
 ROLLOUT_OPTIONS_KEY = "rollout"
-"""The row's field with what ``POST /v1/rollouts`` takes besides ``row``."""
+"""Row field with the options of ``POST /v1/rollouts`` besides ``row``."""
 
 NO_STEPS = b"[]"
 
 
-class ToolTime(TypedDict):
-    """A tool call that was carried out; seconds since the epoch, and of duration."""
+class ToolCallTiming(TypedDict):
+    """Start (seconds since the epoch) and duration of an executed tool call."""
 
     call_id: str
     started_at: float
     seconds: float
 
 
-class Step(TypedDict):
-    """One turn: when the policy was asked, how long it took, how many output items it wrote, what it says of its
-    tokens, and the calls; ``weights``: labels of those that sampled its first and its last token, where told."""
+class TurnTiming(TypedDict):
+    """Timing of one turn: start and duration of the model call, number of output items, token counts, and tool
+    calls. ``weights``: labels of the weights that sampled its first and last token, if reported."""
 
     started_at: float
     seconds: float
     items: int
     input_tokens: int | None
     output_tokens: int | None
-    tools: list[ToolTime]
+    tools: list[ToolCallTiming]
     weights: NotRequired[tuple[str | None, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A tool call. ``arguments`` is ``None`` where what the policy wrote (``written``) is no JSON object; ``output``
-    is ``None`` where the rollout ended before there was any."""
+class ParsedCall:
+    """A tool call. ``arguments`` is ``None`` if the policy's text (``written``) is no JSON object; ``output`` is
+    ``None`` if the rollout ended first."""
 
     id: str
     name: str
     written: str
     arguments: dict[str, Any] | None
     output: str | None
-    time: ToolTime | None
+    time: ToolCallTiming | None
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRead:
-    """One turn: what was thought, said and called. ``step`` is ``None`` in rows that do not say."""
+class ParsedTurn:
+    """One turn: reasoning, text and calls. ``step`` is ``None`` in rows without timings."""
 
     thought: str
     said: str
-    calls: list[Call]
-    step: Step | None
+    calls: list[ParsedCall]
+    step: TurnTiming | None
 
 
-def read_turns(row: Mapping[str, Any]) -> list[TurnRead]:
-    """The turns of a row, whatever an environment has made of it."""
+def read_turns(row: Mapping[str, Any]) -> list[ParsedTurn]:
+    """Return the turns of a row, whatever form the environment gave it."""
     try:
         steps = _steps().validate_python(part(row, "rollout", "steps"))
     except ValueError:
@@ -95,19 +94,19 @@ def read_turns(row: Mapping[str, Any]) -> list[TurnRead]:
 
 
 @cache
-def _steps() -> TypeAdapter[list[Step]]:
-    from pydantic import TypeAdapter  # takes longer than all that `prorl show` does, which reads no steps
+def _steps() -> TypeAdapter[list[TurnTiming]]:
+    from pydantic import TypeAdapter  # lazy: its import would dominate the start of `prorl show`
 
-    return TypeAdapter(list[Step])
+    return TypeAdapter(list[TurnTiming])
 
 
 def turns(output: Sequence[Mapping[str, Any]], sizes: Sequence[int] = ()) -> Iterator[list[Mapping[str, Any]]]:
-    """The items of a rollout by turn: what the policy wrote, and what it observed then.
+    """Yield the items of each turn: the policy's output items, and the observations after them.
 
     Args:
-        output: all of them.
-        sizes: how many the policy wrote in each turn. Where they do not fit, a turn begins with what the policy writes
-            after an observation, or after the last item of a sampled turn, which is the one that carries its tokens.
+        output: all output items.
+        sizes: number of the policy's items per turn. If they do not fit, a turn starts with the policy's first item
+            after an observation, or after an item with token ids, the last of a sampled turn.
     """
     written = sum(not _observed(item) for item in output)
     counted = iter(sizes) if sizes and sum(sizes) == written else None
@@ -130,7 +129,7 @@ def turns(output: Sequence[Mapping[str, Any]], sizes: Sequence[int] = ()) -> Ite
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, in any of the forms that the Responses API has for it."""
+    """Return the text of a message's content, in any form of the Responses API."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -143,13 +142,13 @@ def text_of(content: Any) -> str:
 
 
 def part(row: Mapping[str, Any], name: str, inner: str) -> Any:
-    """A field of a field; ``None`` where an environment has something else there."""
+    """Return a field of a nested object; ``None`` if the environment stored another type there."""
     outer = row.get(name)
     return outer.get(inner) if isinstance(outer, dict) else None
 
 
 def items(listed: Any) -> list[Mapping[str, Any]]:
-    """The objects of what should be a list of them."""
+    """Return the objects of a list; empty for any other type."""
     return [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
 
 
@@ -157,7 +156,7 @@ def _observed(item: Mapping[str, Any]) -> bool:
     return item.get("type") == "function_call_output"
 
 
-def _turn(group: Sequence[Mapping[str, Any]], step: Step | None) -> TurnRead:
+def _turn(group: Sequence[Mapping[str, Any]], step: TurnTiming | None) -> ParsedTurn:
     answers = {str(item.get("call_id")): text_of(item.get("output")) for item in group if _observed(item)}
     times = {tool["call_id"]: tool for tool in step["tools"]} if step else {}
     thought, said, calls = [], [], []
@@ -170,18 +169,18 @@ def _turn(group: Sequence[Mapping[str, Any]], step: Step | None) -> TurnRead:
             case "function_call":
                 written, call_id = str(item.get("arguments", "")), str(item.get("call_id"))
                 name, arguments = str(item.get("name")), _arguments(written)
-                calls.append(Call(call_id, name, written, arguments, answers.get(call_id), times.get(call_id)))
+                calls.append(ParsedCall(call_id, name, written, arguments, answers.get(call_id), times.get(call_id)))
             case "function_call_output":
                 pass
             case other:
                 said.append(f"[{other}]")
-    return TurnRead("\n".join(filter(None, thought)), "\n".join(filter(None, said)), calls, step)
+    return ParsedTurn("\n".join(filter(None, thought)), "\n".join(filter(None, said)), calls, step)
 
 
 def _arguments(written: str) -> dict[str, Any] | None:
     try:
         read = orjson.loads(written)
-        orjson.dumps(read)  # some nest deeper than can be written
+        orjson.dumps(read)  # raises for nesting that cannot be serialised
     except (orjson.JSONDecodeError, TypeError):
         return None
     return read if isinstance(read, dict) else None
@@ -194,12 +193,12 @@ _NOT_ANSWERED = "(not answered: the rollout ended)"
 
 @cache
 def gym_reads_trajectories() -> bool:
-    """Whether the Gym that is installed knows the key; older ones would only carry it."""
+    """Return whether the installed Gym reads ``ng_trajectory``; Gym before 0.7 ignores the key."""
     return importlib.util.find_spec("nemo_gym.rollout_observability") is not None
 
 
 def ng_trajectory(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a finished row of Gym's, which has its indices and, under ``rollout``, how it came about."""
+    """Return the trajectory record of a finished Gym row with its indices and its ``rollout`` field."""
     record = _Record(row)
     for turn in read_turns(row):
         record.add(turn)
@@ -223,7 +222,7 @@ class _Record:
         created = part(row, "response", "created_at")
         self._now = float(created) if isinstance(created, int | float) else 0.0
 
-    def add(self, turn: TurnRead) -> None:
+    def add(self, turn: ParsedTurn) -> None:
         call: dict[str, Any] = {"response_metadata": {"model": self._model, "status_code": 200}}
         if turn.step is not None:
             self._now, seconds = turn.step["started_at"], turn.step["seconds"]
@@ -243,7 +242,7 @@ class _Record:
         self._said += [output for _, output in calls]
 
     def close(self) -> None:
-        """Say how it ended, where it did not end as usual."""
+        """Add the end of a rollout that failed or was cut."""
         failure = self._about.get("failure")
         told = failure if isinstance(failure, dict) else {}
         kind = self._row.get("failure_kind") or told.get("kind")
@@ -257,7 +256,7 @@ class _Record:
                     "metadata": {"rollout_finish_reason": ended},
                 }
             return
-        why = self._row.get("failure_reason") or told.get("reason") or "nothing was sampled"
+        why = self._row.get("failure_reason") or told.get("reason") or "the policy sampled nothing"
         reason = str(kind or ended or "unknown")
         metadata = {"upstream_attempted": False, "response_source": "local", "local_response_reason": reason}
         tokens = {"prompt_tokens": 0, "completion_tokens": 0}
@@ -308,8 +307,8 @@ class _Record:
         )
         self._said += reasoning + answer
 
-    def _calls(self, turn: TurnRead) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Call and output of each; ids that a model server uses again are made different."""
+    def _calls(self, turn: ParsedTurn) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield call and output of each tool call; ids that a model server repeats are made unique."""
         for call in turn.calls:
             call_id = call.id
             while not call_id.strip() or call_id in self._call_ids:
@@ -350,7 +349,7 @@ class _Record:
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Task and rollout, as Gym's collector names them."""
+    """Return the ids of task and rollout as Gym's collector names them."""
     task, repeat = row.get("_ng_task_index"), row.get("_ng_rollout_index")
     names = (row.get(name) for name in ("task_id", "problem_id", "instance_id"))
     task_id = next((str(name) for name in names if name is not None and str(name).strip()), str(task))
@@ -360,7 +359,8 @@ def _identity(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _prompt(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What the policy was given. The exporter knows system and user there; anything else is shown as the user's."""
+    """Yield the prompt's messages. The exporter accepts only the roles system and user; other items are shown as
+    user messages."""
     instructions = part(row, "responses_create_params", "instructions")
     if isinstance(instructions, str):
         yield {"type": "message", "role": "system", "content": instructions}

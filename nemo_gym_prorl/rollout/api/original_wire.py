@@ -1,12 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The wire format of the original ProRL Agent server, for trainers that speak it already.
+"""Wire format of the original ProRL Agent server, for trainers that use it.
 
 Routes and fields follow NVIDIA-NeMo/ProRL-Agent-Server (``scripts/start_server.py``, ``openhands/nvidia/utils.py``);
-jobs run in the same pipeline as everybody's. Where that server loses things this one does not: a cancelled job answers
-with its partial messages, an unknown job is 404 rather than ok, errors keep their status, a second ``/process`` with
-the same ``job_id`` joins the first while that runs and is a new job afterwards, ``/stop`` touches its own jobs only,
-and ``/status`` has one schema.
+jobs run in the same pipeline as all others. Differences, where the original loses data:
+
+- A cancelled job answers with its partial messages.
+- An unknown job is 404 rather than ok, and errors keep their status.
+- A second ``/process`` with a running ``job_id`` joins that job; afterwards it is a new job.
+- ``/stop`` cancels its own jobs only.
+- ``/status`` has one schema.
 """
 
 from __future__ import annotations
@@ -19,32 +22,32 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
-from nemo_gym_prorl.http.access import caller_in
+from nemo_gym_prorl.http.key_guard import caller_in
 from nemo_gym_prorl.http.problems import ProblemError, problem_responses
-from nemo_gym_prorl.rollout.access_control import own_key, require_own, submitted_by
-from nemo_gym_prorl.rollout.api import JsonRoute
-from nemo_gym_prorl.rollout.callers import AttachedCallers
+from nemo_gym_prorl.rollout.api.access_control import require_own, scoped_key, submitted_by
+from nemo_gym_prorl.rollout.api.attached_callers import AttachedCallers
+from nemo_gym_prorl.rollout.api.routes import JsonRoute
+from nemo_gym_prorl.rollout.api.schemas import Identifier
+from nemo_gym_prorl.rollout.gym_rows import check_row
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
-from nemo_gym_prorl.rollout.rows import check_row
-from nemo_gym_prorl.rollout.schemas import Identifier, StatusView
 
 
 class BackendControl(Protocol):
-    """Adds and clears inference backends at the policy's model server."""
+    """Adds and removes inference backends at the policy's model server."""
 
     async def add(self, address: str) -> None:
-        """Add a backend; adding one twice is adding it once."""
+        """Add a backend; idempotent."""
         ...
 
     async def clear(self) -> None:
-        """Remove every backend; rollouts that run on one are not torn from it."""
+        """Remove every backend; running rollouts keep theirs."""
         ...
 
 
 class ProcessRequest(BaseModel):
-    """One rollout. ``instance`` is the dataset row; ``sampling_params`` go into its request to the policy."""
+    """One rollout. ``instance`` is the dataset row; ``sampling_params`` are added to its request to the policy."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -54,36 +57,36 @@ class ProcessRequest(BaseModel):
 
 
 class CancelBody(BaseModel):
-    """Which job."""
+    """Id of the job to cancel."""
 
     job_id: Identifier
 
 
 class ServerBody(BaseModel):
-    """Which backend, e.g. ``http://10.0.0.7:8000/v1``."""
+    """URL of a backend, e.g. ``http://10.0.0.7:8000/v1``."""
 
     address: HttpUrl
 
 
 _SAMPLING = ("temperature", "top_p", "max_output_tokens")
-"""Sampling parameters that a Responses API request has a field for; the rest belongs to the model server's config."""
+"""Sampling parameters with a field in a Responses API request; others belong into the model server's configuration."""
 
 
 def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendControl) -> APIRouter:
-    """The original routes. Include it before the job API's router, since both have a ``/status``.
+    """Return the original routes. Include this router before the job API's, since both have a ``/status``.
 
     Args:
         pipeline: runs the jobs.
-        callers: holds them while their connection lives.
-        backends: what ``/add_llm_server`` and ``/clear_llm_server`` change.
+        callers: attaches connections to jobs.
+        backends: changed by ``/add_llm_server`` and ``/clear_llm_server``.
     """
     router = APIRouter(route_class=JsonRoute, tags=["original ProRL wire format"])
-    jobs: dict[str, Job] = {}  # in flight, by the id that this wire format's caller knows
-    names: dict[Job, str] = {}  # the same ids
+    jobs: dict[str, Job] = {}  # jobs in flight by job_id
+    names: dict[Job, str] = {}  # job_id of each
     running = False
 
     def started(name: str, job: Job) -> None:
-        if not job.state.terminal:  # else it has ended, and its caller comes back for the answer
+        if not job.state.terminal:  # an ended job only waits for its caller's next post
             jobs[name], names[job] = job, name
 
     def finished(job: Job) -> None:
@@ -91,7 +94,7 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
         if name is not None and jobs.get(name) is job:
             del jobs[name]
 
-    pipeline.on_finish.append(finished)  # also where nobody is left who waits for the answer
+    pipeline.on_finish.append(finished)  # also for jobs whose caller disconnected
 
     def require_running() -> None:
         if not running:
@@ -99,7 +102,7 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
 
     @router.post("/start", responses=problem_responses(400, 403))
     async def start() -> dict[str, str]:
-        """Take jobs."""
+        """Accept jobs."""
         nonlocal running
         if running:
             raise ProblemError(400, "already-running", "the server is running already")
@@ -108,7 +111,7 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
 
     @router.post("/stop", responses=problem_responses(403))
     async def stop() -> dict[str, str]:
-        """Take no more jobs, and cancel those of this wire format. Answers when their sandboxes are gone."""
+        """Accept no more jobs, and cancel those of this wire format. Answers once their sandboxes are released."""
         nonlocal running
         running = False
         await asyncio.gather(*(pipeline.cancel(job, "the server was stopped") for job in list(jobs.values())))
@@ -118,11 +121,11 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
     async def process(body: ProcessRequest, request: Request) -> Response:
         """Run one rollout and answer with its messages, tokens and verdict.
 
-        A `job_id` again while that rollout runs joins it; after its answer was delivered it is a new rollout.
+        The `job_id` of a running rollout joins it; after its answer was delivered, the `job_id` is a new rollout.
         """
         require_running()
         who = caller_in(request.scope)
-        key = own_key(who, b"process:" + body.job_id.encode() if body.job_id else None)
+        key = scoped_key(who, b"process:" + body.job_id.encode() if body.job_id else None)
 
         def render(job: Job) -> bytes:
             return orjson.dumps(to_result(job, body.job_id or job.id))
@@ -141,7 +144,7 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
 
     @router.post("/cancel", responses=problem_responses(403, 404, 422))
     async def cancel(body: CancelBody, request: Request) -> dict[str, str]:
-        """Cancel a job; its `/process` answers with what there is."""
+        """Cancel a job; its `/process` answers with the partial result."""
         job = jobs.get(body.job_id)
         if job is None:
             raise ProblemError(404, "unknown-rollout", f"no job {body.job_id!r} is in flight")
@@ -162,10 +165,10 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
         await backends.clear()
         return {"status": "cleared"}
 
-    @router.get("/status", include_in_schema=False)  # the job API's, with more in it
+    @router.get("/status", include_in_schema=False)  # a superset of the job API's status
     async def status() -> dict[str, Any]:
-        """The job API's status, and the original's counters."""
-        view = StatusView.of(pipeline).model_dump(mode="json")
+        """Return the job API's status, and the original's counters."""
+        view = pipeline.status().model_dump(mode="json")
         counters: dict[str, Any] = {"status": "running" if running else "stopped", "pending_jobs": len(jobs)}
         for stage in Stage:
             counters[f"{stage.value}_queue"] = pipeline.scheduler.waiting(stage)
@@ -176,10 +179,10 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
 
 
 def to_row(instance: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-    """A Gym row from an instance.
+    """Return the Gym row of an instance.
 
     Raises:
-        CallerError: there is no prompt in it.
+        CallerError: the instance has no prompt.
     """
     params = instance.get("responses_create_params")
     if params is None:
@@ -198,7 +201,7 @@ def to_row(instance: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]
 
 
 def to_result(job: Job, job_id: str) -> dict[str, Any]:
-    """The original's result of a job with its outcome, under the id that its caller knows."""
+    """Return the original's result of a job with its outcome, under its ``job_id``."""
     outcome = job.outcome
     assert outcome is not None, "only a job with its outcome has a result"
     failure = outcome.failure
@@ -243,10 +246,10 @@ def to_result(job: Job, job_id: str) -> dict[str, Any]:
 
 
 def to_messages(prompt: str | list[dict[str, Any]], output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Chat messages from Responses API items; what the policy produced in one turn is one assistant message.
+    """Return chat messages from Responses API items; the policy's items of one turn become one assistant message.
 
-    The token fields stand on a turn's last item: ``token_ids`` are the ids sampled, ``input_ids`` those of the whole
-    prompt, ``logprobs`` one per sampled id.
+    Token fields are read from a turn's last item: ``token_ids`` are the sampled ids, ``input_ids`` the whole prompt's,
+    ``logprobs`` one per sampled id.
     """
     messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
     turn: dict[str, Any] | None = None
@@ -277,7 +280,7 @@ def to_messages(prompt: str | list[dict[str, Any]], output: list[dict[str, Any]]
 
 
 def _text(content: Any) -> str:
-    """Of a message; a prompt's items are the caller's own and may be anything."""
+    """Return the text of a message. Items of the prompt come from the caller and may have any type."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
     return "" if content is None else str(content)

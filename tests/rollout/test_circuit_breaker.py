@@ -9,14 +9,12 @@ from typing import Any, ClassVar
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Stage
-from nemo_gym_prorl.rollout.api import PipelineMetrics
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics
 from nemo_gym_prorl.rollout.handler import Environment, Environments
-from nemo_gym_prorl.rollout.job import FAILED_STATES, Budgets, Job, JobState, Trajectory, Verdict
+from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.scheduler import PoolSizes
-from nemo_gym_prorl.rollout.schemas import StatusView
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
 from tests.rollout.handlers import Bench, PlannedHandler
 from tests.rollout.virtual_time import run_in_virtual_time
 
@@ -112,7 +110,7 @@ def test_jobs_wait_out_a_dead_server_and_all_succeed(kind_of_handler: type[Deplo
         await asyncio.sleep(300)
         assert not any(job.state.terminal and job.state is not JobState.SUCCEEDED for job in jobs)
         if kind_of_handler is Probed:
-            status = StatusView.of(pipeline)
+            status = pipeline.status()
             assert [*status.held] == [server]
             assert "cannot be reached" in status.held[server].reason
             told = f'prorl_server_unreachable{{environment="planned",server="{server}"}} 1.0'
@@ -122,7 +120,7 @@ def test_jobs_wait_out_a_dead_server_and_all_succeed(kind_of_handler: type[Deplo
         assert {job.state for job in jobs} == {JobState.SUCCEEDED}
         if kind_of_handler is Probed:
             assert handler.made <= len(jobs) * 1.2, "sandboxes"
-        assert not StatusView.of(pipeline).held
+        assert not pipeline.status().held
         assert b"prorl_server_unreachable{" not in metrics.render()
 
     run_in_virtual_time(play())
@@ -174,12 +172,12 @@ def test_the_dead_server_of_one_environment_holds_up_no_other(kind_of_handler: t
         assert {job.state for job in jobs} == {JobState.SUCCEEDED}
         assert alive.made == len(jobs)
         if kind_of_handler is Probed:
-            assert StatusView.of(pipeline).held[server].environments == ["dead"]
+            assert pipeline.status().held[server].environments == ["dead"]
         assert not any(job.state in FAILED_STATES for job in stuck)
         del dead.down[server]
         assert await pipeline.drain(timeout=3000)
         assert {job.state for job in stuck} == {JobState.SUCCEEDED}
-        assert not pipeline.held
+        assert not pipeline.outages
 
     run_in_virtual_time(play())
 
@@ -212,7 +210,7 @@ def test_a_server_that_hangs_keeps_no_slot_from_another_environment_and_costs_it
         # 80 runs of 5 s in 8 slots, and until it was noticed
         await asyncio.sleep(80)
         assert {job.state for job in jobs} == {JobState.SUCCEEDED}
-        assert StatusView.of(pipeline).held[server].environments == ["dead"]
+        assert pipeline.status().held[server].environments == ["dead"]
         await asyncio.sleep(600)
         assert not any(job.state in FAILED_STATES for job in stuck)
         made = dead.made
@@ -222,25 +220,7 @@ def test_a_server_that_hangs_keeps_no_slot_from_another_environment_and_costs_it
         assert dead.made - made <= len(stuck) - made, "none began anew"
         assert {job.times[stage].attempts for job in stuck for stage in Stage} == {1}
         assert max(job.times[stage].worked_s for job in stuck for stage in Stage) < 60
-        assert not pipeline.held
-
-    run_in_virtual_time(play())
-
-
-def test_a_server_that_hangs_for_too_long_fails_its_jobs() -> None:
-    async def play() -> None:
-        dead, alive = Hanging(), Deployment()
-        pipeline = of_two(dead, alive)
-        stuck = [pipeline.submit(JobRequest({"data_source": "dead"})) for _ in range(30)]
-        await asyncio.sleep(7)
-        dead.hang("resources")
-        await asyncio.sleep(SETTINGS.unreachable_s - 10)
-        assert not any(job.state in FAILED_STATES for job in stuck)
-        assert await pipeline.drain(timeout=200)
-        kinds = {job.outcome and job.outcome.failure and job.outcome.failure.kind for job in stuck}
-        assert kinds == {UNREACHABLE, None}, "what was scored before it hung"
-        assert not dead.sessions, "every session was released"
-        await pipeline.close()
+        assert not pipeline.outages
 
     run_in_virtual_time(play())
 
@@ -256,23 +236,7 @@ def test_a_call_dropped_by_a_server_that_answers_is_an_attempt_of_its_job() -> N
         assert await pipeline.drain(timeout=60)
         assert job.state is JobState.FAILED
         assert job.times[Stage.INIT].attempts == 3
-        assert not pipeline.held
-
-    run_in_virtual_time(play())
-
-
-def test_a_job_that_met_an_outage_has_all_of_its_attempts_left() -> None:
-    async def play() -> None:
-        handler = Probed()
-        pipeline = Bench(SETTINGS, handler).pipeline()
-        broken_once = {"run": [{"how": "infrastructure"}, {}]}
-        job = pipeline.submit(JobRequest({"plan": broken_once}, max_attempts=2))
-        await asyncio.sleep(1)
-        handler.down["model"] = UNREACHABLE
-        await asyncio.sleep(60)
-        del handler.down["model"]
-        assert await pipeline.drain(timeout=1000)
-        assert (job.state, job.times[Stage.RUN].attempts) == (JobState.SUCCEEDED, 3)
+        assert not pipeline.outages
 
     run_in_virtual_time(play())
 
@@ -285,71 +249,11 @@ def test_jobs_held_up_can_be_cancelled_and_the_service_closed() -> None:
         await asyncio.sleep(1)
         handler.down = {"resources": UNREACHABLE, "model": UNREACHABLE}
         await asyncio.sleep(20)
-        assert "model" in {outage.server for outage in pipeline.held}
+        assert "model" in {outage.server for outage in pipeline.outages}
         await pipeline.cancel(jobs[-1])
         assert jobs[-1].state is JobState.CANCELLED
         await pipeline.close()
         assert all(job.state.terminal for job in jobs)
         assert not handler.sessions
-
-    run_in_virtual_time(play())
-
-
-class Scoring(Deployment):
-    """Its scoring may go on though the call was lost."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ended: list[str] = []
-
-    async def end_scoring(self, job: Job) -> None:
-        self.ended.append(job.id)
-
-
-@pytest.mark.parametrize("cancelled", [True, False])
-def test_the_scoring_of_a_job_that_a_server_held_up_there_is_ended(cancelled: bool) -> None:
-    async def play() -> None:
-        handler = Scoring()
-        pipeline = Bench(PipelineSettings(unreachable_s=100.0), handler).pipeline()
-        job = pipeline.submit(JobRequest({"plan": {}}))
-        await asyncio.sleep(2)
-        handler.down["resources"] = FailureKind.TRANSPORT_UNREACHABLE
-        await asyncio.sleep(8)
-        assert (job.state, handler.ended) == (JobState.EVALUATING, [])
-        if cancelled:
-            await pipeline.cancel(job)
-        assert await pipeline.drain(1000)
-        assert job.state in FAILED_STATES
-        assert handler.ended == [job.id]
-        await pipeline.close()
-
-    run_in_virtual_time(play())
-
-
-def test_who_comes_again_under_an_old_id_is_waited_for_as_long_as_anybody() -> None:
-    """A trainer sends a row that failed once more, under its id: what was waiting for the old one is over."""
-
-    async def play() -> None:
-        environment = Environment("planned", "planned", PlannedHandler, scores_groups_of=3)
-        clock = asyncio.get_running_loop().time
-        settings = PipelineSettings(budgets=Budgets(eval=100.0))
-        pipeline = Pipeline(Environments([environment], "planned"), settings, clock=clock)
-
-        async def one(name: str) -> float:
-            begun = clock()
-            job = pipeline.submit(JobRequest({"plan": {}}, id=name, group="g", held=True))
-            await pipeline.wait(job)
-            assert job.outcome is not None
-            assert job.outcome.failure is not None
-            assert job.outcome.failure.kind is FailureKind.COHORT_INCOMPLETE
-            job.deliver()
-            return clock() - begun
-
-        for pause in (30, 0, 0):
-            first = asyncio.create_task(one("a"))
-            await asyncio.sleep(pause)
-            assert await one("b") >= 100
-            assert await first >= 100
-        await pipeline.close()
 
     run_in_virtual_time(play())

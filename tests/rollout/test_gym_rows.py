@@ -15,11 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.http.routed_experts import continued, last_rows
+from nemo_gym_prorl.http.routed_experts import last_rows
 from nemo_gym_prorl.policy.generation import Finish, Generation, validate_generation
-from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn, TokenLedger
-from nemo_gym_prorl.rollout.rows import MAX_DEPTH, Turn, check_row, packed, put_tokens, read_json, take_tokens
-from nemo_gym_prorl.rollout.schemas import TurnView
+from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
+from nemo_gym_prorl.rollout.api.schemas import TurnView
+from nemo_gym_prorl.rollout.gym_rows import (
+    MAX_DEPTH,
+    TurnTokens,
+    check_row,
+    pack_turns,
+    put_tokens,
+    read_json,
+    take_tokens,
+)
 
 
 TEXT = st.text(st.characters(codec=None, categories=None))  # surrogates too
@@ -102,8 +110,8 @@ def responses(draw: st.DrawFn) -> dict[str, Any]:
     return {"id": "any", "output": output}
 
 
-def over_the_wire(turns: list[Turn]) -> list[Turn]:
-    return [Turn.unpacked(told) for told in orjson.loads(packed(turns))]
+def over_the_wire(turns: list[TurnTokens]) -> list[TurnTokens]:
+    return [TurnTokens.unpack(told) for told in orjson.loads(pack_turns(turns))]
 
 
 @given(responses())
@@ -112,20 +120,11 @@ def test_what_was_taken_comes_back_as_it_was(response: dict[str, Any]) -> None:
     turns = take_tokens(response)
     assert not any(key.endswith(("_ids", "_probs")) for item in response["output"] for key in item)
     assert over_the_wire(turns) == turns
-    assert [TurnView(**told).length for told in orjson.loads(packed(turns))] == [len(turn.sampled) for turn in turns]
+    assert [TurnView(**told).length for told in orjson.loads(pack_turns(turns))] == [
+        len(turn.sampled) for turn in turns
+    ]
     put_tokens(response, over_the_wire(turns))
     assert orjson.loads(orjson.dumps(response)) == before
-
-
-def test_a_conversation_is_there_once() -> None:
-    sequence, output = list(range(100)), []
-    for turn in range(50):
-        sampled = [1000 + turn] * 20
-        tokens = {"prompt_token_ids": sequence, "generation_token_ids": sampled, "generation_log_probs": [-0.5] * 20}
-        output.append({"type": "message", **tokens})
-        sequence = sequence + sampled + [7] * 30
-    turns = take_tokens({"output": output})
-    assert sum(len(turn.observed) + len(turn.sampled) for turn in turns) == len(sequence) - 30
 
 
 GOOD = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
@@ -150,13 +149,6 @@ def test_tokens_that_cannot_be_packed_stay_with_all_others_of_their_rollout(chan
     before = copy.deepcopy(response)
     assert take_tokens(response) == []
     assert repr(response) == repr(before)
-
-
-def test_what_came_broken_is_told() -> None:
-    [told] = orjson.loads(packed(take_tokens({"output": [dict(GOOD)]})))
-    for broken in ({"sampled": "AAA="}, {"sampled": "%"}, {"log_probs": ""}):
-        with pytest.raises(ValueError, match=r"bytes|base64|log-probs"):
-            Turn.unpacked(told | broken)
 
 
 KINDS = {"int8": 1, "int16": 2, "int32": 4}
@@ -198,7 +190,7 @@ def test_turns_keep_what_is_new_and_give_back_all_of_it(
         tokens = {"prompt_token_ids": prompt, "generation_token_ids": sampled, "generation_log_probs": [-1.0]}
         output.append({**tokens, "generation_log_probs": [-1.0] * len(sampled), "routed_experts": kept})
     response = {"output": output}
-    over_the_wire = [Turn.unpacked(told) for told in orjson.loads(packed(take_tokens(response)))]
+    over_the_wire = [TurnTokens.unpack(told) for told in orjson.loads(pack_turns(take_tokens(response)))]
     assert not any(response["output"])
     put_tokens(response, over_the_wire)
     rows, length = orjson.loads(orjson.dumps(response))["output"], 0
@@ -206,31 +198,6 @@ def test_turns_keep_what_is_new_and_give_back_all_of_it(
         length += len(observed) + len(sampled)
         # Where a turn went on, the token before has been read: by the time of the last turn all have but its last.
         assert item["routed_experts"] == experts(seen[:length], *shape)
-
-
-def test_a_history_that_was_rewritten_has_those_of_its_own() -> None:
-    ledger = TokenLedger()
-    first = ledger.append(None, [1, 2], Generation([3], [-1.0], Finish.STOP, routed_experts=experts([1, 2, 3])))
-    again = ledger.append(None, [1, 9], Generation([4], [-1.0], Finish.STOP, routed_experts=experts([1, 9, 4])))
-    items = [_item([1, 2], [3], first), _item([1, 9], [4], again)]
-    response = {"output": copy.deepcopy(items)}
-    put_tokens(response, take_tokens(response))
-    assert orjson.loads(orjson.dumps(response))["output"] == items
-
-
-def _item(prompt: list[int], sampled: list[int], turn: LedgerTurn) -> dict[str, Any]:
-    tokens = {"prompt_token_ids": prompt, "generation_token_ids": sampled, "generation_log_probs": [-1.0]}
-    return {**tokens, "routed_experts": turn.routed_experts}
-
-
-def test_what_no_turn_has_is_not_made_up() -> None:
-    """A turn of an engine that told nothing in the middle: those after it lack its rows."""
-    told = experts([1, 2, 3, 4, 5])
-    assert continued(None, last_rows(told, 2), 5) is None
-    assert continued(experts([1, 2]), last_rows(told, 2), 5) is None
-    assert continued(experts([1, 2, 3], unread=False), last_rows(told, 2), 5) == told
-    assert continued(experts([1, 2, 3], layers=4), last_rows(told, 2), 5) is None
-    assert continued(told, None, 7) is None
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the service remembers: live jobs, the ordered log of terminal outcomes, and the stream of transitions.
+"""Memory of a service: live jobs, the ordered log of terminal outcomes, and the stream of transitions.
 
-All of it is bounded, in bytes. A trainer submits millions of rollouts through one service; what has ended is kept so
-that its submitter can read it, and a follower that was away can catch up. Each result has a time to live, which ends
-when it is read. Over the bound, results whose time is over are forgotten; if younger ones fill the bound, the service
-refuses new jobs rather than lose what it was asked for. Nothing is forgotten in silence: a cursor behind which
-something is missing, and the id of a forgotten job, are errors that say so.
+- Memory is bounded in bytes. Each result has a time to live, which ends when a client reads the result.
+- Above the limit the store forgets results whose time to live is over. If younger results fill the limit, the service
+  refuses new jobs.
+- Nothing is forgotten silently: a cursor behind which outcomes are missing, and the id of a forgotten job, are errors.
 
-With a journal an outcome is on disk before it enters the log. What memory forgets is then read from there, the log
-goes on where an earlier life of the service left it, and ids stay known.
+With a journal an outcome is on disk before it enters the log. Results that memory forgot are then read from the
+journal, the log continues across restarts, and ids stay known.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, J
 
 
 if TYPE_CHECKING:  # clients have no database
-    from nemo_gym_prorl.rollout.journal import Journal
+    from nemo_gym_prorl.rollout.storage.journal import Journal
 
 
 EVENT_HISTORY = 10_000
 """Transitions kept for subscribers that reconnect with the id of the last one they saw."""
 
 REMEMBERED_IDS = 100_000
-"""Ids of forgotten jobs that are still known to have been, some 15 MB at most."""
+"""Ids of forgotten jobs that stay known, some 15 MB at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One entry of the event stream, as ``/v1/events`` sends it. ``seq`` counts up without gaps, and ``cursor`` is the
-    place behind it; ``at`` is seconds since the epoch; ``id`` is the job's."""
+    """One entry of the event stream, as ``/v1/events`` sends it. ``seq`` counts up without gaps; ``cursor`` is the
+    position behind the entry; ``at`` is in seconds since the epoch; ``id`` is the job's."""
 
     seq: int
     cursor: str
@@ -62,7 +61,7 @@ class Transition:
 
 @dataclass(slots=True)
 class _Entry:
-    """A job in the log of terminal outcomes."""
+    """Position and size of a job in the log of terminal outcomes."""
 
     position: int
     size: int
@@ -70,13 +69,13 @@ class _Entry:
 
 
 class JobStore:
-    """The jobs of one pipeline.
+    """Jobs of one service.
 
     Args:
-        retain_bytes: how much the terminal jobs may keep.
-        keep_unread_s: seconds for which a result that nobody has read is not forgotten, whatever the bound.
+        retain_bytes: memory limit for terminal jobs.
+        keep_unread_s: time to live, in seconds, of an unread result.
         clock: monotonic seconds.
-        journal: what keeps them over a restart, if anything.
+        journal: keeps jobs and outcomes over a restart.
     """
 
     def __init__(
@@ -87,52 +86,52 @@ class JobStore:
         journal: Journal | None = None,
     ) -> None:
         self.journal = journal
-        self.life = uuid.uuid4().hex[:12]
-        """What is counted anew with each start belongs to it: transitions, and pages of a listing."""
-        self.epoch = self.life if journal is None else journal.epoch
-        """What the log of outcomes belongs to."""
+        self.event_epoch = uuid.uuid4().hex[:12]
+        """Epoch of transitions and of pages of a listing, whose counts restart with each start."""
+        self.epoch = self.event_epoch if journal is None else journal.epoch
+        """Epoch of the log of outcomes."""
         self._retain_bytes = retain_bytes
         self._keep_unread_s = keep_unread_s
         self._clock = clock
         self.shares: Mapping[str, float] = {}
-        """Of the clients that have one."""
+        """Shares of clients with keys of their own."""
         self._jobs: dict[str, Job] = {}
         self._numbers: list[tuple[int, str]] = []
-        """Numbers and ids of jobs, ascending; forgotten ones are among them until there are as many of these."""
+        """Numbers and ids of jobs, ascending; ids of forgotten jobs are removed in batches."""
         self._groups: dict[str, set[str]] = {}
         self.states: Counter[JobState] = Counter()
-        """Remembered jobs by state."""
+        """Number of remembered jobs by state."""
         self._log: dict[int, Job] = {}
         self._log_length = self._expired_before = 0 if journal is None else journal.end
-        self._unread: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which they ended
-        self._read: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which they were read
+        self._unread: OrderedDict[Job, _Entry] = OrderedDict()  # by time of end
+        self._read: OrderedDict[Job, _Entry] = OrderedDict()  # by time of reading
         self.retained_bytes = 0
-        """What the terminal jobs keep."""
+        """Bytes of the terminal jobs."""
         self.retained_of: Counter[str] = Counter()
-        """The same by client."""
-        self._gone: OrderedDict[bytes, None] = OrderedDict()
+        """Bytes of the terminal jobs by client."""
+        self._forgotten_ids: OrderedDict[bytes, None] = OrderedDict()
         self._leaving: list[list[Job]] = []
-        """For each read of the journal, the jobs that were forgotten since it began: it may not have met them yet."""
+        """Per pending read of the journal, the jobs forgotten since it began: the read may have missed them."""
         self._events: deque[Transition] = deque(maxlen=EVENT_HISTORY)
         self._seq = 0
         self._submitted = 0 if journal is None else journal.numbered
         self._wake: asyncio.Event = asyncio.Event()
         self.arriving: asyncio.Future[None] | None = None
-        """Done when all jobs are here that an earlier life had accepted."""
+        """Done when all accepted jobs of an earlier process are recovered."""
         self.expected: asyncio.Future[frozenset[str]] | None = None
-        """Their ids."""
+        """Ids of the jobs to recover."""
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     @property
     def full(self) -> bool:
-        """Results whose time to live is not over fill the bound."""
+        """Whether results whose time to live is not over fill the limit."""
         self._forget_over_bound()
         return self.retained_bytes >= self._retain_bytes and not self._read
 
     def add(self, job: Job, at: float) -> None:
-        """Remember a new job. One of the same id that was delivered stays in the log and nowhere else."""
+        """Remember a new job. A delivered job with the same id stays in the log only."""
         self._submitted += 1
         job.number = self._submitted
         if (delivered := self._jobs.pop(job.id, None)) is not None:
@@ -146,23 +145,23 @@ class JobStore:
         self.record(job, at)
 
     def get(self, job_id: str) -> Job | None:
-        """The job, unless it never was or is forgotten."""
+        """Return a job in memory, or ``None``."""
         return self._jobs.get(job_id)
 
     def is_forgotten(self, job_id: str) -> bool:
-        """A job of that id has been, and was forgotten; its result is gone, and the id is not used again."""
-        return _mark(job_id) in self._gone
+        """Return whether a job with this id ended and is forgotten; such an id is not used again."""
+        return _mark(job_id) in self._forgotten_ids
 
     def known(self, request: JobRequest, digest: bytes) -> Job | None:
-        """The job that a request asks for again, if it is remembered; ``None`` if it asks for a new one.
+        """Return the remembered job that a request repeats; ``None`` for a new job.
 
         Args:
-            request: what is asked for.
-            digest: of its row.
+            request: the request.
+            digest: digest of its row.
 
         Raises:
-            JobConflict: the id is another job's, or one of theirs is held by a connection.
-            RolloutForgotten: the id was one that is forgotten.
+            JobConflict: the id belongs to another job, or one of the two is attached to a connection.
+            RolloutForgotten: the id belongs to a forgotten job.
         """
         if request.id is None:
             return None
@@ -174,21 +173,23 @@ class JobStore:
         return None
 
     def refuse_if_full(self, client: str) -> None:
-        """Raises:
-        QueueFull: results that nobody has read fill the bound, and those of this client its part of it.
+        """Refuse a new job while unread results fill the limit.
+
+        Raises:
+            QueueFull: the limit is reached, and this client exceeds its share.
         """
         if self.full and not is_under_fair_share(client, self._retain_bytes, self.retained_of, self.shares):
             raise QueueFull(
-                f"results that nobody has read fill {self.retained_bytes / 2**20:.0f} of "
+                f"unread results fill {self.retained_bytes / 2**20:.0f} of "
                 f"{self._retain_bytes / 2**20:.0f} MiB; read them (GET /v1/rollouts/ID, or follow with "
                 "results=true), then submit again"
             )
 
     async def fetch(self, job_id: str) -> Job | None:
-        """The job, also one that only the journal has; ``None`` if there never was one.
+        """Return a job from memory or journal; ``None`` for an unknown id.
 
         Raises:
-            RolloutForgotten: there was.
+            RolloutForgotten: the job is forgotten.
         """
         found = (await self.fetch_all([job_id])).get(job_id)
         if found is None and self.is_forgotten(job_id):
@@ -196,27 +197,27 @@ class JobStore:
         return found
 
     async def fetch_all(self, job_ids: Iterable[str]) -> dict[str, Job]:
-        """Those of these jobs that are in memory or in the journal."""
+        """Return those of these jobs that are in memory or in the journal."""
         found = {job_id: self._jobs.get(job_id) for job_id in job_ids}
         missing = [job_id for job_id, job in found.items() if job is None]
         if missing and self.journal is not None:
-            await self.all_here(*missing)
+            await self.wait_for_recovery(*missing)
             kept = await self.journal.find(missing)
             for job_id in missing:
                 found[job_id] = self._jobs.get(job_id) or kept.get(job_id)
                 if job_id in kept and kept[job_id] is None:
-                    self._remember_gone(job_id)
+                    self._remember_forgotten(job_id)
         return {job_id: job for job_id, job in found.items() if job is not None}
 
     async def in_group(self, group: str) -> list[Job]:
-        """All jobs of a group, in no particular order."""
-        await self.all_here()
+        """Return all jobs of a group, in no particular order."""
+        await self.wait_for_recovery()
         kept = await self._kept(state=None, group=group)
         return [*(self._jobs[job_id] for job_id in self._groups.get(group, ())), *kept.values()]
 
-    async def all_here(self, *ids: str) -> None:
-        """Return when the jobs are here that an earlier life had accepted and not ended, or as soon as it is known
-        that none of these ``ids`` is among them."""
+    async def wait_for_recovery(self, *ids: str) -> None:
+        """Wait until the accepted jobs of an earlier process are recovered, or until none of these ``ids`` can be
+        among them."""
         if self.arriving is None or self.arriving.done():
             return
         if ids and self.expected is not None:
@@ -227,26 +228,26 @@ class JobStore:
         await asyncio.wait({self.arriving})
 
     def expect(self, ids: Iterable[str]) -> None:
-        """These jobs of an earlier life are to come."""
-        assert self.expected is not None, "they are being looked for"
+        """Set the ids of the jobs to recover."""
+        assert self.expected is not None, "recovery has started"
         self.expected.set_result(frozenset(ids))
 
     def live(self) -> list[Job]:
-        """Jobs without an outcome."""
+        """Return the jobs without an outcome."""
         return [job for job in self._jobs.values() if not job.state.terminal]
 
     @property
-    def trouble(self) -> str | None:
-        """Why the journal cannot be written now."""
+    def journal_error(self) -> str | None:
+        """Error of the journal's last commit, if it failed."""
         return None if self.journal is None else self.journal.failing
 
     @property
     def submitted(self) -> int:
-        """Jobs that have been, forgotten ones among them."""
+        """Number of submitted jobs, forgotten ones included."""
         return self._submitted
 
     def find(self, *, state: JobState | None, group: str | None, after: int = 0) -> Iterator[Job]:
-        """Remembered jobs that fit and whose ``number`` lies behind ``after``, oldest first."""
+        """Yield remembered jobs that match and have a ``number`` above ``after``, oldest first."""
         numbers = self._numbers
         if group is not None:
             numbers = sorted((self._jobs[job_id].number, job_id) for job_id in self._groups.get(group, ()))
@@ -259,15 +260,16 @@ class JobStore:
     async def page(
         self, *, state: JobState | None, group: str | None, after: int, limit: int, content: bool
     ) -> list[Job]:
-        """As :meth:`find`, with those that only the journal has; those from there have a result with ``content``."""
-        await self.all_here()
+        """Return jobs as :meth:`find` does, journal included; jobs from the journal have a result only with
+        ``content``."""
+        await self.wait_for_recovery()
         kept = await self._kept(state=state, group=group, after=after, limit=limit, content=content)
         here = islice(self.find(state=state, group=group, after=after), limit)
         numbered = kept | {job.number: job for job in here}
         return [numbered[number] for number in sorted(numbered)][:limit]
 
     async def _kept(self, *, state: JobState | None, after: int = 0, **which: Any) -> dict[int, Job]:
-        """Those that are not in memory, by number; also what left that while the journal was read."""
+        """Return jobs that only the journal has, by number; also jobs that memory forgot during the read."""
         if self.journal is None or not (state is None or state.terminal):
             return {}
         leaving: list[Job] = []
@@ -279,22 +281,22 @@ class JobStore:
         found = [*kept, *(job for job in leaving if job.fits(state, which["group"], after))]
         return {job.number: job for job in found if job.id not in self._jobs}
 
-    async def write_down(self, job: Job, outcome: Outcome, at: float) -> bool:
-        """Have the outcome of a job, which is packed, on disk. False if it is none: with a journal a shutdown ends no
-        job that can be run again, nor does what could not be written before it."""
+    async def persist_outcome(self, job: Job, outcome: Outcome, at: float) -> bool:
+        """Write the outcome of a packed job to the journal. Return false if the job has none: with a journal a
+        shutdown ends no job that can be resumed."""
         if self.journal is None:
             return True
-        if not job.held and outcome.failure is not None and outcome.failure.kind is FailureKind.SHUTDOWN:
+        if not job.attached and outcome.failure is not None and outcome.failure.kind is FailureKind.SHUTDOWN:
             return False
         return await self.journal.ended(job, outcome, at) is not None
 
     def record(self, job: Job, at: float, was: JobState | None = None) -> None:
-        """Publish the job's current state; a terminal one also enters the log of outcomes.
+        """Publish the job's current state; a terminal state also enters the log of outcomes.
 
         Args:
-            job: it.
+            job: the job.
             at: seconds since the epoch.
-            was: its state before; ``None`` for a new one.
+            was: previous state; ``None`` for a new job.
         """
         if was is not None:
             self.states[was] -= 1
@@ -305,7 +307,7 @@ class JobStore:
         self._events.append(
             Transition(
                 seq=self._seq,
-                cursor=str(Cursor(self.life, self._seq)),
+                cursor=str(Cursor(self.event_epoch, self._seq)),
                 at=at,
                 id=job.id,
                 group=job.group,
@@ -321,7 +323,7 @@ class JobStore:
             self._log[self._log_length] = job
             self._log_length += 1
             if job.delivered or job.state is JobState.CANCELLED:
-                self.mark_read(job)  # whoever took it, or took it back, does not wait for it
+                self.mark_read(job)  # its caller has the answer, or has cancelled
             self._forget_over_bound()
         self._wake.set()
         self._wake = asyncio.Event()
@@ -329,7 +331,7 @@ class JobStore:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def mark_read(self, job: Job) -> None:
-        """End the time to live of a job's result, which was read; no-op for a job without an outcome."""
+        """End the time to live of a job's result; no-op for a job without an outcome."""
         if (entry := self._unread.pop(job, None)) is not None:
             self._read[job] = entry
 
@@ -337,10 +339,10 @@ class JobStore:
         self.retained_bytes += more
         self.retained_of[job.client] += more
         if not self.retained_of[job.client]:
-            del self.retained_of[job.client]  # callers name themselves as they like
+            del self.retained_of[job.client]  # callers choose client names, so the counter must not grow
 
     def deliver(self, job: Job) -> None:
-        """The caller that held its connection for this job has the answer: drop row and result, free the id."""
+        """Drop row and result, and free the id: the attached caller has the answer."""
         self.mark_read(job)
         job.deliver()
         if (entry := self._read.get(job)) is not None:
@@ -351,15 +353,15 @@ class JobStore:
 
     @property
     def cursor(self) -> Cursor:
-        """The place behind the last terminal outcome."""
+        """Cursor behind the last terminal outcome."""
         return Cursor(self.epoch, self._log_length)
 
     async def ended_after(self, cursor: Cursor, limit: int, *, content: bool = False) -> tuple[list[Job], Cursor]:
-        """Terminal jobs behind ``cursor``, in the order in which they ended, and the cursor to go on with. Those that
-        only the journal has have a result with ``content``.
+        """Return terminal jobs behind ``cursor`` in order of their end, and the next cursor. Jobs from the journal
+        have a result only with ``content``.
 
         Raises:
-            CursorExpired: an outcome behind it was forgotten, or the cursor is of another run of the service.
+            CursorExpired: an outcome behind the cursor is forgotten, or the cursor has another epoch.
             CallerError: the cursor lies beyond the log's end.
         """
         start = cursor.within(self.epoch, self._first, self._log_length)
@@ -368,16 +370,16 @@ class JobStore:
         if len(found) < end - start and self.journal is not None:
             found = await self.journal.between(start, end, content=content) | found
         if len(found) < end - start:
-            raise CursorExpired(f"what lies behind {cursor} is being forgotten; list again and follow from there")
+            raise CursorExpired(f"outcomes behind {cursor} are forgotten; list again and follow from the new cursor")
         return [found[position] for position in range(start, end)], Cursor(self.epoch, end)
 
     @property
     def _first(self) -> int:
-        """Position of the first outcome behind which all are known."""
+        """Position behind which all outcomes are known."""
         return self._expired_before if self.journal is None else min(self._expired_before, self.journal.first)
 
     async def wait_for_end(self, cursor: Cursor, timeout: float) -> None:
-        """Return when there is a terminal outcome behind ``cursor``, or after ``timeout`` seconds.
+        """Return once there is a terminal outcome behind ``cursor``, or after ``timeout`` seconds.
 
         Raises:
             CursorExpired, CallerError: as :meth:`ended_after`.
@@ -391,16 +393,18 @@ class JobStore:
     # -- the stream of transitions -------------------------------------------------------------------------------
 
     def events(self, after: Cursor | None = None) -> AsyncIterator[Transition]:
-        """Transitions from now on, or from behind ``after``; its ``seq`` is a position of this log.
+        """Follow transitions from now on, or from behind ``after``, a position of this log.
 
-        A reader never holds up the service. One that is slower than the history is long gets :class:`CursorExpired`
-        from the iterator, so that it knows that it missed something.
+        A slow reader never blocks the service: the iterator raises :class:`CursorExpired` once the history is shorter
+        than the reader's delay.
 
         Raises:
-            CursorExpired: history does not reach back that far, or the cursor is of another run of the service.
-            CallerError: the cursor lies beyond the end, where it would wait for nothing.
+            CursorExpired: the history does not reach back that far, or the cursor has another epoch.
+            CallerError: the cursor lies beyond the end.
         """
-        return self._follow(self._seq if after is None else after.within(self.life, self._first_event, self._seq))
+        return self._follow(
+            self._seq if after is None else after.within(self.event_epoch, self._first_event, self._seq)
+        )
 
     async def _follow(self, seen: int) -> AsyncIterator[Transition]:
         while True:
@@ -418,7 +422,7 @@ class JobStore:
 
     @property
     def _first_event(self) -> int:
-        """Transitions that are forgotten."""
+        """Number of forgotten transitions."""
         return self._seq - len(self._events)
 
     def _newer_than(self, seen: int) -> list[Transition]:
@@ -451,16 +455,16 @@ class JobStore:
         self._expired_before = max(self._expired_before, entry.position + 1)
         self.states[job.state] -= 1
         if not job.delivered and self.journal is None:
-            self._remember_gone(job.id)
+            self._remember_forgotten(job.id)
         if self._jobs.get(job.id) is not job:
             return  # delivered, and its id is another job's by now
         del self._jobs[job.id]
         self._leave_group(job)
 
-    def _remember_gone(self, job_id: str) -> None:
-        self._gone[_mark(job_id)] = None
-        if len(self._gone) > REMEMBERED_IDS:
-            self._gone.popitem(last=False)
+    def _remember_forgotten(self, job_id: str) -> None:
+        self._forgotten_ids[_mark(job_id)] = None
+        if len(self._forgotten_ids) > REMEMBERED_IDS:
+            self._forgotten_ids.popitem(last=False)
 
     def _leave_group(self, job: Job) -> None:
         if job.group is not None:
@@ -471,12 +475,12 @@ class JobStore:
 
 
 def same_job(known: Job, request: JobRequest, digest: bytes) -> Job:
-    """The job of the id that is asked for, if it is that of the request.
+    """Return the known job if the request repeats it.
 
     Raises:
-        JobConflict: it is another one, or one of both is held by a connection.
+        JobConflict: the job differs, or one of the two is attached to a connection.
     """
-    if known.held or request.held:
+    if known.attached or request.attached:
         raise JobConflict.with_anothers(request.id)
     if known.digest != digest or known.run != request.run:
         other = "of another run" if known.digest == digest else "with another row"

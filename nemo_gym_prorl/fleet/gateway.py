@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet as one rollout service: the job API's jobs, run by many nodes, and its HTTP application.
+"""Fleet gateway: a fleet as one rollout service with the job API, run by many nodes, and its HTTP application.
 
-A front decides where a job goes, and keeps what came of it; turns, tools and tokens never cross it, since each node
-has its own model server. So it costs the same whether a rollout has one turn or a hundred.
+The gateway chooses the node of a job and keeps its outcome. Turns, tools and tokens never pass through it, since each
+node has its own model server. So its cost does not depend on a rollout's number of turns.
 
-A job's node knows it under another id, which says whose front it is and which try: what a node that was lost still
-says of an earlier try concerns nobody. A lost node is nobody's attempt, as a dead server is none; but a job that met
-several is suspected of them and fails. Where nodes share a folder for checkpoints, the next try, which is told the ids
-of those before it, goes on where they were.
+- A job has another id at its node, with the gateway's start and the number of the try: late results of a lost node are
+  ignored.
+- Losing a node does not use up an attempt. A job that lost several nodes fails, since it may have caused the losses.
+- If nodes share a checkpoint folder, the next try gets the ids of earlier tries and resumes from their checkpoints.
+- With a journal the jobs survive a restart of the gateway: those at nodes continue there, the others start again.
 
-With a journal the fleet's jobs outlive the front: what was at a node that is there still goes on, and its outcome is
-fetched; the rest begins again. The application also answers as Gym's head server would, so that ``prorl`` finds it.
+The application also answers as Gym's head server, so that ``prorl`` finds it.
 """
 
 from __future__ import annotations
@@ -40,36 +40,40 @@ from nemo_gym_prorl.failures import (
     Stage,
     classify,
 )
-from nemo_gym_prorl.fleet.carrier import MAX_LOSSES, Loss
-from nemo_gym_prorl.fleet.dispatcher import Dispatcher, NodeView
-from nemo_gym_prorl.fleet.nodes import Nodes
-from nemo_gym_prorl.http.access import KeyGuard, RouteScopes
+from nemo_gym_prorl.fleet.dispatcher import FleetDispatcher, NodeView
+from nemo_gym_prorl.fleet.forwarder import MAX_LOST_NODES, LossReason
+from nemo_gym_prorl.fleet.nodes import NodeSource
+from nemo_gym_prorl.http.key_guard import KeyGuard, RouteScopes
 from nemo_gym_prorl.http.keys import Scope
 from nemo_gym_prorl.http.problems import add_problem_handlers, no_other_parameters, problem_responses
-from nemo_gym_prorl.rollout.access_control import ROUTES, KeysFile
-from nemo_gym_prorl.rollout.api import JsonRoute, ServiceMetrics, rollout_router
-from nemo_gym_prorl.rollout.checkpoints import CHECKPOINT_FOLDER, Begin
+from nemo_gym_prorl.rollout.api.access_control import ROUTES, KeysFile
+from nemo_gym_prorl.rollout.api.routes import JsonRoute, ServiceMetrics, rollout_router
+from nemo_gym_prorl.rollout.api.schemas import MAX_ID, FailureView, JobView, TokenForm
+from nemo_gym_prorl.rollout.gym_rows import TurnTokens, compact_json_bytes
 from nemo_gym_prorl.rollout.handler import AgentHandler, Environment, Environments
-from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, failure_state
-from nemo_gym_prorl.rollout.request import Draining, JobRequest, turn_to_fork
-from nemo_gym_prorl.rollout.rows import Turn, compact_json_bytes
-from nemo_gym_prorl.rollout.schemas import MAX_ID, FailureView, JobView, StatusView, TokenForm
-from nemo_gym_prorl.rollout.service import RolloutService, ServiceSettings, restarted, shutting_down
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, ResumePoint, failure_state
+from nemo_gym_prorl.rollout.request import Draining, JobRequest, resolve_fork_turn
+from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
+from nemo_gym_prorl.rollout.settings import Budgets, ServiceSettings
+from nemo_gym_prorl.rollout.status import StatusView
+from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.journal import Journal, Unfinished
+    from nemo_gym_prorl.rollout.storage.journal import Journal
+    from nemo_gym_prorl.rollout.storage.journal_records import Unfinished
 
 
 LOGGER = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
+"""Seconds that a closing gateway waits for the cancellation of its jobs."""
 
-_WAY = [JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState.RUNNING, JobState.EVALUATING]
+_STATE_ORDER = [JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState.RUNNING, JobState.EVALUATING]
 
 
 class NoNodes(Draining):
-    """No node has told yet what it runs; the fleet is starting."""
+    """The fleet is starting: no node has reported its environments yet."""
 
     problem = "no-nodes"
     retry_after_s = 5
@@ -80,46 +84,46 @@ SETTINGS = ServiceSettings(max_queued=100_000, retain_bytes=4 * 2**30)
 
 @dataclass(slots=True)
 class _Control:
-    """A live job's bookkeeping."""
+    """State of a live job."""
 
     tries: int = 0
     rollout: str = ""
-    """Its id at the node, of this try."""
+    """Id of the current try at its node."""
     cancelled: RolloutError | None = None
 
 
-class Front(RolloutService):
-    """See the module.
+class FleetGateway(RolloutService):
+    """Rollout service that forwards jobs to nodes; see the module.
 
     Args:
-        nodes: where they come from.
-        settings: bounds.
-        say: told when a node is lost, away or back.
-        journal: what keeps its jobs over a restart, if anything; closed with it.
-        loops: supervises the loops of the front, and those of the source of its nodes.
+        nodes: source of the nodes.
+        settings: limits.
+        report: called with a message when a node is lost, unreachable or back.
+        journal: keeps jobs over a restart; closed with the gateway.
+        loops: supervises the loops of the gateway and of its node source.
     """
 
     def __init__(
         self,
-        nodes: Nodes,
+        nodes: NodeSource,
         settings: ServiceSettings = SETTINGS,
-        say: Callable[[str], None] = LOGGER.warning,
+        report: Callable[[str], None] = LOGGER.warning,
         journal: Journal | None = None,
         loops: BackgroundLoops | None = None,
     ) -> None:
         super().__init__(settings, journal=journal, loops=loops)
         self.lost_nodes = 0
-        """Tries that ended with their node."""
-        self.dispatcher = Dispatcher(
+        """Number of tries that ended with their node."""
+        self.dispatcher = FleetDispatcher(
             nodes,
             tokens=TokenForm.PACKED,
-            ended=self._ended,
-            lost=self._lost,
-            broke=lambda node, error: LOGGER.error("node %s: %s", node, error),
-            say=say,
-            moved=self._moved,
-            placed=self._placed,
-            surveyed=self._surveyed,
+            on_ended=self._ended,
+            on_lost=self._lost,
+            on_error=lambda node, error: LOGGER.error("node %s: %s", node, error),
+            report=report,
+            on_state=self._moved,
+            on_placed=self._placed,
+            on_survey=self._surveyed,
             patient=True,
             loops=self.loops,
         )
@@ -127,18 +131,18 @@ class Front(RolloutService):
         self._controls: dict[str, _Control] = {}
         self._jobs: dict[str, Job] = {}
         """Live jobs by their ids at nodes."""
-        self._life = uuid.uuid4().hex[:8]
+        self._gateway_id = uuid.uuid4().hex[:8]
         self._shares = False
-        """Nodes have a folder for checkpoints."""
+        """Whether nodes share a checkpoint folder."""
 
     async def start(self) -> None:
-        """Begin with the nodes that are there, and with what an earlier life had accepted."""
+        """Start with the present nodes, and recover the jobs of an earlier process."""
         await self.dispatcher.start()
-        self._take_on_earlier()
+        self._recover_jobs()
 
     async def close(self) -> None:
-        """Cancel every job, and return when all have their outcome, or nodes don't answer; with a journal, leave them
-        at their nodes for the front's next life."""
+        """Cancel every job, and return once all have their outcome, or after a time limit; with a journal, leave
+        the jobs at their nodes for the next process."""
         self.draining = self._closing = True
         if self.store.journal is not None:
             self.store.journal.stop_trying()
@@ -150,7 +154,7 @@ class Front(RolloutService):
         await self.dispatcher.close()
         await self._settle()
         for done in self._done.values():
-            done.set_result(None)  # whoever waits has waited for long enough
+            done.set_result(None)  # release waiters of jobs that nodes did not end in time
 
     # -- callers -------------------------------------------------------------------------------------------------
 
@@ -173,29 +177,29 @@ class Front(RolloutService):
     def _run(self, job: Job) -> None:
         control = self._controls[job.id]
         control.tries += 1
-        which = f"~{self._life}-{job.number}-{control.tries}"
-        self._carry(job, job.id[: MAX_ID - len(which)] + which)
+        which = f"~{self._gateway_id}-{job.number}-{control.tries}"
+        self._forward(job, job.id[: MAX_ID - len(which)] + which)
 
-    def _run_on(self, earlier: Unfinished) -> None:
-        job, lives, node, rollout = earlier  # which may be at its node still
+    def _resume_job(self, earlier: Unfinished) -> None:
+        job, restarts, node, rollout = earlier
         self._remember(job)
         if rollout is not None and node in self.dispatcher.nodes:
-            self._carry(job, rollout, node)
+            self._forward(job, rollout, node)
         else:
-            job.failures.append(restarted(lives))
+            job.failures.append(restarted(restarts))
             job.tries += [rollout] if rollout is not None else []
             self._run(job)
 
-    def _carry(self, job: Job, rollout: str, node: str | None = None) -> None:
-        """Have it run under this id, at this node if it is there already."""
+    def _forward(self, job: Job, rollout: str, node: str | None = None) -> None:
+        """Forward a job under this id; to this node if the job may be there already."""
         self._controls[job.id].rollout = rollout
         self._jobs[rollout] = job
         group = job.group
         if group is not None and job.scope is not None:
-            # Another's group of that name are no siblings, and nodes know of no clients.
+            # Groups of different clients are distinct, and nodes do not know the clients.
             group = hashlib.blake2b(repr((job.scope, group)).encode(), digest_size=16).hexdigest()
-        begin = job.begin or Begin()
-        begin = replace(begin, tries=(*job.tries[::-1], *begin.tries))
+        resume_point = job.resume_point or ResumePoint()
+        resume_point = replace(resume_point, tries=(*job.tries[::-1], *resume_point.tries))
         job.tries.append(rollout)
         wishes: dict[str, Any] = {
             "environment": job.environment,
@@ -203,20 +207,20 @@ class Front(RolloutService):
             "group": group,
             "run": job.run,
             "priority": job.priority,
-            "budgets": job.budgets.by_stage,
+            "budgets": job.budgets.model_dump(),
             "max_attempts": job.max_attempts,
-            "begin": {name: told for name, told in asdict(begin).items() if told} or None,
+            "begin": {name: told for name, told in asdict(resume_point).items() if told} or None,
         }
         body = {"row": job.row, **{name: value for name, value in wishes.items() if value is not None}}
         self.dispatcher.submit(rollout, body, node=node)
 
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
         if not self._shares:
-            reason = "no node of this fleet has one, so checkpoints are at the nodes that took them; set it at each"
+            reason = "not set at any node, so rollouts of a fleet cannot be forked; set the same folder at each node"
             raise CallerError(reason, field=CHECKPOINT_FOLDER)
-        turn = turn_to_fork(parent.id, turn, await self.kept_turns(parent.id), ended=parent.state.terminal)
-        begin = Begin(parents=tuple(parent.tries[::-1]), turn=turn, parent=parent.id)
-        return await self._accept_all(parent, requests, begin=begin)
+        turn = resolve_fork_turn(parent.id, turn, await self.kept_turns(parent.id), ended=parent.state.terminal)
+        resume_point = ResumePoint(parents=tuple(parent.tries[::-1]), turn=turn, parent=parent.id)
+        return await self._accept_forks(parent, requests, resume_point=resume_point)
 
     async def kept_turns(self, rollout: str) -> list[int]:
         job = await self.store.fetch(rollout)
@@ -234,20 +238,20 @@ class Front(RolloutService):
             self.dispatcher.cancel(control.rollout)
 
     def status(self) -> StatusView:
-        # The nodes' counts, summed, and the states of the jobs that the front remembers.
+        # Sum of the nodes' counts; states are those of the gateway's jobs.
         view = StatusView.sum(self.dispatcher.statuses.values())
         view.draining = self.draining
         view.stages[Stage.INIT].waiting += self.dispatcher.waiting
         view.states = {state: self.store.states[state] for state in JobState}
         view.retained_bytes = self.store.retained_bytes
         view.checkpoint_folder = next((node.checkpoint_folder for node in self.dispatcher.statuses.values()), None)
-        view.journal = self.store.trouble
+        view.journal = self.store.journal_error
         return view
 
-    # -- what nodes tell -----------------------------------------------------------------------------------------
+    # -- reports of nodes ----------------------------------------------------------------------------------------
 
     def _surveyed(self, node: str) -> None:
-        """Nodes of a fleet run the same environments: the newest word counts."""
+        """Take the environments from the latest status: all nodes of a fleet run the same ones."""
         self._shares = self._shares or self.dispatcher.statuses[node].checkpoint_folder is not None
         views = self.dispatcher.statuses[node].environments
         default = next((name for name, view in views.items() if view.default), None)
@@ -280,22 +284,22 @@ class Front(RolloutService):
         control = self._controls[job.id]
         failures = [_failure(failure) for failure in view.failed_attempts]
         if view.state is JobState.CANCELLED and control.cancelled is None:
-            # Its node ended, or cancelled a try that an earlier life of ours had given up.
-            self._again(job, failures, view.failure.reason if view.failure else "its node has cancelled it")
+            # The node shut down, or cancelled a try that an earlier process had given up.
+            self._again(job, failures, view.failure.reason if view.failure else "cancelled by its node")
             return
         try:
             outcome = self._outcome(job, view)
         except (TypeError, ValueError, LookupError, RecursionError) as error:
-            self._again(job, failures, f"its node tells an outcome that makes no sense: {error!r}")
+            self._again(job, failures, f"its node reported an invalid outcome: {error!r}")
             return
         job.failures += failures
         self._finish(job, outcome)
 
     def _outcome(self, job: Job, view: JobView) -> Outcome:
-        """What a node tells, after which the job has all that belongs to it.
+        """Return the outcome that a node reported, and copy its details to the job.
 
         Raises:
-            TypeError, ValueError, LookupError, RecursionError: that is none.
+            TypeError, ValueError, LookupError, RecursionError: the report is invalid.
         """
         if (view.state is JobState.SUCCEEDED) is not (view.failure is None):
             raise ValueError(f"{view.state} with failure {view.failure}")
@@ -312,29 +316,29 @@ class Front(RolloutService):
         job.progress = Progress(view.turns, view.tool_calls, view.finish_reason, labels, view.steps or [])  # type: ignore[arg-type]
         tokens = [turn.model_dump(exclude_none=True) for turn in view.tokens or ()]
         for told in tokens:
-            Turn.unpacked(told)
+            TurnTokens.unpack(told)
         job.tokens = compact_json_bytes(tokens)
         failure = _failure(view.failure, timed_out=view.state is JobState.TIMED_OUT) if view.failure else None
         if failure is not None and control.cancelled is not None:
             failure = classify(control.cancelled, failure.stage)
         return Outcome(view.state, view.result or {}, view.reward, failure, view.masked)
 
-    def _lost(self, rollout: str, loss: Loss, why: str) -> None:
+    def _lost(self, rollout: str, loss: LossReason, why: str) -> None:
         job = self._jobs.pop(rollout)
         control = self._controls[job.id]
         if control.cancelled is not None:
             self._fail(job, classify(control.cancelled, None))
-        elif loss is Loss.REFUSED:
+        elif loss is LossReason.REFUSED:
             self._fail(job, Failure(FailureKind.BAD_ROW, Origin.CALLER, None, why))
         else:
             self._again(job, [], why)
 
     def _again(self, job: Job, failures: list[Failure], why: str) -> None:
-        """Its node is lost, or has lost it."""
+        """Submit a job again whose node is lost, or lost the job."""
         self.lost_nodes += 1
         failure = Failure(FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE, None, why)
         job.failures += [*failures, failure]
-        if self._controls[job.id].tries >= MAX_LOSSES:
+        if self._controls[job.id].tries >= MAX_LOST_NODES:
             self._fail(job, failure)
             return
         if job.state is not JobState.QUEUED:
@@ -342,11 +346,11 @@ class Front(RolloutService):
         self._run(job)
 
     def _advance(self, job: Job, state: JobState) -> None:
-        """Make the transitions up to a state; some of them may not have been told."""
+        """Move the job to a state, including transitions that were not reported."""
         if state is JobState.QUEUED and job.state is not JobState.QUEUED:
             self._move(job, JobState.QUEUED)
             return
-        for step in _WAY[_WAY.index(job.state) + 1 : _WAY.index(state) + 1]:
+        for step in _STATE_ORDER[_STATE_ORDER.index(job.state) + 1 : _STATE_ORDER.index(state) + 1]:
             self._move(job, step)
 
     def _fail(self, job: Job, failure: Failure) -> None:
@@ -358,7 +362,7 @@ class Front(RolloutService):
             self._advance(job, JobState.EVALUATING if scored else JobState.RUNNING)
         del self._controls[job.id]
         if not self._shares:
-            job.tries = []  # of use to nobody, and a journal keeps them
+            job.tries = []  # unused without a checkpoint folder, and the journal would keep them
         super()._finish(job, outcome)
 
 
@@ -371,66 +375,66 @@ def _failure(view: FailureView, *, timed_out: bool = False) -> Failure:
 
 
 class DrainNode(BaseModel):
-    """Which node is to get nothing new."""
+    """Node to drain."""
 
     model_config = ConfigDict(extra="forbid")
 
     node: str
-    drain: bool = Field(default=True, description="False: give it rollouts again.")
+    drain: bool = Field(default=True, description="False ends the drain.")
 
 
-class _Nodes(Collector):
-    def __init__(self, front: Front) -> None:
-        self._front = front
+class _NodeMetrics(Collector):
+    def __init__(self, gateway: FleetGateway) -> None:
+        self._gateway = gateway
 
     def collect(self) -> Iterable[Metric]:
-        nodes = self._front.dispatcher.views()
+        nodes = self._gateway.dispatcher.views()
         family = GaugeMetricFamily("prorl_fleet_nodes", "Nodes of the fleet.", labels=["usable"])
         for usable in (True, False):
             count = sum(node.usable is usable for node in nodes)
             family.add_metric([str(usable).lower()], count)
         yield family
-        waiting = self._front.dispatcher.waiting
+        waiting = self._gateway.dispatcher.waiting
         yield GaugeMetricFamily("prorl_fleet_waiting", "Rollouts that are at no node yet.", value=waiting)
-        lost = self._front.lost_nodes
+        lost = self._gateway.lost_nodes
         yield GaugeMetricFamily("prorl_fleet_lost_tries", "Tries that ended with their node.", value=lost)
 
 
 SCOPES = RouteScopes({**ROUTES, ("GET", "/server_instances"): Scope.READ})
 
 
-def front_app(front: Front, *, key: str | None, clients: Path | None = None) -> FastAPI:
-    """The application of a front.
+def gateway_app(gateway: FleetGateway, *, key: str | None, clients: Path | None = None) -> FastAPI:
+    """Return the application of a gateway.
 
     Args:
-        front: started and closed by the caller.
-        key: its own, which every route but ``/healthz`` wants; ``None`` for none.
-        clients: a file of those with keys of their own besides.
+        gateway: started and closed by the caller.
+        key: the gateway's own key, required by every route but ``/healthz``; ``None`` for none.
+        clients: file of clients with keys of their own.
 
     Raises:
-        CallerError: that cannot be read, or is wrong.
+        CallerError: the file cannot be read, or is invalid.
     """
-    keys = None if clients is None else KeysFile(clients, front.share)
+    keys = None if clients is None else KeysFile(clients, gateway.share)
     app = FastAPI(title="nemo-gym-prorl fleet")
     add_problem_handlers(app)
     app.add_middleware(KeyGuard, key=key, clients=keys.caller if keys else None, scopes=SCOPES)
-    app.include_router(rollout_router(front, ServiceMetrics(front, _Nodes(front))))
+    app.include_router(rollout_router(gateway, ServiceMetrics(gateway, _NodeMetrics(gateway))))
     router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
 
     @router.get("/v1/nodes", tags=["service"], responses=problem_responses())
     async def nodes() -> list[NodeView]:
         """The fleet's nodes."""
-        return front.dispatcher.views()
+        return gateway.dispatcher.views()
 
     @router.post("/v1/nodes/drain", tags=["service"], responses=problem_responses(422))
     async def drain(body: DrainNode) -> list[NodeView]:
-        """Give a node nothing new; what it has goes on."""
-        front.dispatcher.drain(body.node, body.drain)
-        return front.dispatcher.views()
+        """Exclude a node from new rollouts; its current rollouts continue."""
+        gateway.dispatcher.drain(body.node, body.drain)
+        return gateway.dispatcher.views()
 
     @router.get("/server_instances", tags=["service"], responses=problem_responses())
     async def server_instances(request: Request) -> list[dict[str, str]]:
-        """As Gym's head server lists its servers: here, by the address that the caller has."""
+        """The list of Gym's head server: this gateway, at the address that the caller used."""
         url = str(request.base_url).rstrip("/")
         return [{"process_name": "fleet", "name": "prorl_agent", "server_type": "responses_api_agents", "url": url}]
 

@@ -7,10 +7,9 @@
         done = await client.wait(job.id)
         print(done.reward, done.failure)
 
-It returns the same models that the service sends, and raises :class:`ApiError` with the service's problem document, or
-:class:`~nemo_gym_prorl.failures.InfrastructureError` where there is no answer, or half of one, or something else
-answers. A service that asks to come back (``Retry-After``) is asked again then; a submission with an id is safe to
-repeat.
+The client returns the service's models. It raises :class:`ApiError` with the service's problem document, or
+:class:`~nemo_gym_prorl.failures.InfrastructureError` if there is no valid answer. Requests are repeated after the
+service's ``Retry-After``; a submission with an id is idempotent.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.http.keys import authorization, trusted_authorities
 from nemo_gym_prorl.http.problem_document import ApiError as ApiError
 from nemo_gym_prorl.http.problem_document import problem_of_answer
-from nemo_gym_prorl.rollout.schemas import (
+from nemo_gym_prorl.rollout.api.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
     CheckpointsView,
@@ -42,38 +41,38 @@ from nemo_gym_prorl.rollout.schemas import (
     ForkAnswer,
     JobView,
     Listing,
-    StatusView,
     TokenForm,
 )
+from nemo_gym_prorl.rollout.status import StatusView
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.rollout.store import Transition
+    from nemo_gym_prorl.rollout.storage.store import Transition
 
-_SOONEST_S, _LATEST_S = 0.1, 60.0
-"""Bounds of what a service may ask for with ``Retry-After``."""
+_MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 0.1, 60.0
+"""Bounds of the ``Retry-After`` that the client honours."""
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=MAX_WAIT_S + 120.0)
-"""Of a call. No answer takes longer than a long-poll, or than the release of sandboxes after a cancellation; without a
-bound, a connection to a machine that lost its power would be waited for until it comes back."""
+"""Time limits of a call. No answer takes longer than a long-poll, or than the release of sandboxes after a
+cancellation. Without a limit, a connection to a machine without power would block until the machine is back."""
 
 _KEEP_ALIVE_S = 3.0
-"""For how long a connection is used again: servers close theirs after 5 seconds, which may cross with a request."""
+"""Seconds for which an idle connection is reused: servers close theirs after 5 s, which may cross with a request."""
 _STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
-"""Of a stream of events, which says something every 15 seconds."""
+"""Read timeout of the event stream (the server sends a heartbeat every 15 s)."""
 
 _PAGE = 1000
-"""As many rollouts as a service lists at once."""
+"""Largest page of a listing."""
 
 
 class RolloutClient:
-    """A client of one service; use it as an async context manager.
+    """Client of one service; an async context manager.
 
     Args:
-        url: base URL of ``prorl_agent``; with ``https`` its certificate must be of an authority in the file that the
-            variable ``PRORL_CA`` names, else of the system's.
+        url: base URL of ``prorl_agent``. For ``https`` its certificate must be signed by an authority in the file that
+            ``PRORL_CA`` names, by default of the system's.
         token: the control token, if the service has one.
-        patience_s: how long to go on asking a service that takes nothing on (503, e.g. it drains) and asks to come
-            back. A full queue (429) is waited out however long it takes: that is how it slows its callers down.
+        patience_s: seconds to repeat a request that a service answers with 503 and ``Retry-After``. A full queue (429)
+            is waited out without limit: it is the service's backpressure.
     """
 
     def __init__(self, url: str, token: str | None = None, *, patience_s: float = 120.0) -> None:
@@ -106,49 +105,49 @@ class RolloutClient:
                 ``max_attempts``.
 
         Raises:
-            ApiError: the service refuses it for any other reason.
+            ApiError: the service refuses the rollout for any other reason.
         """
         return await self._call(JobView, "POST", "/v1/rollouts", {"row": row, **options})
 
     async def submit_once(self, row: dict[str, Any], **options: Any) -> JobView:
-        """The same without waiting: a service that asks to come back is an :class:`ApiError` that says when."""
+        """Submit without waiting: ``Retry-After`` becomes an :class:`ApiError` with ``retry_after_s``."""
         return await self._once(JobView, "POST", "/v1/rollouts", {"row": row, **options}, {})
 
-    async def fork(self, rollout_id: str, turn: int | None = None, n: int = 1, **wishes: Any) -> list[JobView]:
-        """Submit rollouts that go on from a turn of another one; waits while the queue is full.
+    async def fork(self, rollout_id: str, turn: int | None = None, n: int = 1, **options: Any) -> list[JobView]:
+        """Submit rollouts that resume from a turn of another one; waits while the queue is full.
 
         Args:
-            rollout_id: of the other one, which may have ended.
-            turn: after which; by default the latest that is kept.
-            n: how many.
-            **wishes: ``ids``, one for each, ``group``, ``client``, ``priority``, ``budgets``, ``max_attempts``; by
-                default they are the other one's, but for ids.
+            rollout_id: id of the parent, which may have ended.
+            turn: turn of the fork; by default the latest with a checkpoint.
+            n: number of forks.
+            **options: ``ids``, one per fork, ``group``, ``client``, ``priority``, ``budgets``, ``max_attempts``; by
+                default those of the parent.
 
         Raises:
-            ApiError: nothing is kept of that turn (409, 410), its environment keeps nothing (422), or the service
-                refuses it for any other reason. None of them was begun.
+            ApiError: no checkpoint after that turn (409, 410), an environment without checkpoints (422), or another
+                refusal. No fork was started.
         """
         query = {"turn": turn, "n": n}
-        return (await self._call(ForkAnswer, "POST", f"{_path(rollout_id)}/fork", wishes, query)).rollouts
+        return (await self._call(ForkAnswer, "POST", f"{_path(rollout_id)}/fork", options, query)).rollouts
 
-    async def fork_once(self, rollout_id: str, turn: int, *, id: str, **wishes: Any) -> JobView:
-        """The same for one rollout, without waiting. The same id again is the same rollout."""
-        body = {"ids": [id], **wishes}
+    async def fork_once(self, rollout_id: str, turn: int, *, id: str, **options: Any) -> JobView:
+        """Submit one fork without waiting; idempotent for the same id."""
+        body = {"ids": [id], **options}
         [job] = (await self._once(ForkAnswer, "POST", f"{_path(rollout_id)}/fork", body, {"turn": turn})).rollouts
         return job
 
     async def get(self, rollout_id: str, wait: float = 0.0, tokens: TokenForm = TokenForm.ITEMS) -> JobView:
-        """The rollout as it is now, or within ``wait`` seconds (at most 60) when it ends; with its tokens in which
-        form."""
+        """Return the rollout now, or, within ``wait`` seconds (at most 60), when it ends. ``tokens`` selects the
+        form of its tokens."""
         query = {"wait": wait, "tokens": tokens.value}
         return await self._call(JobView, "GET", _path(rollout_id), query=query)
 
     async def checkpoints(self, rollout_id: str) -> list[int]:
-        """The turns after which it can be forked."""
+        """Return the turns after which the rollout can be forked."""
         return (await self._call(CheckpointsView, "GET", f"{_path(rollout_id)}/checkpoints")).turns
 
     async def wait(self, rollout_id: str) -> JobView:
-        """The rollout when it has its outcome, however long that takes."""
+        """Return the rollout once it has its outcome; waits without limit."""
         while not (job := await self.get(rollout_id, MAX_WAIT_S / 2)).state.terminal:
             pass
         return job
@@ -156,13 +155,13 @@ class RolloutClient:
     async def list(
         self, *, state: str | None = None, group: str | None = None, limit: int = 100, page: str | None = None
     ) -> Listing:
-        """Rollouts, oldest first: the first ``limit`` (at most 1,000), or those from ``page``, ``next`` of the page
-        before."""
+        """Return rollouts, oldest first: the first ``limit`` (at most 1,000), or those of ``page``, the ``next`` of
+        the page before."""
         query = {"state": state, "group": group, "limit": limit, "from": page}
         return await self._call(Listing, "GET", "/v1/rollouts", query=query)
 
     async def every(self, *, state: str | None = None, group: str | None = None) -> AsyncIterator[JobView]:
-        """All rollouts that the service remembers and that fit, oldest first, page by page; without their results."""
+        """Yield all remembered rollouts that match, oldest first, without their results."""
         page: str | None = None
         while True:
             listing = await self.list(state=state, group=group, limit=_PAGE, page=page)
@@ -174,40 +173,40 @@ class RolloutClient:
     async def ended(
         self, after: str, *, group: str | None = None, wait: float = 0.0, results: bool = False, limit: int = 100
     ) -> Listing:
-        """Terminal outcomes from cursor ``after`` on, in the order in which they ended."""
+        """Return terminal outcomes behind cursor ``after``, in order of their end."""
         query = {"after": after, "group": group, "wait": wait, "results": str(results).lower(), "limit": limit}
         return await self._call(Listing, "GET", "/v1/rollouts", query=query)
 
     async def cancel(self, ids: Iterable[str] | None = None, *, group: str | None = None) -> CancelAnswer:
-        """Cancel by id or by group; returns when the sandboxes are gone."""
+        """Cancel by id or group; returns once the sandboxes are released."""
         body = {"group": group} if ids is None else {"ids": [*ids]}
         return await self._call(CancelAnswer, "POST", "/v1/rollouts/cancel", body)
 
     async def drain(self, timeout_s: float = 0.0) -> DrainAnswer:
-        """Have the service take no new rollouts; returns when none is left, or after ``timeout_s`` (at most 60)."""
+        """Let the service refuse new rollouts; returns when none is left, or after ``timeout_s`` (at most 60)."""
         return await self._call(DrainAnswer, "POST", "/v1/drain", {"timeout_s": timeout_s})
 
     async def resume(self) -> DrainAnswer:
-        """Have it take rollouts again."""
+        """Let the service accept rollouts again."""
         return await self._call(DrainAnswer, "POST", "/v1/resume")
 
     async def status(self) -> StatusView:
-        """Counts per stage, pool and state."""
+        """Return counts per stage, pool and state."""
         return await self._call(StatusView, "GET", "/status")
 
     async def events(self, after: str | None = None) -> AsyncIterator[Transition]:
-        """Transitions as they happen, until the caller stops or the service goes away.
+        """Yield transitions as they happen, until the caller stops or the connection ends.
 
         Args:
-            after: ``cursor`` of the last one seen, or ``"0"`` for all that have been.
+            after: ``cursor`` of the last one seen, or ``"0"`` for the whole history.
 
         Raises:
-            ApiError: some behind ``after`` are forgotten, or this reader was too slow.
+            ApiError: transitions behind ``after`` are forgotten, or this reader was too slow.
         """
-        from nemo_gym_prorl.rollout.store import Transition
+        from nemo_gym_prorl.rollout.storage.store import Transition
 
         query, transition = {} if after is None else {"after": after}, TypeAdapter(Transition)
-        with self._told():
+        with self._translated_errors():
             async with self._open.get(f"{self.url}/v1/events", params=query, timeout=_STREAM_TIMEOUT) as response:
                 if response.status >= 400:
                     raise ApiError(problem_of_answer(self.url, response.status, await response.read()))
@@ -229,7 +228,7 @@ class RolloutClient:
     async def _call[M: BaseModel](
         self, model: type[M], method: str, path: str, body: Any = None, query: dict[str, Any] | None = None
     ) -> M:
-        """The answer to a call. A service that asks to come back later (429 or 503 with ``Retry-After``) is obeyed."""
+        """Return the answer to a call; repeats the call after 429 or 503 with ``Retry-After``."""
         started = time.monotonic()
         while True:
             try:
@@ -246,7 +245,7 @@ class RolloutClient:
         params = {key: value for key, value in query.items() if value is not None}
         data = None if body is None else orjson.dumps(body)
         headers = {"Content-Type": "application/json"} if data else {}
-        with self._told():
+        with self._translated_errors():
             url = URL(self.url + path + (f"?{urlencode(params)}" if params else ""), encoded=True)
             async with self._open.request(method, url, data=data, headers=headers, timeout=_TIMEOUT) as response:
                 content = await response.read()
@@ -258,13 +257,13 @@ class RolloutClient:
             return model.model_validate(orjson.loads(content))
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """What may go wrong with a connection, as errors of ours."""
+    def _translated_errors(self) -> Iterator[None]:
+        """Translate errors of the connection into errors of this package."""
         try:
             yield
         except aiohttp.InvalidURL as error:
             raise CallerError(
-                f"{self.url!r} is no address; it begins with http:// or https://", field="url"
+                f"{self.url!r} is no URL; it must begin with http:// or https://", field="url"
             ) from error
         except aiohttp.ClientConnectorError as error:
             raise InfrastructureError(
@@ -277,18 +276,18 @@ class RolloutClient:
             ) from error
         except (orjson.JSONDecodeError, ValidationError) as error:
             raise InfrastructureError(
-                f"what answers at {self.url} is no rollout service of this version",
+                f"the server at {self.url} is no rollout service of this version",
                 kind=FailureKind.TRANSPORT_UNREACHABLE,
             ) from error
 
 
 def _path(rollout_id: str) -> str:
-    """An id is any printable text, so it travels percent-encoded."""
+    """Return the path of a rollout. An id is any printable text, so it is percent-encoded."""
     return f"/v1/rollouts/{quote(rollout_id, safe='')}"
 
 
 def _retry_after(header: str | None) -> float | None:
-    """Seconds to wait: the header has a number of seconds or a date. Bounded, since nobody means an hour."""
+    """Return the seconds to wait, from a number of seconds or a date; bounded."""
     if header is None:
         return None
     try:
@@ -298,4 +297,4 @@ def _retry_after(header: str | None) -> float | None:
             delay = parsedate_to_datetime(header).timestamp() - time.time()
         except ValueError:
             return None
-    return None if math.isnan(delay) else min(max(delay, _SOONEST_S), _LATEST_S)
+    return None if math.isnan(delay) else min(max(delay, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)

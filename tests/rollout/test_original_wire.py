@@ -12,13 +12,11 @@ import aiohttp
 import pytest
 from fastapi import FastAPI
 
-from nemo_gym_prorl.rollout.api import PipelineMetrics, rollout_router
-from nemo_gym_prorl.rollout.callers import AttachedCallers
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.job import Budgets
-from nemo_gym_prorl.rollout.service import PipelineSettings
-from nemo_gym_prorl.rollout.wire import to_messages, to_row, wire_router
-from tests.rollout.handlers import Act, Bench
+from nemo_gym_prorl.rollout.api.attached_callers import AttachedCallers
+from nemo_gym_prorl.rollout.api.original_wire import to_messages, wire_router
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.settings import Budgets
+from tests.rollout.handlers import Act, Bench, FastSettings
 from tests.rollout.serving import serve
 
 
@@ -58,7 +56,7 @@ class Wire:
 
 @asynccontextmanager
 async def service(grace_s: float = 0.1) -> AsyncIterator[Wire]:
-    bench = Bench(PipelineSettings(budgets=Budgets(run=2.0), retry_delay_s=0.01, cancel_grace_s=0.1))
+    bench = Bench(FastSettings(budgets=Budgets(run=2.0), cancel_grace_s=0.1))
     pipeline = bench.pipeline()
     backends = Backends()
     app = FastAPI()
@@ -110,18 +108,6 @@ async def test_a_cancelled_job_answers_with_its_state_and_an_unknown_one_is_404(
         assert (await wire.status())["pending_jobs"] == 0
 
 
-async def test_stop_cancels_what_runs_and_releases_it() -> None:
-    async with service() as wire:
-        await wire.post("/start")
-        running = [asyncio.create_task(wire.post("/process", instance=instance(run=Act("ok", 60)))) for _ in range(3)]
-        async with asyncio.timeout(60):
-            while (await wire.status())["active_run"] < 3:
-                await asyncio.sleep(0.005)
-        await wire.post("/stop")
-        assert not wire.bench.handler.sessions
-        assert [(await task)[1]["critical_error"] for task in running] == ["cancelled"] * 3
-
-
 @pytest.mark.parametrize(
     ("plan", "critical"),
     [
@@ -149,38 +135,6 @@ async def test_a_job_id_again_is_a_new_job_once_its_answer_was_delivered() -> No
             status, result = await wire.post("/process", instance=wanted, job_id="j")
             assert (status, result["job_id"], result["success"]) == (200, "j", True), result
         assert sum(calls for (_, what), calls in wire.bench.handler.calls.items() if what == "run") == 3
-
-
-async def test_the_wire_format_and_the_job_api_do_not_take_each_others_rollouts() -> None:
-    async with service() as wire, RolloutClient(wire.url) as client:
-        await wire.post("/start")
-        row = to_row(instance(run=Act("ok", 0.3)), {})
-        await client.submit(row, id="api")
-        assert (await wire.post("/process", instance=row, job_id="api"))[0] == 409
-        assert (await client.wait("api")).result == {"reward": 1.0}, "nobody took it away"
-        assert (await wire.post("/process", instance=row, job_id="api"))[0] == 409
-        assert (await client.get("api")).result == {"reward": 1.0}
-
-        running = asyncio.create_task(wire.post("/process", instance=row, job_id="wire"))
-        await wire.active(1)
-        with pytest.raises(ApiError) as refused:
-            await client.submit(row, id="wire")
-        assert refused.value.problem.status == 409
-        assert (await running)[1]["reward"] == 1.0
-
-
-async def test_callers_that_vanished_are_forgotten() -> None:
-    async with service() as wire:
-        await wire.post("/start")
-        body = {"instance": instance(run=Act("ok", 60)), "job_id": "j"}
-        posting = asyncio.create_task(wire.post("/process", **body))
-        await wire.active(1)
-        posting.cancel()
-        await wire.active(0)
-        assert (await wire.status())["pending_jobs"] == 0
-        assert (await wire.post("/cancel", job_id="j"))[0] == 404
-        status, result = await wire.post("/process", instance=instance(), job_id="j")
-        assert (status, result["job_id"], result["success"]) == (200, "j", True)
 
 
 @pytest.mark.parametrize(

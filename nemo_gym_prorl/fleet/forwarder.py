@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Carries rollouts to a service, and tells the outcome of each, once.
+"""Forwards rollouts to one service, and reports exactly one result for each: an outcome, or a :class:`LossReason`.
 
-A service may be away for a while, break connections, or begin a new life that remembers nothing. So each rollout has a
-task of its own that goes on until it knows an outcome: it submits (the same id again is the same rollout), waits for
-news, asks, and submits again what the service does not know. News come from following the service's log of outcomes;
-whenever that begins anew, all are told to ask, since something may have been missed.
+A service may be unreachable for a while, drop connections, or restart without its memory. So each rollout has a task
+that runs until the result is known: submit (idempotent by id), wait for news, fetch, and submit again a rollout that
+the service does not know. News come from the service's log of outcomes. Whenever the log restarts, all tasks fetch,
+since outcomes may have been missed.
 
-Between, the service's transitions tell how far each has come; that is for who deals rollouts out, and may miss some.
+The service's event stream reports progress in between, for placement; events may be missed.
 
-What is cancelled is settled only when the service says so, or says that it does not know it and nothing is on its way
-there: a submission that was sent is never given up half-way.
+A cancelled rollout ends only when the service confirms the cancellation, or does not know the rollout while no
+submission is in flight. A submission that was sent is never abandoned midway.
 """
 
 from __future__ import annotations
@@ -25,68 +25,72 @@ from typing import Any
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.http.problem_document import TYPE_PREFIX
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.request import Draining
-from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 
 
 RETRY_S = 1.0
-"""Pause before something that failed is tried again."""
+"""Pause in seconds before a failed call is repeated."""
 GIVE_UP_S = 120.0
-"""How long a service may be away before its rollouts are begun elsewhere, where that is possible."""
+"""Seconds that a service may be unreachable before its rollouts move to another service, if there is one."""
 RESULT_S = 30.0
-"""How long to try to have the result of a rollout that ended under an earlier process."""
+"""Seconds to fetch the result of a rollout that ended under an earlier process."""
 _FOLLOW_S = 30.0
+"""Long-poll of the log of outcomes, in seconds."""
 ASK_S = 300.0
-"""How long a rollout waits for news before it is asked for: a log that cannot be read brings none."""
+"""Seconds without news after which a rollout is fetched, in case the log cannot be read."""
 _AT_ONCE = 64
-"""Calls of one kind at a time."""
+"""Concurrent calls of one kind."""
 _DRAINING = TYPE_PREFIX + Draining.problem
 _LATER = (408, 425, 429)
-"""Besides 5xx: whoever asks again may be answered."""
+"""Statuses besides 5xx after which a repeated call can succeed."""
 
 
-MAX_LOSSES = 5
-"""A rollout fails with the loss of so many services that it was on: it is suspected of them."""
+MAX_LOST_NODES = 5
+"""Lost nodes after which a rollout fails, since it may have caused the losses."""
 
 
-class Loss(StrEnum):
+class LossReason(StrEnum):
     """Why a rollout has no outcome."""
 
     REFUSED = "refused"
-    """Its row is to blame."""
+    """The service refused the row."""
     TAKEN = "taken"
-    """Its id is another rollout's."""
+    """The id belongs to another rollout."""
     FORGOTTEN = "forgotten"
-    """It has ended, and its result is gone."""
+    """The rollout ended and its result is forgotten."""
     CANCELLED = "cancelled"
-    """Before it began."""
+    """The rollout was cancelled before it started."""
     AWAY = "away"
-    """The service was away for too long, and another one is there."""
+    """The service was unreachable for too long, and another service is available."""
     UNTAKEN = "untaken"
-    """The service takes nothing new, and another one does."""
+    """The service accepts no new rollouts, and another service does."""
     UNFORKABLE = "unforkable"
-    """It was to go on from another one, of which that service keeps nothing."""
+    """The service has no checkpoint for the fork."""
 
 
 FORK = "fork"
-"""Where a rollout's body says that it goes on from a turn of another one: ``rollout_id`` and ``turn``."""
+"""Field of a rollout's body with the parent of a fork: ``rollout_id`` and ``turn``."""
 
-# The row's fault are the same statuses as of an environment, see ``handlers/gym_http.py``.
-_LOSSES = dict.fromkeys((400, 413, 415, 422), Loss.REFUSED) | {409: Loss.TAKEN, 410: Loss.FORGOTTEN}
-_FORK_LOSSES = dict.fromkeys((404, 409, 410, 422), Loss.UNFORKABLE)
+# The statuses that blame the row are those of an environment, see ``agent/gym_http.py``.
+_LOSS_BY_STATUS = dict.fromkeys((400, 413, 415, 422), LossReason.REFUSED) | {
+    409: LossReason.TAKEN,
+    410: LossReason.FORGOTTEN,
+}
+_FORK_LOSS_BY_STATUS = dict.fromkeys((404, 409, 410, 422), LossReason.UNFORKABLE)
 
 
 @dataclass(eq=False, slots=True)
-class _Carried:
+class _ForwardedJob:
     """A rollout under way.
 
     Attributes:
-        sent: the service may know it.
-        cancelling: its outcome is of no use.
-        failing_since: when the first of the calls for it failed between which none succeeded.
-        news: it may have changed.
+        sent: whether the service may know the rollout.
+        cancelling: whether the rollout's outcome is no longer wanted.
+        failing_since: time of the first failed call since the last success.
+        news: set when the rollout may have changed.
     """
 
     id: str
@@ -97,26 +101,26 @@ class _Carried:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def is_unwanted(self) -> bool:
-        """Whether it is to be cancelled; that can change at any time."""
+        """Return whether the rollout is to be cancelled; may change at any await."""
         return self.cancelling
 
 
-class Carrier:
-    """See the module.
+class JobForwarder:
+    """Forwards rollouts to one service; see the module.
 
     Args:
-        client: a client; open before :meth:`start`.
-        tokens: the form in which results have their tokens.
-        ended: told of every rollout that has an outcome.
-        lost: told of every rollout that has none, and why.
-        broke: told of an error that ends it: a defect of ours, or a service that refuses us altogether.
-        say: told when the service is away, and when it is back.
-        follows: asked of each rollout that the service has taken on, or has had: whether its outcome is wanted. If
-            not, it is dropped here.
-        replaceable: whether its rollouts could be begun elsewhere now.
-        moved: told of every state that a rollout without an outcome is seen in.
-        turned: told when it goes away and when it is back.
-        patient: go on asking a service that refuses us altogether, or is none: others do its work meanwhile.
+        client: client of the service; open before :meth:`start`.
+        tokens: form of the results' tokens.
+        on_ended: called with every rollout that has an outcome.
+        on_lost: called with every rollout without an outcome, and the reason.
+        on_error: called with an error that stops the forwarder: a defect, or a service that refuses all requests.
+        report: called with a message when the service becomes unreachable, and when it is back.
+        is_wanted: called with each accepted rollout; returns whether its outcome is wanted. Others are dropped.
+        replaceable: returns whether another service could run the rollouts now.
+        on_state: called with every observed state of a rollout without an outcome.
+        on_availability: called with True when the service becomes unavailable, with False when it is back.
+        patient: keep asking a service that refuses all requests, while others do its work.
+        loops: supervises the background loops.
     """
 
     def __init__(
@@ -124,32 +128,32 @@ class Carrier:
         client: RolloutClient,
         *,
         tokens: TokenForm,
-        ended: Callable[[JobView], None],
-        lost: Callable[[str, Loss, str], None],
-        broke: Callable[[BaseException], None],
-        say: Callable[[str], None],
-        follows: Callable[[JobView], bool] = lambda _: True,
+        on_ended: Callable[[JobView], None],
+        on_lost: Callable[[str, LossReason, str], None],
+        on_error: Callable[[BaseException], None],
+        report: Callable[[str], None],
+        is_wanted: Callable[[JobView], bool] = lambda _: True,
         replaceable: Callable[[], bool] = lambda: False,
-        moved: Callable[[str, JobState], None] = lambda rollout, state: None,
-        turned: Callable[[bool], None] = lambda away: None,
+        on_state: Callable[[str, JobState], None] = lambda rollout, state: None,
+        on_availability: Callable[[bool], None] = lambda away: None,
         patient: bool = False,
         loops: BackgroundLoops | None = None,
     ) -> None:
         self.client, self._patient = client, patient
         self._loops = loops or BackgroundLoops(restart=False)
-        self._moved, self._turned = moved, turned
+        self._on_state, self._on_availability = on_state, on_availability
         self._tokens = tokens
-        self._ended, self._lost, self._broke, self._say = ended, lost, broke, say
-        self._follows, self._replaceable = follows, replaceable
-        self._carried: dict[str, _Carried] = {}
+        self._on_ended, self._on_lost, self._on_error, self._report = on_ended, on_lost, on_error, report
+        self._is_wanted, self._replaceable = is_wanted, replaceable
+        self._jobs: dict[str, _ForwardedJob] = {}
         self._orphaned_ids: set[str] = set()
-        """Given up here, and to be cancelled when the service is back."""
-        self.trouble = ""
-        """Why it is away; empty if it is not."""
+        """Rollouts that were given up here, to be cancelled when the service is back."""
+        self.last_error = ""
+        """Why the service is unavailable; empty if it is available."""
         self._silent = False
-        """It did not answer when it was asked last."""
+        """Whether the last call got no answer."""
         self._refuses = False
-        """It took no new rollout when it was asked last, since it drains, say."""
+        """Whether the last submission was refused, for example by a draining service."""
         self._posts, self._gets = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_AT_ONCE)
         self._to_cancel: dict[str, asyncio.Future[JobView | None]] = {}
         self._canceller: asyncio.Task[None] | None = None
@@ -157,73 +161,74 @@ class Carrier:
 
     @property
     def away(self) -> bool:
-        """It did not answer when it was asked last, or does not take what is new."""
+        """Whether the service does not answer or accepts no new rollouts."""
         return self._silent or self._refuses
 
     @property
     def load(self) -> int:
-        """Rollouts under way."""
-        return len(self._carried)
+        """Number of rollouts under way."""
+        return len(self._jobs)
 
     def start(self) -> None:
-        """Begin to follow it."""
+        """Start to follow the service's log and events."""
         self._track(self._loops.start("node-outcomes", self._follow))
         self._track(self._loops.start("node-events", self._watch))
 
     async def close(self) -> None:
-        """Stop whatever is under way here; the service is told nothing."""
+        """Stop all tasks; the service is not notified."""
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def give_up(self, why: str) -> None:
-        """It is gone for good: none of its rollouts has an outcome."""
-        for it in [*self._carried.values()]:
-            self._settle(it, Loss.AWAY, why)
+        """Report all rollouts as lost: the service is gone for good."""
+        for it in [*self._jobs.values()]:
+            self._settle(it, LossReason.AWAY, why)
 
-    def heard(self, error: BaseException | None) -> None:
-        """Somebody else asked it. What hangs, or is cut off, breaks no connection by which our calls would end."""
+    def record_probe(self, error: BaseException | None) -> None:
+        """Record the result of a probe by another component. A hanging or cut-off machine breaks no connection, so
+        calls to it would not end by themselves."""
         if error is None:
             self._is_back()
             return
         self._is_away(error)
-        for it in [*self._carried.values()]:
+        for it in [*self._jobs.values()]:
             if self._is_hopeless(it):
                 self._give_up(it)
-                self._cancel(it)  # should its call still end
+                self._cancel(it)  # in case its call still ends
 
     def submit(self, rollout: str, body: Mapping[str, Any]) -> None:
-        """Carry a rollout there."""
-        self._carried[rollout] = carried = _Carried(rollout, body)
-        self._spawn(self._carry(carried))
+        """Forward a rollout to the service."""
+        self._jobs[rollout] = forwarded = _ForwardedJob(rollout, body)
+        self._spawn(self._forward(forwarded))
 
     def cancel(self, rollout: str) -> None:
-        """The outcome of a rollout is of no use. It is told all the same, when its sandbox is gone."""
-        if carried := self._carried.get(rollout):
-            self._cancel(carried)
+        """Cancel a rollout; its result is reported once its sandbox is released."""
+        if forwarded := self._jobs.get(rollout):
+            self._cancel(forwarded)
 
-    def _cancel(self, it: _Carried) -> None:
+    def _cancel(self, it: _ForwardedJob) -> None:
         it.cancelling = True
         it.news.set()
 
     def cancel_unknown(self, rollout: str) -> None:
-        """Cancel what an earlier process submitted."""
-        self._carried[rollout] = carried = _Carried(rollout, {}, sent=True, cancelling=True)
-        self._spawn(self._carry(carried))
+        """Cancel a rollout that an earlier process submitted."""
+        self._jobs[rollout] = forwarded = _ForwardedJob(rollout, {}, sent=True, cancelling=True)
+        self._spawn(self._forward(forwarded))
 
     async def result(self, rollout: str) -> JobView:
-        """A rollout that had its outcome under an earlier process.
+        """Return the result of a rollout that ended under an earlier process.
 
         Raises:
-            InfrastructureError: the service has no result of it.
+            InfrastructureError: the service has no result of the rollout.
         """
         now = asyncio.get_running_loop().time
         deadline = now() + RESULT_S
         while True:
             try:
                 async with self._gets:
-                    # Others had their turn before this one: that is no fault of a service that answers.
+                    # Waiting for the semaphore is not charged to a service that answers.
                     async with asyncio.timeout_at(deadline if self.away else now() + RESULT_S):
                         job = await self.client.get(rollout, tokens=self._tokens)
             except (ApiError, InfrastructureError, TimeoutError) as error:
@@ -234,20 +239,21 @@ class Carrier:
                 why = str(error) or f"{self.client.url} gave no answer in {RESULT_S:g} s"
                 raise InfrastructureError(why, kind=FailureKind.SESSION_LOST) from error
             if job.result is None:
-                raise InfrastructureError("it has no result", kind=FailureKind.SESSION_LOST)
+                reason = f"{self.client.url} has no result of rollout {rollout!r}"
+                raise InfrastructureError(reason, kind=FailureKind.SESSION_LOST)
             return job
 
-    # One rollout
+    # -- one rollout ---------------------------------------------------------------------------------------------
 
-    async def _carry(self, it: _Carried) -> None:
+    async def _forward(self, it: _ForwardedJob) -> None:
         while await self._accepted(it) and not await self._settled(it):
             pass
 
-    async def _accepted(self, it: _Carried) -> bool:
-        """Whether the service has it now; else it is settled."""
+    async def _accepted(self, it: _ForwardedJob) -> bool:
+        """Submit until the service has the rollout; return false if the rollout is settled."""
         options = {name: value for name, value in it.body.items() if name not in ("row", FORK)}
         fork = it.body.get(FORK)
-        losses = _LOSSES | _FORK_LOSSES if fork else _LOSSES
+        losses = _LOSS_BY_STATUS | _FORK_LOSS_BY_STATUS if fork else _LOSS_BY_STATUS
         while not it.is_unwanted():
             pause, before = RETRY_S, it.sent
             try:
@@ -260,10 +266,10 @@ class Carrier:
                     else:
                         job = await self.client.submit_once(dict(it.body["row"]), id=it.id, **options)
                 self._is_back(it, takes=True)
-                if not self._follows(job):
-                    self._carried.pop(it.id, None)
+                if not self._is_wanted(job):
+                    self._jobs.pop(it.id, None)
                     return False
-                if job.state.terminal:  # under an earlier process; the log may have told of it long ago
+                if job.state.terminal:  # ended under an earlier process; the log may not report it again
                     it.news.set()
                 return True
             except ApiError as error:
@@ -273,33 +279,33 @@ class Carrier:
                 if not (_is_passing(error) or self._patient):
                     raise
                 later, hopeless = error.problem.status in _LATER, self._is_hopeless(it)
-                if hopeless or not later:  # a queue that is full has its time before others are asked
+                if hopeless or not later:  # a full queue is given time before another service is tried
                     self._is_away(error, refuses=True)
                     untaken = later or error.problem.type == _DRAINING
                     if untaken and not before and self._replaceable():
                         if it.is_unwanted():
-                            return self._settle(it, Loss.CANCELLED, "cancelled before it was submitted")
-                        return self._settle(it, Loss.UNTAKEN, error.problem.detail)
+                            return self._settle(it, LossReason.CANCELLED, "cancelled before it was submitted")
+                        return self._settle(it, LossReason.UNTAKEN, error.problem.detail)
                     if hopeless:
                         return self._give_up(it)
                 pause = error.retry_after_s or RETRY_S
             except TypeError as error:
-                return self._settle(it, Loss.REFUSED, f"its row is no JSON: {error}")
+                return self._settle(it, LossReason.REFUSED, f"the row cannot be written as JSON: {error}")
             except InfrastructureError as error:
                 self._is_away(error)
                 if self._is_hopeless(it):
                     return self._give_up(it)
             await self._pause(it, pause)
-        return it.sent or self._settle(it, Loss.CANCELLED, "cancelled before it was submitted")
+        return it.sent or self._settle(it, LossReason.CANCELLED, "cancelled before it was submitted")
 
-    async def _settled(self, it: _Carried) -> bool:
-        """Whether its outcome is known; else the service does not know it."""
+    async def _settled(self, it: _ForwardedJob) -> bool:
+        """Wait until the outcome is known; return false if the service does not know the rollout."""
         while True:
             try:
                 if it.is_unwanted():
                     job = await self._cancelled(it.id)
                     if job is None:
-                        return not self._settle(it, Loss.CANCELLED, "cancelled before it began")
+                        return not self._settle(it, LossReason.CANCELLED, "cancelled before it began")
                 else:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(ASK_S):
@@ -308,24 +314,24 @@ class Carrier:
                     if it.is_unwanted():
                         continue
                     job = None
-                if job is None or job.state is JobState.SUCCEEDED:  # that answer tells no result
+                if job is None or job.state is JobState.SUCCEEDED:  # a cancellation's answer has no result
                     async with self._gets:
                         job = await self.client.get(it.id, tokens=self._tokens)
                 self._is_back(it)
                 if job.id != it.id:
-                    raise InfrastructureError(f"asked for {it.id!r} it tells of {job.id!r}")
+                    raise InfrastructureError(f"{self.client.url} answered a request for {it.id!r} with {job.id!r}")
                 if job.state.terminal:
-                    if self._carried.pop(it.id, None) is not None:
-                        self._ended(job)
+                    if self._jobs.pop(it.id, None) is not None:
+                        self._on_ended(job)
                     return True
             except ApiError as error:
                 if error.problem.status == 404:
                     it.sent = False
                     if self._patient and not it.is_unwanted():
-                        return not self._settle(it, Loss.AWAY, f"{self.client.url} was restarted, and has lost it")
+                        return not self._settle(it, LossReason.AWAY, f"{self.client.url} was restarted and lost it")
                     return False
                 if error.problem.status == 410:
-                    return not self._settle(it, Loss.FORGOTTEN, error.problem.detail)
+                    return not self._settle(it, LossReason.FORGOTTEN, error.problem.detail)
                 if not (_is_passing(error) or self._patient):
                     raise
                 it.news.set()
@@ -339,29 +345,29 @@ class Carrier:
                     return not self._give_up(it)
                 await asyncio.sleep(RETRY_S)
 
-    async def _pause(self, it: _Carried, seconds: float) -> None:
-        """Wait, unless it is cancelled meanwhile."""
+    async def _pause(self, it: _ForwardedJob, seconds: float) -> None:
+        """Wait, unless the rollout is cancelled meanwhile."""
         it.news.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await it.news.wait()
         it.news.set()
 
-    def _settle(self, it: _Carried, loss: Loss, why: str) -> bool:
-        """It has no outcome. Always false."""
-        if self._carried.pop(it.id, None) is not None:
-            self._lost(it.id, loss, why)
+    def _settle(self, it: _ForwardedJob, loss: LossReason, why: str) -> bool:
+        """Report that the rollout has no outcome. Always returns false."""
+        if self._jobs.pop(it.id, None) is not None:
+            self._on_lost(it.id, loss, why)
         return False
 
-    def _give_up(self, it: _Carried) -> bool:
+    def _give_up(self, it: _ForwardedJob) -> bool:
         if it.sent:
             self._orphaned_ids.add(it.id)
-        return self._settle(it, Loss.AWAY, f"{self.client.url} does not answer")
+        return self._settle(it, LossReason.AWAY, f"{self.client.url} does not answer")
 
-    # All of them
+    # -- all rollouts --------------------------------------------------------------------------------------------
 
     async def _cancelled(self, rollout: str) -> JobView | None:
-        """Cancel it, together with others that are to be; ``None`` if the service does not know it."""
+        """Cancel a rollout, in one call with others; return ``None`` if the service does not know the rollout."""
         future: asyncio.Future[JobView | None] = asyncio.get_running_loop().create_future()
         self._to_cancel[rollout] = future
         if self._canceller is None or self._canceller.done():
@@ -399,13 +405,13 @@ class Carrier:
                     self._is_back(takes=not (await self.client.status()).draining)
                 cursor = page.cursor
                 for job in page.rollouts:
-                    if job.id in self._carried:
-                        self._carried[job.id].news.set()
+                    if job.id in self._jobs:
+                        self._jobs[job.id].news.set()
             except ApiError as error:
                 if error.problem.status != 410 and not (_is_passing(error) or self._patient):
                     raise
                 cursor = None
-                if error.problem.status not in (410, *_LATER):  # perhaps of a proxy's, before a service that is gone
+                if error.problem.status not in (410, *_LATER):  # may come from a proxy of a dead service
                     self._is_away(error)
                     self._ask_all()
                 await asyncio.sleep(0 if error.problem.status == 410 else error.retry_after_s or RETRY_S)
@@ -421,50 +427,50 @@ class Carrier:
             try:
                 async for event in self.client.events(seen):
                     seen = event.cursor
-                    if event.id in self._carried and not event.state.terminal:
-                        self._moved(event.id, event.state)
+                    if event.id in self._jobs and not event.state.terminal:
+                        self._on_state(event.id, event.state)
             except (ApiError, InfrastructureError):
                 seen = None
             await asyncio.sleep(RETRY_S)
 
     def _ask_all(self) -> None:
-        for it in [*self._carried.values()]:
+        for it in [*self._jobs.values()]:
             it.news.set()
 
     async def _cancel_orphans(self) -> None:
-        if ghosts := [*self._orphaned_ids]:
-            await self.client.cancel(ghosts)
-            self._orphaned_ids.difference_update(ghosts)
+        if orphans := [*self._orphaned_ids]:
+            await self.client.cancel(orphans)
+            self._orphaned_ids.difference_update(orphans)
 
     def _is_away(self, error: BaseException, *, refuses: bool = False) -> None:
-        """Note that it does not answer, or that it takes nothing new on."""
+        """Record that the service does not answer, or accepts no new rollouts."""
         if not self.away:
-            self._say(f"waiting for the service at {self.client.url}: {error}")
+            self._report(f"waiting for the service at {self.client.url}: {error}")
         was_away = self.away
-        self.trouble = str(error)
+        self.last_error = str(error)
         self._refuses = self._refuses or refuses
         self._silent = self._silent or not refuses
         if not was_away:
-            self._turned(True)
+            self._on_availability(True)
 
-    def _is_hopeless(self, it: _Carried) -> bool:
-        """Note that a call for it failed. Whether they have for too long: others, for others, may succeed."""
+    def _is_hopeless(self, it: _ForwardedJob) -> bool:
+        """Record a failed call for the rollout; return whether its calls have failed for too long."""
         now = asyncio.get_running_loop().time()
         if it.failing_since is None:
             it.failing_since = now
         return now - it.failing_since > GIVE_UP_S and self._replaceable()
 
-    def _is_back(self, it: _Carried | None = None, *, takes: bool = False) -> None:
-        """Note that it answers, or even that it takes on what is new."""
+    def _is_back(self, it: _ForwardedJob | None = None, *, takes: bool = False) -> None:
+        """Record that the service answers, or also accepts new rollouts."""
         if it is not None:
             it.failing_since = None
         was_away = self.away
         self._silent = False
         self._refuses = self._refuses and not takes
         if was_away and not self.away:
-            self.trouble = ""
-            self._say(f"the service at {self.client.url} is back")
-            self._turned(False)
+            self.last_error = ""
+            self._report(f"the service at {self.client.url} is back")
+            self._on_availability(False)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._track(asyncio.create_task(work))
@@ -477,7 +483,7 @@ class Carrier:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._broke(error)
+            self._on_error(error)
 
 
 def _is_passing(error: ApiError) -> bool:

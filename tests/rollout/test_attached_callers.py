@@ -13,11 +13,11 @@ import orjson
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from nemo_gym_prorl.rollout.callers import AttachedCallers, CallerGone, row_key
+from nemo_gym_prorl.rollout.api.attached_callers import AttachedCallers, CallerGone, row_key
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.service import PipelineSettings
+from nemo_gym_prorl.rollout.settings import PipelineSettings
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
 

@@ -1,13 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Calls into handlers, which are plug-ins and may do anything: every call is bounded and its result checked.
+"""Bounded calls into handlers. Handlers are plug-ins and may misbehave, so each call has a time limit and a checked
+result.
 
-A stage's work gives what its protocol says or an error that :func:`~nemo_gym_prorl.failures.classify` understands. A
-release or a question gives its answer or none, within a bound. A job that failed has an outcome that says so, whatever
-``on_failure`` made of it. So the pipeline above can hold that each job ends exactly once and gives its slot back.
+- A stage returns what its protocol declares, or raises an error for :func:`~nemo_gym_prorl.failures.classify`.
+- A release or a query returns within its limit, with or without an answer.
+- A failed job always gets an outcome that reports the failure, whatever ``on_failure`` does.
 
-An :class:`Attempt` is one stage's work on one job, bounded by its budget, by an interruption, and by a grace if the
-handler ignores both.
+So the pipeline can rely on each job ending exactly once and giving its slot back. An :class:`Attempt` is the work of
+one stage on one job, bounded by its budget, by an interruption, and by a grace if the handler ignores both.
 """
 
 from __future__ import annotations
@@ -33,35 +34,44 @@ from nemo_gym_prorl.failures import (
     is_text,
     unexpected_kind,
 )
-from nemo_gym_prorl.rollout.checkpoints import Checkpoint, SharedCheckpoints, begins_anew
+from nemo_gym_prorl.rollout.gym_rows import is_masked, masked, take_tokens
 from nemo_gym_prorl.rollout.handler import (
     AgentHandler,
-    EndsScoring,
-    EndsTimeouts,
+    CancelsScoring,
     Environments,
-    KeepsCheckpoints,
-    TellsUnreachable,
-    TellsWaiting,
-    UnpacksCheckpoints,
+    HandlesTimeouts,
+    ReportsUnreachable,
+    ReportsWaiting,
+    RestoresCheckpoints,
+    StoresCheckpoints,
 )
-from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Outcome, Trajectory, Verdict, failure_state
-from nemo_gym_prorl.rollout.rows import is_masked, masked, take_tokens
+from nemo_gym_prorl.rollout.job import (
+    FAILED_STATES,
+    Checkpoint,
+    Job,
+    JobState,
+    Outcome,
+    Trajectory,
+    Verdict,
+    failure_state,
+)
+from nemo_gym_prorl.rollout.storage.checkpoints import SharedCheckpoints, restart_without_checkpoint
 
 
 LOGGER = logging.getLogger(__name__)
 
-ASK_S = 5.0
-"""How long a handler may think about a question."""
+QUERY_TIMEOUT_S = 5.0
+"""Seconds that a handler may take to answer a query."""
 
 
 class HandlerCalls:
-    """The handlers of one pipeline, as it calls them.
+    """Calls into the handlers of one pipeline.
 
     Args:
-        handlers: them, by environment.
-        release_s: how long a session may take to be released.
-        cancel_grace_s: how long a call that was cancelled may take to come back before it is abandoned.
-        shared: where checkpoints of other services are.
+        handlers: handlers by environment.
+        release_s: seconds that the release of a session may take.
+        cancel_grace_s: seconds until a cancelled call counts as abandoned.
+        shared: folder with the checkpoints of other services.
     """
 
     def __init__(
@@ -76,41 +86,41 @@ class HandlerCalls:
         self._release_s = release_s
         self._cancel_grace_s = cancel_grace_s
         self.abandoned = 0
-        """Calls that ignored their cancellation."""
+        """Number of calls that ignored their cancellation."""
 
     async def work(self, job: Job, stage: Stage) -> Any:
-        """A stage's work: the session, the trajectory, or the outcome of a job that was scored.
+        """Run a stage, and return the session, the trajectory, or the outcome of a scored job.
 
         Raises:
-            Exception: whatever the handler raised; what is no :class:`Exception` as one.
+            Exception: any exception of the handler; a BaseException is wrapped.
         """
         try:
             handler = self._handlers.get(job.environment)
             if stage is Stage.INIT:
-                if job.begin is not None:
-                    await self._begin(job, handler)
+                if job.resume_point is not None:
+                    await self._restore(job, handler)
                 return await handler.init(job)
             if stage is Stage.RUN:
                 return self._trajectory(job, await handler.run(job, job.session))
             assert job.trajectory is not None, "EVAL follows RUN"
             return self._scored(job, await handler.eval(job, job.trajectory))
-        except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop, and with it everybody's rollouts
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop, and with it all rollouts
             raise _no_exception(error, job, stage) from error
 
-    async def _begin(self, job: Job, handler: AgentHandler) -> None:
+    async def _restore(self, job: Job, handler: AgentHandler) -> None:
         if self._shared is None:
             if job.forked_from is not None:
-                begins_anew(job, "this service has no checkpoint_folder")
-        elif not isinstance(handler, UnpacksCheckpoints):
-            begins_anew(job, f"handler {job.handler!r} takes no checkpoints of other services")
+                restart_without_checkpoint(job, "this service has no checkpoint_folder")
+        elif not isinstance(handler, RestoresCheckpoints):
+            restart_without_checkpoint(job, f"handler {job.handler!r} cannot read checkpoints of other services")
         else:
-            await self._shared.give(job, handler.unpack)
+            await self._shared.restore(job, handler.unpack)
 
     def result_of(self, task: asyncio.Task[Any], job: Job, stage: Stage) -> Any:
-        """What the task of a finished :meth:`work` gave.
+        """Return the result of a finished :meth:`work` task.
 
         Raises:
-            Exception: what it raised.
+            Exception: any exception of the task.
         """
         if task.cancelled():
             raise InfrastructureError(
@@ -121,38 +131,38 @@ class HandlerCalls:
             raise _no_exception(error, job, stage) from error
         return task.result()
 
-    async def call_off(self, task: asyncio.Task[Any]) -> bool:
-        """Cancel a call; whether it has come back then. One that ignores that is counted, and not waited for."""
+    async def cancel_and_wait(self, task: asyncio.Task[Any]) -> bool:
+        """Cancel a call, and return whether it ended within the grace. A call that did not is counted as abandoned."""
         task.cancel()
         await asyncio.wait({task}, timeout=self._cancel_grace_s)
         self.abandoned += not task.done()
         return task.done()
 
     async def release(self, job: Job, session: Any) -> RolloutError | None:
-        """Release a session within its bound; the error if that did not work."""
-        return await self._let_go(job, lambda handler: handler.release(job, session), "the session", "released")
+        """Release a session within its time limit; return the error if that failed."""
+        return await self._cleanup(job, lambda handler: handler.release(job, session), "the session", "released")
 
     async def end_scoring(self, job: Job) -> None:
-        """Have scoring end within the same bound, where it may go on by itself; what goes wrong is logged."""
-        if isinstance(handler := self._handlers.get(job.environment), EndsScoring):
+        """End scoring that may continue without its call, within the same time limit; failures are logged."""
+        if isinstance(handler := self._handlers.get(job.environment), CancelsScoring):
             ending = handler.end_scoring
-            await self._let_go(job, lambda _: ending(job), "scoring", "ended")
+            await self._cleanup(job, lambda _: ending(job), "scoring", "ended")
 
-    async def _let_go(
-        self, job: Job, let_go: Callable[[AgentHandler], Awaitable[None]], what: str, done: str
+    async def _cleanup(
+        self, job: Job, cleanup: Callable[[AgentHandler], Awaitable[None]], what: str, done: str
     ) -> RolloutError | None:
         async def work() -> None:
             try:
-                await let_go(self._handlers.get(job.environment))
+                await cleanup(self._handlers.get(job.environment))
             except (SystemExit, KeyboardInterrupt) as error:
                 raise RuntimeError(f"it raised {type(error).__name__}") from error
 
-        task = begin(work())
+        task = start_eager_task(work())
         bound, server = self._release_s, None
         if not task.done():
             await asyncio.wait({task}, timeout=bound)
         if not task.done():
-            await self.call_off(task)
+            await self.cancel_and_wait(task)
             reason = f"{what} was not {done} within {bound:g} s"
         elif task.cancelled():
             reason = f"{what} could not be {done}: that was cancelled"
@@ -165,14 +175,14 @@ class HandlerCalls:
         return InfrastructureError(reason, kind=FailureKind.SESSION_RELEASE_FAILED, server=server)
 
     def failed(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
-        """The outcome of a job that failed: the handler's, or where that is none, one without a result. What happened
-        to the rollout stays what it was; what the handler did besides is told with it."""
+        """Return the outcome of a failed job: that of the handler, or, if the handler misbehaves, one without a
+        result. The failure keeps its kind; the handler's fault is added to its reason."""
         trace = None
         try:
             if job.trajectory is not None:
                 job.trajectory.take_tokens()
             outcome = self._handlers.get(job.environment).on_failure(job, stage, failure)
-            fault = _fault(outcome)
+            fault = _outcome_defect(outcome)
         except BaseException as error:  # also exit(): the call runs in the event loop itself
             LOGGER.exception("on_failure of handler %s failed", job.handler)
             told = classify(error, stage)
@@ -184,13 +194,13 @@ class HandlerCalls:
         return Outcome(failure_state(failure), {}, failure=blamed)
 
     async def waited(self, job: Job) -> float | None:
-        """Seconds of this RUN attempt in which the agent could not act; 0 if the handler cannot tell, ``None`` if it
-        cannot tell now."""
+        """Return the seconds of this RUN attempt in which the agent waited for a backend; 0 if the handler does not
+        report them, ``None`` if they are unknown now."""
         try:
             handler = self._handlers.get(job.environment)
-            if not isinstance(handler, TellsWaiting):
+            if not isinstance(handler, ReportsWaiting):
                 return 0.0
-            seconds = await _within(ASK_S, handler.waited(job))
+            seconds = await _with_timeout(QUERY_TIMEOUT_S, handler.waited(job))
         except Exception as error:
             LOGGER.warning(
                 "job %s: waited of handler %s failed: %s", job.id, job.handler, classify(error, None).reason
@@ -199,13 +209,13 @@ class HandlerCalls:
         return seconds if _is_number(seconds) and seconds > 0 else 0.0
 
     def timed_out(self, job: Job) -> Trajectory | Outcome | None:
-        """What counts of a job whose RUN budget is used up: a trajectory to be scored, or how it ended; ``None`` if
-        nothing does, which is also what becomes of a handler's error."""
+        """Return the result of a job whose RUN budget is used up: a trajectory to score, or an outcome; ``None`` if
+        the job failed or the handler raised."""
         try:
             handler = self._handlers.get(job.environment)
             if job.trajectory is not None:
                 job.trajectory.take_tokens()
-            value = handler.timed_out(job, job.session) if isinstance(handler, EndsTimeouts) else None
+            value = handler.timed_out(job, job.session) if isinstance(handler, HandlesTimeouts) else None
             if value is None:
                 return None
             return self._scored(job, value) if isinstance(value, Verdict) else self._trajectory(job, value)
@@ -216,24 +226,25 @@ class HandlerCalls:
             return None
 
     async def unreachable(self, environment: str) -> dict[str, frozenset[Stage]] | None:
-        """The servers of an environment that do not answer now, with the stages that need each; ``None`` if its
-        handler cannot tell."""
+        """Return the servers of an environment that do not answer, with the stages that need each; ``None`` if the
+        handler cannot probe them."""
         try:
             handler = self._handlers.get(environment)
-            if not isinstance(handler, TellsUnreachable):
+            if not isinstance(handler, ReportsUnreachable):
                 return None
-            told = await _within(ASK_S, handler.unreachable())
+            told = await _with_timeout(QUERY_TIMEOUT_S, handler.unreachable())
             needed = told if isinstance(told, Mapping) else dict.fromkeys(told, Stage)
             return {server: frozenset(map(Stage, stages)) for server, stages in needed.items()}
         except Exception as error:
             LOGGER.warning("unreachable of environment %s failed: %s", environment, classify(error, None).reason)
             return None
 
-    async def care(self, environment: str, checkpoints: Sequence[Checkpoint], *, erase: bool) -> None:
-        """Have checkpoints erased, or renewed; what goes wrong is logged: who keeps them erases what is old."""
+    async def maintain_checkpoints(self, environment: str, checkpoints: Sequence[Checkpoint], *, erase: bool) -> None:
+        """Erase or renew checkpoints at the resources server; failures are logged, since that server erases orphans
+        by age."""
         try:
-            if isinstance(handler := self._handlers.get(environment), KeepsCheckpoints):
-                await _within(self._release_s, (handler.forget if erase else handler.renew)(checkpoints))
+            if isinstance(handler := self._handlers.get(environment), StoresCheckpoints):
+                await _with_timeout(self._release_s, (handler.forget if erase else handler.renew)(checkpoints))
         except Exception as error:
             what = "forget" if erase else "renew"
             LOGGER.warning("%s of environment %s failed: %s", what, environment, classify(error, None).reason)
@@ -262,8 +273,8 @@ class HandlerCalls:
             raise _defect(job, Stage.EVAL, f"returned a result that cannot be written as JSON: {error}") from error
 
 
-def _fault(outcome: Any) -> str | None:
-    """What is wrong with what ``on_failure`` returned."""
+def _outcome_defect(outcome: Any) -> str | None:
+    """Return what is wrong with the result of ``on_failure``."""
     if not isinstance(outcome, Outcome):
         return f"returned {_short(outcome)}, not an Outcome"
     if not isinstance(outcome.state, JobState) or outcome.state not in FAILED_STATES:
@@ -282,7 +293,8 @@ def _fault(outcome: Any) -> str | None:
 
 
 def _well_formed(failure: Failure) -> bool:
-    """Whether it is what its type says: whoever lists or follows jobs is sent it."""
+    """Return whether the failure's fields have their declared types: listings and event streams contain the
+    failure."""
     trace, server = failure.traceback, failure.server
     return (
         isinstance(failure.kind, FailureKind)
@@ -312,11 +324,11 @@ def _short(value: Any) -> str:
         return f"a {type(value).__name__}"
 
 
-async def _within(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of ``work``; not waited for if it ignores that its time is over.
+async def _with_timeout(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of ``work``, without waiting for work that ignores its cancellation.
 
     Raises:
-        TimeoutError: it takes too long.
+        TimeoutError: after ``seconds``.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -329,32 +341,32 @@ async def _within(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
     return task.result()
 
 
-def begin[T](work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """A task of the running loop that has come to its first wait, or to its end. What it raises is in the task."""
+def start_eager_task[T](work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Return a task of the running loop that has run to its first suspension, or to its end."""
     return asyncio.Task(work, loop=asyncio.get_running_loop(), eager_start=True)
 
 
-_RECHECK_S = 1.0
-"""Least extension of a budget, so that a rollout that waits at its very end is not asked about all the time."""
+_MIN_EXTENSION_S = 1.0
+"""Least extension of a budget, which bounds how often the handler of a waiting rollout is queried."""
 
-_TICK_S = 0.001
-"""So early a timer may come."""
+_TIMER_TOLERANCE_S = 0.001
+"""Seconds by which a timer may fire early."""
 
-_UNKNOWN_S = 180.0
-"""For how long nobody may know for how long a rollout has waited before its budget is over all the same. They who know
-may be busy, most of all where thousands wait."""
+_UNKNOWN_WAIT_S = 180.0
+"""Seconds for which the waiting time of a rollout may be unknown before its budget ends anyway. A model server
+under load may be slow to answer."""
 
 
 class Attempt:
-    """The handler's coroutine of one stage.
+    """One stage's work on one job.
 
     Args:
-        job: worked on.
-        stage: which.
-        calls: the handlers.
+        job: the job.
+        stage: the stage.
+        calls: calls into the handlers.
         clock: monotonic seconds.
-        spawn: runs what an abandoned work leaves to do.
-        out_s: for how many seconds so far the job's servers have not answered.
+        spawn: starts clean-up after an abandoned call.
+        outage_s: returns the total seconds of outages of the job's environment.
     """
 
     def __init__(
@@ -364,58 +376,58 @@ class Attempt:
         calls: HandlerCalls,
         clock: Callable[[], float],
         spawn: Callable[[Coroutine[Any, Any, Any]], None],
-        out_s: Callable[[], float],
+        outage_s: Callable[[], float],
     ) -> None:
         self._job = job
         self._stage = stage
         self._calls = calls
         self._clock = clock
         self._spawn = spawn
-        self._out_s = out_s
+        self._outage_s = outage_s
         self._interrupt: asyncio.Future[RolloutError] = asyncio.get_running_loop().create_future()
         self.abandoned = False
-        """The work ignored its cancellation and may still go on."""
+        """Whether the work ignored its cancellation and may still run."""
         self.idle_s = 0.0
-        """Seconds in which nothing could be done, for lack of a backend or of a server that answers; known where the
-        budget ran out."""
+        """Seconds without a backend or with a server down; computed when the budget runs out."""
 
     def interrupt(self, error: RolloutError) -> None:
-        """Make the work stop; :meth:`run` raises ``error``."""
+        """Stop the work; :meth:`run` raises ``error``."""
         if not self._interrupt.done():
             self._interrupt.set_result(error)
 
     async def run(self) -> Any:
-        """What the work gives. A session that comes up after all, when it was told to stop, is in ``job.session``.
+        """Return the result of the work. A session that INIT returns despite its cancellation is stored in
+        ``job.session``.
 
         Raises:
-            RolloutError: it was interrupted.
-            BudgetExceeded: it used up its budget.
-            Exception: whatever the handler raised.
+            RolloutError: the work was interrupted.
+            BudgetExceeded: the budget is used up.
+            Exception: any exception of the handler.
         """
         if self._interrupt.done():
             raise self._interrupt.result()
         job, stage = self._job, self._stage
-        task = begin(self._calls.work(job, stage))
+        task = start_eager_task(self._calls.work(job, stage))
         if not task.done():
-            await self._until_due(task)
+            await self._wait_until_due(task)
         if task.done():
             return self._calls.result_of(task, job, stage)
-        if not await self._calls.call_off(task):
+        if not await self._calls.cancel_and_wait(task):
             self.abandoned = True
             LOGGER.error("%s of job %s ignores its cancellation and was abandoned", stage, job.id)
-            task.add_done_callback(self._came_late)
+            task.add_done_callback(self._release_late_session)
         elif not task.cancelled() and task.exception() is None and stage is Stage.INIT:
-            job.session = task.result()  # it has to be released
+            job.session = task.result()  # the pipeline must release it
         raise self._interrupt.result() if self._interrupt.done() else BudgetExceeded(stage, job.budgets.of(stage))
 
-    async def _until_due(self, task: asyncio.Task[Any]) -> None:
-        """Return when the work is done or interrupted, or has used up its budget. Nothing of that is used up while the
-        agent cannot act, or the job's servers do not answer."""
+    async def _wait_until_due(self, task: asyncio.Task[Any]) -> None:
+        """Return when the work is done or interrupted, or has used up its budget. Waiting for a backend and outages
+        of the environment's servers are not charged."""
         ends: set[asyncio.Future[Any]] = {task, self._interrupt}
         budget = self._job.budgets.of(self._stage)
         if self._stage is Stage.RUN:
             budget -= self._job.spent_s
-        started, left, out_before, known_s = self._clock(), budget, self._out_s(), budget
+        started, left, out_before, known_s = self._clock(), budget, self._outage_s(), budget
         while left > 0:
             done, _ = await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if done:
@@ -429,16 +441,16 @@ class Attempt:
                     return
                 waited = asked.result()
             elapsed = self._clock() - started
-            self.idle_s = min(max((waited or 0.0) + self._out_s() - out_before, self.idle_s), elapsed)
+            self.idle_s = min(max((waited or 0.0) + self._outage_s() - out_before, self.idle_s), elapsed)
             left = budget + self.idle_s - elapsed
-            if 0 < left < _TICK_S:  # clocks and timers round differently
+            if 0 < left < _TIMER_TOLERANCE_S:  # clocks and timers round differently
                 left = 0.0
             known_s = elapsed if waited is not None else known_s
-            if 0 < left < _RECHECK_S or (left <= 0 and waited is None and elapsed - known_s <= _UNKNOWN_S):
-                left = _RECHECK_S
+            if 0 < left < _MIN_EXTENSION_S or (left <= 0 and waited is None and elapsed - known_s <= _UNKNOWN_WAIT_S):
+                left = _MIN_EXTENSION_S
 
-    def _came_late(self, task: asyncio.Task[Any]) -> None:
-        """An abandoned work came back. A session from it belongs to nobody: release it."""
+    def _release_late_session(self, task: asyncio.Task[Any]) -> None:
+        """Release the session of an abandoned INIT that returned after all."""
         if task.cancelled():
             return
         if task.exception() is not None:

@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who may call a server of ours: whoever has a key to it, or, where none is set, whoever is on this machine.
+"""Key guard: which callers may use a server. With keys, their owners; without any key, processes on this machine.
 
-A rollout service runs code on behalf of its callers and hands out what others sampled. So there are two safe settings,
-and a server takes one of them or does not start: it listens on loopback, or it has keys. With keys *every* route
-needs one, except the one by which a balancer asks whether the server lives.
+A rollout service runs code for its callers and returns others' samples. So there are two safe configurations, and a
+server with any other does not start: listening on loopback, or keys. With keys *every* route requires one, except
+``/healthz`` for load balancers.
 
-``control_token`` in a server's configuration is the deployment's own key: a bearer token that is good for everything.
-Our servers read each other's from the merged configuration of their deployment; Gym's own client sends none, unless
-:func:`~nemo_gym_prorl.servers.gym_client.send_keys` was called in its process. A rollout service may also have clients
-with keys of their own, each valid for some scopes. One table holds the scope of each route; a route that is not in the
-table needs an administrator's key.
+``control_token`` in a server's configuration is the deployment's own key, a bearer token with all scopes. Our servers
+read each other's from the merged configuration of their deployment. Gym's own client sends no key, unless its process
+called :func:`~nemo_gym_prorl.servers.gym_client.send_keys`. A rollout service may also have clients with keys of their
+own, each with some scopes. One table holds the scope of each route; a missing route requires an administrator's key.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from nemo_gym_prorl.http.problems import ProblemError
 LOGGER = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/healthz"})
-"""Routes that tell nothing but that the server lives."""
+"""Routes that need no key: they reveal only that the server is up."""
 
-_CALLER, _TOLD = "prorl.caller", "prorl.told"
+_CALLER, _LOGGED_SCOPES = "prorl.caller", "prorl.logged"
 
 
 class RouteScopes:
-    """What a key must be good for, by method and route.
+    """Required scope by method and route.
 
     Args:
-        table: (method, path as the route has it) → scope. All else asks for ``admin``.
+        table: scope by (method, path as declared by the route). Other routes require ``admin``.
     """
 
     def __init__(self, table: Mapping[tuple[str, str], Scope]) -> None:
@@ -52,7 +51,7 @@ class RouteScopes:
         ]
 
     def of(self, method: str, path: str) -> Scope:
-        """What a request needs."""
+        """Return the scope that a request requires."""
         method = "GET" if method == "HEAD" else method
         if (found := self.table.get((method, path))) is not None:
             return found
@@ -60,19 +59,19 @@ class RouteScopes:
         return next(fitting, Scope.ADMIN)
 
     def needs(self, method: str, path: str) -> Scope | None:
-        """The same of a route, ``None`` for one that is open."""
+        """Return the scope that a route requires; ``None`` for an open route."""
         return None if path in OPEN_PATHS else self.of(method, path)
 
 
 class KeyGuard:
-    """ASGI middleware: refuses what comes without a key, or with one that is not good for the route, before any route
-    or body is looked at. Calls that only an administrator may make are told in the log, refused ones too.
+    """ASGI middleware: refuses requests without a key of the required scope before any route or body is processed.
+    Logs all administrative calls, refused ones included.
 
     Args:
-        app: what is guarded.
-        key: the deployment's own; ``None`` for none. With neither that nor clients everything passes.
-        clients: tells whose key it is, of the clients with keys of their own.
-        scopes: what routes ask for; by default each key is good for all.
+        app: the guarded application.
+        key: the deployment's own key; ``None`` for none. Without key and clients every request passes.
+        clients: returns the client of a key, for clients with keys of their own.
+        scopes: scopes of the routes; by default each key is valid for all routes.
     """
 
     def __init__(
@@ -88,21 +87,21 @@ class KeyGuard:
         self._scopes = scopes
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Process one request."""
         if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         caller = self._caller(scope)
         needed = self._scopes.of(scope.get("method", ""), scope["path"]) if self._scopes is not None else None
-        scope = {**scope, _CALLER: caller, _TOLD: {needed}}
+        scope = {**scope, _CALLER: caller, _LOGGED_SCOPES: {needed}}
         if caller is not None and caller.name is not None:
-            send = self._as_long_as_known(scope, send)
+            send = self._end_on_revocation(scope, send)
         if needed is not None:
-            send = _telling(scope, caller, send)
+            send = _log_admin_call(scope, caller, send)
         if caller is None:
             await _UNAUTHORIZED.response()(scope, receive, send)
         elif needed is not None and not caller.may(needed):
-            await _not_allowed(caller, needed).response()(scope, receive, send)
+            await _scope_missing(caller, needed).response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -115,8 +114,8 @@ class KeyGuard:
         word, _, key = given.partition(" ")
         return self._clients(key) if self._clients is not None and word == "Bearer" else None
 
-    def _as_long_as_known(self, scope: Connection, send: Send) -> Send:
-        """A stream that is open when its key is revoked ends there: it may be one of events, and have no end."""
+    def _end_on_revocation(self, scope: Connection, send: Send) -> Send:
+        """End an open stream when its key is revoked: an event stream would otherwise never end."""
         ended = False
 
         async def checked(message: Message) -> None:
@@ -131,45 +130,45 @@ class KeyGuard:
 
 
 async def caller_of(request: Request) -> Caller:
-    """Whose request it is; a dependency of routes, whatever stands before them."""
+    """Return the caller of a request; a FastAPI dependency."""
     return caller_in(request.scope)
 
 
 def caller_in(scope: Connection) -> Caller:
-    """Whose request it is."""
+    """Return the caller of a request."""
     caller: Caller = scope.get(_CALLER, DEPLOYMENT)
     return caller
 
 
-def tell(scope: Connection) -> None:
-    """Have the log tell of this request, as it does of those that only an administrator may make."""
-    scope.get(_TOLD, set()).add(Scope.ADMIN)
+def log_as_admin(scope: Connection) -> None:
+    """Log this request as an administrative call."""
+    scope.get(_LOGGED_SCOPES, set()).add(Scope.ADMIN)
 
 
-def _telling(scope: Connection, caller: Caller | None, send: Send) -> Send:
-    async def told(message: Message) -> None:
-        if message["type"] == "http.response.start" and Scope.ADMIN in scope[_TOLD]:
+def _log_admin_call(scope: Connection, caller: Caller | None, send: Send) -> Send:
+    async def logged(message: Message) -> None:
+        if message["type"] == "http.response.start" and Scope.ADMIN in scope[_LOGGED_SCOPES]:
             who = "no known key" if caller is None else f"client {caller.name!r}" if caller.name else "the deployment"
             where = (scope.get("client") or ("?",))[0]
-            # A warning, since Gym leaves logging as Python has it, which shows nothing below.
+            # A warning: Gym keeps Python's default log level, which hides everything below.
             what = scope["method"], scope["path"]
             LOGGER.warning("admin: %s %r by %s from %s: %s", *what, who, where, message["status"])
         await send(message)
 
-    return told
+    return logged
 
 
 def check_exposure(host: str | None, key: str | None, *, field: str = "control_token", others: bool = False) -> None:
-    """Refuse a server that others could reach and that has no key.
+    """Refuse a server that is reachable from other machines and has no key.
 
     Args:
         host: the address to listen on; ``None`` is loopback, as with Gym.
         key: the server's key.
-        field: where the key is set, for the message.
-        others: it has other keys besides.
+        field: setting of the key, for the message.
+        others: whether other keys exist.
 
     Raises:
-        CallerError: the host is no loopback address and there is no key, or the key is empty or no ASCII.
+        CallerError: the host is no loopback address and there is no key, or the key is empty or not ASCII.
     """
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise CallerError("must be a non-empty word of ASCII characters", field=field)
@@ -180,7 +179,7 @@ def check_exposure(host: str | None, key: str | None, *, field: str = "control_t
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether nobody else's machine can be meant by it; ``None`` is what Gym listens on."""
+    """Return whether the host is loopback; ``None`` is Gym's default, loopback."""
     if host in (None, "localhost"):
         return True
     try:
@@ -197,6 +196,6 @@ _UNAUTHORIZED = ProblemError(
 )
 
 
-def _not_allowed(caller: Caller, needed: Scope) -> ProblemError:
+def _scope_missing(caller: Caller, needed: Scope) -> ProblemError:
     has = ", ".join(sorted(caller.scopes))
     return ProblemError(403, "not-allowed", f"the key of {caller.name} has the scopes {has}; this needs {needed}")

@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym rows: strict JSON, the mask, and the tokens of a rollout apart from its text.
+"""Gym rows: strict JSON, the mask, and the tokens of a rollout apart from its text. Pure.
 
-Invariant: a row that is accepted can be written again, everywhere, exactly as it came. A row goes from server to
-server and into a log that others follow, and a part that one of them cannot write would fail there for every reader.
-So lone surrogates (``"\\ud800"`` is no text), ``NaN``, numbers that no double or 64-bit integer holds and nesting
-beyond what writers follow are refused here, with the path of the field.
+Invariant: an accepted row can be serialised again anywhere, unchanged. Rows pass through several servers and into a
+log that clients follow, and one unserialisable value would break the log for every reader. So lone surrogates
+(``"\\ud800"`` is no text), ``NaN``, numbers that no double or 64-bit integer holds and excessive nesting are refused
+here, with the path of the field.
 
-A verifier masks a rollout, which then gets no loss, in one of two places: Gym ≥ 0.7 has ``mask_sample`` at the top
-level, NeMo RL reads ``instance_config``. Either counts, and what leaves the service has both.
+A verifier masks a rollout, so that a trainer skips it, in one of two places: Gym ≥ 0.7 has ``mask_sample`` at the top
+level, NeMo RL reads ``instance_config``. Either place counts, and rows that leave the service have both.
 
-Gym has tokens on the output items, with each turn's prompt in full: 50 turns hold the conversation 50 times. A
-:class:`Turn` holds what it adds to the turn before; tokens are kept, sent to a trainer and held there in that form.
-:func:`put_tokens` makes the same items again that :func:`take_tokens` took them off. Pure.
+Gym stores tokens on the output items, with each turn's whole prompt: 50 turns hold the conversation 50 times. A
+:class:`TurnTokens` holds only the tokens that a turn adds; tokens are kept and sent to trainers in that form.
+:func:`put_tokens` is the inverse of :func:`take_tokens`.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from nemo_gym_prorl.failures import CallerError, is_text
 from nemo_gym_prorl.http.problem_document import field_errors
 from nemo_gym_prorl.http.routed_experts import RoutedExperts, continued
-from nemo_gym_prorl.rollout.steps import ROLLOUT_OPTIONS_KEY
+from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
 
 
 FAILURE_CLASS = "_ng_failure_class"
-"""The field by which Gym knows the row of a failed rollout."""
-_OF_FAILURES = frozenset(
+"""Field that marks the row of a failed rollout in Gym."""
+_FAILURE_FIELDS = frozenset(
     {FAILURE_CLASS, "_ng_no_persist", "_ng_failure_terminal", "failure_kind", "failure_reason", "response", "reward"}
     | {"ng_trajectory"}
 )
-_WISHES_AGAIN = frozenset({"environment", "group", "client", "run", "priority"})
-"""What an answer says of a rollout, and a submission may say as well. Not its id, which is that of the failed one."""
+_RESUBMITTED_OPTIONS = frozenset({"environment", "group", "client", "run", "priority"})
+"""Fields of a rollout's answer that a submission may contain as well, without the id, which belongs to the failed
+rollout."""
 
 MAX_DEPTH = 200
-"""Nesting that is taken; orjson writes 254 levels, and a row is wrapped a few times on its way."""
+"""Accepted nesting. orjson writes 254 levels, and a row is wrapped a few times on its way."""
 
 _LEAST_INT, _MOST_INT = -(2**63), 2**64 - 1
 _FIELD_CHARS = 300
-"""A field's path in a message; keys come from the caller and have any length."""
+"""Limit of a field's path in a message, in characters; keys come from the caller and have any length."""
 
 
 class CreateParams(BaseModel):
-    """The part of a row that the service itself needs; the rest of it belongs to model and environment."""
+    """Part of a row that the service needs; the rest belongs to the model and the environment."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -63,7 +64,7 @@ class CreateParams(BaseModel):
 
 
 class Row(BaseModel):
-    """A Gym dataset row. Every field is passed on to the environment unchanged."""
+    """A Gym dataset row. Every field is passed to the environment unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -71,23 +72,23 @@ class Row(BaseModel):
 
 
 def as_submitted(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row out of a failures file as it was before it failed: without verdict, marks and mask, and of how the rollout
-    went only what was wished of it. Any other row as it is."""
+    """Return a row from a failures file as it was submitted, without verdict, marks and mask; any other row
+    unchanged."""
     if FAILURE_CLASS not in row:
         return dict(row)
-    bare = {name: value for name, value in unmasked(row).items() if name not in _OF_FAILURES}
+    bare = {name: value for name, value in unmasked(row).items() if name not in _FAILURE_FIELDS}
     if isinstance(about := bare.get(ROLLOUT_OPTIONS_KEY), Mapping) and "state" in about:
         bare[ROLLOUT_OPTIONS_KEY] = {
-            name: value for name, value in about.items() if name in _WISHES_AGAIN and value is not None
+            name: value for name, value in about.items() if name in _RESUBMITTED_OPTIONS and value is not None
         }
     return bare
 
 
 def read_json(body: bytes) -> Any:
-    """The value of a JSON body.
+    """Return the value of a JSON body.
 
     Raises:
-        CallerError: it is no JSON in UTF-8, or nothing that can be written again; names the field.
+        CallerError: the body is no JSON in UTF-8, or cannot be serialised again; names the field.
     """
     try:
         value = json.loads(body.decode(), parse_constant=_no_constant)
@@ -102,20 +103,20 @@ def read_json(body: bytes) -> Any:
 
 
 def require_writable(value: Any) -> None:
-    """Refuse a value that cannot be written as JSON again.
+    """Refuse a value that cannot be serialised as JSON.
 
     Raises:
-        CallerError: names the first field that cannot.
+        CallerError: names the first wrong field.
     """
     for path, reason in _unwritable(value):
         raise CallerError(reason, field=path)
 
 
 def check_row(row: Any) -> None:
-    """Refuse what is no Gym row.
+    """Refuse a value that is no Gym row.
 
     Raises:
-        CallerError: names the first field that is wrong, and describes all of them.
+        CallerError: names the first wrong field, and describes all of them.
     """
     try:
         Row.model_validate(row)
@@ -130,14 +131,14 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
-    """Path and complaint for each thing in ``value`` that cannot be written. Without recursion, since depth is one."""
+    """Yield path and error of each value that cannot be serialised. Not recursive, since nesting may be deep."""
     stack: list[tuple[Any, tuple[Any, ...], int]] = [(value, (), 1)]
     while stack:
         item, where, depth = stack.pop()
         match item:
             case str():
                 if not is_text(item):
-                    yield _path(where), "holds half a surrogate pair, which is no character"
+                    yield _path(where), "contains half a surrogate pair, which is no character"
             case float():
                 if not math.isfinite(item):
                     yield _path(where), "is a number beyond what a double holds"
@@ -151,7 +152,7 @@ def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
             case dict():
                 for key, member in item.items():
                     if not is_text(key):
-                        yield _path((where, key)), "the name holds half a surrogate pair, which is no character"
+                        yield _path((where, key)), "the name contains half a surrogate pair, which is no character"
                     if not _is_ascii(member):
                         stack.append((member, (where, key), depth + 1))
             case list():
@@ -161,12 +162,12 @@ def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_ascii(item: Any) -> bool:
-    """Text that needs no look: of a row of tests there are thousands."""
+    """Return whether a value is ASCII text, which needs no check: a row of tests has thousands."""
     return isinstance(item, str) and item.isascii()
 
 
 def _path(where: tuple[Any, ...]) -> str:
-    """``row.tools.0.name`` of the linked parts that lead to a value."""
+    """Return the dotted path (``row.tools.0.name``) of linked parts."""
     parts: list[str] = []
     while where:
         where, part = where
@@ -181,19 +182,19 @@ _NESTED = "instance_config"
 
 
 def is_masked(result: Mapping[str, Any]) -> bool:
-    """Whether a row with its verdict says, in either place, that nobody is to train on it."""
+    """Return whether a row with its verdict is masked, in either place."""
     nested = result.get(_NESTED)
     return bool(result.get(_FLAG)) or (isinstance(nested, Mapping) and bool(nested.get(_FLAG)))
 
 
 def masked(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with the mask in both places."""
+    """Return the row with the mask in both places."""
     nested = result.get(_NESTED)
     return {**result, _FLAG: True, _NESTED: {**(nested if isinstance(nested, Mapping) else {}), _FLAG: True}}
 
 
 def unmasked(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row without it in either place."""
+    """Return the row without a mask."""
     bare = {name: value for name, value in row.items() if name != _FLAG}
     if isinstance(nested := row.get(_NESTED), Mapping):
         bare[_NESTED] = {name: value for name, value in nested.items() if name != _FLAG}
@@ -203,7 +204,7 @@ def unmasked(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_digest(row: Mapping[str, Any]) -> bytes:
-    """What tells two rows apart; equal for rows that are equal as JSON.
+    """Return a digest that is equal for rows that are equal as JSON.
 
     Raises:
         CallerError: the row cannot be written as JSON.
@@ -215,11 +216,10 @@ def row_digest(row: Mapping[str, Any]) -> bytes:
 
 
 def compact_json_bytes(value: Any) -> bytes:
-    """JSON in no more memory than it is long: orjson 3.13 leaves what it has written in a buffer of up to ten times
-    that.
+    """Return JSON without spare memory: orjson 3.13 keeps a buffer of up to ten times the output's length.
 
     Raises:
-        TypeError: it cannot be written.
+        TypeError: the value cannot be written as JSON.
     """
     return bytes(memoryview(orjson.dumps(value)))
 
@@ -229,18 +229,18 @@ NO_TOKENS = b"[]"
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of the policy. Its prompt is the first ``kept`` tokens of the turn before (the last one that sampled
-    any), with that turn's own, and what was observed since.
+class TurnTokens:
+    """Tokens of one turn. Its prompt is the first ``kept`` tokens of the previous sampled turn, that turn's own tokens
+    included, followed by ``observed``.
 
     Attributes:
-        item: which of the response's output items has the turn's tokens.
-        kept: all that the turn before had, unless the history was rewritten.
-        observed: ids that the policy was shown (int32).
-        sampled: ids that it sampled (int32).
-        log_probs: of each sampled id (float64).
-        routed_experts: of at least its own ids and the last one that was kept, as text
-            (:mod:`~nemo_gym_prorl.http.routed_experts`); ``None`` where nobody tells.
+        item: index of the output item with the turn's tokens.
+        kept: length of the shared prefix: the whole previous turn, unless the history was rewritten.
+        observed: new ids in the prompt (int32).
+        sampled: ids that the policy sampled (int32).
+        log_probs: log-prob of each sampled id (float64).
+        routed_experts: experts of at least the turn's own ids and the last kept one, as text
+            (:mod:`~nemo_gym_prorl.http.routed_experts`); ``None`` if the engine does not report them.
     """
 
     item: int
@@ -251,11 +251,11 @@ class Turn:
     routed_experts: str | None = None
 
     @classmethod
-    def unpacked(cls, told: Mapping[str, Any]) -> Turn:
-        """The turn that :func:`packed` wrote.
+    def unpack(cls, told: Mapping[str, Any]) -> TurnTokens:
+        """Return the turn that :func:`pack_turns` wrote.
 
         Raises:
-            ValueError: its numbers are none, or there is not a log-prob for each sampled id.
+            ValueError: a field holds no numbers, or the numbers of ids and log-probs differ.
         """
         observed, sampled, log_probs = array("i"), array("i"), array("d")
         for numbers, name in ((observed, "observed"), (sampled, "sampled"), (log_probs, "log_probs")):
@@ -265,8 +265,8 @@ class Turn:
         return cls(told["item"], told["kept"], observed, sampled, log_probs, told.get("routed_experts"))
 
 
-def packed(turns: Iterable[Turn]) -> bytes:
-    """Turns as JSON: numbers as base64 of their bytes, the lowest first."""
+def pack_turns(turns: Iterable[TurnTokens]) -> bytes:
+    """Return turns as JSON, with numbers as base64 of their little-endian bytes."""
     return compact_json_bytes(
         [
             {
@@ -282,14 +282,14 @@ def packed(turns: Iterable[Turn]) -> bytes:
     )
 
 
-def take_tokens(response: object) -> list[Turn]:
-    """Take the token fields off the output items of a response.
+def take_tokens(response: object) -> list[TurnTokens]:
+    """Remove the token fields from the output items of a response, and return them.
 
-    All stay where they are if one item has others than ids, a log-prob for each that was sampled, and the experts of
-    each where there are any: who trusts them must see them all.
+    All fields stay in place if any item has invalid tokens: ids that are no integers, a missing log-prob, or missing
+    experts. A trainer must not use a part of them.
     """
     items = _output(response)
-    turns: list[Turn] = []
+    turns: list[TurnTokens] = []
     before: list[int] = []
     for place, item in enumerate(items):
         if not isinstance(item, dict) or not any(item.get(name) is not None for name in _FIELDS):
@@ -306,8 +306,8 @@ def take_tokens(response: object) -> list[Turn]:
     return turns
 
 
-def put_tokens(response: object, turns: Iterable[Turn]) -> None:
-    """Put tokens on the items that they were taken off; the result is for orjson, which copies what is written."""
+def put_tokens(response: object, turns: Iterable[TurnTokens]) -> None:
+    """Put tokens back on their output items; the result is for orjson, since it contains JSON fragments."""
     items = _output(response)
     ids, text = array("i"), b""
     experts: str | None = None
@@ -337,7 +337,7 @@ def _output(response: object) -> list[Any]:
     return output if isinstance(output, list) else []
 
 
-def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> Turn | None:
+def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> TurnTokens | None:
     prompt, sampled, log_probs = (item.get(name) for name in _FIELDS)
     if not (isinstance(prompt, list) and isinstance(sampled, list) and isinstance(log_probs, list)):
         return None
@@ -351,7 +351,7 @@ def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> Turn | None
         return None
     experts = item.get("routed_experts")
     try:
-        turn = Turn(place, kept, array("i", observed), array("i", sampled), array("d", log_probs), experts)
+        turn = TurnTokens(place, kept, array("i", observed), array("i", sampled), array("d", log_probs), experts)
         if experts is not None and RoutedExperts.read(experts).rows < len(observed) + len(sampled) + bool(kept):
             return None
     except (OverflowError, TypeError, ValueError):
@@ -361,5 +361,5 @@ def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> Turn | None
 
 
 def _text(ids: Sequence[int]) -> bytes:
-    """Ids as in a list in JSON, each with its comma."""
+    """Return ids as in a JSON list, each with a comma."""
     return orjson.dumps(list(ids))[1:-1] + b"," if ids else b""

@@ -1,0 +1,98 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of rollout services. Each setting and its default is declared once, here.
+
+The agent's YAML configuration inherits :class:`PipelineSettings`, so its fields are YAML keys.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from nemo_gym_prorl.failures import Stage
+
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
+
+JOURNAL_KEEP_S = 7 * 24 * 3600.0
+"""Default age, in seconds, after which the journal forgets an outcome: a trainer may be down for a week."""
+JOURNAL_KEEP_BYTES = 16 * 2**30
+"""Default size limit of all outcomes in the journal, compressed."""
+
+
+class Budgets(BaseModel):
+    """Seconds that each stage may work on a job, per attempt. Time in a queue is not charged."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    init: Seconds = 600.0
+    run: Seconds = 3600.0
+    eval: Seconds = 900.0
+
+    def of(self, stage: Stage) -> float:
+        """Return the budget of one stage in seconds."""
+        return float(getattr(self, stage.value))
+
+
+class PoolSizes(BaseModel):
+    """Slots per stage. ``ready`` bounds the buffer between INIT and RUN: each job in it holds a sandbox."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    init: Positive = 8
+    ready: Annotated[int, Field(ge=0)] = 8
+    run: Positive = 32
+    eval: Positive = 8
+
+    def of(self, stage: Stage) -> int:
+        """Return the number of slots of one stage."""
+        return int(getattr(self, stage.value))
+
+
+class ServiceSettings(BaseModel):
+    """Limits of any service that accepts jobs: a pipeline, or the gateway of a fleet."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    budgets: Budgets = Budgets()
+    """Seconds that each stage may work on a rollout, per attempt. Time in a queue is free."""
+    max_attempts: Positive = 3
+    """Tries of a rollout whose infrastructure failed."""
+    max_queued: Positive = 10_000
+    """Rollouts that may wait before the job API answers 429."""
+    retain_bytes: Positive = 2**30
+    """Memory limit for finished rollouts. Above it the service forgets results whose time to live is over. If younger
+    results fill the limit, the job API answers 429."""
+    keep_unread_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
+    """Time to live of a result that no client has read; reading a result ends its time to live."""
+
+    @field_validator("budgets", mode="before")
+    @classmethod
+    def _null_is_default(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            return {stage: seconds for stage, seconds in given.items() if seconds is not None}
+        return given
+
+
+class PipelineSettings(ServiceSettings):
+    """Limits of one pipeline."""
+
+    stages: PoolSizes = PoolSizes()
+    release_timeout_s: Seconds = 60.0
+    """Time limit for a resources server to release a sandbox."""
+    cancel_grace_s: Seconds = 5.0
+    """Seconds until a cancelled stage that has not returned is abandoned."""
+    unreachable_s: Seconds = 900.0
+    """Time for which an unreachable server may hold up a rollout before the rollout fails."""
+    checkpoint_bytes: Positive = 10 * 2**30
+    """Disk limit of checkpoints; the latest one of each live rollout is kept beyond it."""
+    checkpoint_s: Seconds = 3600.0
+    """Time for which the checkpoints of a rollout are kept after its end."""
+
+    retry_delay_s: ClassVar[float] = 0.5
+    """Pause before the second try; it doubles with each further try, up to 30 s. Tests override it."""
+    probe_s: ClassVar[float] = 3.0
+    """Pause between two probes of a server that is out. Tests override it."""

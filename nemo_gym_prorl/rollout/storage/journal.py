@@ -1,0 +1,433 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Journal of accepted jobs and of the log of outcomes: one SQLite file on a disk of this machine.
+
+Invariants:
+
+- One thread writes. A job is acknowledged, and an outcome becomes visible, only after the commit that holds it is on
+  the disk (WAL, ``synchronous=FULL``). Positions in the log follow the order of commits.
+- One process owns the folder, through a lock on it. SQLite's locks hold on one machine only, so a folder on a file
+  system that machines share is refused.
+- A failed commit is rolled back. Its outcomes stay invisible and are written again; its new jobs are refused.
+- Entries that arrive during a commit go into the next one, so a slow disk makes larger commits rather than a longer
+  queue.
+- The oldest outcomes are forgotten by age and by bytes. Their rows stay without content, so that their ids stay known.
+
+:mod:`.journal_records` serialises and reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import queue
+import re
+import secrets
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from nemo_gym_prorl.background import PROCESS_LOOPS
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.filesystems import kind_under, on_shared_disk
+from nemo_gym_prorl.rollout.job import Job, Outcome
+from nemo_gym_prorl.rollout.request import Draining
+from nemo_gym_prorl.rollout.settings import JOURNAL_KEEP_BYTES, JOURNAL_KEEP_S
+from nemo_gym_prorl.rollout.storage.journal_records import (
+    MAX_BATCH,
+    JournalReader,
+    job_record,
+    outcome_record,
+    sql_marks,
+)
+
+
+LOGGER = logging.getLogger(__name__)
+
+REMEMBERED_IDS = 1_000_000  # ids of forgotten outcomes, about 100 bytes each
+_FILE = "journal.sqlite"
+_COMMIT_INTERVAL_S = 0.05  # least time between two commits: a commit costs as much as a dozen jobs
+_RETRY_S = 1.0  # pause before a failed commit is tried again
+_FORGET_INTERVAL_S = 60.0  # pause between two searches for old outcomes
+
+_TABLES = (
+    # Accepted jobs without an outcome. node and name: the job's node in a fleet, and its id there.
+    """CREATE TABLE jobs (seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, life INTEGER NOT NULL, node TEXT,
+        name TEXT, asked BLOB NOT NULL, row BLOB NOT NULL)""",
+    # The log of outcomes. about: fields of listings. content: row, result, tokens and steps, compressed.
+    # A forgotten outcome has neither, and no number.
+    """CREATE TABLE outcomes (position INTEGER PRIMARY KEY, id TEXT NOT NULL, number INTEGER, held INTEGER NOT NULL,
+        state TEXT NOT NULL, job_group TEXT, ended_at REAL NOT NULL, bytes INTEGER NOT NULL, about BLOB,
+        content BLOB)""",
+)
+_INDEXES = (
+    "CREATE INDEX outcomes_id ON outcomes (id)",
+    "CREATE INDEX outcomes_group ON outcomes (job_group, number)",
+    "CREATE INDEX outcomes_number ON outcomes (number, bytes)",  # also covers the sums at the start
+)
+# REPLACE: a damaged entry may have the same id.
+_INSERT_JOB = "INSERT OR REPLACE INTO jobs (id, life, asked, row) VALUES (?, ?, ?, ?)"
+_PLACE_JOB = "UPDATE jobs SET node = ?, name = ? WHERE id = ?"
+_INSERT_OUTCOME = "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
+
+class JournalUnavailable(Draining):
+    """The journal cannot be written, so the service refuses new jobs."""
+
+    problem = "journal-fails"
+    retry_after_s = 5
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One thing to write; exactly one of ``new``, ``placed`` and ``ended`` is set."""
+
+    future: asyncio.Future[Any]
+    job_id: str
+    new: tuple[bytes, bytes] | None = None
+    named: bool = False
+    """Whether the caller chose the id of a new job, so that the id may have been used before."""
+    placed: tuple[str, str] | None = None
+    ended: tuple[Any, ...] | None = None
+    """Columns of an outcome without its position; the content is not yet compressed."""
+    packed: bytes | None = None
+    """The compressed content."""
+
+
+class Journal(JournalReader):
+    """Journal of one service, for this process alone.
+
+    Args:
+        place: an absolute folder.
+        keep_s: age in seconds after which an outcome is forgotten.
+        keep_bytes: size limit of all outcomes, compressed; above it the oldest are forgotten.
+        keep_unread_s: seconds after a start of the service during which the outcomes of then are not forgotten.
+
+    Raises:
+        CallerError: the folder cannot be used, or another process uses it.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        keep_s: float = JOURNAL_KEEP_S,
+        keep_bytes: int = JOURNAL_KEEP_BYTES,
+        keep_unread_s: float = 3600.0,
+    ) -> None:
+        self._keep_s, self._keep_bytes, self._keep_unread_s = keep_s, keep_bytes, keep_unread_s
+        self._place = place
+        self._zstd = zstandard.ZstdCompressor(level=1, write_checksum=True)
+        self._path = _checked_folder(place) / _FILE
+        with contextlib.ExitStack() as undo:
+            try:
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._lock = _locked(self._path.parent)
+                undo.callback(os.close, self._lock)
+                # Readable by the owner alone; SQLite's other files take the mode of this one.
+                os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+                for path in self._path.parent.glob(f"{_FILE}*"):
+                    path.chmod(0o600)
+                self._writer = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+                undo.callback(self._writer.close)
+                self.epoch, start_number = self._begin()
+                super().__init__(place, self._path, start_number)
+                self._measure()
+            except (OSError, sqlite3.Error) as error:
+                raise _refusal(f"{place} cannot be opened: {error}; name a folder that this user can write") from error
+            undo.pop_all()
+        self.failing: str | None = None
+        """Error of the last commit; ``None`` after a successful commit."""
+        self._closing = self._over = False
+        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._batch: list[_Entry] = []
+        """Entries that are being written; they survive a restart of the thread's loop."""
+        self._checked_at = 0.0
+        self._ages: deque[tuple[float, int]] = deque()
+        """Ends of the log by monotonic time: ages that a change of the machine's clock does not affect."""
+        self._thread = threading.Thread(
+            target=PROCESS_LOOPS.run_thread, args=("journal", self._work), name="journal", daemon=True
+        )
+        self._thread.start()
+
+    def _begin(self) -> tuple[str, int]:
+        """Create missing tables and count one more start; return the epoch and the number of starts.
+
+        Two pragmas of the file identify the log: ``application_id`` is its epoch, ``user_version`` the number of
+        starts.
+        """
+        for pragma in ("journal_mode=WAL", "synchronous=FULL"):
+            self._writer.execute(f"PRAGMA {pragma}")
+        with self._writing() as connection:
+            there = {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+            if not there:
+                for statement in (*_TABLES, *_INDEXES, f"PRAGMA application_id = {1 + secrets.randbelow(2**31 - 1)}"):
+                    connection.execute(statement)
+            elif there != {*_TABLES, *_INDEXES}:
+                raise _refusal(
+                    f"{self._path} was written by another version and cannot be read; let that version finish its "
+                    "rollouts, then name an empty folder"
+                )
+            (epoch,), (lives,) = (
+                connection.execute(f"PRAGMA {pragma}").fetchone() for pragma in ("application_id", "user_version")
+            )
+            connection.execute(f"PRAGMA user_version = {lives + 1}")
+        return f"{epoch:08x}", lives + 1
+
+    def _measure(self) -> None:
+        read = self._writer.execute
+        kept = "SELECT position FROM outcomes WHERE number IS NOT NULL ORDER BY position LIMIT 1"
+        (last,) = read("SELECT max(position) FROM outcomes").fetchone()
+        first = read(kept).fetchone()
+        size, number = read("SELECT coalesce(sum(bytes), 0), coalesce(max(number), 0) FROM outcomes").fetchone()
+        self.end: int = 0 if last is None else last + 1
+        """Position behind the last outcome."""
+        self.first: int = self.end if first is None else first[0]
+        """Position of the first outcome that is not forgotten."""
+        self.bytes: int = size
+        self.numbered: int = number
+        """Largest ``number`` of a job."""
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    async def accepted(self, job: Job, *, named: bool = True) -> bool:
+        """Write a new job and return once it is on disk. Return false if a job with its id has ended, which only a
+        ``named`` job can meet.
+
+        Raises:
+            JournalUnavailable: the journal cannot be written.
+        """
+        self.check()
+        return bool(await self._put(_Entry(self._future(), job.id, new=job_record(job), named=named)))
+
+    async def placed(self, job_id: str, node: str, name: str) -> None:
+        """Write the node of an accepted job, and its id there; return once both are on disk."""
+        await self._put(_Entry(self._future(), job_id, placed=(node, name)))
+
+    async def ended(self, job: Job, outcome: Outcome, finished_at: float) -> int | None:
+        """Write the outcome of a packed job, and return its position once it is on disk. Return ``None`` if
+        :meth:`close` came first; then the job has no outcome."""
+        about, content = outcome_record(job, outcome, finished_at)
+        columns = (job.id, job.number, job.attached, outcome.state.value, job.group, finished_at, about, content)
+        position: int | None = await self._put(_Entry(self._future(), job.id, ended=columns))
+        return position
+
+    def check(self) -> None:
+        """Raise if the last commit failed.
+
+        Raises:
+            JournalUnavailable: with the error.
+        """
+        if self.failing is not None:
+            raise self._fails()
+
+    def stop_trying(self) -> None:
+        """Give up entries that cannot be written from now on."""
+        self._closing = True
+
+    async def close(self) -> None:
+        """Write the waiting entries, and release the journal for other processes."""
+        self.stop_trying()
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _fails(self) -> JournalUnavailable:
+        return JournalUnavailable(
+            f"the journal at {self._place} cannot be written: {self.failing}; writing is retried"
+        )
+
+    def _future(self) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().create_future()
+
+    def _put(self, entry: _Entry) -> asyncio.Future[Any]:
+        self._queue.put(entry)
+        return entry.future
+
+    def _work(self) -> None:
+        next_at = 0.0
+        while not self._over or self._batch:
+            self._over = self._take(self._batch, next_at) or self._over
+            next_at = time.monotonic() + _COMMIT_INTERVAL_S
+            try:
+                done = self._write(self._batch)
+            except Exception as error:  # no other thread writes, so this one must survive every defect
+                self._batch = self._refuse(self._batch, error)
+                if self._batch:
+                    time.sleep(_RETRY_S)
+                continue
+            self.failing, self._batch = None, []
+            _resolve(done)
+            try:
+                self._forget()
+            except Exception as error:
+                self._refuse([], error)
+        self._writer.close()
+        os.close(self._lock)
+
+    def _take(self, batch: list[_Entry], at: float) -> bool:
+        """Move entries from the queue to the batch at some time; wait for one if the batch is empty. Return true at
+        the end."""
+        try:
+            entry = self._queue.get(timeout=0 if batch else _RETRY_S if self.failing else _FORGET_INTERVAL_S)
+            if (early := at - time.monotonic()) > 0:
+                time.sleep(early)
+            while entry is not None:
+                batch.append(entry)
+                if len(batch) >= MAX_BATCH:
+                    return False
+                entry = self._queue.get_nowait()
+        except queue.Empty:
+            return False
+        return True
+
+    def _refuse(self, batch: list[_Entry], error: Exception) -> list[_Entry]:
+        """Refuse the new jobs of a failed commit, and return the entries to try again."""
+        if self.failing is None:
+            trace = None if isinstance(error, sqlite3.Error | OSError) else error
+            LOGGER.error("journal at %s: commit failed: %s; it is retried", self._place, error, exc_info=trace)
+        self.failing = str(error)
+        _resolve([(entry.future, self._fails()) for entry in batch if entry.new is not None])
+        left = [entry for entry in batch if entry.new is None]
+        if self._closing:
+            _resolve([(entry.future, None) for entry in left])
+            return []
+        return left
+
+    def _write(self, batch: list[_Entry]) -> list[tuple[asyncio.Future[Any], Any]]:
+        """Commit a batch. An empty batch tests whether a failed disk is writable again."""
+        if not batch and self.failing is None:
+            return []
+        done: list[tuple[asyncio.Future[Any], Any]] = []
+        end, size = self.end, self.bytes
+        with self._writing() as connection:
+            if not batch:
+                connection.execute(f"PRAGMA user_version = {self._start_number}")
+            used = self._used([entry.job_id for entry in batch if entry.named])
+            for entry in batch:
+                result: Any = None
+                if entry.new is not None:
+                    result = entry.job_id not in used
+                    if result:
+                        asked, row = entry.new
+                        values = entry.job_id, self._start_number, asked, self._zstd.compress(row)
+                        connection.execute(_INSERT_JOB, values)
+                elif entry.placed is not None:
+                    connection.execute(_PLACE_JOB, (*entry.placed, entry.job_id))
+                elif entry.ended is not None:
+                    *light, about, content = entry.ended
+                    if entry.packed is None:
+                        entry.packed = self._zstd.compress(content)
+                    stored = len(about) + len(entry.packed)
+                    connection.execute(_INSERT_OUTCOME, (end, *light, stored, about, entry.packed))
+                    if not light[2]:  # the jobs table has no entries of attached jobs
+                        connection.execute("DELETE FROM jobs WHERE id = ?", (entry.job_id,))
+                    result, end, size = end, end + 1, size + stored
+                done.append((entry.future, result))
+        self.end, self.bytes = end, size
+        return done
+
+    def _used(self, ids: Sequence[str]) -> set[str]:
+        """Return which of these ids belong to ended jobs; at most one batch of ids."""
+        found = self._writer.execute(f"SELECT id FROM outcomes WHERE NOT held AND id IN ({sql_marks(ids)})", ids)
+        return {job_id for (job_id,) in found}
+
+    def _forget(self) -> None:
+        """Forget the oldest outcomes above the limits of age and size."""
+        now, tick = time.time(), time.monotonic()
+        if self.bytes <= self._keep_bytes and 0 <= tick - self._checked_at < _FORGET_INTERVAL_S:
+            return
+        self._checked_at = tick
+        if not self._ages or tick - self._ages[-1][0] >= self._keep_unread_s / 60:
+            self._ages.append((tick, self.end))
+        while len(self._ages) > 1 and tick - self._ages[1][0] >= self._keep_unread_s:
+            self._ages.popleft()
+        seen, before = self._ages[0]
+        if tick - seen < self._keep_unread_s:
+            return
+        oldest = self._writer.execute(
+            "SELECT position, ended_at, bytes FROM outcomes WHERE position >= ? AND position < ? LIMIT ?",
+            (self.first, min(before, self.end - 1), MAX_BATCH),  # the last row holds the end of the log
+        ).fetchall()
+        first, left = self.first, self.bytes
+        for position, ended_at, stored in oldest:
+            if left <= self._keep_bytes and now - ended_at <= self._keep_s:
+                break
+            first, left = position + 1, left - stored
+        if first == self.first:
+            return
+        with self._writing() as connection:
+            gone = (self.first, first)
+            connection.execute("DELETE FROM outcomes WHERE held AND position >= ? AND position < ?", gone)
+            connection.execute(
+                "UPDATE outcomes SET number = NULL, bytes = 0, about = NULL, content = NULL "
+                "WHERE position >= ? AND position < ?",
+                gone,
+            )
+            connection.execute("DELETE FROM outcomes WHERE position < ?", (first - REMEMBERED_IDS,))
+        self.first, self.bytes = first, left
+        self._checked_at = 0.0  # there may be more
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """Transaction of the only writer."""
+        self._writer.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._writer
+            self._writer.execute("COMMIT")
+        except BaseException:
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+            raise
+
+
+def _checked_folder(place: str) -> Path:
+    folder = Path(place).expanduser()
+    if re.match(r"\w[\w+.-]*://", place):
+        raise _refusal(f"{place.split('@')[-1]} is no folder; name a folder on this machine's own disk")
+    if not folder.is_absolute():
+        raise _refusal(f"{place!r} is a relative path; give a folder that begins with /")
+    if on_shared_disk(folder):
+        raise _refusal(
+            f"{folder} is on a file system that machines share ({kind_under(folder)}), where SQLite loses data; name "
+            "a folder on this machine's own disk"
+        )
+    return folder
+
+
+def _locked(folder: Path) -> int:
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise _refusal(f"{folder} is in use by another process; end that process, or name another folder") from error
+    return lock
+
+
+def _refusal(complaint: str) -> CallerError:
+    return CallerError(complaint, field="journal")
+
+
+def _resolve(done: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    """Resolve futures of the event loop from the thread, in order."""
+
+    def resolve() -> None:
+        for future, result in done:
+            if future.done():
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+    if done:
+        done[0][0].get_loop().call_soon_threadsafe(resolve)

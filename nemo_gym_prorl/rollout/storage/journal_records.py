@@ -1,0 +1,256 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Records of the journal: how jobs and outcomes are serialised, and how they are read back.
+
+Readers open connections of their own and never wait for the writer thread (:mod:`.journal`). Listings read ``about``
+alone. ``content`` is large: row, result, tokens and steps, byte for byte as they are served, compressed with zstd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import batched
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+import zstandard
+
+from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.rollout.gym_rows import NO_TOKENS
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, ResumePoint, StageTime
+from nemo_gym_prorl.rollout.settings import Budgets
+from nemo_gym_prorl.rollout.turns import NO_STEPS
+
+
+LOGGER = logging.getLogger(__name__)
+
+MAX_BATCH = 500
+"""Entries of a commit, and ids of a statement: both far below SQLite's limits."""
+
+
+class Unfinished(NamedTuple):
+    """Job of an earlier process without an outcome; ``restarts`` counts the starts of the service since its
+    acceptance."""
+
+    job: Job
+    restarts: int
+    node: str | None
+    name: str | None
+
+
+class JournalReader:
+    """Reads the jobs and outcomes of a journal.
+
+    Args:
+        place: the journal's folder, for messages.
+        path: its database file.
+        life: number of the service's starts, the current one included.
+    """
+
+    def __init__(self, place: str, path: Path, start_number: int) -> None:
+        self._place, self._path, self._start_number = place, path, start_number
+
+    async def find(self, ids: Sequence[str]) -> Mapping[str, Job | None]:
+        """Return ended jobs by id; ``None`` for forgotten ones. Unknown ids are left out."""
+
+        def read() -> dict[str, Job | None]:
+            found: dict[str, Job | None] = {}
+            for some in batched(ids, MAX_BATCH):
+                where = f"NOT held AND id IN ({sql_marks(some)})"
+                found |= {row["id"]: self._outcome(row, content=True) for row in self._read(where, some, content=True)}
+            return found
+
+        return await asyncio.to_thread(read)
+
+    async def between(self, start: int, end: int, *, content: bool) -> dict[int, Job]:
+        """Return the kept outcomes of these positions of the log."""
+
+        def read() -> dict[int, Job]:
+            rows = self._read("position >= ? AND position < ?", (start, end), content=content)
+            jobs = {row["position"]: self._outcome(row, content=content) for row in rows}
+            return {position: job for position, job in jobs.items() if job is not None}
+
+        return await asyncio.to_thread(read)
+
+    async def listed(
+        self,
+        *,
+        state: JobState | None = None,
+        group: str | None = None,
+        after: int = 0,
+        limit: int | None = None,
+        content: bool = False,
+    ) -> list[Job]:
+        """Return ended jobs that match, with a ``number`` above ``after``, by number; jobs of attached callers are
+        left out."""
+        where, given = "NOT held AND number > ?", list[Any]([after])
+        for column, wanted in (("state", state and state.value), ("job_group", group)):
+            if wanted is not None:
+                where, given = f"{where} AND {column} = ?", [*given, wanted]
+        where, given = f"{where} ORDER BY number LIMIT ?", [*given, -1 if limit is None else limit]
+
+        def read() -> list[Job]:
+            rows = self._read(where, given, content=content)
+            return [job for row in rows if (job := self._outcome(row, content=content)) is not None]
+
+        return await asyncio.to_thread(read)
+
+    def unfinished(self) -> list[str]:
+        """Return the ids of jobs of earlier processes without an outcome. Jobs at nodes come first, since they hold
+        slots there; the others in order of acceptance. Blocks."""
+        with self._reading() as connection:
+            found = connection.execute(
+                "SELECT id FROM jobs WHERE life < ? ORDER BY node IS NULL, seq", (self._start_number,)
+            )
+            return [job_id for (job_id,) in found]
+
+    def found(self, ids: Sequence[str]) -> list[Unfinished]:
+        """Return these jobs as they were accepted. Blocks."""
+        zstd, order = zstandard.ZstdDecompressor(), {job_id: place for place, job_id in enumerate(ids)}
+        with self._reading() as connection:
+            rows = connection.execute(f"SELECT * FROM jobs WHERE id IN ({sql_marks(ids)})", ids).fetchall()
+        found = []
+        for row in sorted(rows, key=lambda row: order[row["id"]]):
+            try:
+                job = job_to_run(row["id"], row["asked"], zstd.decompress(row["row"]))
+            except (zstandard.ZstdError, ValueError, LookupError, TypeError):  # one damaged entry blocks no other
+                LOGGER.exception("journal at %s: rollout %r is damaged and skipped", self._place, row["id"])
+            else:
+                found.append(Unfinished(job, self._start_number - row["life"], row["node"], row["name"]))
+        return found
+
+    def _read(self, where: str, given: Sequence[Any], *, content: bool) -> list[sqlite3.Row]:
+        columns = "position, id, about, content" if content else "position, id, about"
+        with self._reading() as connection:
+            return connection.execute(f"SELECT {columns} FROM outcomes WHERE {where}", given).fetchall()
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with contextlib.closing(sqlite3.connect(self._path)) as connection:
+            connection.row_factory = sqlite3.Row
+            yield connection
+
+    def _outcome(self, row: sqlite3.Row, *, content: bool) -> Job | None:
+        """Return the job of a row; ``None`` if it is forgotten. A damaged outcome becomes a masked failure: no trainer
+        uses it and the others stay readable."""
+        if row["about"] is None:
+            return None
+        try:
+            return ended_job(row["id"], row["about"], row["content"] if content else None)
+        except (zstandard.ZstdError, ValueError, TypeError) as error:
+            LOGGER.error("journal: outcome %d, rollout %r, is damaged: %s", row["position"], row["id"], error)
+            job = ended_job(row["id"], row["about"], None)
+            reason = f"its result in the journal is damaged: {error}"
+            failure = Failure(FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE, None, reason)
+            job.state, job.outcome = JobState.FAILED, Outcome(JobState.FAILED, {}, None, failure)
+            return job
+
+
+def sql_marks(values: Sequence[Any]) -> str:
+    return ", ".join("?" * len(values))
+
+
+_ASKED = (
+    *("environment", "handler", "submitted_at", "group", "client", "run", "priority", "max_attempts", "forked_from"),
+)
+
+
+def job_record(job: Job) -> tuple[bytes, bytes]:
+    """Return the options of a new job, and its row, as JSON."""
+    return orjson.dumps(_asked(job)), orjson.dumps(job.stored_row)
+
+
+def job_to_run(job_id: str, asked: bytes, row: bytes) -> Job:
+    """Return the job of a :func:`job_record`."""
+    return _job(job_id, orjson.loads(asked), orjson.loads(row))
+
+
+def _asked(job: Job) -> dict[str, Any]:
+    asked = {
+        "digest": job.digest.hex(),
+        "budgets": job.budgets.model_dump(),
+        **{name: getattr(job, name) for name in _ASKED},
+    }
+    optional = {"begin": job.resume_point, "tries": job.tries, "scope": job.scope}
+    return asked | {name: value for name, value in optional.items() if value}
+
+
+def _job(job_id: str, told: dict[str, Any], row: dict[str, Any] | bytes) -> Job:
+    asked = {name: told[name] for name in _ASKED} | {"budgets": Budgets(**told["budgets"])}
+    job = Job(job_id, row, bytes.fromhex(told["digest"]), **asked)
+    job.tries, job.scope = told.get("tries", []), told.get("scope")
+    if (begin := told.get("begin")) is not None:
+        job.resume_point = ResumePoint(**begin | {name: tuple(begin[name]) for name in ("tries", "parents")})
+    return job
+
+
+def outcome_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[bytes, bytes]:
+    """Return ``about`` and ``content`` of a packed job and its outcome. An attached job has no content: its caller has
+    the answer."""
+    row = job.stored_row if isinstance(job.stored_row, bytes) else b"{}"
+    parts = () if job.attached else (row, outcome.body, job.tokens, job.steps)
+    about = _asked(job) | {
+        "held": job.attached,
+        "number": job.number,
+        "times": {stage.value: time for stage, time in job.times.items()},
+        "failures": job.failures,
+        "turns": job.progress.turns,
+        "tool_calls": job.progress.tool_calls,
+        "finish_reason": job.progress.finish_reason,
+        "labels": job.progress.labels,
+        "resumed": job.resumed,
+        "kept_turns": job.kept_turns,
+        "finished_at": finished_at,
+        "state": outcome.state,
+        "reward": outcome.reward,
+        "failure": outcome.failure,
+        "masked": outcome.masked,
+        "sizes": [len(part) for part in parts],
+    }
+    return orjson.dumps(about), b"".join(parts)
+
+
+def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
+    """Return the job of an :func:`outcome_record` with compressed content. Without content the job has neither row nor
+    result.
+
+    Raises:
+        ZstdError, ValueError: the content is damaged.
+    """
+    told = orjson.loads(about)
+    parts = [] if content is None else _parts(content, told["sizes"])
+    row, body, tokens, steps = parts or (b"{}", b"{}", NO_TOKENS, NO_STEPS)
+    job = _job(job_id, told, row)
+    job.state, job.attached, job.delivered = JobState(told["state"]), told["held"], told["held"]
+    job.number, job.finished_at, job.resumed = told["number"], told["finished_at"], told["resumed"]
+    job.kept_turns = told["kept_turns"]
+    job.times = {Stage(stage): StageTime(**time) for stage, time in told["times"].items()}
+    job.failures = [_failure(failure) for failure in told["failures"]]
+    versions = [{"first": label, "last": label} for label in told["labels"]]
+    job.progress = Progress(told["turns"], told["tool_calls"], told["finish_reason"], versions)
+    failure = _failure(told["failure"]) if told["failure"] else None
+    job.outcome = Outcome(job.state, body, told["reward"], failure, told["masked"])
+    job.tokens, job.steps = tokens, steps
+    return job
+
+
+def _failure(told: dict[str, Any]) -> Failure:
+    known = {field.name: told[field.name] for field in fields(Failure)}
+    stage = Stage(told["stage"]) if told["stage"] else None
+    return Failure(**known | {"kind": FailureKind(told["kind"]), "origin": Origin(told["origin"]), "stage": stage})
+
+
+def _parts(content: bytes, sizes: Sequence[int]) -> list[bytes]:
+    raw, parts, at = zstandard.decompress(content), [], 0
+    if len(raw) != sum(sizes):
+        raise ValueError(f"expected {sum(sizes)} bytes, found {len(raw)}")
+    for size in sizes:
+        parts.append(raw[at : at + size])
+        at += size
+    return parts
