@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, HttpClient, addresses, json_of
+from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, HttpClient, addresses, require_json
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 
 
@@ -63,7 +63,7 @@ class TaskModel:
             raise _no_answer(error.reason) from error
         if not answer.ok:
             raise _no_answer(f"{what}: HTTP {answer.status}: {answer.text(500)}")
-        response = json_of(answer, what, FailureKind.VERIFIER_ERROR)
+        response = require_json(answer, what, FailureKind.VERIFIER_ERROR)
         text = _text(response)
         if text is None:
             raise _no_answer(f"{what} answered no whole message: {answer.text(500)}")
