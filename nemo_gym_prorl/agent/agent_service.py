@@ -147,7 +147,7 @@ class AgentService:
     async def close(self) -> None:
         """Cancel every rollout, wait until its sandboxes are released, and close the client."""
         await self.pipeline.close()
-        await self._cleanup.close(_FAREWELL_S)
+        await self._cleanup.close(_CLEANUP_TIMEOUT_S)
         await self._http.close()
 
     async def run(self, request: Request) -> Response:
@@ -255,9 +255,11 @@ class ModelBackends:
                 f"model server {model!r} has a fixed list of backends; use prorl_model to change them",
             )
         if answer.status in (403, 422):  # a wrong key of this service would be 401
-            raise CallerError(f"model server {model!r} refuses the backend: {answer.said(2000)}", field="address")
+            raise CallerError(
+                f"model server {model!r} refuses the backend: {answer.error_text(2000)}", field="address"
+            )
         if not answer.ok:
-            raise ProblemError(502, "model-server-refused", f"{model}: {answer.said(2000)}")
+            raise ProblemError(502, "model-server-refused", f"{model}: {answer.error_text(2000)}")
 
 
 def gym_row(job: Job, *, collector: bool) -> bytes:

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession, OnTimeout
 from nemo_gym_prorl.agent.gym_http import Address, CookieJar, GymServer, HttpClient, addresses
 from nemo_gym_prorl.agent.run_rows import empty_response, failure_problem, failure_status
-from nemo_gym_prorl.agent.tool_loop import LoopLimits, EnvironmentTools
+from nemo_gym_prorl.agent.tool_loop import EnvironmentTools, LoopLimits
 from nemo_gym_prorl.failures import CallerError, Failure, InfrastructureError, Origin, Stage, suggest
 from nemo_gym_prorl.rollout.handler import AgentHandler, EndsTimeouts, Environment, Environments, HandlerRegistry
 from nemo_gym_prorl.rollout.job import Budgets, Job, Outcome, Trajectory, Verdict, failure_state

@@ -325,7 +325,7 @@ class EnvironmentTools:
             pause = min(max(pause, float(retry_after) if retry_after.isdecimal() else 0.0), _MAX_RETRY_AFTER_S)
             await rollout_errors.pause(pause)
         if answer.status in _REFUSALS | _GATEWAYS:
-            raise InfrastructureError(f"tool {tool!r}: HTTP {answer.status}: {answer.said(500)}")
+            raise InfrastructureError(f"tool {tool!r}: HTTP {answer.status}: {answer.error_text(500)}")
         for count in (self._consecutive, rollout_errors.consecutive):
             count[tool] = count[tool] + 1 if answer.status == 500 else 0
             if not count[tool]:
@@ -333,6 +333,6 @@ class EnvironmentTools:
         failed = max(self._consecutive[tool], rollout_errors.consecutive[tool])
         if rollout_errors.consecutive[tool] >= BROKEN_AFTER or self._consecutive[tool] >= BROKEN_FOR_ALL_AFTER:
             raise InfrastructureError(
-                f"tool {tool!r} is broken: {failed} consecutive HTTP 500 answers, the latest: {answer.said(500)}"
+                f"tool {tool!r} is broken: {failed} consecutive HTTP 500 answers, the latest: {answer.error_text(500)}"
             )
         return answer
