@@ -113,12 +113,12 @@ async def test_a_start_says_what_is_built_and_what_is_awaited(tmp_path: Path, mo
     monkeypatch.setattr(deployments, "WAITING_S", 1.0)
     deployment = GymDeployment(work_dir=tmp_path / "gym")
     said: list[str] = []
-    telling = asyncio.create_task(deployment.tell(said.append, PROGRESS))
+    telling = asyncio.create_task(deployment.report_start(said.append, PROGRESS))
     while not said:
         await asyncio.sleep(0.05)
     assert re.fullmatch(r"1 s, waiting for Gym to launch them; load [\d.]+ on \d+ cores", said[-1])
     (tmp_path / "gym").mkdir()
-    deployment.log_path.write_text("(prorl_math) prorl: sandbox image math: building math\nsomething else\n")
+    deployment.log.path.write_text("(prorl_math) prorl: sandbox image math: building math\nsomething else\n")
     deployment.waiting = ["prorl_math"]
     while len(said) < 3:
         await asyncio.sleep(0.05)
@@ -156,7 +156,7 @@ async def test_nodes_of_ray_say_what_each_has_still_to_do(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ray_nodes, "_alive", lambda: ["node-1"])
     loops = BackgroundLoops()
-    nodes = ray_nodes.RayNodes(ray_nodes.Order({}, "agent", None), print, loops)
+    nodes = ray_nodes.RayNodes(ray_nodes.NodeDeployment({}, "agent", None), print, loops)
     assert nodes.awaited == "a node with the resource prorl_node"
     nodes._actors["node-1"] = SimpleNamespace(
         share=remote(None, "share"), up=remote(NOWHERE, "up"), watch=remote(None, None)

@@ -286,11 +286,11 @@ def submit(
     """
     from nemo_gym_prorl.cli.submit import Order
     from nemo_gym_prorl.cli.submit import submit as submit_rows
-    from nemo_gym_prorl.deployment.config_files import place_of
+    from nemo_gym_prorl.deployment.config_files import find_file
     from nemo_gym_prorl.failures import CallerError
 
     try:
-        file = rows if rows.is_file() else place_of(str(rows))
+        file = rows if rows.is_file() else find_file(str(rows))
     except FileNotFoundError as error:
         raise CallerError(str(error), field="ROWS") from None
     order = Order(file, repeats, run, environment, client, priority, output, detach)

@@ -102,8 +102,8 @@ class Demo:
                 policy_api_key=endpoint.api_key,
                 overrides=self.overrides,
             )
-            self.console.print(f"Starting Gym servers (log: {deployment.log_path})", soft_wrap=True)
-            telling = asyncio.create_task(deployment.tell(self._say, PROGRESS))
+            self.console.print(f"Starting Gym servers (log: {deployment.log.path})", soft_wrap=True)
+            telling = asyncio.create_task(deployment.report_start(self._say, PROGRESS))
             async with deployment:
                 telling.cancel()
                 self.console.print(f"{len(deployment.instances)} Gym servers up in {deployment.start_s:.1f} s")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from nemo_gym_prorl.deployment.venvs import cut_at_a_space
+from nemo_gym_prorl.deployment.venvs import python_path_error
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.filesystems import in_memory, kind_under
 from nemo_gym_prorl.http.process import open_files_needed
@@ -127,7 +127,7 @@ def _python() -> Check:
     found = f"{'.'.join(map(str, sys.version_info[:3]))} in {sys.prefix}"
     if sys.version_info < MIN_PYTHON:
         return Check("Python", Level.MISSING, found, "make the environment with Python 3.12 or newer")
-    if trouble := cut_at_a_space(sys.executable):
+    if trouble := python_path_error(sys.executable):
         return Check("Python", Level.MISSING, trouble, "install into a folder whose path has none")
     return Check("Python", Level.OK, found)
 

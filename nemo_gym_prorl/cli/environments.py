@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from nemo_gym_prorl.deployment.config_files import merged_files
+from nemo_gym_prorl.deployment.config_files import load_merged
 from nemo_gym_prorl.deployment.venvs import SERVER_TYPES
 from nemo_gym_prorl.failures import CallerError, suggest
 from nemo_gym_prorl.tasks.extras import require_extras
@@ -59,7 +59,7 @@ def blocks_of(environments: Sequence[str], model_type: str | None = None) -> dic
         implementation, _, name = model_type.partition("/")
         paths.append(f"responses_api_models/{implementation}/configs/{name or implementation}.yaml")
     try:
-        files = merged_files(paths)
+        files = load_merged(paths)
     except (OSError, YAMLError, OmegaConfBaseException):
         return {}
     found = OmegaConf.to_container(files, resolve=False)

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.cli.environments import blocks_of
-from nemo_gym_prorl.deployment import deployment
-from nemo_gym_prorl.deployment.command_line import running_rays_auth_mode
+from nemo_gym_prorl.deployment.gym_cli import ray_auth_mode
+from nemo_gym_prorl.deployment.gym_log import machine_load
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.fleet.front import Front, front_app
 from nemo_gym_prorl.fleet.nodes import NodeList, Nodes
@@ -91,11 +91,11 @@ async def over_ray(
             journal cannot be opened.
         InfrastructureError: no Ray cluster can be joined there, or the port is taken.
     """
-    os.environ["RAY_AUTH_MODE"] = running_rays_auth_mode()  # read when Ray is imported
+    os.environ["RAY_AUTH_MODE"] = ray_auth_mode()  # read when Ray is imported
     import ray
     from ray.exceptions import AuthenticationError
 
-    from nemo_gym_prorl.deployment.ray_nodes import Order, RayNodes, exposed_host
+    from nemo_gym_prorl.deployment.ray_nodes import NodeDeployment, RayNodes, exposed_host
 
     node = {
         "config_paths": [f"environments/{name}/config.yaml" for name in environments],
@@ -106,7 +106,7 @@ async def over_ray(
         "overrides": [*overrides],
         "folder": Path.cwd(),
     }
-    order = Order(node, _agent_of(environments), options.token, log_dir=log_dir)
+    order = NodeDeployment(node, _agent_of(environments), options.token, log_dir=log_dir)
 
     def say(what: str) -> None:
         console.print(what, markup=False, soft_wrap=True)
@@ -153,7 +153,7 @@ async def saying_what_is_awaited(awaited: Callable[[], str], say: Callable[[str]
         while True:
             await asyncio.sleep(deployment.WAITING_S)
             if what := awaited():
-                say(f"{time.monotonic() - began:.0f} s, waiting for {what}; {deployment.machine_load()}")
+                say(f"{time.monotonic() - began:.0f} s, waiting for {what}; {machine_load()}")
 
     telling = asyncio.create_task(tell())
     try:

@@ -21,7 +21,7 @@ from rich.table import Table
 from nemo_gym_prorl.cli import fleet
 from nemo_gym_prorl.cli.environments import check_overrides
 from nemo_gym_prorl.deployment import config_files
-from nemo_gym_prorl.deployment.deployment import Death, GymDeployment
+from nemo_gym_prorl.deployment.deployment import GymDeployment, ServerDeath
 from nemo_gym_prorl.failures import CallerError, suggest
 from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.policy.engines.engine import checked_url
@@ -66,7 +66,7 @@ async def serve(
     environments = [word for word in words if "=" not in word]
     if not environments:
         raise CallerError("name at least one; `gym list environments` shows them", field="environment")
-    known = await asyncio.to_thread(config_files.environments)
+    known = await asyncio.to_thread(config_files.environment_names)
     if unknown := [name for name in environments if name not in known]:
         raise CallerError(f"there is no {unknown[0]}{suggest(unknown[0], known)}", field="environment")
     if policy_url is None and model_type != "prorl_model":
@@ -146,9 +146,9 @@ async def policy_trouble(url: str, model: str, key: str) -> str | None:
 
 
 async def _look_after(deployment: GymDeployment, console: Console) -> None:
-    console.print(f"Starting Gym servers (log: {deployment.log_path})", markup=False, soft_wrap=True)
+    console.print(f"Starting Gym servers (log: {deployment.log.path})", markup=False, soft_wrap=True)
 
-    def say(death: Death) -> None:
+    def say(death: ServerDeath) -> None:
         console.print(
             f"{death.name} ended ({death.how}) after {death.lived_s:.0f} s; started again in {death.pause_s:g} s",
             markup=False,
@@ -158,7 +158,7 @@ async def _look_after(deployment: GymDeployment, console: Console) -> None:
     def progress(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    telling = asyncio.create_task(deployment.tell(progress, PROGRESS))
+    telling = asyncio.create_task(deployment.report_start(progress, PROGRESS))
     async with deployment:
         telling.cancel()
         table = Table("Server", "", "URL", box=None, pad_edge=False)

@@ -19,7 +19,7 @@ import pytest
 
 from nemo_gym_prorl.cli.demo_scripts import script_for
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
-from nemo_gym_prorl.deployment.command_line import MARK_NAME
+from nemo_gym_prorl.deployment.gym_cli import MARK_NAME
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState

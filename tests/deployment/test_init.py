@@ -92,7 +92,7 @@ def test_folders_are_joined_and_the_first_wins(tmp_path: Path) -> None:
         (ours / path).parent.mkdir(parents=True, exist_ok=True)
         (ours / path).write_text("ours")
     for _ in range(2):  # the second time over what is there
-        config_files.joined(folder, [own, ours])
+        config_files.link_roots(folder, [own, ours])
     links = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink())
     assert links == [
         *(

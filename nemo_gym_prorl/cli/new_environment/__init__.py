@@ -36,7 +36,7 @@ def create(name: str, folder: Path) -> list[Path]:
     if name in sys.stdlib_module_names:
         raise CallerError(f"{name!r} is a module of Python; choose another name", field="NAME")
     server = Path("resources_servers", name)
-    taken = name in config_files.environments() or (folder / server).exists()
+    taken = name in config_files.environment_names() or (folder / server).exists()
     if taken or (folder / "environments" / name).exists():
         raise CallerError(f"there is an environment {name} already; choose another name", field="NAME")
     files = {Path("environments", name, "config.yaml"): (_TEMPLATE / "config.yaml").read_text()}
