@@ -330,7 +330,7 @@ class GymDeployment:
     def _restarter(self, python: Path) -> str:
         return restarter_program(python, self._up, self._events)
 
-    def _deaths(self) -> list[Death]:
+    def _deaths(self) -> list[ServerDeath]:
         lines = self._events.read_bytes().splitlines(keepends=True) if self._events.exists() else []
         deaths = []
         for line in lines:

@@ -53,8 +53,8 @@ print(json.dumps({"prefix": sys.prefix, "bin": os.path.dirname(sys.executable), 
 def ray_auth_mode() -> str:
     """Return the value of ``RAY_AUTH_MODE`` for a process that joins a running Ray.
 
-    The variable wins; otherwise the mode is ``token`` if a token exists. ``ray start --head`` applies the same rule, but
-    ``ray.init`` with an address does not.
+    The variable wins; otherwise the mode is ``token`` if a token exists. ``ray start --head`` applies the same rule;
+    ``ray.init`` with an address ignores the token.
     """
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
     has_token = os.environ.get("RAY_AUTH_TOKEN") or file.is_file()
