@@ -29,7 +29,7 @@ import aiohttp
 
 from benchmarks import processes
 from benchmarks.report import Row, parser, publish
-from nemo_gym_prorl.cli.demo_scripts import script_for
+from nemo_gym_prorl.cli.scripted.humaneval import script_for
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
@@ -140,7 +140,7 @@ class FrontProcess:
                 *(*program, "serve", "prorl_code", *self._words), env=self._environ, stdout=stream, stderr=stream
             )
         async with asyncio.timeout(UP_S):
-            while b"Front at" not in self._log.read_bytes()[begin:]:
+            while b"Gateway at" not in self._log.read_bytes()[begin:]:
                 if self._process.returncode is not None:
                     raise RuntimeError(self._log.read_text())
                 await asyncio.sleep(0.2)

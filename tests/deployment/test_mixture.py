@@ -17,7 +17,7 @@ import aiohttp
 import orjson
 import pytest
 
-from nemo_gym_prorl.cli.demo_scripts import script_for as code_script
+from nemo_gym_prorl.cli.scripted.humaneval import script_for as code_script
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView

@@ -23,9 +23,9 @@ from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView, TurnView
 from tests.agent.test_keys import certificate  # noqa: F401
+from tests.cli.command_line import prorl, write
 from tests.fleet.fleets import Fleet, fleet, service
 from tests.fleet.test_front import HELD, lasting, outcomes, until
-from tests.rollout.command_line import prorl, write
 from tests.rollout.serving import serve
 
 

@@ -36,7 +36,7 @@ from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.service import PipelineSettings
 from nemo_gym_prorl.rollout.wire import wire_router
-from tests.rollout.command_line import prorl
+from tests.cli.command_line import prorl
 from tests.rollout.handlers import Act, Bench, PlannedHandler
 from tests.rollout.serving import serve
 from tests.rollout.test_api import FOREVER, reach, row

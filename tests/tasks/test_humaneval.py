@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
 
-from nemo_gym_prorl.cli.demo_scripts import seeded_mistake
+from nemo_gym_prorl.cli.scripted.humaneval import seeded_mistake
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.arguments import MAX_ARGUMENT_BYTES, BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.code.grading import CodeLimits

@@ -13,10 +13,10 @@ import pytest
 from fastapi import FastAPI, Response
 
 from nemo_gym_prorl.cli import submit
-from nemo_gym_prorl.cli.jobs import find_service
+from nemo_gym_prorl.cli.service import find_service
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from tests.cli.command_line import DEFECT, GOOD, LONG, TOKEN, begin, prorl, service, write
 from tests.fleet.fleets import fleet
-from tests.rollout.command_line import DEFECT, GOOD, LONG, TOKEN, begin, prorl, service, write
 from tests.rollout.serving import serve
 
 

@@ -18,11 +18,11 @@ import aiohttp
 import pytest
 from rich.console import Console
 
-from nemo_gym_prorl.cli.jobs import Service
+from nemo_gym_prorl.cli.service import Service
 from nemo_gym_prorl.cli.show import file_table, rollout_table
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.tasks import extras
-from tests.rollout.command_line import TOKEN, begin, prorl, service, write
+from tests.cli.command_line import TOKEN, begin, prorl, service, write
 
 
 def call(name: str, arguments: str, call_id: str = "c1", **more: Any) -> dict[str, Any]:
@@ -173,7 +173,7 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
 
 async def test_a_listing_goes_on_behind_its_first_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_gym_prorl.rollout.client._PAGE", 2)
-    monkeypatch.setattr("nemo_gym_prorl.cli.jobs._PAGE", 2)
+    monkeypatch.setattr("nemo_gym_prorl.cli.service._PAGE", 2)
     async with service() as (url, _), RolloutClient(url, TOKEN) as client:
         ids = [(await client.submit({"responses_create_params": {"input": "hi"}}, id=f"r{n}")).id for n in range(5)]
         assert [job.id async for job in client.every()] == ids
