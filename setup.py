@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the sandbox launcher for each architecture, into the wheel or beside its source in an editable install.
+"""Compile the sandbox launcher for each architecture, into the wheel or, for an editable install, next to its source.
 
-A wheel carries the launchers, so installing one needs no compiler. A source tree needs one unless its launchers are
-newer than their source.
+A wheel contains the compiled launchers, so its installation needs no compiler. A source tree needs a compiler unless
+its launchers are newer than their sources.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ IS_CURRENT = all(
     path.exists() and path.stat().st_mtime >= max(source.stat().st_mtime for source in SOURCES)
     for path in COMPILED.values()
 )
-COMPILER = "ziglang==0.17.1"  # a C compiler that pip can install, for every architecture
+COMPILER = "ziglang==0.17.1"  # C cross compiler, installable with pip
 
 
 class BuildLauncher(Command):
-    """``build_launcher``, a part of ``build``."""
+    """Command ``build_launcher``, which ``build`` runs."""
 
-    description = "compile the launcher of sandboxes"
-    user_options: list[tuple[str, str, str]] = []  # noqa: RUF012  # as setuptools has it
+    description = "compile the sandbox launcher"
+    user_options: list[tuple[str, str, str]] = []  # noqa: RUF012  # setuptools reads a class attribute
 
     def initialize_options(self) -> None:
         self.build_lib: str | None = None

@@ -29,7 +29,7 @@ import aiohttp
 
 from benchmarks import processes
 from benchmarks.report import Row, parser, publish
-from nemo_gym_prorl.cli.demo_scripts import script_for
+from nemo_gym_prorl.cli.scripted.humaneval import script_for
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks import processes
 from benchmarks.fleet import AGENT, front
 from benchmarks.fleet_faults import FAULTS, KEY, Place, Storm, run
-from nemo_gym_prorl.cli.demo_scripts import script_for
+from nemo_gym_prorl.cli.scripted.humaneval import script_for
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Origin

@@ -1,19 +1,18 @@
 #!/bin/sh
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-# Make the environment in .venv at the root of the repository: find a Python, get uv, install this package into it.
+# Create the Python environment .venv at the root of the repository: find Python, get uv, install this package.
 #
-#   scripts/bootstrap.sh          what running needs
-#   scripts/bootstrap.sh dev      also what the tests, the linter and the type checker need
-#   scripts/bootstrap.sh bench    also what the benchmarks measure beside us
+#   scripts/bootstrap.sh          packages for running
+#   scripts/bootstrap.sh dev      and packages for tests, linter and type checker
+#   scripts/bootstrap.sh bench    and packages that the benchmarks compare with
 #
-# PYTHON=/path/to/python chooses the interpreter; else it is one on which the newest NeMo Gym installs, if the machine
-# has one or uv can get it, and any from 3.12 if not. Only .venv, the user's cache folder and uv's for Pythons are
-# written. A second run finds its stamp and returns at once; a changed pyproject.toml, launcher or interpreter makes it
-# work again.
+# PYTHON=/path/to/python selects the interpreter. Default: a Python on which the newest NeMo Gym installs, from this
+# machine or from uv, else any Python from 3.12. The script writes only to .venv, the user's cache folder and uv's
+# folder of Pythons. A stamp file makes later runs return at once, until pyproject.toml, launcher or interpreter change.
 #
-# The package is installed editable. NeMo Gym looks for the folders of servers beside its own package, which an
-# editable install leaves out, so they are linked there: they are found from any working directory.
+# The package is installed editable. NeMo Gym searches server folders next to its own package, where an editable install
+# has none, so the script links them there.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -21,14 +20,14 @@ extra=${1:-}
 venv=.venv
 cache=${PRORL_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/nemo-gym-prorl}
 any='(3, 12)'
-newest='(3, 13, 14)' # NeMo Gym 0.5 to 0.7; Gym 0.4 is the last for any below
+newest='(3, 13, 14)' # required by NeMo Gym 0.5 or later; Gym 0.4 runs on older versions
 started=$(date +%s)
 
 say() { echo "==> $*"; }
 fail() { echo "bootstrap: $*" >&2; exit 1; }
 
-# The real interpreter behind a name, if it is at least of a version. Version managers' shims are seen through, since
-# they work in some folders only.
+# Print the real interpreter behind a name if its version suffices. Shims of version managers are resolved, because
+# they only work in some folders.
 interpreter() {
     "$1" -c "import sys; sys.exit(sys.version_info < $2)" </dev/null >/dev/null 2>&1 &&
         "$1" -c 'import os, sys; print(os.path.realpath(sys._base_executable or sys.executable))' </dev/null
@@ -42,7 +41,7 @@ find_python() {
     look_for "$newest" 3.13 3.14 || get_python || look_for "$any" 3.12 3.13 3.14 || interpreter python3 "$any" || true
 }
 
-# One of these versions, as packages, version managers and uv install them.
+# Find one of these versions, as installed by packages, version managers and uv.
 look_for() {
     least=$1; shift
     for version; do
@@ -55,30 +54,30 @@ look_for() {
     return 1
 }
 
-# What uv brings (30 MB), where it can reach it; else the machine's own will do.
+# Let uv download a Python (30 MB); fail without a network, so that the machine's own is used.
 get_python() {
     uv=$(find_uv) || return
     UV_HTTP_TIMEOUT=10 UV_HTTP_RETRIES=0 "$uv" python install --quiet --no-bin 3.13 </dev/null >/dev/null 2>&1 || return
     interpreter "$("$uv" python find --no-project --managed-python 3.13)" "$newest"
 }
 
-# uv on PATH, or a copy of its own in the cache.
+# Print uv from PATH, or install a copy into the cache.
 find_uv() {
     if command -v uv; then return; fi
     if [ -x "$cache/uv/bin/uv" ]; then echo "$cache/uv/bin/uv"; return; fi
-    with=${1:-$(command -v python3)} || fail "no Python at all: install python3"
+    with=${1:-$(command -v python3)} || fail "no Python found: install python3"
     fresh=$cache/uv.$$
     mkdir -p "$cache"
-    say "Getting uv into $cache/uv" >&2
+    say "Installing uv into $cache/uv" >&2
     "$with" -m venv "$fresh" >&2 || { rm -rf "$fresh"; fail "'$with -m venv' failed: install uv, or python3-venv"; }
     "$fresh/bin/python" -m pip install --quiet --disable-pip-version-check uv >&2 ||
-        { rm -rf "$fresh"; fail "pip could not install uv"; }
-    # Another bootstrap may have been quicker; uv itself is one program that runs from anywhere.
+        { rm -rf "$fresh"; fail "pip could not install uv; see above, or install uv yourself"; }
+    # A parallel bootstrap may have created the folder; its uv is as good.
     mv -T "$fresh" "$cache/uv" 2>/dev/null || rm -rf "$fresh"
     echo "$cache/uv/bin/uv"
 }
 
-# What an installation depends on: the interpreter, the project, and the program that is compiled for it.
+# Print everything on which an installation depends: interpreter, project file and launcher sources.
 stamp_text() {
     "$venv/bin/python" -c 'import sys; print(sys.version, sys.base_prefix)' && cat pyproject.toml || return
     cat setup.py nemo_gym_prorl/sandbox/launcher/*.c 2>/dev/null || true
@@ -96,7 +95,7 @@ link_servers() {
             mkdir -p "$site/$kind"
             ln -sfn "$PWD/${folder%/}" "$site/${folder%/}"
         done
-        # Those that are gone from the repository.
+        # Remove links to servers that were removed from the repository.
         for link in "$site/$kind"/prorl_*; do
             if [ -L "$link" ] && [ ! -e "$link" ]; then rm "$link"; fi
         done
@@ -110,7 +109,7 @@ if [ -n "${PYTHON:-}" ]; then
     [ "$(interpreter "$venv/bin/python" "$any" || true)" = "$python" ] || rm -f "$venv"/.prorl-stamp*
 fi
 stamps=$stamp
-# Any of them holds what running needs.
+# The environments with an extra contain all packages for running.
 [ -n "$extra" ] || stamps="$stamp $stamp-dev $stamp-bench"
 for present in $stamps; do
     if is_current "$present"; then
@@ -119,25 +118,25 @@ for present in $stamps; do
     fi
 done
 
-# An environment that is there keeps its interpreter unless another was asked for.
+# An existing environment keeps its interpreter unless PYTHON selects another.
 [ -n "$python" ] || python=$(interpreter "$venv/bin/python" "$any" || find_python)
 uv=$(find_uv "$python")
 if [ -n "$python" ]; then
     export UV_PYTHON_DOWNLOADS=never
 else
-    say "No Python 3.12 or newer found: uv downloads one"
+    say "No Python 3.12 or newer found: downloading one with uv"
     python=3.13
 fi
 if [ -e "$venv" ] && [ "$(interpreter "$venv/bin/python" "$any" || true)" != "$python" ]; then
     rm -rf "$venv"
 fi
 if [ ! -e "$venv" ]; then
-    say "Making $venv with $python"
+    say "Creating $venv with $python"
     "$uv" venv --quiet --seed --python "$python" "$venv" ||
-        fail "uv could not make $venv with Python $python, see above; PYTHON=/path/to/python names another"
+        fail "uv could not create $venv with Python $python; see above, or set PYTHON=/path/to/python"
 fi
-say "Installing nemo-gym-prorl${extra:+ with the extra '$extra'} (1.4 GB the first time)"
-# Built anew each time: uv does not know of the launcher, which an editable install has beside its source.
+say "Installing nemo-gym-prorl${extra:+ with the extra '$extra'} (first time: 1.4 GB)"
+# Reinstalled each time, because uv does not detect a changed launcher in an editable install.
 "$uv" pip install --python "$venv/bin/python" --reinstall-package nemo-gym-prorl --editable ".${extra:+[$extra]}"
 link_servers
 stamp_text > "$stamp"

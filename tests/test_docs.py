@@ -41,7 +41,7 @@ from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from tests.agent.gym_host import hosting, instance, url_of
 from tests.agent.test_gym_environment import counting, gym_rows, scripted
-from tests.rollout.command_line import prorl
+from tests.cli.command_line import prorl
 
 
 PRORL = typer.main.get_command(app)

@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Lets Gym's own command line run our servers from wherever this package is installed, without an option.
+"""Hydra plug-in: ``gym`` runs this project's servers in the running Python environment, without options.
 
-Gym reads its command line with Hydra, and Hydra loads what lies in ``hydra_plugins``. In a process of Gym this sets
-two environment variables that our configuration files name for ``uv_venv_dir`` and ``skip_venv_if_present``
-(see :mod:`nemo_gym_prorl.deployment.venvs`). They have no effect on configurations without our servers, and options on
-the command line win. A third variable names this process to our servers, which end with it
+Gym reads its command line with Hydra, and Hydra imports the packages in ``hydra_plugins``. In a process of Gym this
+plug-in sets two environment variables, which this project's configuration files use for ``uv_venv_dir`` and
+``skip_venv_if_present`` (:mod:`nemo_gym_prorl.deployment.venvs`). Other configurations are not affected, and options
+on the command line override both. A third variable holds Gym's process id; servers end together with that process
 (:mod:`nemo_gym_prorl.http.server_process`).
 """
 
@@ -19,9 +19,12 @@ def _share_environment() -> None:
 
     os.environ[STARTER_VARIABLE] = str(os.getpid())
     try:
-        os.environ[venvs.VENVS_VARIABLE] = str(venvs.shared_folder())
+        os.environ[venvs.VENVS_VARIABLE] = str(venvs.shared_venvs())
     except (OSError, ModuleNotFoundError) as error:
-        print(f"nemo-gym-prorl: Gym builds an environment for each server: {error}", file=sys.stderr)
+        print(
+            f"nemo-gym-prorl: servers cannot share this Python environment, so Gym builds one for each: {error}",
+            file=sys.stderr,
+        )
     else:
         os.environ[venvs.REUSE_VARIABLE] = "true"
 

@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout service as a Gym agent: ``/run`` and ``/v1/responses`` as Gym defines them, over one pipeline.
+"""Rollout service as a Gym agent: Gym's routes ``/run`` and ``/v1/responses`` over one pipeline.
 
-What ``/run`` answers where a rollout failed depends on who asks: :func:`~.failure_rows.run_status`. And since Gym's
-client posts a call again when its connection drops, an identical row that arrives while the first still runs joins it
-(:class:`~nemo_gym_prorl.rollout.api.attached_callers.AttachedCallers`) instead of doing the work twice.
+The status of a failed ``/run`` depends on the caller: :func:`~nemo_gym_prorl.agent.run_rows.run_status`.
+
+``/run`` is idempotent while a rollout runs. Gym's client posts a call again when its connection drops; an identical
+row then attaches to the running job (:class:`~nemo_gym_prorl.rollout.api.attached_callers.AttachedCallers`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from nemo_gym_prorl.agent.run_rows import (
     failure_row,
     from_collector,
     has_tokens,
-    merged,
+    merge_metrics,
     run_request,
     run_status,
 )
@@ -67,7 +68,7 @@ from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_re
 
 SCOPES = RouteScopes(ROUTES)
 
-_FAREWELL_S = 5.0
+_CLEANUP_TIMEOUT_S = 5.0  # on shutdown: enough for requests to servers that answer, short of Gym's kill
 
 
 class AgentService:
@@ -79,18 +80,18 @@ class AgentService:
         model: instance name of the policy's model server.
 
     Raises:
-        CallerError: the configuration has no address for one of the servers, asks for several workers, or says
-            something else that cannot work; names the setting.
+        CallerError: a setting is invalid: a server without an address, several workers, or incomplete TLS settings.
+            The error names the setting.
     """
 
     def __init__(self, config: ServiceConfig, gym_config: DictConfig, *, model: str) -> None:
         if (getattr(config, "num_workers", None) or 1) > 1:
             raise CallerError(
-                "must be 1: the pools bound what one process runs; start further agents instead", field="num_workers"
+                "must be 1: the pools bound one process; start more agents for more throughput", field="num_workers"
             )
         given = [name for name in ("tls_port", "tls_cert", "tls_key") if getattr(config, name) is not None]
         if len(given) in (1, 2):
-            raise CallerError("tls_port, tls_cert and tls_key are needed together, or none of them", field=given[0])
+            raise CallerError("set all of tls_port, tls_cert and tls_key, or none", field=given[0])
         if config.tls_cert is not None and config.tls_key is not None:
             check_certificate(config.tls_cert, config.tls_key)
         self._config = config
@@ -115,7 +116,7 @@ class AgentService:
         self._clients = KeysFile(config.keys_file, self.pipeline.share) if config.keys_file is not None else None
 
     def tls(self, app: ASGIApp) -> AbstractAsyncContextManager[None]:
-        """The door by TLS, where there is one, for as long as the service lives.
+        """Serve the application by TLS too while the context is open; do nothing without ``tls_port``.
 
         Raises:
             CallerError: see :func:`serve_tls`.
@@ -126,12 +127,12 @@ class AgentService:
         return serve_tls(app, config.tls_cert, config.tls_key, config.tls_port)
 
     def guarded(self, app: ASGIApp) -> KeyGuard:
-        """The application, for whoever has a key that is good for what is asked."""
+        """Return the application behind a check of each request's bearer token and its scopes."""
         clients = self._clients.caller if self._clients is not None else None
         return KeyGuard(app, self._config.control_token, clients, SCOPES)
 
     def router(self) -> APIRouter:
-        """The job API and, if configured, the original ProRL wire format."""
+        """Return the routes of the job API and, if configured, of the original ProRL wire format."""
         router = APIRouter()
         if self._config.prorl_wire:
             router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._models)))
@@ -139,24 +140,23 @@ class AgentService:
         return router
 
     def start(self) -> None:
-        """Resume the jobs that an earlier process of the service accepted."""
+        """Start the pipeline, which restarts the accepted rollouts of its journal."""
         self.pipeline.loops.start("session-leases", self._cleanup.renew)
         self.pipeline.start()
 
     async def close(self) -> None:
         """Cancel every rollout, wait until its sandboxes are released, and close the client."""
         await self.pipeline.close()
-        await self._cleanup.close(_FAREWELL_S)
+        await self._cleanup.close(_CLEANUP_TIMEOUT_S)
         await self._http.close()
 
     async def run(self, request: Request) -> Response:
-        """Gym's ``/run``: 200 with a verified row or a masked failure row; for a trainer, an error where
-        :func:`run_status` says so.
+        """Handle Gym's ``/run``: 200 with a verified row or a masked failure row.
 
         Raises:
-            ProblemError: that error.
-            CallerError: what was sent is no row at all, or cannot be taken on; names the field.
-            CallerGone: there is nobody to answer.
+            ProblemError: the caller is a trainer, and :func:`run_status` gives the failure an error status.
+            CallerError: the body is not a row, or the service refuses the row; names the field.
+            CallerGone: the client disconnected.
         """
         body = await request.body()
         row = read_json(body)
@@ -175,15 +175,15 @@ class AgentService:
             return _json(_refused_row(row, Failure(kind, Origin.CALLER, None, error.reason)))
 
     async def responses(self, request: Request) -> Response:
-        """Gym's ``/v1/responses`` of an agent: the tool loop in a session that the caller has seeded.
+        """Handle Gym's ``/v1/responses`` of an agent: run the tool loop in a session that the caller has seeded.
 
         Raises:
             ProblemError: the job failed.
-            CallerError: there is no such session, or what was sent is no request; names the field.
-            CallerGone: there is nobody to answer.
+            CallerError: the service has no default environment, or the body is not a request; names the field.
+            CallerGone: the client disconnected.
         """
         if SeededSessionHandler.name not in self.pipeline.environments.names:
-            raise CallerError("whose session is it? Set resources_server to serve /v1/responses, or post to /run")
+            raise CallerError("/v1/responses needs a default environment: set resources_server, or post to /run")
         wanted = responses_request(read_json(await request.body()), dict(request.cookies))
         wanted = submitted_by(caller_in(request.scope), wanted, self.pipeline.store)
         answer = await self._callers.run(wanted, None, request, responses_answer)
@@ -194,12 +194,13 @@ class AgentService:
         return good
 
     async def aggregate_metrics(self, body: dict[str, Any]) -> Any:
-        """Gym's ``/aggregate_metrics``: a resources server knows what its rewards mean. Rows that were refused since
-        no environment takes them are left out.
+        """Handle Gym's ``/aggregate_metrics``: each resources server aggregates the rows of its environment.
+
+        Masked rows without an environment are left out: ``/run`` refused them.
 
         Raises:
-            CallerError: a rollout says that it is from an environment without a server, or a server refuses them.
-            InfrastructureError: one fails or cannot be reached.
+            CallerError: a rollout names an environment without a server, or a server refuses its rollouts.
+            InfrastructureError: a server fails or cannot be reached.
         """
         rollouts: dict[str, list[Any]] = {}
         for number, rollout in enumerate(body["verify_responses"]):
@@ -207,11 +208,11 @@ class AgentService:
                 environment = self.pipeline.environments.choose(rollout, environment_of(rollout))
             except CallerError as error:
                 if rollout.get("mask_sample"):
-                    continue  # it was refused for that when it came
+                    continue  # `/run` refused the row
                 field = ".".join(filter(None, (f"verify_responses.{number}", error.field)))
                 raise CallerError(error.complaint, field=field) from error
             rollouts.setdefault(environment.name, []).append(rollout)
-        return merged({name: await self._metrics_of(name, given) for name, given in rollouts.items()})
+        return merge_metrics({name: await self._metrics_of(name, given) for name, given in rollouts.items()})
 
     async def _metrics_of(self, environment: str, rollouts: list[Any]) -> Any:
         own = environment in self._config.environments
@@ -225,10 +226,10 @@ class AgentService:
 
 
 class ModelBackends:
-    """Backends of the policy's model servers, where those have a pool (``prorl_model`` has, Gym's own has not).
+    """Backend pools of the policy's model servers. ``prorl_model`` has a pool; Gym's own model servers have none.
 
     Args:
-        models: the model servers; each is told.
+        models: the model servers; each change is sent to all of them.
     """
 
     def __init__(self, models: Sequence[GymServer]) -> None:
@@ -236,13 +237,13 @@ class ModelBackends:
 
     async def add(self, address: str) -> None:
         """Add a backend by its base URL."""
-        await self._tell("POST", {"url": address})
+        await self._send("POST", {"url": address})
 
     async def clear(self) -> None:
-        """Remove all of them."""
-        await self._tell("DELETE", None)
+        """Remove all backends."""
+        await self._send("DELETE", None)
 
-    async def _tell(self, method: str, body: Any) -> None:
+    async def _send(self, method: str, body: Any) -> None:
         for model in self._models:
             self._check(model.name, await model.call(method, "/v1/backends", body, CookieJar()))
 
@@ -253,15 +254,17 @@ class ModelBackends:
                 "no-backend-pool",
                 f"model server {model!r} has a fixed list of backends; use prorl_model to change them",
             )
-        if answer.status in (403, 422):  # its own key would be 401
-            raise CallerError(f"{model} refuses it: {answer.said(2000)}", field="address")
+        if answer.status in (403, 422):  # a wrong key of this service would be 401
+            raise CallerError(
+                f"model server {model!r} refuses the backend: {answer.error_text(2000)}", field="address"
+            )
         if not answer.ok:
-            raise ProblemError(502, "model-server-refused", f"{model}: {answer.said(2000)}")
+            raise ProblemError(502, "model-server-refused", f"{model}: {answer.error_text(2000)}")
 
 
 def gym_row(job: Job, *, collector: bool) -> bytes:
-    """What ``/run`` answers: the verifier's row or the failure row, and how it came about."""
-    assert job.outcome is not None, "only a job with its outcome has an answer"
+    """Return the body of ``/run``: the verifier's row or the failure row, with a report under ``rollout``."""
+    assert job.outcome is not None, "the job has no outcome yet"
     about = {
         "id": job.id,
         "group": job.group,
@@ -284,7 +287,7 @@ def gym_row(job: Job, *, collector: bool) -> bytes:
     if job.forked_from:
         about["forked_from"] = job.forked_from
     failure, result = job.outcome.failure, job.gym_result()
-    if failure is not None and "response" not in result:  # its handler has no idea of Gym's rows
+    if failure is not None and "response" not in result:  # a plug-in's handler may not return Gym rows
         row = job.row
         result = failure_row(row, empty_response(row["responses_create_params"]), failure)
     answer = {**result, ROLLOUT_OPTIONS_KEY: about}
@@ -294,12 +297,12 @@ def gym_row(job: Job, *, collector: bool) -> bytes:
 
 
 def _answer(job: Job, *, collector: bool) -> bytes:
-    """The body of a good answer.
+    """Return the body of a ``/run`` that ends with status 200.
 
     Raises:
-        ProblemError: the caller is a trainer, and the rollout failed in a way that it must see as an HTTP error.
+        ProblemError: the caller is a trainer, and the failure needs an error status (:func:`run_status`).
     """
-    assert job.outcome is not None, "only a job with its outcome has an answer"
+    assert job.outcome is not None, "the job has no outcome yet"
     failure = job.outcome.failure
     if failure is None and job.progress.finish_reason == "context_overflow":
         failure = NOTHING_SAMPLED if not has_tokens(job.gym_result().get("response")) else None
@@ -311,7 +314,7 @@ def _answer(job: Job, *, collector: bool) -> bytes:
 
 
 def _refused_row(row: dict[str, Any], failure: Failure) -> bytes:
-    """What Gym's collector gets for a row that became no job."""
+    """Return the failure row that Gym's collector gets for a refused row."""
     params = row.get("responses_create_params")
     refused = failure_row(row, empty_response(params if isinstance(params, dict) else {}), failure)
     if gym_reads_trajectories():
@@ -320,7 +323,7 @@ def _refused_row(row: dict[str, Any], failure: Failure) -> bytes:
 
 
 def _in_row(error: CallerError) -> CallerError:
-    """An id that is taken, or an environment that there is not, was named in the row, which is the whole body."""
+    """Return the error with its field as a path in the body of ``/run``, where the row is the whole body."""
     if isinstance(error, JobConflict):
         return JobConflict(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.id")
     if isinstance(error, NotOwner):

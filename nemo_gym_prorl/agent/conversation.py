@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout's conversation with its model server, sent in full or only by what is new.
+"""Conversation of a rollout with its model server, sent in full or incrementally.
 
-To any Gym model server each turn is the whole history again, token ids and all: a rollout of n turns sends O(n²). A
-server that keeps a rollout's tokens itself (``prorl_model``) says so in its first answer, by echoing the header
-``X-Rollout-Tokens: deferred``. From then on a turn carries the new observations and the id of the answer before them;
-the token fields that a trainer needs are fetched once, at the end, and put where Gym has them: on the last output item
-of each turn. The end may also be a cut: the tokens of the turns that were complete are there all the same.
+A Gym model server receives the whole history with token ids in each turn, so a rollout of n turns sends O(n²) bytes.
+``prorl_model`` stores the tokens of a rollout itself. It echoes the header ``X-Rollout-Tokens: deferred`` in its first
+answer. Each later turn then carries only the new observations and the id of the previous answer.
+
+The token fields that a trainer needs are fetched once, after the last turn, onto the last output item of each turn,
+where Gym expects them. A rollout that is cut short fetches the tokens of its complete turns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from typing import Any, Self
 import orjson
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, StrictInt, ValidationError, model_validator
 
-from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, HttpAnswer, in_header, in_path, json_of, require_ok
+from nemo_gym_prorl.agent.gym_http import (
+    CookieJar,
+    GymServer,
+    HttpAnswer,
+    quote_header,
+    quote_segment,
+    require_json,
+    require_ok,
+)
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.http.problem_document import field_errors
 from nemo_gym_prorl.rollout.turns import TurnTiming
@@ -29,24 +38,24 @@ from nemo_gym_prorl.rollout.turns import TurnTiming
 
 DEFERRAL = "X-Rollout-Tokens"
 KEEPS_TOKENS = "keeps tokens"
-"""Trait of a model server that once echoed the deferral."""
+"""Trait of a model server that has echoed the header at least once."""
 
-_FETCHES = 3
-_FETCH_AGAIN_S = 0.5
+_FETCH_ATTEMPTS = 3
+_FETCH_PAUSE_S = 0.5  # between attempts: enough for a dropped connection, short against the RUN budget
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn whose tokens are at the server."""
+    """Turn whose tokens the model server keeps."""
 
     number: int
     last_item: dict[str, Any]
-    cut: bool
-    """Nothing may have been sampled for it, for lack of context."""
+    incomplete: bool
+    """Whether the turn ended early, so that the server may have sampled no tokens."""
 
 
 class _Sequence(BaseModel):
-    """A branch of a rollout; what is wrong with it would be trained on."""
+    """One branch of a rollout. Validation is strict because wrong tokens would be trained on."""
 
     ids: list[StrictInt]
     log_probs: list[FiniteFloat]
@@ -58,8 +67,8 @@ class _Sequence(BaseModel):
         return self
 
 
-class _Place(BaseModel):
-    """Where in a sequence an answer lies."""
+class _AnswerSpan(BaseModel):
+    """Position of an answer's tokens in a sequence."""
 
     sequence: NonNegativeInt
     start: NonNegativeInt
@@ -69,58 +78,58 @@ class _Place(BaseModel):
 
 
 class _Tokens(BaseModel):
-    """All tokens of a rollout, as the server keeps them."""
+    """All tokens of a rollout."""
 
     sequences: list[_Sequence]
-    answers: dict[str, _Place]
+    answers: dict[str, _AnswerSpan]
     run: str | None = None
     log_probs: list[str] = Field(default_factory=list, max_length=4)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        for name, place in self.answers.items():
-            if place.sequence >= len(self.sequences):
-                raise ValueError(f"answer {name!r} lies in sequence {place.sequence} of {len(self.sequences)}")
-            if not 0 < place.start <= place.end <= len(self.sequences[place.sequence].ids):
-                raise ValueError(f"answer {name!r} lies at {place.start} to {place.end}, not within its sequence")
+        for name, span in self.answers.items():
+            if span.sequence >= len(self.sequences):
+                raise ValueError(f"answer {name!r} lies in sequence {span.sequence} of {len(self.sequences)}")
+            if not 0 < span.start <= span.end <= len(self.sequences[span.sequence].ids):
+                raise ValueError(f"answer {name!r} lies at {span.start} to {span.end}, not within its sequence")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTurns:
-    """What a model server keeps of a rollout, as it told it bit by bit.
+    """Turns that a model server has sampled for a rollout, enough to resume the rollout at another server.
 
     Attributes:
-        told: lists of turns in JSON; none where the server keeps no tokens, which are on the items then.
-        began: what it says besides.
+        batches: JSON lists of turns without brackets, one per checkpoint; empty if the server keeps no tokens.
+        began: the server's opaque value ``began``, sent back on :meth:`Conversation.restore`.
         answers: the ids of the turns.
-        waited_s: how long they have waited for a backend so far.
+        waited_s: seconds for which the turns have waited for a backend.
     """
 
-    told: tuple[bytes, ...] = ()
+    batches: tuple[bytes, ...] = ()
     began: str | None = None
     answers: tuple[str, ...] = ()
     waited_s: float = 0.0
 
     @property
     def new(self) -> bytes:
-        """What was told last."""
-        return self.told[-1] if self.told else b""
+        """The latest batch."""
+        return self.batches[-1] if self.batches else b""
 
 
 class Conversation:
-    """One rollout at one model server.
+    """Conversation of one attempt of a rollout with one model server.
 
     Args:
-        model: the server.
-        rollout_id: unique per attempt, since each attempt samples anew.
-        group: siblings of a group are placed together where that costs nothing.
-        run: whose backends are to sample it; ``None`` for the server's own.
+        model: the model server.
+        rollout_id: id of the attempt; each attempt samples its own tokens.
+        group: rollouts of a group share a prompt, so the server prefers one backend for them.
+        run: name of the run whose backends sample the rollout; ``None`` for the server's own backends.
 
     Attributes:
-        weight_versions: after :meth:`settle`, per turn the labels of the weights that sampled its first and its last
-            token: ``{"turn": 0, "first": "step-7", "last": "step-8"}``; ``None`` where the server has no label.
-        log_probs: after :meth:`settle`, the modes of the log-probs, where the server tells.
+        weight_versions: after :meth:`fetch_tokens`, the labels of the weights that sampled the first and last token
+            of each turn: ``{"turn": 0, "first": "step-7", "last": "step-8"}``; ``None`` for a backend without a label.
+        log_probs: after :meth:`fetch_tokens`, the modes of the log-probs that the server reports.
     """
 
     def __init__(self, model: GymServer, rollout_id: str, group: str | None = None, run: str | None = None) -> None:
@@ -128,87 +137,87 @@ class Conversation:
         self._run = run
         self._path = rollout_path(rollout_id)
         self._jar = CookieJar()
-        self._headers = {"X-Rollout-Id": in_header(rollout_id), DEFERRAL: "deferred"}
+        self._headers = {"X-Rollout-Id": quote_header(rollout_id), DEFERRAL: "deferred"}
         if group is not None:
-            self._headers["X-Rollout-Group"] = in_header(group)
+            self._headers["X-Rollout-Group"] = quote_header(group)
         if run is not None:
-            self._headers["X-Rollout-Run"] = in_header(run)
+            self._headers["X-Rollout-Run"] = quote_header(run)
         self._items: list[dict[str, Any]] = []
         self._previous: str | None = None
-        self._asked = 0
+        self._requests = 0
         self._turns: dict[str, _Turn] = {}
         self.weight_versions: list[dict[str, Any]] = []
         self.log_probs: list[str] = []
         self._saved = SavedTurns()
 
     async def save(self) -> SavedTurns:
-        """What the server keeps of the rollout so far: it tells what is new since the last time.
+        """Fetch the turns since the last call, and return all turns so far.
 
         Raises:
-            CallerError: it can't tell.
-            InfrastructureError: it fails, or does not know the rollout any more.
+            CallerError: the server cannot export turns.
+            InfrastructureError: the server fails, or has lost the rollout.
         """
         if self._previous is None:
             return self._saved
         what = f"turns of the rollout at {self._model.name}"
-        after = f"?after={in_path(self._saved.answers[-1])}" if self._saved.answers else ""
+        after = f"?after={quote_segment(self._saved.answers[-1])}" if self._saved.answers else ""
         answer = await self._model.call("GET", f"{self._path}/turns{after}", None, self._jar)
         if answer.status in (404, 405):
-            raise CallerError(f"{self._model.name} tells nobody the turns of a rollout: a newer prorl_model is needed")
+            raise CallerError(f"{self._model.name} cannot export the turns of a rollout: upgrade prorl_model")
         require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED)
-        told = json_of(answer, what, FailureKind.AGENT_REQUEST_FAILED)
-        ids = (turn["id"] for turn in told["turns"])
-        new = orjson.dumps(told["turns"])[1:-1]
+        export = require_json(answer, what, FailureKind.AGENT_REQUEST_FAILED)
+        ids = (turn["id"] for turn in export["turns"])
+        new = orjson.dumps(export["turns"])[1:-1]
         self._saved = SavedTurns(
-            (*self._saved.told, new), told["began"], (*self._saved.answers, *ids), told["waited_s"]
+            (*self._saved.batches, new), export["began"], (*self._saved.answers, *ids), export["waited_s"]
         )
         return self._saved
 
     async def restore(
         self, saved: SavedTurns, prompt: Any, output: list[dict[str, Any]], steps: Sequence[TurnTiming]
     ) -> None:
-        """Go on from what was saved, at this server, under this rollout's name.
+        """Import saved turns into the model server under this attempt's id.
 
         Args:
-            saved: by :meth:`save`, perhaps of another conversation.
+            saved: result of :meth:`save`, possibly of another conversation.
             prompt: the row's input.
-            output: the items since then that the policy knows; they get their tokens in the end.
-            steps: of the turns that wrote them.
+            output: output items that the policy knows; :meth:`fetch_tokens` adds their tokens.
+            steps: steps of the saved turns.
 
         Raises:
             InfrastructureError: the server fails.
         """
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         self._items = [*prompt, *output]
-        if not saved.told:
+        if not saved.batches:
             return
-        what = f"{self._model.name} taking a rollout over"
+        what = f"{self._model.name} importing the turns of a rollout"
         about = {"run": self._run, "began": saved.began}
-        body = orjson.dumps({**about, "turns": orjson.Fragment(b"[%b]" % b",".join(filter(None, saved.told)))})
+        body = orjson.dumps({**about, "turns": orjson.Fragment(b"[%b]" % b",".join(filter(None, saved.batches)))})
         answer = await self._model.call("PUT", f"{self._path}/turns", body, self._jar)
         require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED, InfrastructureError)
         self._model.traits.add(KEEPS_TOKENS)
-        place = 0
+        start = 0
         for number, (answer_id, step) in enumerate(zip(saved.answers, steps, strict=True)):
-            wrote = output[place : place + step["items"]]
-            self._turns[answer_id] = _Turn(number, wrote[-1], cut=False)
-            place += len(wrote) + sum(item.get("type") == "function_call" for item in wrote)
-        self._asked, self._previous = len(saved.answers), saved.answers[-1]
+            wrote = output[start : start + step["items"]]
+            self._turns[answer_id] = _Turn(number, wrote[-1], incomplete=False)
+            start += len(wrote) + sum(item.get("type") == "function_call" for item in wrote)
+        self._requests, self._previous = len(saved.answers), saved.answers[-1]
         self._saved = replace(saved, waited_s=0.0)
 
     async def turn(self, params: dict[str, Any], new: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """The policy's next turn.
+        """Sample the policy's next turn.
 
         Args:
             params: the row's request, without its input.
-            new: input items since the last turn; at first, the prompt.
+            new: input items since the last turn; before the first turn, the prompt.
 
         Returns:
-            a Responses API response, or ``None`` if the prompt no longer fits the policy's context.
+            A Responses API response, or ``None`` if the prompt no longer fits the policy's context.
 
         Raises:
-            CallerError: the server refuses what the row asks for.
-            InfrastructureError: it fails, does not know the rollout any more, or answers with something else.
+            CallerError: the server refuses the row's request.
+            InfrastructureError: the server fails, has lost the rollout, or does not return a response object.
         """
         self._items += new
         if self._previous is None:
@@ -216,91 +225,92 @@ class Conversation:
         else:
             request = {**params, "input": new, "previous_response_id": self._previous}
         what = f"{self._model.name} /v1/responses"
-        number, self._asked = self._asked, self._asked + 1
+        number, self._requests = self._requests, self._requests + 1
         answer = await self._model.call("POST", "/v1/responses", request, self._jar, self._headers)
         if answer.status == 400 and b"context length" in answer.body:
             return None
         require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED)
-        turn = json_of(answer, what, FailureKind.AGENT_REQUEST_FAILED)
+        turn = require_json(answer, what, FailureKind.AGENT_REQUEST_FAILED)
         if not isinstance(turn, dict) or not isinstance(turn.get("output"), list):
             raise InfrastructureError(
-                f"{what} is no Responses API object: {answer.text(500)}", kind=FailureKind.AGENT_REQUEST_FAILED
+                f"{what} did not return a Responses API object: {answer.text(500)}",
+                kind=FailureKind.AGENT_REQUEST_FAILED,
             )
         self._items += turn["output"]
         if answer.headers.get(DEFERRAL) == "deferred":
             self._model.traits.add(KEEPS_TOKENS)
-            self._keep(turn, number, what)
+            self._add_turn(turn, number, what)
         elif self._run is not None:
-            raise self._knows_no_runs()
+            raise self._runs_unsupported()
         elif self._previous is not None:
-            # It was asked with what is new alone, and whoever answers now has not seen the rest.
+            # The request had only the new items, so a server without the earlier turns answered out of context.
             raise InfrastructureError(
-                f"{what} has kept the rollout so far and does not any more: it was replaced",
+                f"{what} no longer keeps the tokens of the rollout: the model server was replaced",
                 kind=FailureKind.SESSION_LOST,
             )
         return turn
 
-    def _keep(self, turn: dict[str, Any], number: int, what: str) -> None:
+    def _add_turn(self, turn: dict[str, Any], number: int, what: str) -> None:
         answer_id = turn.get("id")
         if not isinstance(answer_id, str) or answer_id in self._turns:
             raise InfrastructureError(
-                f"{what} answered with id {answer_id!r:.200}, by which its tokens cannot be told from others",
+                f"{what} answered with id {answer_id!r:.200}, but each turn needs a unique string id",
                 kind=FailureKind.AGENT_REQUEST_FAILED,
             )
         self._previous = answer_id
         if turn["output"]:
             self._turns[answer_id] = _Turn(number, turn["output"][-1], bool(turn.get("incomplete_details")))
 
-    async def settle(self) -> None:
-        """Where tokens were deferred: fetch them into the turns' items. A fetch is tried again, for it repeats nothing
-        and what hangs on it is the whole rollout.
+    async def fetch_tokens(self) -> None:
+        """Fetch deferred tokens into the turns' items. The fetch is idempotent and retried a few times.
 
         Raises:
-            InfrastructureError: the server fails, does not know the rollout any more, or has others than those
-                that it sampled.
+            InfrastructureError: the server fails, has lost the rollout, or lacks the tokens of one of its answers.
         """
         if self._previous is None:
             return
-        kept = await self._fetch()
-        if kept.run != self._run and self._run is not None:
-            raise self._knows_no_runs()
-        self.weight_versions, self.log_probs = [], kept.log_probs
+        tokens = await self._fetch()
+        if tokens.run != self._run and self._run is not None:
+            raise self._runs_unsupported()
+        self.weight_versions, self.log_probs = [], tokens.log_probs
         for answer_id, turn in self._turns.items():
-            if (place := kept.answers.get(answer_id)) is None:
-                if turn.cut:
+            if (span := tokens.answers.get(answer_id)) is None:
+                if turn.incomplete:
                     continue
                 raise InfrastructureError(
                     f"{self._model.name} keeps no tokens of its answer {answer_id!r:.200}",
                     kind=FailureKind.AGENT_REQUEST_FAILED,
                 )
-            sequence = kept.sequences[place.sequence]
-            turn.last_item["prompt_token_ids"] = sequence.ids[: place.start]
-            turn.last_item["generation_token_ids"] = sequence.ids[place.start : place.end]
-            turn.last_item["generation_log_probs"] = sequence.log_probs[place.start : place.end]
-            if place.routed_experts is not None:
-                turn.last_item["routed_experts"] = place.routed_experts
-            first, last = place.weight_versions or (None, None)
+            sequence = tokens.sequences[span.sequence]
+            turn.last_item["prompt_token_ids"] = sequence.ids[: span.start]
+            turn.last_item["generation_token_ids"] = sequence.ids[span.start : span.end]
+            turn.last_item["generation_log_probs"] = sequence.log_probs[span.start : span.end]
+            if span.routed_experts is not None:
+                turn.last_item["routed_experts"] = span.routed_experts
+            first, last = span.weight_versions or (None, None)
             self.weight_versions.append({"turn": turn.number, "first": first, "last": last})
 
-    def _knows_no_runs(self) -> InfrastructureError:
+    def _runs_unsupported(self) -> InfrastructureError:
         return InfrastructureError(
-            f"{self._model.name} knows nothing of run {self._run!r}: a prorl_model is needed, and not an older one",
+            f"{self._model.name} does not support runs (the row names {self._run!r}): use a current prorl_model",
             kind=FailureKind.AGENT_REQUEST_FAILED,
         )
 
     async def forget(self) -> None:
-        """Have the server drop what it keeps of the rollout: the ledger, and the place at its backend. Also after a
-        cut in the first turn, when only other rollouts can tell that it keeps anything.
+        """Delete the rollout at the server: its token ledger and its slot at a backend.
+
+        A rollout that is cut off in its first turn has not seen the header. The server's trait then tells whether
+        there is anything to delete.
 
         Raises:
-            InfrastructureError: it cannot be reached.
+            InfrastructureError: the server cannot be reached.
         """
-        if self._asked and (self._previous is not None or KEEPS_TOKENS in self._model.traits):
+        if self._requests and (self._previous is not None or KEEPS_TOKENS in self._model.traits):
             await self._model.call("DELETE", self._path, None, self._jar)
 
     async def _fetch(self) -> _Tokens:
         what = f"tokens of the rollout at {self._model.name}"
-        for left in reversed(range(_FETCHES)):
+        for left in reversed(range(_FETCH_ATTEMPTS)):
             try:
                 answer = await self._model.call("GET", f"{self._path}/tokens", None, self._jar)
                 require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED, InfrastructureError)
@@ -308,8 +318,8 @@ class Conversation:
             except InfrastructureError as error:
                 if not left or error.kind is FailureKind.SESSION_LOST:
                     raise
-            await asyncio.sleep(_FETCH_AGAIN_S)
-        raise AssertionError("the last try returns or raises")
+            await asyncio.sleep(_FETCH_PAUSE_S)
+        raise AssertionError("the last attempt returns or raises")
 
 
 def _tokens(answer: HttpAnswer, what: str) -> _Tokens:
@@ -318,28 +328,29 @@ def _tokens(answer: HttpAnswer, what: str) -> _Tokens:
     except ValidationError as error:
         wrong = field_errors(error.errors())[0]
         raise InfrastructureError(
-            f"{what} are none that fit: {wrong['field']}: {wrong['message']}", kind=FailureKind.AGENT_REQUEST_FAILED
+            f"{what} are invalid: {wrong['field']}: {wrong['message']}", kind=FailureKind.AGENT_REQUEST_FAILED
         ) from error
 
 
-async def waited(model: GymServer, rollout_id: str) -> float:
-    """Seconds that turns of a rollout have waited so far because the policy could not act: for a backend, or through
-    a pause. 0.0 where the server does not say.
+async def fetch_waited_s(model: GymServer, rollout_id: str) -> float:
+    """Return the seconds for which turns of a rollout have waited for a backend or through a pause.
+
+    The value is 0.0 if the server does not report any.
 
     Raises:
-        InfrastructureError: it cannot be reached.
+        InfrastructureError: the server cannot be reached.
     """
     answer = await model.call("GET", f"{rollout_path(rollout_id)}/waited", None, CookieJar())
-    said = None
+    body = None
     if answer.ok:
         with contextlib.suppress(ValueError):
-            said = answer.json()
-    seconds = said.get("waited_s") if isinstance(said, dict) else None
+            body = answer.json()
+    seconds = body.get("waited_s") if isinstance(body, dict) else None
     if not isinstance(seconds, int | float) or not math.isfinite(seconds):
         return 0.0
     return max(0.0, float(seconds))
 
 
 def rollout_path(rollout_id: str) -> str:
-    """Where a model server that keeps tokens has a rollout."""
-    return f"/v1/rollouts/{in_path(rollout_id)}"
+    """Return the path of a rollout at a model server that keeps tokens."""
+    return f"/v1/rollouts/{quote_segment(rollout_id)}"

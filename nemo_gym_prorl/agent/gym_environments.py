@@ -1,18 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of an agent's YAML, and the environments that they describe, over the servers of a Gym deployment.
+"""Settings of the agent server, and the environments that they describe.
 
-Every setting can be overridden on Gym's command line. A setting that bounds a pipeline has its default in
-:class:`~nemo_gym_prorl.rollout.settings.PipelineSettings`, and nowhere else.
+Gym's command line can override every setting. Defaults of pipeline settings are those of
+:class:`~nemo_gym_prorl.rollout.settings.PipelineSettings`.
 
-There are three kinds of environments: the default one, which the top of the configuration describes; those in
-``environments``; and one for each installed plug-in that the configuration does not mention, under the plug-in's name.
-Gym checks the references at the top of an agent's configuration and none below, so these are checked here, at the
-start.
+A service has three kinds of environments: the default environment, described by the top-level settings; those in
+``environments``; and one for each installed plug-in that the configuration does not mention, named like the plug-in.
 
-:class:`SeededSessionHandler` runs Gym's ``/v1/responses`` of an agent: the tool loop alone, in a session that the
-caller has seeded and will score. Such a call is a job like any other, with a place in the RUN pool, a budget, an end
-when its caller hangs up, and an entry in the job API. It is tried once only, since the effects of its tools are final.
+Gym checks only server references at the top level of an agent's configuration. The references in ``environments`` are
+checked here, at start.
+
+:class:`SeededSessionHandler` serves the agent's ``/v1/responses``: the tool loop in a session that the caller seeds
+and scores. Such a call is a job with a RUN slot, a budget and an entry in the job API. The job ends when its caller
+disconnects, and is never retried, because the effects of its tools are final.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession, OnTimeout
 from nemo_gym_prorl.agent.gym_http import Address, CookieJar, GymServer, HttpClient, addresses
 from nemo_gym_prorl.agent.run_rows import empty_response, failure_problem, failure_status
-from nemo_gym_prorl.agent.tool_loop import LoopLimits, ToolAnswers
+from nemo_gym_prorl.agent.tool_loop import EnvironmentTools, LoopLimits
 from nemo_gym_prorl.failures import CallerError, Failure, InfrastructureError, Origin, Stage, suggest
 from nemo_gym_prorl.rollout.api.schemas import BudgetsModel, Identifier
 from nemo_gym_prorl.rollout.gym_rows import check_row
@@ -141,63 +142,63 @@ class ServiceConfig(PipelineSettings, EnvironmentSettings):
 
 
 def _within(said: BudgetsModel, above: Budgets) -> Budgets:
-    """Those that are said, and for those that are not, what holds above them."""
+    """Return the budgets of ``above``, overridden by those given in ``said``."""
     return above.model_copy(update={stage.value: seconds for stage, seconds in said.given().items()})
 
 
 _SETTLE_SHARE = 0.6
-"""Of the grace for a cancelled stage: the time for its tokens or its session. The rest is for everything else."""
+"""Fraction of ``cancel_grace_s`` for fetching tokens or closing a session; the rest is for releasing the sandbox."""
 
 
 class GymServers:
-    """The servers of a deployment that rollouts use, each with one client.
+    """Servers of a deployment that rollouts use; one :class:`GymServer` per instance.
 
     Args:
         config: Gym's merged configuration.
-        http: the client behind them.
+        http: the HTTP client that all servers share.
     """
 
     def __init__(self, config: Mapping[str, Any], http: HttpClient) -> None:
         self._config = config
-        self._known: dict[str, Address] = addresses(config)
+        self._addresses: dict[str, Address] = addresses(config)
         self._http = http
         self._servers: dict[str, GymServer] = {}
 
     def scores_groups_of(self, name: str) -> int:
-        """How many rollouts of a prompt a resources server says that it compares with each other, in Gym's words."""
+        """Return a resources server's ``num_rollouts_per_prompt``: the group size that it scores together, else 1."""
         [server] = self._config[name]["resources_servers"].values()
-        told = server.get("num_rollouts_per_prompt")
-        return told if isinstance(told, int) else 1
+        size = server.get("num_rollouts_per_prompt")
+        return size if isinstance(size, int) else 1
 
     def get(self, kind: str, name: str, field: str) -> GymServer:
-        """A server.
+        """Return the server of an instance.
 
         Args:
-            kind: Gym's name for what it is, ``resources_servers`` say.
-            name: of its instance.
-            field: where it is named.
+            kind: Gym's kind of server, such as ``resources_servers``.
+            name: name of the instance.
+            field: the setting that names the instance, for the error.
 
         Raises:
-            CallerError: there is none of that kind and name, with the nearest.
+            CallerError: the deployment has no such instance; suggests the closest name.
         """
-        there = [other for other in self._known if kind in self._config[other]]
-        if name not in there:
-            raise CallerError(f"no server {name!r} with host and port in {kind}{suggest(name, there)}", field=field)
+        names = [other for other in self._addresses if kind in self._config[other]]
+        if name not in names:
+            raise CallerError(f"no server {name!r} with host and port in {kind}{suggest(name, names)}", field=field)
         if name not in self._servers:
-            self._servers[name] = GymServer(name, self._known[name], self._http)
+            self._servers[name] = GymServer(name, self._addresses[name], self._http)
         return self._servers[name]
 
 
 def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContext) -> Environments:
-    """The environments of a configuration. Those that it describes have their handlers built.
+    """Return the environments of a configuration. Handlers are built at once, except those of unused plug-ins.
 
     Args:
-        config: of the service.
-        servers: of the deployment.
-        base: what their handlers have in common: the policy, the cleanup.
+        config: settings of the service.
+        servers: servers of the deployment.
+        base: context that all handlers share: the policy, the cleanup.
 
     Raises:
-        CallerError: names the setting that cannot work.
+        CallerError: a setting is invalid; names the setting.
     """
     registry = HandlerRegistry({GymEnvironmentHandler.name: GymEnvironmentHandler})
     base = replace(base, settle_s=config.cancel_grace_s * _SETTLE_SHARE)
@@ -222,7 +223,7 @@ def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContex
         default = top.handler if top.resources_server is None else top.resources_server.name
         described.append(environment(default, top))
     elif not config.environments:
-        raise CallerError("name one, here or for each of `environments`", field="resources_server")
+        raise CallerError("set a resources server here, or for each of `environments`", field="resources_server")
     for name, own in config.environments.items():
         sources = frozenset({name, *own.data_sources})
         described.append(
@@ -235,8 +236,7 @@ def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContex
                 share=own.share,
             )
         )
-    # What the default environment says of its handler and verdicts is none of a plug-in's, nor of a session that a
-    # caller brings along.
+    # Plug-ins and seeded sessions do not inherit the handler settings of the default environment.
     plain = top.model_copy(update={"handler_config": {}, "on_timeout": OnTimeout.MASK, "scores_groups_of": 1})
     taken = {name for one in described for name in (one.handler, one.name)}
     further = [
@@ -269,7 +269,7 @@ def _context(
         environment=name,
         limits=settings.limits,
         on_timeout=settings.on_timeout,
-        tools=ToolAnswers(),
+        tools=EnvironmentTools(),
         checkpoint_turns=settings.checkpoint_turns,
     )
 
@@ -277,7 +277,7 @@ def _context(
 def _builder(
     registry: HandlerRegistry, settings: EnvironmentSettings, context: GymContext, field: str
 ) -> Callable[[], AgentHandler]:
-    """What builds an environment's handler; ``field`` is where its settings stand."""
+    """Return the factory of an environment's handler; ``field`` prefixes the settings named in errors."""
     name = settings.handler
     registry.require(name, f"{field}handler")
 
@@ -288,7 +288,7 @@ def _builder(
         except CallerError as error:
             raise CallerError(error.complaint, field=f"{field}{error.field or 'handler'}") from error
         if settings.on_timeout is not OnTimeout.MASK and not isinstance(handler, HandlesTimeouts):
-            reason = f"with handler {name!r} it can only be mask: that has no `timed_out`"
+            reason = f"must be mask for handler {name!r}, which has no method `timed_out`"
             raise CallerError(reason, field=f"{field}on_timeout")
         return handler
 
@@ -300,43 +300,46 @@ _PARAMS = "responses_create_params"
 
 
 class SeededSessionHandler(GymEnvironmentHandler):
-    """Runs the tool loop in a session that it neither made nor ends."""
+    """Runs the tool loop in a session that the caller seeds and closes."""
 
     name = "seeded_session"
 
     async def init(self, job: Job) -> GymSession:
-        """The caller's session."""
+        """Return the caller's session."""
         cookies = job.row.get(_COOKIES)
         if not isinstance(cookies, dict):
-            raise CallerError("is for POST /v1/responses, which brings a session along", field="environment")
+            raise CallerError("seeded_session is only available through POST /v1/responses", field="environment")
         return GymSession(CookieJar(dict(cookies)), closed=True)
 
     async def run(self, job: Job, session: GymSession) -> Trajectory:
-        """The tool loop. A connection that is lost ends it, whichever server it was to: the job must not be held until
-        that server is back and then begun again, in a session in which things have happened."""
+        """Run the tool loop.
+
+        A lost connection fails the job at once. The error names no server, because the pipeline holds jobs of an
+        unreachable server and then restarts them, which would repeat the effects of tools in the caller's session.
+        """
         try:
             return await super().run(job, session)
         except InfrastructureError as error:
             raise InfrastructureError(error.reason, kind=error.kind) from error
 
     async def release(self, job: Job, session: GymSession) -> None:
-        """Nothing: the caller goes on with its session."""
+        """Do nothing: the caller closes its session."""
 
     async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
-        """Nothing to score: the answer is the response, and the cookies that the session has by now."""
+        """Return the response and the session's cookies without a reward; the caller scores."""
         return Verdict(None, {"response": trajectory.response, _COOKIES: trajectory.evidence.cookies.values})
 
     def on_failure(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
-        """No answer but the failure; the response so far, for whoever looks into the job."""
+        """Return the failure with the response so far, for the job API."""
         response = job.trajectory.response if job.trajectory else empty_response(job.row[_PARAMS])
         return Outcome(failure_state(failure), {"response": response}, failure=failure)
 
 
 def responses_request(params: Any, cookies: dict[str, str]) -> JobRequest:
-    """The job of a call.
+    """Return the job for a call of ``/v1/responses``.
 
     Raises:
-        CallerError: the body is no Responses API request; names the field.
+        CallerError: the body is not a Responses API request; names the field.
     """
     try:
         check_row({_PARAMS: params})
@@ -348,12 +351,12 @@ def responses_request(params: Any, cookies: dict[str, str]) -> JobRequest:
 
 
 def responses_answer(job: Job) -> bytes:
-    """What the session's cookies are by now, and on a line of its own the response.
+    """Return two JSON lines: the session's cookies, and the response.
 
     Raises:
-        ProblemError: the job failed: 422 if the request is to blame, 504 if the agent used up its time, else 503.
+        ProblemError: the job failed: 422 for a bad request, 504 if the agent exceeded its time budget, else 503.
     """
-    assert job.outcome is not None, "only a job with its outcome has an answer"
+    assert job.outcome is not None, "the job has no outcome yet"
     failure, result = job.outcome.failure, job.gym_result()
     if failure is None:
         return orjson.dumps(result[_COOKIES]) + b"\n" + orjson.dumps(result["response"])

@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP client between a handler and Gym servers: cookies per rollout, raw JSON, typed transport errors.
+"""HTTP client for Gym servers: one cookie jar per rollout, bodies as bytes, typed transport errors.
 
-Gym's own client looks a server's address up in the OmegaConf tree on every call, retries dropped connections for ever,
-even of calls that are not safe to repeat, and has no way to tell a lost session from a tool's error message. Here a
-call is made once; what fails becomes an error of :mod:`nemo_gym_prorl.failures`, and the pipeline decides on retries
-with a cap. Bodies stay bytes until somebody needs them, since token arrays are the bulk of the traffic.
+Gym's own client retries dropped connections without limit, even of calls that are not idempotent, and cannot tell a
+lost session from a tool's error. This client sends a call once. Failures become errors of
+:mod:`nemo_gym_prorl.failures`, and the pipeline owns retries. Bodies stay bytes until a caller parses them, because
+token arrays are the bulk of the traffic.
 
-Gym's servers know a session by a signed cookie, so each rollout keeps one jar per server and sends it with every call.
+Gym's servers identify a session by a signed cookie, so each rollout has a cookie jar per server.
 
-A server is an address of the deployment, nothing that a rollout brings along: redirects are not followed, proxies of
-the environment are not used, and what a server says about its own failures is believed only as far as
-:data:`SERVERS_KINDS` goes.
+Addresses come only from the deployment. Redirects are not followed, proxies of the environment are not used, and a
+server may report only the failure kinds in :data:`REPORTABLE_KINDS`.
 """
 
 from __future__ import annotations
@@ -45,21 +44,20 @@ from nemo_gym_prorl.rollout.handler_calls import start_eager_task
 from nemo_gym_prorl.rollout.job import Job
 
 
-SERVERS_KINDS = frozenset(FailureKind) - {
+REPORTABLE_KINDS = frozenset(FailureKind) - {
     FailureKind.CANCELLED,
     FailureKind.KILL_SHAPED,
     FailureKind.SHUTDOWN,
     FailureKind.AGENT_TIMEOUT,
 }
-"""Failure kinds that a server may give for its own answer. The others are the service's own: a rollout that was taken
-back leaves no trace in Gym's files, so an environment that could say so could make rollouts vanish."""
+"""Failure kinds that a server may report for its own answer. The service sets the other kinds itself: a cancelled
+rollout leaves no trace in Gym's files, so an environment could otherwise make rollouts vanish."""
 
-ROWS_FAULT = frozenset({400, 413, 415, 422})
-"""Statuses that blame what was asked. Every other 4xx (a wrong key, route or model name, a restarted server) is for
-whoever runs the deployment to mend, and the row is as good as before."""
+BAD_ROW_STATUSES = frozenset({400, 413, 415, 422})
+"""Statuses that blame the row. Every other 4xx (a wrong key, route or model name, a restarted server) is a fault of
+the deployment, so the row can be retried."""
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
-_DESCRIPTOR_WAIT_S = 30.0
-"""How long a call waits for a file descriptor: those of refused callers are free again soon."""
+_DESCRIPTOR_WAIT_S = 30.0  # closing the connections of refused callers frees descriptors within seconds
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _VISIBLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
@@ -72,15 +70,15 @@ class CookieJar:
     values: dict[str, str] = field(default_factory=dict)
 
     def header(self) -> dict[str, str]:
-        """As a request header; empty without cookies."""
+        """Return the ``Cookie`` header; empty without cookies."""
         if not self.values:
             return {}
         return {"Cookie": "; ".join(f"{name}={value}" for name, value in self.values.items())}
 
     def update(self, response: aiohttp.ClientResponse) -> None:
-        """Take over what a response set."""
+        """Store the cookies that a response sets."""
         given = response.headers.getall("Set-Cookie", ())
-        if any('"' in cookie for cookie in given):  # a quoted value, which may hold anything
+        if any('"' in cookie for cookie in given):  # a quoted value may contain separators
             self.values.update((name, morsel.value) for name, morsel in response.cookies.items())
             return
         for cookie in given:
@@ -91,7 +89,7 @@ class CookieJar:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """A response read to its end."""
+    """Fully read response."""
 
     status: int
     body: bytes
@@ -99,36 +97,36 @@ class HttpAnswer:
 
     @property
     def ok(self) -> bool:
-        """Status 2xx: nothing else is an answer, since redirects are not followed."""
+        """Whether the status is 2xx. Redirects are not followed, so a 3xx is an error."""
         return 200 <= self.status < 300
 
     def text(self, limit: int | None = None) -> str:
-        """The body as text; at most ``limit`` characters."""
-        return _cut(self.body.decode(errors="replace"), limit)
+        """Return the body as text, truncated to ``limit`` characters."""
+        return _truncate(self.body.decode(errors="replace"), limit)
 
-    def said(self, limit: int) -> str:
-        """What an error says, for a person: a problem document's detail or its text, at most ``limit`` characters."""
+    def error_text(self, limit: int) -> str:
+        """Return a problem document's detail, else the body's text, truncated to ``limit`` characters."""
         try:
-            return _cut(Problem.model_validate_json(self.body).detail, limit)
+            return _truncate(Problem.model_validate_json(self.body).detail, limit)
         except ValidationError:
             return self.text(limit)
 
     def json(self) -> Any:
-        """The body as JSON.
+        """Parse the body as JSON.
 
         Raises:
-            orjson.JSONDecodeError: it is none.
+            orjson.JSONDecodeError: the body is not JSON.
         """
         return orjson.loads(self.body)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server of the deployment is.
+    """Address of a server of the deployment.
 
     Attributes:
         url: base URL without a trailing slash.
-        key: what it wants to be shown as a bearer token; ``None`` if nothing.
+        key: bearer token that the server requires, or ``None``.
     """
 
     url: str
@@ -136,15 +134,15 @@ class Address:
 
 
 class GymServer:
-    """One Gym server, as a rollout sees it.
+    """Client of one Gym server.
 
     Args:
-        name: the instance name, for error messages.
-        address: where it is, and its key.
-        http: shared session; without limits of its own, since the pipeline's pools bound what is in flight.
+        name: the instance's name, for error messages.
+        address: URL and key.
+        http: shared client, without a limit on connections: the pipeline's pools bound the calls in flight.
 
     Attributes:
-        traits: what was learnt about the server from its answers, so that nobody has to ask again.
+        traits: capabilities that the server's answers have shown, remembered over rollouts.
     """
 
     def __init__(self, name: str, address: Address, http: HttpClient) -> None:
@@ -155,12 +153,11 @@ class GymServer:
         self._http = http
 
     async def post(self, path: str, body: Any, jar: CookieJar) -> HttpAnswer:
-        """:meth:`call` with POST."""
+        """Send a POST request (:meth:`call`)."""
         return await self.call("POST", path, body, jar)
 
-    async def answers(self) -> bool:
-        """It answers a call now, with whatever status, within a few seconds; also if it cannot be asked, for want of
-        a file descriptor."""
+    async def is_reachable(self) -> bool:
+        """Probe the server. Any status counts as reachable, and so does a lack of file descriptors on this side."""
         try:
             async with self._http.session.get(self.url + "/", timeout=_PROBE_TIMEOUT):
                 return True
@@ -170,19 +167,19 @@ class GymServer:
     async def call(
         self, method: str, path: str, body: Any, jar: CookieJar, extra_headers: Mapping[str, str] = _NO_HEADERS
     ) -> HttpAnswer:
-        """Call once and read the answer, whatever its status.
+        """Send a request once and read the answer, whatever its status.
 
         Args:
             method: HTTP method.
-            path: with its leading slash.
-            body: JSON as bytes, or anything orjson can dump; ``None`` for no body.
-            jar: sent with the call, and updated by the answer.
-            extra_headers: besides those of the body and the jar.
+            path: path with its leading slash.
+            body: JSON as bytes, or a value for orjson; ``None`` for no body.
+            jar: cookies to send; updated from the answer.
+            extra_headers: headers besides those for body, cookies, key and tracing.
 
         Raises:
-            InfrastructureError: the server cannot be reached, dropped the connection, or says itself that the answer
-                is a failure (header ``X-ProRL-Failure-Kind``).
-            TaskError: it says so with a status that blames the row.
+            InfrastructureError: the server cannot be reached, dropped the connection, or reports a failure (header
+                ``X-ProRL-Failure-Kind``).
+            TaskError: the server reports a failure with a status that blames the row.
         """
         data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
         headers = {"Content-Type": "application/json", **self._authorization, **jar.header(), **extra_headers}
@@ -208,33 +205,33 @@ class GymServer:
         jar.update(response)
         answer = HttpAnswer(response.status, content, response.headers)
         if (kind := response.headers.get(FAILURE_KIND_HEADER)) is not None:
-            blame = TaskError if answer.status in ROWS_FAULT else InfrastructureError
-            raise blame(f"{self.name} {path}: {answer.said(2000)}", kind=_known_kind(kind))
+            error_class = TaskError if answer.status in BAD_ROW_STATUSES else InfrastructureError
+            raise error_class(f"{self.name} {path}: {answer.error_text(2000)}", kind=_reported_kind(kind))
         return answer
 
     async def _request(
         self, method: str, url: str, data: bytes | None, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
-        """The call itself. Without a descriptor for a connection nothing was sent, so it is made again a while."""
-        give_up = asyncio.get_running_loop().time() + _DESCRIPTOR_WAIT_S
+        """Send the request. A request that failed for lack of a file descriptor was not sent, so it is retried."""
+        deadline = asyncio.get_running_loop().time() + _DESCRIPTOR_WAIT_S
         while True:
             try:
                 return await self._http.session.request(method, url, data=data, headers=headers, allow_redirects=False)
             except aiohttp.ClientConnectorError as error:
-                if not is_descriptor_exhaustion(error) or asyncio.get_running_loop().time() > give_up:
+                if not is_descriptor_exhaustion(error) or asyncio.get_running_loop().time() > deadline:
                     raise
             await asyncio.sleep(0.2)
 
 
 class HttpClient:
-    """The process's client session, opened at first use inside the running loop."""
+    """Client session of the process, opened on first use inside the running loop."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """The session; the same one until :meth:`close`."""
+        """The session; the same object until :meth:`close`."""
         if self._session is None or self._session.closed:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0),
@@ -251,9 +248,9 @@ class HttpClient:
 
 
 def addresses(config: Mapping[str, Any]) -> dict[str, Address]:
-    """Instance name → address of every server in a merged Gym configuration.
+    """Return the address of every server in a merged Gym configuration, by instance name.
 
-    The key is the server's ``control_token``; ``prorl_model`` has it under ``policy``.
+    A server's key is its setting ``control_token``, which ``prorl_model`` has under ``policy``.
     """
     found: dict[str, Address] = {}
     for name, block in config.items():
@@ -273,56 +270,56 @@ def addresses(config: Mapping[str, Any]) -> dict[str, Address]:
     return found
 
 
-def in_header(identifier: str) -> str:
-    """An id as a header can carry it: ASCII as it stands, all else percent-encoded."""
+def quote_header(identifier: str) -> str:
+    """Encode an id for a header: visible ASCII unchanged, everything else percent-encoded."""
     return quote(identifier, safe=_VISIBLE)
 
 
-def in_path(identifier: str) -> str:
-    """An id as one segment of a path."""
+def quote_segment(identifier: str) -> str:
+    """Encode an id as one segment of a URL path."""
     return quote(identifier, safe="")
 
 
 def require_ok(answer: HttpAnswer, what: str, kind: FailureKind, refusal: type[RolloutError] = CallerError) -> None:
-    """Turn every status but 2xx into an error, by whose fault it is.
+    """Raise an error for every status but 2xx.
 
     Args:
         answer: the answer.
-        what: who answered what, for the message.
-        kind: of a failure that is the server's own.
-        refusal: the error where the server blames what it was asked, :data:`ROWS_FAULT`.
+        what: server and route, for the message.
+        kind: failure kind of an infrastructure error.
+        refusal: error class for the statuses in :data:`BAD_ROW_STATUSES`.
 
     Raises:
-        RolloutError: the refusal; what the server says is passed on.
-        InfrastructureError: everything else. 410 is ``session_lost``: the server does not know the session or rollout
-            any more, because it was restarted, say; from the beginning it may well succeed.
+        RolloutError: the server refuses the request; the error has the server's message.
+        InfrastructureError: any other status. 410 gives ``session_lost``: the server has lost the session or rollout,
+            for example in a restart, so another attempt may succeed.
     """
     if answer.ok:
         return
-    reason = f"{what}: HTTP {answer.status}: {answer.said(2000)}"
-    if answer.status in ROWS_FAULT:
+    reason = f"{what}: HTTP {answer.status}: {answer.error_text(2000)}"
+    if answer.status in BAD_ROW_STATUSES:
         raise refusal(reason)
     raise InfrastructureError(reason, kind=FailureKind.SESSION_LOST if answer.status == 410 else kind)
 
 
-def json_of(answer: HttpAnswer, what: str, kind: FailureKind) -> Any:
-    """The JSON of a good answer.
+def require_json(answer: HttpAnswer, what: str, kind: FailureKind) -> Any:
+    """Return the JSON of a successful answer.
 
     Raises:
-        InfrastructureError: it is none: something else answers at that address.
+        InfrastructureError: the body is not JSON, so another program may listen at the address.
     """
     try:
         return answer.json()
     except orjson.JSONDecodeError as error:
-        raise InfrastructureError(f"{what} answered no JSON: {answer.text(500)}", kind=kind) from error
+        raise InfrastructureError(f"{what} did not answer with JSON: {answer.text(500)}", kind=kind) from error
 
 
-def _cut(text: str, limit: int | None) -> str:
+def _truncate(text: str, limit: int | None) -> str:
     return text if limit is None or len(text) <= limit else text[:limit] + "…"
 
 
-def _known_kind(kind: str) -> FailureKind:
-    return FailureKind(kind) if kind in SERVERS_KINDS else FailureKind.PROVIDER_UNAVAILABLE
+def _reported_kind(kind: str) -> FailureKind:
+    return FailureKind(kind) if kind in REPORTABLE_KINDS else FailureKind.PROVIDER_UNAVAILABLE
 
 
 LOGGER = logging.getLogger(__name__)
@@ -335,38 +332,40 @@ RENEW_S = 5.0  # a server ends a session after six without a renewal
 class BackgroundCleanup:
     """Best-effort cleanup requests of one service, sent in the background, and the leases of its sessions.
 
-    A cleanup request may be lost with the agent or on its way. So the agent chooses a lease for each session, names
-    the lease to the server when it seeds the session, and renews it. The server ends a session whose lease lapses.
+    A cleanup request is lost if the agent crashes. So the agent names a lease when it seeds a session, and renews the
+    lease. The server ends a session whose lease lapses.
 
     Args:
-        bound_s: seconds after which such work is given up, unless it is started with another bound.
+        bound_s: default time limit of a cleanup request in seconds.
     """
 
     def __init__(self, bound_s: float = 60.0) -> None:
         self._bound_s = bound_s
         self._tasks: set[asyncio.Task[None]] = set()
         self.leases: dict[str, tuple[Job, GymServer, str]] = {}
-        """By lease: the rollout for whose life it is renewed, at which server and path."""
+        """By lease: the rollout that owns it, and the server and path at which to renew it."""
 
     async def renew(self) -> float:
-        """Renew the leases of sessions; returns the pause until the next time."""
+        """Renew the leases of live rollouts, and return the seconds until the next renewal."""
         self.leases = {lease: held for lease, held in self.leases.items() if not held[0].state.terminal}
-        told: dict[tuple[GymServer, str], list[str]] = defaultdict(list)
+        by_route: dict[tuple[GymServer, str], list[str]] = defaultdict(list)
         for lease, (_, server, path) in self.leases.items():
-            told[server, path].append(lease)
-        for (server, path), leases in told.items():
-            self.start(f"leases at {server.name}", server.post(path, {"leases": leases}, CookieJar()), RENEW_S)
+            by_route[server, path].append(lease)
+        for (server, path), leases in by_route.items():
+            self.start(
+                f"renewing leases at {server.name}", server.post(path, {"leases": leases}, CookieJar()), RENEW_S
+            )
         return RENEW_S
 
     def start(self, what: str, work: Coroutine[Any, Any, Any], bound_s: float | None = None) -> asyncio.Task[None]:
-        """Have ``work`` done. The task never raises: what goes wrong is logged under the name ``what``."""
+        """Run ``work`` in the background. The task never raises; errors are logged under the name ``what``."""
         task = start_eager_task(self._bounded(what, work, bound_s or self._bound_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def close(self, timeout: float) -> None:
-        """Wait until all is said, at most ``timeout`` seconds; what is left then is cancelled."""
+        """Wait up to ``timeout`` seconds for all requests, then cancel the rest."""
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=timeout)
         left = set(self._tasks)
@@ -379,5 +378,5 @@ class BackgroundCleanup:
         try:
             async with asyncio.timeout(bound_s):
                 await work
-        except Exception as error:  # the rollout is over; a failure of its clean-up changes nothing about it
-            LOGGER.warning("%s: %s: %s", what, type(error).__name__, error)
+        except Exception as error:  # the rollout's result is final
+            LOGGER.warning("%s failed: %s: %s", what, type(error).__name__, error)

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl data``: rows of published datasets, as their own files hold them, into rows for an environment of ours; a
-corpus into an offline search index.
+"""``prorl data``: converts published datasets into rows of an environment, and a corpus into an offline search index.
 
-A family of tasks brings one function, from a record to a row, and a command in ``cli_data.py``. Reading, writing and
-what happens to a record that makes no row are the same for all.
+Each task family has a function that converts one record into a row, and a command in ``command_groups.py``. All
+families share reading, writing and the handling of unusable records.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from typing import IO, TYPE_CHECKING, Any
 import orjson
 from rich.console import Console
 
-from nemo_gym_prorl.cli.files import json_lines, json_value
-from nemo_gym_prorl.cli.rows import Refusal
-from nemo_gym_prorl.cli.show import visible
+from nemo_gym_prorl.cli.show import json_lines, json_value, visible
+from nemo_gym_prorl.cli.submit_io import RefusedRow
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.extras import require_extras
 from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_unsupported
@@ -36,19 +34,17 @@ if TYPE_CHECKING:
     from nemo_gym_prorl.tasks.stem.search import Passage
 
 
-SHOWN = 20
-"""Most refusals, and most reasons for dropping, that are printed."""
+MAX_MESSAGES = 20  # printed refusals, and printed reasons for dropping: one screen each
 
 SAMPLE_ROWS = 2
-SAMPLE_CHARS = 300
-"""How much of each field of a sample row is printed."""
+SAMPLE_CHARS = 300  # printed per field of a sample row
 
 CSV_FIELD_BYTES = 64 << 20
-"""Longest field of a CSV file. Python's default of 128 KiB is less than some problems have of tests."""
+"""Limit of a CSV field. Tests of some problems exceed Python's default of 128 KiB."""
 
-_TEXT = ("text", "contents", "passage")
-_SOURCE = ("source", "url", "id")
-"""Fields of a corpus' record that may hold its text and where that is from; the first one that is there counts."""
+_TEXT_FIELDS = ("text", "contents", "passage")
+_SOURCE_FIELDS = ("source", "url", "id")
+"""Fields of a corpus record with its text and its source; the first existing field is used."""
 
 RowOf = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -59,7 +55,7 @@ class Summary:
 
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    refused: list[Refusal] = field(default_factory=list)
+    refused: list[RefusedRow] = field(default_factory=list)
     samples: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
@@ -70,35 +66,35 @@ class Summary:
 def convert(
     file: Path, output: Path | None, row_of: RowOf, data_source: str | None = None, *, dry_run: bool = False
 ) -> bool:
-    """Write the rows that a dataset's records make, and print on standard error what became of the records.
+    """Convert a dataset's records into rows, and print a summary on standard error.
 
-    A record that its set publishes without an answer that can be graded is dropped, and so is one that makes the same
-    row as an earlier one. Both are counted. A malformed record is refused by its line.
+    A record without a gradable answer, or with the same row as an earlier record, is dropped and counted. A malformed
+    record is refused and reported with its line.
 
     Args:
         file: ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
-        output: a JSONL file, which is there when it is complete; ``None`` for standard output.
-        row_of: makes a row, or raises :class:`CallerError`, which says what field keeps it from that.
-        data_source: what all rows have in that field; ``None`` for what ``row_of`` puts there.
-        dry_run: write nothing.
+        output: a JSONL file, written atomically; ``None`` for standard output.
+        row_of: converts a record, or raises :class:`CallerError` with the invalid field.
+        data_source: value of that field in all rows; ``None`` keeps the value of ``row_of``.
+        dry_run: whether to write nothing.
 
     Returns:
         Whether no record was refused.
 
     Raises:
-        CallerError: the file can't be read or makes no row at all, or the other file can't be written or is the
-            same. Nothing is written then.
-        UnsupportedSet: no record of the set can be graded; names the set.
+        CallerError: the file cannot be read or has no usable record, or the output cannot be written or is the same
+            file. No output is written then.
+        UnsupportedSet: no record of the dataset can be graded; names the dataset.
     """
-    # Resolved as it will be for writing: a path through a folder that is not there names the same file all the same.
+    # Resolved first, because a path through a missing folder may name the same file.
     if output is not None and (target := output.resolve()).exists() and target.samefile(file):
-        raise CallerError("is the dataset itself", field="--output")
+        raise CallerError("is the dataset itself; choose another file", field="--output")
     unit = "line" if {".jsonl", ".csv"} & {*file.suffixes} else "record"
-    with nullcontext() if dry_run else _written(output) as lines:
+    with nullcontext() if dry_run else _atomic_output(output) as lines:
         summary = _convert(file, row_of, data_source, lines)
         _print(summary, unit)
         if not summary.kept:
-            raise CallerError(_no_row(summary, unit), field=str(file))
+            raise CallerError(_no_row_reason(summary, unit), field=str(file))
     return not summary.refused
 
 
@@ -108,10 +104,10 @@ def _convert(file: Path, row_of: RowOf, data_source: str | None, lines: IO[bytes
         try:
             if isinstance(record, CallerError):
                 raise record
-            if isinstance(record, list):  # a pair of messages
-                record = {str(place): part for place, part in enumerate(record)}
+            if isinstance(record, list):  # some datasets have a pair of messages per record
+                record = {str(index): part for index, part in enumerate(record)}
             if not isinstance(record, dict):
-                raise CallerError("is no object")
+                raise CallerError("must be an object")
             refuse_unsupported(record)
             row = row_of(record)
             line = orjson.dumps(row if data_source is None else {**row, "data_source": data_source})
@@ -120,9 +116,9 @@ def _convert(file: Path, row_of: RowOf, data_source: str | None, lines: IO[bytes
                 raise UnsupportedSet(error.complaint, field=str(file)) from error
             summary.dropped[error.reason] += 1
         except CallerError as error:
-            summary.refused.append(Refusal(number, error.reason))
+            summary.refused.append(RefusedRow(number, error.reason))
         except orjson.JSONEncodeError as error:
-            summary.refused.append(Refusal(number, f"cannot be written as JSON: {error}"))
+            summary.refused.append(RefusedRow(number, f"cannot be written as JSON: {error}"))
         else:
             if (digest := hashlib.sha256(line).digest()) in seen:
                 summary.dropped["makes the same row as an earlier one"] += 1
@@ -142,13 +138,13 @@ def _print(summary: Summary, unit: str) -> None:
     def say(text: str) -> None:
         console.print(visible(text), markup=False, soft_wrap=True)
 
-    for refusal in summary.refused[:SHOWN]:
+    for refusal in summary.refused[:MAX_MESSAGES]:
         say(f"{unit} {refusal.line}: {refusal.reason}")
-    for reason, count in summary.dropped.most_common(SHOWN):
+    for reason, count in summary.dropped.most_common(MAX_MESSAGES):
         say(f"dropped {count}: {reason}")
     for number, row in enumerate(summary.samples, 1):
-        asked = row.get("responses_create_params", {}).get("input")
-        last = asked[-1].get("content") if isinstance(asked, list) and asked else asked
+        prompt = row.get("responses_create_params", {}).get("input")
+        last = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
         say(f"row {number}: {_short(last)}")
         for name, value in row.items():
             if name not in ("responses_create_params", "question", "data_source"):
@@ -157,11 +153,11 @@ def _print(summary: Summary, unit: str) -> None:
     say(f"{summary.records} {unit}s: {summary.kept} kept, {dropped} dropped, {refused} refused")
 
 
-def _no_row(summary: Summary, unit: str) -> str:
+def _no_row_reason(summary: Summary, unit: str) -> str:
     if not summary.records:
         return "is empty"
     reasons = summary.dropped + Counter(refusal.reason for refusal in summary.refused)
-    return f"none of its {summary.records} {unit}s makes a row, most often because of {reasons.most_common(1)[0][0]}"
+    return f"none of {summary.records} {unit}s is usable; most frequent reason: {reasons.most_common(1)[0][0]}"
 
 
 def _short(value: Any) -> str:
@@ -171,11 +167,12 @@ def _short(value: Any) -> str:
 
 
 def records(file: Path) -> Iterator[tuple[int, Any]]:
-    """The records of a file, counted from 1 (in JSON lines: by line). In place of a line that is no JSON stands the
-    error that says so.
+    """Yield the records of a file with numbers from 1, which are line numbers in JSONL and CSV files.
+
+    An invalid JSON line yields a :class:`CallerError` in place of a record.
 
     Raises:
-        CallerError: the file can't be read.
+        CallerError: the file cannot be read.
     """
     try:
         match file.suffixes[-2:]:
@@ -189,7 +186,7 @@ def records(file: Path) -> Iterator[tuple[int, Any]]:
                 yield from _csv(file)
             case _:
                 known = ".jsonl, .jsonl.gz, .json, .parquet, .csv"
-                raise CallerError(f"{file.suffix or 'no suffix'!r} is none of {known}", field=str(file))
+                raise CallerError(f"must have one of the suffixes {known}", field=str(file))
     except orjson.JSONDecodeError as error:
         raise CallerError(f"is not JSON: {error}", field=str(file)) from error
     except OSError as error:
@@ -197,7 +194,7 @@ def records(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _is_array(file: Path) -> bool:
-    """Whether a ``.json`` file holds an array; the Hub has JSON lines under that suffix, too."""
+    """Whether a ``.json`` file contains an array. On the Hugging Face Hub, such files may contain JSON lines."""
     with file.open("rb") as content:
         return next((line for line in content if line.strip()), b"[").lstrip().startswith(b"[")
 
@@ -210,7 +207,7 @@ def _csv(file: Path) -> Iterator[tuple[int, Any]]:
             for record in rows:
                 yield rows.line_num, {name: value for name, value in record.items() if name}
     except (csv.Error, UnicodeDecodeError) as error:
-        raise CallerError(f"is no CSV file: {error}", field=str(file)) from error
+        raise CallerError(f"is not a valid CSV file: {error}", field=str(file)) from error
 
 
 def _parquet(file: Path) -> Iterator[Any]:
@@ -223,14 +220,14 @@ def _parquet(file: Path) -> Iterator[Any]:
             for batch in table.iter_batches(1000):
                 yield from batch.to_pylist()
     except ArrowInvalid as error:
-        raise CallerError(f"is no Parquet file: {error}", field=str(file)) from error
+        raise CallerError(f"is not a valid Parquet file: {error}", field=str(file)) from error
 
 
 def make_index(files: Sequence[Path], folder: Path) -> None:
-    """Make an index of the passages of some files.
+    """Build a search index of the passages of files.
 
     Raises:
-        CallerError: a file can't be read, a record has no text (names the line), or the folder can't be written.
+        CallerError: a file cannot be read, a record has no text, or the folder cannot be written.
     """
     from nemo_gym_prorl.tasks.stem.search import build
 
@@ -239,10 +236,10 @@ def make_index(files: Sequence[Path], folder: Path) -> None:
 
 
 def passages(file: Path) -> Iterator[Passage]:
-    """The passages of a file: of a text its paragraphs, else of each record its text.
+    """Yield the passages of a file: the paragraphs of a plain text, or the text of each record.
 
     Raises:
-        CallerError: it can't be read, or a record has no text; names the line.
+        CallerError: the file cannot be read, or a record has no text; names the line.
     """
     from nemo_gym_prorl.tasks.stem.search import Passage
 
@@ -258,18 +255,20 @@ def passages(file: Path) -> Iterator[Passage]:
         if isinstance(record, CallerError):
             raise CallerError(record.reason, field=where) from record
         if not isinstance(record, dict):
-            raise CallerError("is no object", field=where)
-        content = next((record[name] for name in _TEXT if record.get(name) is not None), None)
+            raise CallerError("must be an object", field=where)
+        content = next((record[name] for name in _TEXT_FIELDS if record.get(name) is not None), None)
         if not isinstance(content, str):
-            raise CallerError(f"has no text ({', '.join(_TEXT)})", field=where)
-        source = next((record[name] for name in _SOURCE if record.get(name) is not None), "")
+            raise CallerError(f"has no text in any of the fields {', '.join(_TEXT_FIELDS)}", field=where)
+        source = next((record[name] for name in _SOURCE_FIELDS if record.get(name) is not None), "")
         yield Passage(content, str(record.get("title") or ""), str(source))
 
 
 @contextmanager
-def _written(output: Path | None) -> Iterator[IO[bytes]]:
-    """A file that gets its name when all is in it. What is there and is no file, as /dev/null, is written into: to
-    take its place would take it from everybody."""
+def _atomic_output(output: Path | None) -> Iterator[IO[bytes]]:
+    """Yield a file that is renamed to ``output`` when complete.
+
+    A device such as /dev/null is written directly, because a rename would replace the device.
+    """
     if output is None:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -286,7 +285,7 @@ def _written(output: Path | None) -> Iterator[IO[bytes]]:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with part.open("ab") as file:
-            _own(file, part, output)
+            _lock(file, part, output)
             try:
                 file.truncate(0)
                 yield file
@@ -299,11 +298,11 @@ def _written(output: Path | None) -> Iterator[IO[bytes]]:
         raise CallerError(f"cannot be written: {error.strerror or error}", field=str(output)) from error
 
 
-def _own(file: IO[bytes], part: Path, output: Path) -> None:
-    """Lock a file that is being written, so that two runs do not write one output.
+def _lock(file: IO[bytes], part: Path, output: Path) -> None:
+    """Lock the partial file, so that two processes do not write one output.
 
     Raises:
-        CallerError: another run has the lock, or has just given the file its name.
+        CallerError: another process holds the lock, or has just renamed the file.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -311,4 +310,4 @@ def _own(file: IO[bytes], part: Path, output: Path) -> None:
             return
     except BlockingIOError:
         pass
-    raise CallerError("another `prorl data` writes it; wait for it, or name another --output", field=str(output))
+    raise CallerError("another `prorl data` is writing this file; wait, or choose another --output", field=str(output))

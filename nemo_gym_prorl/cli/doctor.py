@@ -1,44 +1,380 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl doctor``: the findings as a table."""
+"""``prorl doctor``: checks of this machine, or of an inference endpoint, each with a fix.
+
+Checks perform the operation where possible instead of reading settings. Starting a sandbox depends on many settings of
+kernel, distribution and container, so the doctor starts one in the same way as servers do. Checks leave nothing
+behind.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
-from collections.abc import Mapping
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nemo_gym_prorl.cli.doctor_checks import Check, Level, examine
-from nemo_gym_prorl.policy.engine_checks import check_engine
-from nemo_gym_prorl.policy.runtime import PolicyConfig
+from nemo_gym_prorl.deployment.venvs import python_path_error
+from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.filesystems import in_memory, kind_under
+from nemo_gym_prorl.http.server_process import open_files_needed
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.images.builder import KERNEL, default_image_path, image_path
+from nemo_gym_prorl.sandbox.images.entries import cache_dir
+from nemo_gym_prorl.sandbox.isolation.mounts import covers, uncovered
+from nemo_gym_prorl.sandbox.isolation.privilege import (
+    Attempt,
+    Ending,
+    has_one_id,
+    in_user_namespace,
+    is_machine_root,
+    is_machine_root_outside,
+    remedies,
+)
+from nemo_gym_prorl.sandbox.limits import cgroups
+from nemo_gym_prorl.sandbox.limits.rlimits import By, Facts, Limit, limits, remedy_here, shortcomings
+from nemo_gym_prorl.sandbox.runtime import debian
+from nemo_gym_prorl.sandbox.runtime.apptainer import HOW_TO_GET_IT, Runtime, find_runtime
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor.client import Link
+
+
+MIN_PYTHON = (3, 12)
+MIN_GYM = (0, 4)
+COMFORTABLE_DISK_GB = 5.0
+"""Free space of the cache folder below which the doctor warns: setup takes 0.6 GB, task images and overlays more."""
+
+SINGULARITY_WITH_AUTHFILE = (4, 1)
+"""First SingularityCE with ``--authfile``, which pulls and builds need to send no stored logins."""
+
+ROLLOUTS = 1_000
+"""Number of concurrent rollouts for which the limit of open files must suffice."""
+
+SELINUX = Path("/sys/fs/selinux/enforce")
+"""Exists if SELinux is enabled; contains 1 if SELinux enforces its policy."""
+
+PROBE = ". /etc/os-release; echo $PRETTY_NAME; touch /probe && cut -d: -f1 -s /proc/net/dev"
+"""Command of the test sandbox: prints the system, writes to the root folder, and prints the network devices."""
+
+_SETUP = "prorl setup"
+_STATE = "set PRORL_STATE to a writable folder on a local disk"
+
+
+class Level(StrEnum):
+    """Severity of a finding."""
+
+    OK = "ok"
+    WARN = "warn"
+    """Rollouts run, but slower, less isolated, or with a feature missing."""
+    MISSING = "missing"
+    """Rollouts with sandboxes cannot run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check.
+
+    Attributes:
+        name: subject of the check.
+        level: severity.
+        found: finding, in a few words.
+        fix: how to fix the problem; empty if there is none.
+    """
+
+    name: str
+    level: Level
+    found: str
+    fix: str = ""
+
+
+def examine() -> Iterator[Check]:
+    """Run the checks of this machine in order, lazily."""
+    yield _python()
+    yield _gym()
+    runtime = find_runtime()
+    yield _runtime(runtime)
+    namespaces = user_namespaces_check(Attempt.here())
+    yield namespaces
+    container = container_check() if in_user_namespace() else None
+    if container:
+        yield container
+    if selinux := selinux_check(SELINUX.read_text() if SELINUX.exists() else ""):
+        yield selinux
+    image = default_image_path()
+    yield _image("Default image", image if image.is_dir() else None)
+    if kernel := image_path(KERNEL):  # a missing one is built when a task needs it
+        yield _image("Image with IPython", kernel)
+    unusable = namespaces.level is not Level.OK or (container is not None and container.level is Level.MISSING)
+    if runtime and image.is_dir() and not unusable:
+        yield _sandbox(runtime, image)
+    yield _fuse()
+    yield _limits()
+    yield _image_source()
+    yield _open_files()
+    yield _uv()
+    yield _disk()
+    yield _state()
+
+
+def _python() -> Check:
+    found = f"{'.'.join(map(str, sys.version_info[:3]))} in {sys.prefix}"
+    if sys.version_info < MIN_PYTHON:
+        return Check("Python", Level.MISSING, found, "create the environment with Python 3.12 or newer")
+    if problem := python_path_error(sys.executable):
+        return Check("Python", Level.MISSING, problem, "install into a path without spaces")
+    return Check("Python", Level.OK, found)
+
+
+def _gym() -> Check:
+    name = "NeMo Gym"
+    try:
+        version = importlib.metadata.version("nemo-gym")
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, Level.MISSING, "not installed", "pip install nemo-gym")
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= MIN_GYM:
+        return Check(name, Level.OK, version)
+    return Check(name, Level.MISSING, version, "pip install --upgrade nemo-gym")
+
+
+def _runtime(runtime: Runtime | None) -> Check:
+    name = "Container runtime"
+    if runtime is None:
+        return Check(name, Level.MISSING, "Apptainer not found", f"{_SETUP} (on Debian), or {HOW_TO_GET_IT}")
+    if runtime.flavor != "apptainer":
+        found = f"SingularityCE {runtime.version_text}, {runtime.path}: untested, Apptainer is recommended"
+        if runtime.version < SINGULARITY_WITH_AUTHFILE:
+            found += "; versions before 4.1 have no --authfile, so images cannot be pulled or built"
+        return Check(name, Level.WARN, found, f"{_SETUP} (on Debian), or {HOW_TO_GET_IT}")
+    extra = "".join(f", with {key}={value}" for key, value in runtime.env.items())
+    return Check(name, Level.OK, f"{runtime.flavor} {runtime.version_text}, {runtime.path}{extra}")
+
+
+def user_namespaces_check(attempt: Attempt) -> Check:
+    """Check whether user namespaces can be created and give rights."""
+    name = "User namespaces"
+    if attempt.ending is Ending.DONE:
+        return Check(name, Level.OK, "can be created")
+    found = "cannot be created" if attempt.ending is Ending.MAKE else "can be created, but give no rights"
+    fix = _administrator("; ".join(remedies(attempt)))
+    return Check(name, Level.MISSING, f"{found}: sandboxes cannot run, not even with a setuid Apptainer", fix)
+
+
+def container_check() -> Check:
+    """Check the container around this process, if it has a user namespace of its own."""
+    name = "Container"
+    ids = "one id" if has_one_id() else "several ids"
+    found = f"in a user namespace with {ids}, as in containers of enroot, Pyxis and Apptainer"
+    if (hidden := covers()) and not uncovered():
+        fix = (
+            "be root in the container, which lets sandboxes remove the covers (Pyxis: --container-remap-root, enroot: "
+            "--root), or start the container without the devices whose drivers add them "
+            "(NVIDIA_VISIBLE_DEVICES=void, MELLANOX_VISIBLE_DEVICES=void)"
+        )
+        if not any(path.startswith("/proc/") for path in hidden):
+            found += f", which covers {', '.join(hidden)}: the runtime starts sandboxes, and they see its /sys"
+            return Check(name, Level.WARN, found, fix)
+        return Check(
+            name, Level.MISSING, f"{found}, which covers {', '.join(hidden)}: the kernel gives no sandbox a /proc", fix
+        )
+    if is_machine_root_outside():
+        fix = "start the server outside of the namespace, or as an unprivileged user"
+        return Check(
+            name, Level.WARN, f"{found}; mapped to the machine's root, whose processes the kernel does not limit", fix
+        )
+    return Check(name, Level.OK, f"{found}; each sandbox has one user")
+
+
+def selinux_check(enforcing: str) -> Check | None:
+    """Check SELinux, given the text of :data:`SELINUX`; ``None`` unless SELinux enforces its policy."""
+    if enforcing.strip() != "1":
+        return None
+    found = "enforcing: sandboxes are untested with SELinux, and run with the server's label"
+    fix = "if sandboxes fail, 'ausearch -m avc -ts recent' shows what was denied"
+    return Check("SELinux", Level.WARN, found, _administrator(fix))
+
+
+def _image(name: str, image: Path | None) -> Check:
+    return Check(name, Level.OK, str(image)) if image else Check(name, Level.MISSING, "not built", _SETUP)
+
+
+def _sandbox(runtime: Runtime, image: Path) -> Check:
+    name = "Sandbox"
+    try:
+        found, slow = asyncio.run(_try_sandbox(runtime, image))
+    except InfrastructureError as error:
+        return Check(name, Level.MISSING, error.reason, "see the message")
+    if slow:
+        fix = "optional, sandboxes only start slower: a direct start needs Linux 5.19 for root, 5.12 for other users"
+        return Check(name, Level.WARN, f"{found}; started by the runtime: {slow}", fix)
+    return Check(name, Level.OK, f"{found}; started directly")
+
+
+async def _try_sandbox(runtime: Runtime, image: Path) -> tuple[str, str]:
+    """Start two sandboxes through a supervisor, as servers do; return the finding, and why the start was slow.
+
+    Raises:
+        InfrastructureError: a sandbox does not start, or is not as it should be.
+    """
+    await Link.get()
+    elapsed_ms = []
+    # The second start reuses the image's properties that the first one found.
+    for _ in range(2):
+        start = time.monotonic()
+        async with await Container.start(ContainerSpec(image=image), runtime) as sandbox:
+            done = await sandbox.run(PROBE)
+            elapsed_ms.append((time.monotonic() - start) * 1000)
+    system, *devices = done.stdout.splitlines() or [""]
+    if done.exit_code:
+        raise InfrastructureError(f"a command failed in a sandbox: {_last_line(done.stderr)}")
+    # A kernel with tunnel modules adds idle devices to every network namespace.
+    if any(device.strip().startswith(("eth", "en", "wl")) for device in devices):
+        raise InfrastructureError(f"a sandbox has network devices: {' '.join(devices)}")
+    first, second = elapsed_ms
+    found = f"{system}; first command after {first:.0f} ms, in a second sandbox after {second:.0f} ms"
+    return f"{found}; writable, no network", sandbox.fallback_reason
+
+
+def _fuse() -> Check:
+    name = "FUSE"
+    device = Path("/dev/fuse")
+    if not device.exists():
+        return Check(name, Level.WARN, "no /dev/fuse: use unpacked images", _administrator("modprobe fuse"))
+    if os.access(device, os.R_OK | os.W_OK):
+        return Check(name, Level.OK, "/dev/fuse is usable")
+    return Check(
+        name,
+        Level.WARN,
+        "no permission for /dev/fuse: SIF images cannot be mounted, only unpacked images work",
+        _administrator("chmod 0666 /dev/fuse"),
+    )
+
+
+def _limits() -> Check:
+    granted = cgroups.delegation()
+    controllers = granted.controllers if granted else frozenset()
+    return limits_check(limits(Facts.here(controllers)))
+
+
+def limits_check(found: Sequence[Limit]) -> Check:
+    """Check which limits of sandboxes the kernel enforces."""
+    name = "Sandbox limits"
+    enforced = "enforced: " + ", ".join(f"{limit.name} ({limit.how})" for limit in found if limit.by is By.KERNEL)
+    weak = shortcomings(found)
+    if not weak:
+        return Check(name, Level.OK, enforced)
+    # No machine lets the kernel limit the size of an overlay, so there is nothing to fix.
+    level = Level.OK if all(limit.name == "disk" for limit in found if limit.by is not By.KERNEL) else Level.WARN
+    return Check(name, level, f"{enforced}; {weak}", remedy_here() if level is Level.WARN else "")
+
+
+def _image_source() -> Check:
+    name = "Source of images"
+    if not debian.missing_tools():
+        return Check(name, Level.OK, "apt: images are built without a container registry")
+    return Check(
+        name,
+        Level.WARN,
+        "no apt: the default image is built from docker.io",
+        "make sure that docker.io is reachable",
+    )
+
+
+def _open_files() -> Check:
+    name = "Open files"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = open_files_needed(ROLLOUTS)
+    enough = hard == resource.RLIM_INFINITY or hard >= need
+    limit = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+    raised = "" if soft == hard else f" (currently {soft:,}; servers raise it)"
+    found = f"limit {limit}{raised}; {ROLLOUTS:,} concurrent rollouts need {need:,}"
+    if enough:
+        return Check(name, Level.OK, found)
+    fix = f"raise the hard limit to {need} (nofile in limits.conf, or LimitNOFILE of a service)"
+    return Check(name, Level.WARN, found, _administrator(fix))
+
+
+def _uv() -> Check:
+    name = "uv"
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    if found := shutil.which("uv", path=search):
+        return Check(name, Level.OK, found)
+    return Check(name, Level.WARN, "not found: NeMo Gym builds its servers' environments with uv", "pip install uv")
+
+
+def _disk() -> Check:
+    name = "Cache folder"
+    folder = cache_dir()
+    present = next(path for path in (folder, *folder.parents) if path.exists())
+    free_gb = shutil.disk_usage(present).free / 1e9
+    found = f"{folder}, {free_gb:.0f} GB free"
+    if not present.is_dir() or not os.access(present, os.W_OK):
+        return Check(name, Level.MISSING, f"{folder} is not writable", "set PRORL_CACHE to a writable folder")
+    if free_gb < COMFORTABLE_DISK_GB:
+        return Check(name, Level.WARN, found, "set PRORL_CACHE to a folder on a larger disk")
+    return Check(name, Level.OK, found)
+
+
+def _state() -> Check:
+    name = "State folder"
+    try:
+        folder = state_dir.state_root()
+    except OSError as error:
+        return Check(name, Level.MISSING, str(error), _STATE)
+    return state_check(str(folder), kind_under(folder), shutil.disk_usage(folder).free)
+
+
+def state_check(folder: str, kind: str, free: int) -> Check:
+    """Check the folder for files of sandboxes, on a file system of type ``kind`` with ``free`` bytes."""
+    name = "State folder"
+    found = f"{folder}, {kind}, {free / 1e9:.0f} GB free"
+    if in_memory(kind):
+        each = ContainerSpec(image=Path()).disk_mib * 2**20 / 1e9
+        found += f": files of sandboxes take memory, up to {each:.0f} GB per sandbox unless disk_mib is set"
+        return Check(name, Level.WARN, found, _STATE)
+    return Check(name, Level.OK, found)
+
+
+def _administrator(fix: str) -> str:
+    """Return a fix that needs root, addressed to an administrator unless this user is root."""
+    return fix if is_machine_root() else f"ask your administrator: {fix}"
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2] or "no message"
 
 
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
 
 
 def show(console: Console, policy: Mapping[str, Any] | None = None) -> bool:
-    """Show the findings and their fixes; return whether rollouts can run.
+    """Print the findings and their fixes; return whether rollouts can run.
 
     Args:
-        console: where the table goes.
-        policy: settings of a :class:`PolicyConfig`, to check its engine and tokenizer instead of the machine.
+        console: console for the table.
+        policy: settings of a :class:`PolicyConfig`; if given, its engine and tokenizer are checked, not the machine.
     """
-    # What a sandbox's start logs about limits is one of the findings.
+    # The start of a sandbox logs warnings about limits, which are findings of a check.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with console.status("looking"):
-            checks = (
-                list(examine()) if policy is None else asyncio.run(_of_policy(PolicyConfig.model_validate(policy)))
-            )
+        with console.status("checking"):
+            checks = list(examine()) if policy is None else asyncio.run(_examine_policy(policy))
     finally:
         logging.disable(before)
-    # What to do stands below what was found, so that both are wide enough on a terminal of 80 columns.
+    # Fixes are printed below findings, so that both fit a terminal of 80 columns.
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -53,9 +389,13 @@ def show(console: Console, policy: Mapping[str, Any] | None = None) -> bool:
 
 
 def _printable(text: str) -> str:
-    """Text without control characters, which an endpoint may have put there, for rich."""
-    return escape("".join(one if one.isprintable() else " " for one in text))
+    """Escape text for rich and replace control characters, because an endpoint may send any text."""
+    return escape("".join(char if char.isprintable() else " " for char in text))
 
 
-async def _of_policy(config: PolicyConfig) -> list[Check]:
+async def _examine_policy(policy: Mapping[str, Any]) -> list[Check]:
+    from nemo_gym_prorl.policy.engine_checks import check_engine  # imports the model server, which checks do not need
+    from nemo_gym_prorl.policy.runtime import PolicyConfig
+
+    config = PolicyConfig.model_validate(policy)
     return [Check(one.name, Level(one.level), one.found, one.fix) async for one in check_engine(config)]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl image`` and ``setup``: build, pull, list and remove the images that sandboxes start from."""
+"""``prorl image``: pulls, lists and removes sandbox images, and shows the progress of builds."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DAY_S = 86400.0
 
 
 @contextmanager
-def shown_step(console: Console, title: str) -> Iterator[Callable[[str], None]]:
-    """Show a step while it runs, and its last word and duration when it is done."""
+def progress_step(console: Console, title: str) -> Iterator[Callable[[str], None]]:
+    """Show a step while it runs, then its last message and duration; yields the function that takes messages."""
     started = time.monotonic()
     last = ""
 
@@ -47,21 +47,21 @@ def shown_step(console: Console, title: str) -> Iterator[Callable[[str], None]]:
 
 
 def wanted_images(names: Sequence[str], rows: Path | None, field: str) -> list[Registry]:
-    """The images that a command line names, directly or by a dataset.
+    """Return the images to pull: those named on the command line and those of a file of rows.
 
     Raises:
-        CallerError: none is named, or something is no image.
+        CallerError: no image is named, or a reference is invalid.
     """
     wanted = [registry(name) for name in names]
     if rows:
         wanted += images_of(rows, field)
     if not wanted:
-        raise CallerError("name images, or a dataset with --from")
+        raise CallerError("give images, or a file of rows with --from", field="NAMES")
     return list(dict.fromkeys(wanted))
 
 
 def pull(puller: Puller, wanted: Sequence[Registry], jobs: int, console: Console) -> list[PullOutcome]:
-    """Pull images and show how far that is; gives those that failed."""
+    """Pull images with a progress bar, and return the failed pulls."""
     failed: list[PullOutcome] = []
     pulled = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -73,15 +73,15 @@ def pull(puller: Puller, wanted: Sequence[Registry], jobs: int, console: Console
             if outcome.reason:
                 failed.append(outcome)
                 bar.update(task, description=f"pulling, {len(failed)} failed")
-    there = len(wanted) - pulled - len(failed)
-    console.print(f"{pulled} pulled, {there} there already, {len(failed)} failed")
+    present = len(wanted) - pulled - len(failed)
+    console.print(f"{pulled} pulled, {present} already present, {len(failed)} failed")
     for outcome in failed:
         console.print(f"[red]{escape(outcome.uri)}[/]: {escape(outcome.reason)}", soft_wrap=True)
     return failed
 
 
 def show(store: ImageStore, console: Console) -> None:
-    """Print all images, and this machine's unpacked copies."""
+    """Print all images, and the unpacked copies on this machine."""
     now = time.time()
     table = Table("name", "kind", "format", box=None, pad_edge=False)
     for column in ("MiB", "last use"):
@@ -109,19 +109,19 @@ def show(store: ImageStore, console: Console) -> None:
 def collect(
     store: ImageStore, max_gb: float | None, older_than: float | None, dry_run: bool, console: Console
 ) -> None:
-    """Remove what is neither used nor one of today's default images."""
-    today = map(image_path, SHIPPED)
-    removed, swept = store.collect(
-        [path.parent.name for path in today if path],
+    """Remove images and copies that are not in use, except the default images of this version."""
+    current = map(image_path, SHIPPED)
+    removed, leftovers = store.collect(
+        [path.parent.name for path in current if path],
         max_bytes=None if max_gb is None else int(max_gb * GIB),
         older_than_s=None if older_than is None else older_than * DAY_S,
         dry_run=dry_run,
     )
     for image in removed:
         console.print(f"{_title(image)}, {image.info.kind}, {_gib([image])}", markup=False, soft_wrap=True)
-    for folder in swept:
-        console.print(f"{folder}, left by a process that was killed or an older version", markup=False, soft_wrap=True)
-    console.print(f"{_gib(removed)} {'would be' if dry_run else 'are'} free")
+    for folder in leftovers:
+        console.print(f"{folder}, left by a killed process or an older version", markup=False, soft_wrap=True)
+    console.print(f"{_gib(removed)} {'would be' if dry_run else 'were'} freed")
 
 
 def _title(image: Image) -> str:

@@ -1,34 +1,47 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl serve``: environments as a service, until it is told to end.
+"""``prorl serve`` and ``prorl fleet``: environments as a service until Ctrl-C, on one machine or on many nodes.
 
-The deployment of the demonstration, kept alive: a server that dies is started again at its address, and what is lost
-with it is the business of the rollouts that used it.
+``prorl serve`` runs a supervised deployment, which restarts dead servers at their address. ``prorl serve --ray`` runs
+one deployment per node of a Ray cluster and a gateway. ``prorl fleet`` runs a gateway to services that exist already.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import os
+import signal
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from nemo_gym_prorl.cli import fleet
-from nemo_gym_prorl.cli.environments import check_overrides
-from nemo_gym_prorl.deployment import config_files
-from nemo_gym_prorl.deployment.deployment import Death, GymDeployment
-from nemo_gym_prorl.failures import CallerError, suggest
+from nemo_gym_prorl.background import BackgroundLoops
+from nemo_gym_prorl.cli.environments import check_overrides, server_blocks
+from nemo_gym_prorl.deployment import config_files, deployment
+from nemo_gym_prorl.deployment.deployment import GymDeployment, ServerDeath
+from nemo_gym_prorl.deployment.gym_cli import ray_auth_mode
+from nemo_gym_prorl.deployment.gym_log import machine_load
+from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
+from nemo_gym_prorl.fleet.gateway import FleetGateway, gateway_app
+from nemo_gym_prorl.fleet.nodes import NodeList, NodeSource
+from nemo_gym_prorl.http.applications import served
+from nemo_gym_prorl.http.key_guard import check_exposure
 from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.policy.engines.engine import checked_url
+from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.storage.journal import Journal
 from nemo_gym_prorl.servers.task_sandboxes import PROGRESS
 
 
-_POLICY_S = 5.0
+_POLICY_TIMEOUT_S = 5.0  # only for a warning, so short
 
 
 async def serve(
@@ -41,40 +54,40 @@ async def serve(
     head_port: int,
     log_dir: Path | None,
     ray: str | None,
-    front: fleet.FrontOptions,
+    gateway: GatewayOptions,
     console: Console,
 ) -> None:
-    """Start environments and look after them until it is cancelled; no process is left then.
+    """Serve environments until cancelled; leave no process behind.
 
     Args:
-        words: names of environments, and Hydra overrides (what has an ``=``).
-        policy_url: the inference endpoint, ending in ``/v1``; ``None`` if engines come with the runs that use them.
-        policy_model: the model's name there.
-        policy_key: its key.
-        model_type: Gym's model server, as ``--model-type`` takes it.
-        head_port: where Gym's head server listens.
-        log_dir: folder for the log. Default: a temporary one, removed at a clean end.
-        ray: address of a Ray cluster, on whose nodes they are to be started; ``None`` for this machine alone.
-        front: of the front before those nodes.
-        console: where to print.
+        words: names of environments, and Hydra overrides (words with ``=``).
+        policy_url: URL of the inference endpoint, ending in ``/v1``; ``None`` if runs add their engines later.
+        policy_model: name of the model at the endpoint.
+        policy_key: key of the endpoint.
+        model_type: Gym's model server, as for ``--model-type``.
+        head_port: port of Gym's head server.
+        log_dir: folder for the log. Default: a temporary folder, removed unless there was an error.
+        ray: address of a Ray cluster whose nodes serve; ``None`` for this machine alone.
+        gateway: options of the gateway to those nodes.
+        console: console for output.
 
     Raises:
-        CallerError: no environment was named, an override can't be one, the head server's port is taken, or the model
-            server needs an endpoint, or has one that is no URL.
-        DeploymentError: the servers do not come up, or Gym itself dies.
+        CallerError: no environment or an unknown one, an invalid override, a port in use, or a missing or invalid
+            endpoint.
+        DeploymentError: the servers do not start, or Gym itself dies.
     """
     environments = [word for word in words if "=" not in word]
     if not environments:
-        raise CallerError("name at least one; `gym list environments` shows them", field="environment")
-    known = await asyncio.to_thread(config_files.environments)
+        raise CallerError("give at least one environment; `gym list environments` lists them", field="environment")
+    known = await asyncio.to_thread(config_files.environment_names)
     if unknown := [name for name in environments if name not in known]:
-        raise CallerError(f"there is no {unknown[0]}{suggest(unknown[0], known)}", field="environment")
+        raise CallerError(f"no environment {unknown[0]!r}{suggest(unknown[0], known)}", field="environment")
     if policy_url is None and model_type != "prorl_model":
-        raise CallerError(f"{model_type} cannot be given engines later: name its endpoint", field="--policy-url")
-    for option, given in (("keys_file", front.keys_file), ("journal", front.journal)):
+        raise CallerError(f"is required: {model_type} cannot add engines later", field="--policy-url")
+    for option, given in (("keys_file", gateway.keys_file), ("journal", gateway.journal)):
         if given is not None and ray is None:
             setting = f"++AGENT.responses_api_agents.prorl_agent.{option}"
-            complaint = f"is a front's, so it needs --ray; one service has it as {setting}"
+            complaint = f"is an option of the gateway and requires --ray; without --ray set {setting}"
             raise CallerError(complaint, field=f"--{option.replace('_', '-')}")
     overrides = [word for word in words if "=" in word]
     await asyncio.to_thread(check_overrides, environments, model_type, overrides)
@@ -85,14 +98,14 @@ async def serve(
         try:
             probe.bind(("127.0.0.1", head_port))
         except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
-            why = "is taken, by another deployment" if taken else f"can't be listened on ({error.strerror})"
+            in_use = error.errno == errno.EADDRINUSE
+            why = "is in use, perhaps by another deployment" if in_use else f"is not available ({error.strerror})"
             raise CallerError(f"port {head_port} {why}; choose another", field="--head-port") from error
-    if policy_url is not None and (trouble := await policy_trouble(policy_url, policy_model, policy_key)):
-        # No error: engines may come later than who uses them.
-        console.print(f"The policy: {trouble}", style="yellow", markup=False, soft_wrap=True)
+    if policy_url is not None and (warning := await policy_warning(policy_url, policy_model, policy_key)):
+        # A warning only, because engines may start later than the service.
+        console.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     if ray is not None:
-        await fleet.over_ray(
+        await serve_ray(
             ray,
             environments,
             overrides,
@@ -100,17 +113,18 @@ async def serve(
             policy_model=policy_model,
             policy_key=policy_key,
             model_type=model_type,
-            options=front,
+            options=gateway,
             log_dir=log_dir,
             console=console,
         )
         return
-    agents = [] if front.token is None else fleet.agents_of(environments)
-    if front.token is not None and not agents:
+    agents = [] if gateway.token is None else agents_of(environments)
+    if gateway.token is not None and not agents:
         raise CallerError(
-            f"no agent of {', '.join(environments)} asks for one; leave out that and PRORL_TOKEN", field="--token"
+            f"{', '.join(environments)} has no prorl_agent, which alone takes a key; unset PRORL_TOKEN",
+            field="--token",
         )
-    key = {"responses_api_agents": {"prorl_agent": {"control_token": front.token}}}
+    key = {"responses_api_agents": {"prorl_agent": {"control_token": gateway.token}}}
     deployment = GymDeployment(
         private=dict.fromkeys(agents, key),
         config_paths=[f"environments/{name}/config.yaml" for name in environments],
@@ -123,34 +137,35 @@ async def serve(
         head_port=head_port,
         supervised=True,
     )
-    await _look_after(deployment, console)
+    await _run_deployment(deployment, console)
 
 
-async def policy_trouble(url: str, model: str, key: str) -> str | None:
-    """What is wrong with a policy's endpoint now; ``None`` if nothing that can be told."""
+async def policy_warning(url: str, model: str, key: str) -> str | None:
+    """Return a problem of a policy's endpoint: unreachable, wrong key or wrong model; ``None`` if none is found."""
     models = f"{url.rstrip('/')}/models"
+    timeout = aiohttp.ClientTimeout(total=_POLICY_TIMEOUT_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_POLICY_S), headers=authorization(key)) as http,
+            aiohttp.ClientSession(timeout=timeout, headers=authorization(key)) as http,
             http.get(models) as answer,
         ):
-            told = await answer.json(content_type=None) if answer.status == 200 else {}
+            listing = await answer.json(content_type=None) if answer.status == 200 else {}
         if answer.status in (401, 403):
             return f"{models} refuses the key (HTTP {answer.status})"
-        served = [str(one["id"]) for one in told.get("data", [])]
+        served = [str(card["id"]) for card in listing.get("data", [])]
     except (aiohttp.ClientError, TimeoutError) as error:
-        return f"nothing answers at {models}: {str(error) or 'no answer in time'}"
+        return f"{models} does not answer: {str(error) or 'timeout'}"
     except (ValueError, AttributeError, KeyError, TypeError):
-        return None  # not each endpoint lists its models
+        return None  # some endpoints do not list their models
     return f"{url} serves {', '.join(served)}, not {model}" if served and model not in served else None
 
 
-async def _look_after(deployment: GymDeployment, console: Console) -> None:
-    console.print(f"Starting Gym servers (log: {deployment.log_path})", markup=False, soft_wrap=True)
+async def _run_deployment(deployment: GymDeployment, console: Console) -> None:
+    console.print(f"Starting Gym servers (log: {deployment.log.path})", markup=False, soft_wrap=True)
 
-    def say(death: Death) -> None:
+    def report_death(death: ServerDeath) -> None:
         console.print(
-            f"{death.name} ended ({death.how}) after {death.lived_s:.0f} s; started again in {death.pause_s:g} s",
+            f"{death.name} ended ({death.how}) after {death.lived_s:.0f} s; restarting in {death.pause_s:g} s",
             markup=False,
             soft_wrap=True,
         )
@@ -158,16 +173,223 @@ async def _look_after(deployment: GymDeployment, console: Console) -> None:
     def progress(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    telling = asyncio.create_task(deployment.tell(progress, PROGRESS))
+    reporting = asyncio.create_task(deployment.report_start(progress, PROGRESS))
     async with deployment:
-        telling.cancel()
+        reporting.cancel()
         table = Table("Server", "", "URL", box=None, pad_edge=False)
         for instance in deployment.instances.values():
             table.add_row(instance.name, instance.server, instance.url)
         table.add_row("head server", "", deployment.cli.head_url)
         console.print(table)
-        console.print(f"Up after {deployment.start_s:.0f} s; Ctrl-C ends it.")
+        console.print(f"Ready after {deployment.start_s:.0f} s; press Ctrl-C to stop.")
         try:
-            await deployment.watch(say)
+            await deployment.watch(report_death)
         finally:
             console.print("Stopping Gym servers")
+
+
+_RAY_CONNECT_TIMEOUT_S = 10.0  # for a TCP connection to Ray's head, also on a busy network
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """Options of a gateway.
+
+    Attributes:
+        host, port: address on which the gateway listens.
+        token: key of the gateway and of the nodes.
+        keys_file: file with the keys of clients.
+        journal: folder in which rollouts survive a restart.
+    """
+
+    host: str
+    port: int
+    token: str | None
+    keys_file: Path | None = None
+    journal: str | None = None
+
+
+async def serve_gateway(urls: Sequence[str], options: GatewayOptions, console: Console) -> None:
+    """Run a gateway to services that exist already, until cancelled.
+
+    Raises:
+        CallerError: a URL occurs twice, the gateway would listen beyond loopback without a key, or the journal cannot
+            be opened.
+        InfrastructureError: the port is in use.
+    """
+    nodes = NodeList([RolloutClient(url, options.token) for url in urls], field="URL")
+    async with _gateway(nodes, options, console) as front:
+        await _report_nodes(front, console)
+
+
+async def serve_ray(
+    address: str,
+    environments: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    policy_url: str | None,
+    policy_model: str,
+    policy_key: str,
+    model_type: str,
+    options: GatewayOptions,
+    log_dir: Path | None,
+    console: Console,
+) -> None:
+    """Run a deployment on each node of a Ray cluster and a gateway to all of them, until cancelled.
+
+    Args:
+        address: address of Ray's head, or ``auto``.
+        environments, overrides, policy_url, policy_model, policy_key, model_type: as for one deployment. Each node has
+            its own model server; all use the same engines.
+        options: options of the gateway.
+        log_dir: folder for one log folder per node.
+        console: console for output.
+
+    Raises:
+        CallerError: the environments do not have exactly one ``prorl_agent``, a key is missing, or the journal cannot
+            be opened.
+        InfrastructureError: the Ray cluster cannot be joined, or the port is in use.
+    """
+    os.environ["RAY_AUTH_MODE"] = ray_auth_mode()  # Ray reads the variable on import
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    from nemo_gym_prorl.deployment.ray_nodes import NodeDeployment, RayNodes, exposed_host
+
+    node = {
+        "config_paths": [f"environments/{name}/config.yaml" for name in environments],
+        "model_type": model_type,
+        "policy_base_url": [] if policy_url is None else policy_url,
+        "policy_model_name": policy_model,
+        "policy_api_key": policy_key,
+        "overrides": [*overrides],
+        "folder": Path.cwd(),
+    }
+    spec = NodeDeployment(node, _agent_of(environments), options.token, log_dir=log_dir)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    await _check_ray_listens(address)
+    try:
+        async with report_waiting(lambda: f"Ray at {address}", say):
+            await asyncio.to_thread(ray.init, address=address, log_to_driver=False, namespace="prorl")
+    except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
+        token = "a cluster with a token needs the same token here (RAY_AUTH_TOKEN, or the file ~/.ray/auth_token)"
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InfrastructureError(f"cannot join a Ray cluster at {address}: {why}; {token}") from error
+    # Ray's own handler aborts this process three seconds after SIGTERM, before the nodes are stopped; replace it.
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    try:
+        if options.token is None and (host := exposed_host()):
+            raise CallerError(
+                f"the nodes' agents would listen on {host} without a key: set PRORL_TOKEN", field="--token"
+            )
+        loops = BackgroundLoops()
+        nodes = RayNodes(spec, say, loops)
+        try:
+            async with (
+                _gateway(nodes, options, console, loops) as front,
+                report_waiting(lambda: nodes.awaited, say),
+            ):
+                await _report_nodes(front, console)
+        finally:
+            console.print("Stopping the nodes' servers")
+            await nodes.close()
+    finally:
+        ray.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def report_waiting(awaited: Callable[[], str], say: Callable[[str], None]) -> AsyncIterator[None]:
+    """Report every 15 s what a start waits for, with the load of the machine.
+
+    Args:
+        awaited: returns what the start waits for, in words; empty for nothing.
+        say: called with each line.
+    """
+
+    async def report() -> None:
+        start = time.monotonic()
+        while True:
+            await asyncio.sleep(deployment.WAITING_S)
+            if what := awaited():
+                say(f"{time.monotonic() - start:.0f} s, waiting for {what}; {machine_load()}")
+
+    reporting = asyncio.create_task(report())
+    try:
+        yield
+    finally:
+        reporting.cancel()
+
+
+async def _check_ray_listens(address: str) -> None:
+    """Check for a listener first: ``ray.init`` tries an unreachable address for minutes and cannot be interrupted.
+
+    Raises:
+        InfrastructureError: no process listens at the address.
+    """
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return  # an address such as "auto"
+    try:
+        async with asyncio.timeout(_RAY_CONNECT_TIMEOUT_S):
+            _reader, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError) as error:
+        why = str(error) or f"no answer in {_RAY_CONNECT_TIMEOUT_S:g} s"
+        raise InfrastructureError(f"cannot join a Ray cluster at {address}: {why}") from error
+    writer.close()
+
+
+def agents_of(environments: Sequence[str]) -> list[str]:
+    """Return the instance names of the environments' ``prorl_agent`` servers."""
+    blocks = server_blocks(environments)
+    return [name for name, block in blocks.items() if "prorl_agent" in (block.get("responses_api_agents") or {})]
+
+
+def _agent_of(environments: Sequence[str]) -> str:
+    agents = agents_of(environments)
+    if len(agents) != 1:
+        found = ", ".join(agents) or "none"
+        raise CallerError(
+            f"--ray needs exactly one prorl_agent, found {found}; to serve several environments, use a mixture",
+            field="environment",
+        )
+    return agents[0]
+
+
+@contextlib.asynccontextmanager
+async def _gateway(
+    nodes: NodeSource, options: GatewayOptions, console: Console, loops: BackgroundLoops | None = None
+) -> AsyncIterator[FleetGateway]:
+    host, port = options.host, options.port
+    check_exposure(host, options.token, field="--token", others=options.keys_file is not None)
+    journal = None if options.journal is None else await asyncio.to_thread(Journal, options.journal)
+    front = FleetGateway(
+        nodes, report=lambda what: console.print(what, markup=False, soft_wrap=True), journal=journal, loops=loops
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(front.close)
+        app = gateway_app(front, key=options.token, clients=options.keys_file)
+        await front.start()
+        try:
+            url = await stack.enter_async_context(served(app, host, port))
+        except OSError as error:
+            raise InfrastructureError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another port"
+            ) from error
+        console.print(f"Gateway at {url}; press Ctrl-C to stop.", soft_wrap=True)
+        yield front
+
+
+async def _report_nodes(front: FleetGateway, console: Console) -> None:
+    """Print the nodes whenever they change, until cancelled."""
+    printed: list[str] = []
+    while True:
+        views = front.dispatcher.views()
+        lines = [f"{view.node} {'up' if view.usable else 'away'} at {view.url}" for view in views]
+        if lines != printed:
+            slots = sum(view.run_slots or 0 for view in views if view.usable)
+            console.print(f"{len(lines)} nodes, {slots} RUN slots", *lines, sep="\n  ", markup=False, soft_wrap=True)
+            printed = lines
+        await asyncio.sleep(1)

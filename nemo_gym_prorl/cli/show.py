@@ -1,15 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl show``: one rollout as a table: input, turns, verdict and failures.
+"""``prorl show``: a rollout as a table of input, turns, verdict and failures; and the reader of JSONL files.
 
-Text of a model or a sandbox is untrusted: control characters are escaped before a terminal sees them.
+Text of a model or a sandbox is untrusted, so control characters are escaped before printing.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +21,45 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_gym_prorl.cli.files import read_rollouts
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.turns import items, part, text_of, turns
 
 
 SHORT_CHARACTERS = 1600
-"""Characters of a cell that are shown without ``--full``: about a screen; the middle is left out."""
+"""Characters of a cell without ``--full``: about one screen. The middle of a longer text is left out."""
 
 _NO_VERDICT = {"reward", "response", "responses_create_params", "rollout", "mask_sample"}
-_TEXTS = ("summary", "content", "arguments", "output", "action")
-"""Fields of an item that may hold its text; the first one with a text is shown."""
+_TEXT_FIELDS = ("summary", "content", "arguments", "output", "action")
+"""Fields of an item that may have its text; the first nonempty field is shown."""
 _TERMINAL = {"succeeded", "failed", "cancelled", "timed_out"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Characters that a terminal obeys, including those that turn the direction of text."""
+"""Control characters of terminals, including those that change the direction of text."""
 
 
-def show(url: str | None, token: str | None, what: str, *, full: bool, as_json: bool) -> None:
-    """Print a rollout of a service, by id, or of a file of results, ``FILE`` or ``FILE:LINE``.
+def show(name: str, fetch: Callable[[str], dict[str, Any]], *, full: bool, as_json: bool) -> None:
+    """Print a rollout.
+
+    Args:
+        name: id of a rollout of the service, or a file of results, ``FILE`` or ``FILE:LINE``.
+        fetch: gets a rollout from the service by its id.
+        full: whether to print long texts in full.
+        as_json: whether to print JSON.
 
     Raises:
-        CallerError: the file has no such line, or it is no rollout.
+        CallerError: the file does not exist, or the line has no rollout.
     """
     console = Console(highlight=False, emoji=False)
-    path, line = _file(what)
+    path, line = _file(name)
     if path is not None:
         found = read_rollouts(path)
         if line is None and len(found) != 1 and not as_json:
             console.print(file_table(found))
             return
         if line is not None and line not in found:
-            raise CallerError(f"there is no rollout in this line; the file has {len(found)}", field=what)
+            raise CallerError(f"has no rollout in this line; the file has {len(found)} rollouts", field=name)
         rows = [*found.values()] if line is None else [found[line]]
     else:
-        from nemo_gym_prorl.cli.jobs import connect  # a file is shown without an HTTP client
-
-        job = connect(url, token).rollout(what)
+        job = fetch(name)
         rows = [{**(job.pop("result", None) or {}), "rollout": job}]
     for row in rows:
         if as_json:
@@ -71,11 +77,12 @@ def rollout_table(row: Mapping[str, Any], *, full: bool) -> Table:
     cells = [*_ending(row), *(("", *_item(item)) for item in given)]
     for number, turn in enumerate(turns(items(part(row, "response", "output"))), 1):
         cells += [(str(number), *_item(item)) for item in turn]
-    return _table(("turn", "item", "text"), (tuple(cell if full else shorten(cell) for cell in one) for one in cells))
+    rows = (tuple(cell if full else shorten(cell) for cell in cells_of_row) for cells_of_row in cells)
+    return _table(("turn", "item", "text"), rows)
 
 
 def file_table(found: Mapping[int, Mapping[str, Any]]) -> Table:
-    """Return the rollouts of a file as a table, one a line."""
+    """Return the rollouts of a file as a table with one row per rollout."""
     cells = []
     for number, row in found.items():
         job = _job(row)
@@ -95,14 +102,14 @@ def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
 
 
 def _ending(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield state, reward and failures, and the verdict's other fields."""
+    """Yield state, reward, failures, and the verdict's other fields."""
     if (job := _job(row)) is None:
         yield "", "reward", str(row.get("reward"))
     else:
         reward = "" if job.get("reward") is None else f", reward {job['reward']:g}"
-        ended = "" if job["state"] in _TERMINAL else "; it has not ended"
+        ended = "" if job["state"] in _TERMINAL else ", not ended"
         yield "", "rollout", f"{job['id']}: {job['state']}{reward}{ended}"
-        for failure, times in told_once(job):
+        for failure, times in distinct_failures(job):
             what = job["state"] if failure == job.get("failure") else "failed attempt"
             yield "", what, f"{failure_line(failure, times)}\n{failure.get('traceback') or ''}"
     for key, value in row.items():
@@ -113,53 +120,110 @@ def _ending(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _item(item: Mapping[str, Any]) -> tuple[str, str]:
     malformed = "(malformed)" if item.get("status") == "incomplete" else ""
     kind = (item.get("type", "message"), item.get("name") or item.get("role"), malformed)
-    text = next(filter(None, (text_of(item.get(name)) for name in _TEXTS)), "")
+    text = next(filter(None, (text_of(item.get(name)) for name in _TEXT_FIELDS)), "")
     return " ".join(str(word) for word in kind if word), text
 
 
 def failure_line(failure: Mapping[str, Any], times: int) -> str:
-    """Return what failed, where, how often and why, as one line."""
+    """Return kind, stage, number of attempts, origin and reason of a failure as one line."""
     where = f" in {failure['stage']}" if failure.get("stage") else ""
     where += f", {times} attempts" if times > 1 else ""
     return f"{failure.get('kind')}{where} ({failure.get('origin')}): {failure.get('reason')}"
 
 
-def told_once(job: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], int]]:
-    """Return each different failure with its number of attempts; the failure that ended the rollout comes last."""
+def distinct_failures(job: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], int]]:
+    """Return each distinct failure with its number of attempts; the failure that ended the rollout comes last."""
     last = job.get("failure")
     attempts = [orjson.dumps(failure) for failure in items(job.get("failed_attempts"))]
     times = Counter(attempts)
-    told = {text: orjson.loads(text) for text in (*attempts, *([orjson.dumps(last)] if last else []))}
-    return sorted(((failure, times[text] or 1) for text, failure in told.items()), key=lambda one: one[0] == last)
+    distinct = {text: orjson.loads(text) for text in (*attempts, *([orjson.dumps(last)] if last else []))}
+    counted = ((failure, times[text] or 1) for text, failure in distinct.items())
+    return sorted(counted, key=lambda pair: pair[0] == last)
 
 
 def shorten(text: str) -> str:
-    """Return a text's beginning and end, with the number of characters left out between them."""
+    """Replace the middle of a long text by the number of characters left out."""
     head, tail = SHORT_CHARACTERS * 3 // 4, SHORT_CHARACTERS // 4
     left_out = len(text) - head - tail
     return text if left_out <= 0 else f"{text[:head]}\n[… {left_out} characters]\n{text[-tail:]}"
 
 
 def visible(text: str) -> str:
-    """Return the text with its control characters escaped."""
+    """Escape the control characters of a text."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 def _job(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the job of a row; ``None`` for Gym's own results, which have none."""
+    """Return the job of a row; ``None`` for Gym's own results, which have no job."""
     job = row.get("rollout")
     if not isinstance(job, dict) or not isinstance(job.get("id"), str) or not isinstance(job.get("state"), str):
         return None
-    sound = isinstance(job.get("reward"), int | float | None) and isinstance(job.get("failure"), dict | None)
-    return job if sound else None
+    valid = isinstance(job.get("reward"), int | float | None) and isinstance(job.get("failure"), dict | None)
+    return job if valid else None
 
 
-def _file(what: str) -> tuple[Path | None, int | None]:
-    name, colon, line = what.rpartition(":")
+def _file(argument: str) -> tuple[Path | None, int | None]:
+    name, colon, line = argument.rpartition(":")
     if colon and line.isdecimal() and Path(name).is_file():
         return Path(name), int(line)
-    if Path(what).is_file():
-        return Path(what), None
-    if what.endswith(".jsonl") or name.endswith(".jsonl"):
-        raise CallerError("there is no such file", field=what)
+    if Path(argument).is_file():
+        return Path(argument), None
+    if argument.endswith(".jsonl") or name.endswith(".jsonl"):
+        raise CallerError("no such file", field=argument)
     return None, None
+
+
+_LONG_INTEGER = re.compile(rb"(?<![\d.eE])\d{19,}(?![\d.eE])")
+
+
+def json_value(text: bytes) -> Any:
+    """Parse JSON with exact integers; orjson alone parses integers beyond 64 bits as floats.
+
+    Raises:
+        JSONDecodeError: the text is not JSON.
+    """
+    value = orjson.loads(text)
+    return json.loads(text) if _LONG_INTEGER.search(text) else value
+
+
+def json_lines(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]]:
+    """Yield the line numbers (from 1) and values of a JSONL file; skip empty lines.
+
+    An invalid line yields a :class:`CallerError` as its value.
+
+    Args:
+        path: the file; ``.gz`` files are decompressed.
+        growing: whether the file may still be written, so that an incomplete last line is skipped.
+
+    Raises:
+        CallerError: the file cannot be read.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        yield number, json_value(line)
+                    except orjson.JSONDecodeError as error:
+                        if growing and not line.endswith(b"\n"):
+                            return
+                        yield number, CallerError(f"is not JSON: {error}")
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CallerError(f"cannot be read: {reason}", field=str(path)) from error
+
+
+def read_rollouts(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the rollouts of a file of results by line; the file may still be written.
+
+    Raises:
+        CallerError: a line is not a rollout.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for number, row in json_lines(path, growing=True):
+        if isinstance(row, CallerError):
+            raise CallerError(row.reason, field=f"{path}:{number}")
+        if not isinstance(row, dict) or not row.keys() & {"response", "rollout"}:
+            raise CallerError("is not a rollout", field=f"{path}:{number}")
+        found[number] = row
+    return found

@@ -1,11 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl submit``: a file of rows becomes rollouts, each of which ends with one outcome, whatever happens between.
+"""``prorl submit``: submits a file of rows as rollouts and follows each to exactly one outcome.
 
-A rollout's id says where it comes from: ``<run>-<line>-<repeat>``. Submitting is therefore safe to repeat: what still
-runs is joined, what is lost begins anew, and :mod:`nemo_gym_prorl.fleet` does so whenever the service went
-away. An id that is over without an outcome, since its rollout was cancelled or is forgotten, is followed by the next
-one, ``<run>-<line>-<repeat>.2``. The repeats of a row are one group, since they answer the same prompt.
+Ids are ``<run>-<line>-<repeat>``, so submitting is idempotent: running rollouts are joined, and lost rollouts are
+submitted again, also after the service was away. An id that the service cancelled or forgot without an outcome is
+followed by a new id, ``<run>-<line>-<repeat>.2``. The repeats of a row form a group.
 """
 
 from __future__ import annotations
@@ -26,10 +25,16 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nemo_gym_prorl.cli.jobs import find_service, head_url, split_urls
-from nemo_gym_prorl.cli.report import Tally, print_refused, print_report
-from nemo_gym_prorl.cli.rows import Place, Refusal, Results, read_rows
-from nemo_gym_prorl.cli.watch import pools, pools_line
+from nemo_gym_prorl.cli.service import find_service, head_url, pools, pools_line, split_urls
+from nemo_gym_prorl.cli.submit_io import (
+    RefusedRow,
+    ResultsFile,
+    RowRepeat,
+    RunSummary,
+    print_refused,
+    print_report,
+    read_rows,
+)
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.fleet.dispatcher import FleetDispatcher
 from nemo_gym_prorl.fleet.forwarder import MAX_LOST_NODES, LossReason
@@ -45,34 +50,31 @@ from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
 
 
 PATIENCE_S = 600.0
-"""How long a service may be away in mid-run. One that is started again by its restarter is back within a minute."""
+"""How long a service may be unreachable during a run; a restarted service is back within a minute."""
 
-PROGRESS_S = 30.0
-"""Seconds between two lines of progress where there is no terminal: a log file stays readable."""
+PROGRESS_S = 30.0  # between two lines of progress without a terminal, so that log files stay readable
 FIND_S = 5.0
-"""Pause between two looks where the service is, of those that a head server knows: a deployment that is started anew
-has its servers at other ports."""
-_ID_CHARACTERS = "may have any characters but / ? # and control characters such as line ends"
-_LOOK_S = 0.5
-_CANCEL_S = 30.0
-_AT_ONCE = 10_000
-"""Rollouts under way: enough for any service, and each costs some memory here."""
+"""Interval at which the service's URL is read from the head server: a restarted deployment has new ports."""
+_ID_CHARACTERS = "must not contain / ? # or control characters such as line ends"
+_POLL_S = 0.5
+_CANCEL_TIMEOUT_S = 30.0  # for the cancellation of all rollouts after Ctrl-C
+_MAX_IN_FLIGHT = 10_000  # rollouts: above the slots of any service, and each takes memory here
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What to submit and how.
+class SubmitOptions:
+    """Options of ``prorl submit``.
 
     Attributes:
-        rows: JSONL file.
+        rows: JSONL file of rows.
         repeats: rollouts per row.
-        run: name of the run, the beginning of every id; ``None`` goes on with the run of ``output``, or makes a name.
-        environment: of all rows; ``None`` leaves it to each row's ``data_source``.
-        client: under which the service shares its slots; ``None``: as a row says, else ``usual_client``.
-        priority: higher goes first; ``None``: as a row says, else 0.
+        run: name of the run, the prefix of every id; ``None`` resumes the run of ``output``, or generates a name.
+        environment: environment of all rows; ``None`` selects it by each row's ``data_source``.
+        client: client for fair sharing; ``None`` uses the row's own, else ``default_client``.
+        priority: higher priorities run first; ``None`` uses the row's own, else 0.
         output: JSONL file for the results.
-        detach: leave when all is submitted.
-        patience_s: how long the service may be away in mid-run.
+        detach: whether to exit when all rollouts are submitted.
+        patience_s: how long the service may be unreachable during the run.
     """
 
     rows: Path
@@ -84,229 +86,238 @@ class Order:
     output: Path | None = None
     detach: bool = False
     patience_s: float = PATIENCE_S
-    usual_client: str = "cli"
+    default_client: str = "cli"
 
 
-async def submit(order: Order, url: str | None, token: str | None) -> bool:
-    """Submit every row ``repeats`` times and follow the rollouts to their end.
+async def submit(options: SubmitOptions, url: str | None, token: str | None) -> bool:
+    """Submit every row ``repeats`` times and follow the rollouts to their end; cancel them when interrupted.
 
-    Interrupted, it cancels what it submitted. Returns whether every rollout was scored and no row refused.
+    Returns:
+        Whether every rollout was scored and no row refused.
 
     Raises:
-        CallerError: the file has no rows, or an option is wrong. Nothing was submitted.
-        InfrastructureError: the service cannot be reached, or was away for too long.
-        ApiError: it refuses everything, not only a row.
+        CallerError: the file has no rows, or an option is invalid. Nothing was submitted.
+        InfrastructureError: the service cannot be reached, or was unreachable for too long.
+        ApiError: the service refuses all rows, for example because of the key.
     """
     console = Console()
     if (token or "").startswith(CLIENT_KEY):
-        order = replace(order, usual_client=NO_CLIENT)  # the service knows whose key it is
+        options = replace(options, default_client=NO_CLIENT)  # the key identifies the client
 
-    def say(what: str) -> None:
-        console.print(what, style="yellow", markup=False, soft_wrap=True)
+    def say(line: str) -> None:
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
 
-    rows, refused = read_rows(order.rows)
+    rows, refused = read_rows(options.rows)
     with contextlib.ExitStack() as stack:
-        results = stack.enter_context(Results(order.output, rows, order.run)) if order.output else None
-        name = (results.run if results else order.run) or f"submit-{secrets.token_hex(4)}"
-        _check_options(name, order)
-        tally = Tally(len(rows) * order.repeats, list(refused))
-        print_refused(console, str(order.rows), refused)
-        wanted = {Place(line, repeat): row for line, row in rows.items() for repeat in range(order.repeats)}
+        results = stack.enter_context(ResultsFile(options.output, rows, options.run)) if options.output else None
+        name = (results.run if results else options.run) or f"submit-{secrets.token_hex(4)}"
+        _check_options(name, options)
+        summary = RunSummary(len(rows) * options.repeats, list(refused))
+        print_refused(console, str(options.rows), refused)
+        pending = {RowRepeat(line, repeat): row for line, row in rows.items() for repeat in range(options.repeats)}
         for place, job in (results.done if results else {}).items():
-            if wanted.pop(place, None) is not None:
-                tally.add(place, job)
-        if tally.ended:
-            say(f"{tally.ended} results are in {order.output} already")
-        if wanted:
-            async with services(url, token) as clients, Run(clients, name, order, tally, results, say) as run:
-                await (_detach(run, wanted, console) if order.detach else _follow(run, wanted, console))
-        print_refused(console, str(order.rows), tally.refused[len(refused) :])
-        if not order.detach:
-            print_report(console, tally, order.repeats)
-        return not tally.refused if order.detach else tally.fine
+            if pending.pop(place, None) is not None:
+                summary.add(place, job)
+        if summary.ended:
+            say(f"{summary.ended} rollouts have a result in {options.output}; they are skipped")
+        if pending:
+            async with (
+                services(url, token) as clients,
+                SubmittedRun(clients, name, options, summary, results, say) as run,
+            ):
+                await (_detach(run, pending, console) if options.detach else _follow(run, pending, console))
+        print_refused(console, str(options.rows), summary.refused[len(refused) :])
+        if not options.detach:
+            print_report(console, summary, options.repeats)
+        return not summary.refused if options.detach else summary.all_scored
 
 
-async def _detach(run: Run, wanted: dict[Place, dict[str, Any]], console: Console) -> None:
-    with _shown(run, console, "submitted") as show:
-        async with _cancelled_with(run, console):
-            await run.to_the_end(wanted, show)
-    for rollout in sorted(run.left, key=lambda rollout: rollout.place):
+async def _detach(run: SubmittedRun, pending: dict[RowRepeat, dict[str, Any]], console: Console) -> None:
+    with _progress(run, console, "submitted") as show:
+        async with _cancel_on_interrupt(run, console):
+            await run.complete(pending, show)
+    for rollout in sorted(run.detached, key=lambda rollout: rollout.place):
         console.print(run.id_of(rollout), highlight=False, soft_wrap=True)
-    console.print(f"run {run.name}; the same command with --run {run.name} follows it", style="dim", soft_wrap=True)
+    console.print(
+        f"run {run.name}; to follow it, repeat the command with --run {run.name} and without --detach",
+        style="dim",
+        soft_wrap=True,
+    )
 
 
-async def _follow(run: Run, wanted: dict[Place, dict[str, Any]], console: Console) -> None:
+async def _follow(run: SubmittedRun, pending: dict[RowRepeat, dict[str, Any]], console: Console) -> None:
     console.print(f"run {run.name}", style="dim", soft_wrap=True)
-    with _shown(run, console, "rollouts") as show:
-        async with _cancelled_with(run, console):
-            await run.to_the_end(wanted, show)
+    with _progress(run, console, "rollouts") as show:
+        async with _cancel_on_interrupt(run, console):
+            await run.complete(pending, show)
 
 
 @contextlib.contextmanager
-def _shown(run: Run, console: Console, what: str) -> Iterator[Callable[[StatusView | None], None]]:
-    """Yield a function that shows how far the run is: on a terminal a bar and the pools, else a line now and then."""
+def _progress(run: SubmittedRun, console: Console, what: str) -> Iterator[Callable[[StatusView | None], None]]:
+    """Yield a function that shows the progress: a bar and the pools on a terminal, else a line every 30 s."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console)
-    task = bar.add_task(what, total=run.tally.total)
-    began = said = time.monotonic()
+    task = bar.add_task(what, total=run.summary.total)
+    start = last_line = time.monotonic()
 
     def show(status: StatusView | None) -> None:
-        nonlocal said
-        done = run.tally.ended + len(run.left)
+        nonlocal last_line
+        done = run.summary.ended + len(run.detached)
         if console.is_terminal:
             bar.update(task, completed=done)
-            live.update(Group(bar, run.tally.line(), *([pools(status.model_dump())] if status else [])))
-        elif (now := time.monotonic()) - said >= PROGRESS_S:
-            said = now
-            told = f"{done} of {run.tally.total} {what}; {run.tally.line()}"
-            where = f"; {pools_line(status.model_dump())}" if status else "; the service has said nothing yet"
-            console.print(f"{now - began:.0f} s: {told}{where}", markup=False, highlight=False, soft_wrap=True)
+            live.update(Group(bar, run.summary.line(), *([pools(status.model_dump())] if status else [])))
+        elif (now := time.monotonic()) - last_line >= PROGRESS_S:
+            last_line = now
+            counts = f"{done} of {run.summary.total} {what}; {run.summary.line()}"
+            stages = f"; {pools_line(status.model_dump())}" if status else "; no status from the service yet"
+            console.print(f"{now - start:.0f} s: {counts}{stages}", markup=False, highlight=False, soft_wrap=True)
 
     with Live(bar, console=console, transient=True) as live:
         yield show
 
 
 @contextlib.asynccontextmanager
-async def _cancelled_with(run: Run, console: Console) -> AsyncIterator[None]:
+async def _cancel_on_interrupt(run: SubmittedRun, console: Console) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        console.print("interrupted: cancelling what was submitted", style="yellow")
+        console.print("interrupted: cancelling the submitted rollouts", style="yellow")
         if uncancelled := await run.cancel():
-            why = "since the service does not answer; where it still runs, they go on"
-            console.print(f"{uncancelled} could not be cancelled, {why}", style="yellow", soft_wrap=True)
-        console.print(run.tally.line(), highlight=False, soft_wrap=True)
+            why = "because the service does not answer; they continue if the service still runs"
+            console.print(f"{uncancelled} rollouts were not cancelled, {why}", style="yellow", soft_wrap=True)
+        console.print(run.summary.line(), highlight=False, soft_wrap=True)
         raise
 
 
-def _check_options(run: str, order: Order) -> None:
-    """Check the options by the service's own model, before a service is asked.
+def _check_options(run: str, options: SubmitOptions) -> None:
+    """Validate the options with the service's request model.
 
     Raises:
-        CallerError: names the option.
+        CallerError: an option is invalid; names the option.
     """
     row = {"responses_create_params": {"input": ""}}
+    longest_id = f"{run}-{2**31}-{options.repeats}"
     try:
-        SubmitRequest.model_validate({"row": row, "id": f"{run}-{2**31}-{order.repeats}", **_wishes(order, row)})
+        SubmitRequest.model_validate({"row": row, "id": longest_id, **_rollout_options(options, row)})
     except ValidationError as error:
         first, field = error.errors()[0], str(error.errors()[0]["loc"][0])
         wrong = _ID_CHARACTERS if first["type"] == "string_pattern_mismatch" else in_words(field_errors([first]))
         raise CallerError(wrong, field="--run" if field == "id" else f"--{field}") from None
 
 
-def _wishes(order: Order, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the order says of its rollouts; where it says nothing, the service takes what the row says of its own."""
+def _rollout_options(options: SubmitOptions, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request fields given by the options; the service takes missing fields from the row."""
     own = row.get(ROLLOUT_OPTIONS_KEY)
-    usual = {} if isinstance(own, Mapping) and "client" in own else {"client": order.usual_client}
-    said = {"environment": order.environment, "client": order.client, "priority": order.priority}
-    return {**usual, **{name: value for name, value in said.items() if value is not None}}
+    default = {} if isinstance(own, Mapping) and "client" in own else {"client": options.default_client}
+    given = {"environment": options.environment, "client": options.client, "priority": options.priority}
+    return {**default, **{name: value for name, value in given.items() if value is not None}}
 
 
 @contextlib.asynccontextmanager
 async def services(url: str | None, token: str | None) -> AsyncIterator[list[RolloutClient]]:
-    """Clients, not open yet, of the services at ``url``, with commas between, or of the one that Gym's head server
-    knows, wherever that is by then.
+    """Yield unopened clients of the services at ``url`` (comma-separated), or of the head server's ``prorl_agent``.
+
+    The URL of the latter is updated while the context is open, because a restarted deployment has new ports.
 
     Raises:
-        InfrastructureError, CallerError: see :func:`~nemo_gym_prorl.cli.jobs.find_service`.
+        InfrastructureError, CallerError: see :func:`~nemo_gym_prorl.cli.service.find_service`.
     """
     if urls := split_urls(url):
-        yield [RolloutClient(one, token) for one in urls]
+        yield [RolloutClient(service_url, token) for service_url in urls]
         return
     client = RolloutClient(await asyncio.to_thread(find_service, head_url(), token), token)
-    following = asyncio.create_task(_follow_service(client, token))
+    updating = asyncio.create_task(_update_url(client, token))
     try:
         yield [client]
     finally:
-        following.cancel()
+        updating.cancel()
 
 
-async def _follow_service(client: RolloutClient, token: str | None) -> None:
+async def _update_url(client: RolloutClient, token: str | None) -> None:
     while True:
         await asyncio.sleep(FIND_S)
         with contextlib.suppress(RolloutError, ApiError):
             client.url = await asyncio.to_thread(find_service, head_url(), token)
 
 
-async def _usable(client: RolloutClient) -> None:
-    """Ask a service whether it is one, of our version and ours to use."""
+async def _check_service(client: RolloutClient) -> None:
+    """Raise unless the service answers, accepts the key and has a compatible version."""
     await client.list(limit=1)
     if trouble := (await client.status()).version_mismatch():
-        raise InfrastructureError(f"{client.url} is of no use: {trouble}")
+        raise InfrastructureError(f"{client.url} is not compatible: {trouble}")
 
 
 @dataclass(eq=False, slots=True)
 class _Rollout:
-    place: Place
+    place: RowRepeat
     row: dict[str, Any]
-    take: int = 1
-    """Which id it has: the service may remember those before as cancelled, or as forgotten."""
-    known: bool = False
-    """Whether this process has submitted it."""
+    id_number: int = 1
+    """Number of ids used so far; the service may remember earlier ids as cancelled."""
+    submitted: bool = False
+    """Whether this process has submitted the current id."""
 
 
-class Run:
-    """The rollouts of one run. An async context manager; the services are told nothing on leaving.
+class SubmittedRun:
+    """Rollouts of one run at one or several services. An async context manager; leaving does not cancel rollouts.
 
     Args:
-        clients: of the services that share them; not open yet.
-        name: the beginning of every id.
-        order: what to submit and how.
-        tally: counts the outcomes.
-        results: takes them.
-        say: is told when the service is away, and when it is back.
+        clients: unopened clients of the services that share the rollouts.
+        name: name of the run, the prefix of every id.
+        options: options of the command.
+        summary: counts the outcomes.
+        results: file for the results, if any.
+        say: called with a line when a service goes away or comes back.
 
     Attributes:
-        left: rollouts that the service has, where they are not followed.
+        detached: submitted rollouts that this process does not follow.
     """
 
     def __init__(
         self,
         clients: Sequence[RolloutClient],
         name: str,
-        order: Order,
-        tally: Tally,
-        results: Results | None,
+        options: SubmitOptions,
+        summary: RunSummary,
+        results: ResultsFile | None,
         say: Callable[[str], None],
     ) -> None:
-        self.name, self.tally = name, tally
-        self.left: list[_Rollout] = []
-        self._clients, self._order, self._results = clients, order, results
+        self.name, self.summary = name, summary
+        self.detached: list[_Rollout] = []
+        self._clients, self._options, self._results = clients, options, results
         self._say = say
-        self._unsaid: list[str] | None = []
-        """Lines to print once a service has answered; an error repeats them otherwise."""
-        self._at: dict[str, str] = {}
-        """Services, by id."""
+        self._held_lines: list[str] | None = []
+        """Lines to print once a service has answered; without an answer, the error has the same content."""
+        self._services_by_id: dict[str, str] = {}
         self._services = FleetDispatcher(
             NodeList(clients, field="--url"),
             tokens=TokenForm.ITEMS,
             on_ended=self._ended,
             on_lost=self._lost,
             on_error=lambda node, error: self._broke(error),
-            report=lambda what: self._unsaid.append(what) if self._unsaid is not None else say(what),
+            report=lambda line: self._held_lines.append(line) if self._held_lines is not None else say(line),
             is_wanted=self._follows,
-            on_placed=self._at.__setitem__,
-            bounded=not order.detach,
+            on_placed=self._services_by_id.__setitem__,
+            bounded=not options.detach,
             patient=len(clients) > 1,
         )
-        self._waiting: deque[_Rollout] = deque()
+        self._queue: deque[_Rollout] = deque()
         self._open: dict[str, _Rollout] = {}
-        """Rollouts that may be at the service and have no outcome yet, by id."""
+        """Submitted rollouts without an outcome, by id."""
         self._cancelled = False
-        self._broken: BaseException | None = None
-        self._over = asyncio.Event()
+        self._error: BaseException | None = None
+        self._done = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         await self._services.start()
         try:
-            asked = [_usable(client) for client in self._clients]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
+            checks = [_check_service(client) for client in self._clients]
+            answers = await asyncio.gather(*checks, return_exceptions=True)
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
             if len(errors) == len(answers):
-                raise errors[0]  # a service that is not there is told at once
-            unsaid, self._unsaid = self._unsaid or [], None
-            for what in unsaid:
-                self._say(what)
+                raise errors[0]  # no service is usable: fail at once
+            lines, self._held_lines = self._held_lines or [], None
+            for line in lines:
+                self._say(line)
         except BaseException:
             await self._services.close()
             raise
@@ -317,109 +328,107 @@ class Run:
     ) -> None:
         await self._services.close()
 
-    async def to_the_end(
-        self, wanted: dict[Place, dict[str, Any]], show: Callable[[StatusView | None], None] = lambda status: None
+    async def complete(
+        self, pending: dict[RowRepeat, dict[str, Any]], show: Callable[[StatusView | None], None] = lambda status: None
     ) -> None:
-        """Submit, and return when each has its outcome, or is with the service, where no outcome is waited for.
+        """Submit rollouts; return when each has an outcome, or, with ``detach``, when each is submitted.
 
-        Twice a second ``show`` gets the service's state, ``None`` before the service has told it.
+        ``show`` is called twice a second with the services' status, ``None`` before the first status.
         """
-        self._waiting.extend(_Rollout(place, row) for place, row in wanted.items())
-        self._go_on()
+        self._queue.extend(_Rollout(place, row) for place, row in pending.items())
+        self._submit_next()
         away_since: float | None = None
-        while not self._over.is_set():
+        while not self._done.is_set():
             away_since = (away_since or time.monotonic()) if self._services.away else None
-            if away_since is not None and time.monotonic() - away_since > self._order.patience_s:
+            if away_since is not None and time.monotonic() - away_since > self._options.patience_s:
                 raise InfrastructureError(
-                    f"the service has been away for {self._order.patience_s:g} s; the same command with "
-                    f"--run {self.name} goes on",
+                    f"the service has been unreachable for {self._options.patience_s:g} s; to continue, repeat the "
+                    f"command with --run {self.name}",
                     kind=FailureKind.TRANSPORT_UNREACHABLE,
                 )
             statuses = self._services.statuses
             show(StatusView.sum(statuses.values()) if statuses else None)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), _LOOK_S)
-        if self._broken is not None:
-            raise self._broken
+                await asyncio.wait_for(self._done.wait(), _POLL_S)
+        if self._error is not None:
+            raise self._error
 
     async def cancel(self) -> int:
-        """Cancel what has no outcome; bounded in time, and no error if the service is not there. Returns of how many
-        the service has not said how they ended."""
+        """Cancel rollouts without an outcome, within 30 s; return how many the service has not confirmed."""
         self._cancelled = True
-        self._over.clear()
+        self._done.clear()
         for rollout_id in self._open:
             self._services.cancel(rollout_id)
-        for rollout in self.left:
+        for rollout in self.detached:
             self._open[self.id_of(rollout)] = rollout
-            self._services.cancel_unknown(self.id_of(rollout), self._at[self.id_of(rollout)])
-        deadline = time.monotonic() + _CANCEL_S
+            self._services.cancel_unknown(self.id_of(rollout), self._services_by_id[self.id_of(rollout)])
+        deadline = time.monotonic() + _CANCEL_TIMEOUT_S
         while self._open and not self._services.away and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), _LOOK_S)
+                await asyncio.wait_for(self._done.wait(), _POLL_S)
         return len(self._open)
 
     def id_of(self, rollout: _Rollout) -> str:
-        """The id that it has now."""
+        """Return the current id of a rollout."""
         base = f"{self.name}-{rollout.place.line}-{rollout.place.repeat}"
-        return base if rollout.take == 1 else f"{base}.{rollout.take}"
+        return base if rollout.id_number == 1 else f"{base}.{rollout.id_number}"
 
-    def _go_on(self) -> None:
-        """Hand over what is next; once nothing is left, it is over."""
-        while self._waiting and self._services.load < _AT_ONCE and not self._cancelled:
-            rollout = self._waiting.popleft()
+    def _submit_next(self) -> None:
+        """Submit queued rollouts up to the limit in flight; signal the end if none is open."""
+        while self._queue and self._services.load < _MAX_IN_FLIGHT and not self._cancelled:
+            rollout = self._queue.popleft()
             self._open[self.id_of(rollout)] = rollout
             group = f"{self.name}-{rollout.place.line}"
-            body = {"row": rollout.row, "group": group, **_wishes(self._order, rollout.row)}
+            body = {"row": rollout.row, "group": group, **_rollout_options(self._options, rollout.row)}
             self._services.submit(self.id_of(rollout), body)
         if not self._open:
-            self._over.set()
+            self._done.set()
 
-    def _again(self, rollout: _Rollout, *, anew: bool) -> None:
-        """Its id is over, or at least its job; the rollout is not."""
-        if anew:
-            rollout.take += 1
-            rollout.known = False
-        self._waiting.appendleft(rollout)
+    def _requeue(self, rollout: _Rollout, *, new_id: bool) -> None:
+        if new_id:
+            rollout.id_number += 1
+            rollout.submitted = False
+        self._queue.appendleft(rollout)
 
-    # What the carrier tells
+    # Callbacks of the dispatcher
 
     def _follows(self, job: JobView) -> bool:
         rollout = self._open[job.id]
-        if _shut_down(job) or (job.state is JobState.CANCELLED and not rollout.known):
-            self._again(rollout, anew=True)  # remembered from an earlier interruption, ours or the service's
-        elif self._order.detach:
-            self.left.append(rollout)
+        if _was_shut_down(job) or (job.state is JobState.CANCELLED and not rollout.submitted):
+            self._requeue(rollout, new_id=True)  # the id's outcome dates from an earlier interruption
+        elif self._options.detach:
+            self.detached.append(rollout)
         else:
-            rollout.known = True
+            rollout.submitted = True
             return True
         del self._open[job.id]
-        self._go_on()
+        self._submit_next()
         return False
 
     def _ended(self, job: JobView) -> None:
         rollout = self._open.pop(job.id)
-        if _shut_down(job):
-            self._again(rollout, anew=False)  # the service ended, not the rollout
+        if _was_shut_down(job):
+            self._requeue(rollout, new_id=False)  # the service shut down before the rollout had an outcome
         elif not (self._cancelled and job.state is JobState.CANCELLED):
             if self._results is not None:
                 self._results.write(self.name, rollout.place, job)
-            self.tally.add(rollout.place, job)
-        self._go_on()
+            self.summary.add(rollout.place, job)
+        self._submit_next()
 
     def _lost(self, rollout_id: str, loss: LossReason, why: str) -> None:
         rollout = self._open.pop(rollout_id)
-        if loss in (LossReason.FORGOTTEN, LossReason.AWAY) and rollout.take < MAX_LOST_NODES:
-            self._again(rollout, anew=True)
+        if loss in (LossReason.FORGOTTEN, LossReason.AWAY) and rollout.id_number < MAX_LOST_NODES:
+            self._requeue(rollout, new_id=True)
         elif loss is not LossReason.CANCELLED:
-            refusal = Refusal(rollout.place.line, why)
-            if refusal not in self.tally.refused:  # the repeats of a row are refused alike
-                self.tally.refused.append(refusal)
-        self._go_on()
+            refusal = RefusedRow(rollout.place.line, why)
+            if refusal not in self.summary.refused:  # all repeats of a row have the same refusal
+                self.summary.refused.append(refusal)
+        self._submit_next()
 
     def _broke(self, error: BaseException) -> None:
-        self._broken = self._broken or error
-        self._over.set()
+        self._error = self._error or error
+        self._done.set()
 
 
-def _shut_down(job: JobView) -> bool:
+def _was_shut_down(job: JobView) -> bool:
     return job.failure is not None and job.failure.kind is FailureKind.SHUTDOWN

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl view``: rollouts in Inspect's log viewer, served on loopback or as a static site. Both need no network.
+"""``prorl view``: converts rollouts into Inspect's log format and shows them in its viewer, or as a static site.
 
-Inspect is told everything that it has a place for: turns with thought, calls and times, what tools answered, reward,
-failure; the rest is a sample's metadata. What a policy or a sandbox wrote is marked as not to be trusted, so that it
-is shown as text: markup in it could load pictures from elsewhere.
+The log has turns with reasoning, tool calls, times, tool output, reward and failure. Other fields become metadata of
+the sample. Text of a policy or a sandbox is untrusted: the log is marked so that the viewer shows plain text, because
+markup could load remote images. Neither the viewer nor the site needs the network.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym_prorl.cli.files import read_rollouts
+from nemo_gym_prorl.cli.show import read_rollouts
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.gym_rows import is_masked
 from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY, ParsedTurn, items, part, read_turns, text_of
 from nemo_gym_prorl.tasks.extras import require_extras
 
 
-if TYPE_CHECKING:  # it takes seconds to import
+if TYPE_CHECKING:  # the import takes seconds
     from inspect_ai.event import Event
     from inspect_ai.log import EvalLog, EvalSample
     from inspect_ai.model import ChatMessage, ChatMessageAssistant, ModelUsage
@@ -42,49 +42,49 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
     """Show the rollouts of a file of results.
 
     Args:
-        results: JSONL, of ``prorl submit`` or of Gym.
-        bundle: folder for a static site; ``None`` serves the viewer on loopback until it is interrupted.
-        port: where to serve it.
+        results: JSONL file of ``prorl submit`` or of Gym.
+        bundle: new folder for a static site; ``None`` serves the viewer on loopback until interrupted.
+        port: port of the viewer.
 
     Raises:
-        CallerError: the file has no rollouts, the folder is there or can't be made, or the port is taken.
-        InfrastructureError: Inspect is not installed; says how to get it.
+        CallerError: the file has no rollouts, the folder exists or cannot be created, or the port is in use.
+        InfrastructureError: Inspect is not installed; the error has the install command.
     """
     require_extras("view")
     _check(bundle, port)
     rows = [*read_rollouts(results).values()]
     if not rows:
         raise CallerError("has no rollouts", field=str(results))
-    print(f"{len(rows)} rollouts: written for the viewer, some in a second", file=sys.stderr, flush=True)
+    print(f"converting {len(rows)} rollouts for the viewer", file=sys.stderr, flush=True)
     from inspect_ai.log import bundle_log_dir, write_eval_log
 
     with tempfile.TemporaryDirectory(prefix="prorl-view-") as folder:
-        name = re.sub(r"[^\w.-]", "_", results.stem)  # Inspect reads it as an address
+        name = re.sub(r"[^\w.-]", "_", results.stem)  # Inspect parses the path as a URL
         write_eval_log(inspect_log(rows, results.stem), f"{folder}/{name}.eval", format="eval")
         if bundle is not None:
-            # In full: Inspect would publish a folder "hf/…" elsewhere.
+            # Absolute, because Inspect uploads to the Hugging Face Hub for a relative path that starts with "hf/".
             bundle_log_dir(folder, str(bundle.absolute()))
             return
         from inspect_ai import view as serve
 
         try:
             serve(folder, port=port)
-        except BaseExceptionGroup as ended:  # an interruption, inside the task groups of Inspect's server
-            while isinstance(first := ended.exceptions[0], BaseExceptionGroup):
-                ended = first
+        except BaseExceptionGroup as group:  # an interrupt, wrapped by the task groups of Inspect's server
+            while isinstance(first := group.exceptions[0], BaseExceptionGroup):
+                group = first
             raise first from None
 
 
 def _check(bundle: Path | None, port: int) -> None:
-    """Refuse at once what is known to end badly after all the work."""
+    """Check folder and port before the conversion, which may take long."""
     if bundle is not None:
         if bundle.exists():
-            raise CallerError("is there already; name a new folder", field="--bundle")
+            raise CallerError("exists already; choose a new folder", field="--bundle")
         try:
             bundle.mkdir(parents=True)
             bundle.rmdir()
         except OSError as error:
-            raise CallerError(f"can't be made: {error.strerror}", field="--bundle") from error
+            raise CallerError(f"cannot be created: {error.strerror}", field="--bundle") from error
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -92,12 +92,12 @@ def _check(bundle: Path | None, port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise CallerError(
-                f"{port} can't be listened on: {error.strerror}; choose another", field="--port"
+                f"port {port} is not available: {error.strerror}; choose another", field="--port"
             ) from error
 
 
 def inspect_log(rows: list[dict[str, Any]], name: str) -> EvalLog:
-    """Rollouts as Inspect's log; each is a sample, the repeats of a row its epochs."""
+    """Convert rollouts into Inspect's log: each rollout is a sample, the repeats of a row are its epochs."""
     from inspect_ai.log import (
         EvalConfig,
         EvalDataset,
@@ -115,7 +115,7 @@ def inspect_log(rows: list[dict[str, Any]], name: str) -> EvalLog:
     for row in rows:
         epochs[task := _task(row)] += 1
         samples.append(_sample(row, task, epochs[task]))
-    # The viewer multiplies; where tasks have more or fewer, each rollout counts for itself.
+    # The viewer shows samples × epochs, so the number of epochs is only set if all rows have the same.
     repeats = max(epochs.values()) if len({*epochs.values()}) == 1 else 1
     rewards = [sample.scores[_REWARD].as_float() for sample in samples if sample.scores]
     mean = {"mean": EvalMetric(name="mean", value=fmean(rewards))} if rewards else {}
@@ -154,12 +154,12 @@ def _sample(row: Mapping[str, Any], task: str, epoch: int) -> EvalSample:
         why = about.get("finish_reason")
         score = Score(value=float(reward), explanation=f"the rollout ended with {why}" if why else None)
         transcript.events.append(ScoreEvent(score=score, scorer=_REWARD, timestamp=transcript.now, working_start=0.0))
-    told = None
+    eval_error = None
     if error is not None:
-        told = EvalError(
+        eval_error = EvalError(
             message=f"{error['kind']}: {error['reason']}", traceback=error["traceback"], traceback_ansi=""
         )
-        transcript.events.append(ErrorEvent(error=told, timestamp=transcript.now, working_start=0.0))
+        transcript.events.append(ErrorEvent(error=eval_error, timestamp=transcript.now, working_start=0.0))
     stages = about.get("timings") or about.get("seconds")
     worked = sum(_seconds(stage) for stage in stages.values()) if isinstance(stages, dict) else None
     submitted, finished = about.get("submitted_at"), about.get("finished_at")
@@ -180,17 +180,17 @@ def _sample(row: Mapping[str, Any], task: str, epoch: int) -> EvalSample:
         metadata=metadata,
         events=transcript.events,
         model_usage=transcript.usage,
-        started_at=_iso(submitted or transcript.began),
+        started_at=_iso(submitted or transcript.started_at),
         completed_at=_iso(finished),
         total_time=finished - submitted if submitted and finished else None,
         working_time=worked,
-        error=told,
+        error=eval_error,
         uuid=str(about.get("id") or "") or None,
     )
 
 
 class _Transcript:
-    """A conversation as messages and events."""
+    """Messages and events of a conversation."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self._model = _model(row)
@@ -200,17 +200,17 @@ class _Transcript:
         self.usage: dict[str, ModelUsage] = {}
         self.output: Any = None
         turns = read_turns(row)
-        self.began = next((turn.step["started_at"] for turn in turns if turn.step), None)
-        self._at = self.began or 0.0
+        self.started_at = next((turn.step["started_at"] for turn in turns if turn.step), None)
+        self._clock = self.started_at or 0.0
         for number, turn in enumerate(turns, 1):
-            self._turn(turn, f"turn {number}")
+            self._add_turn(turn, f"turn {number}")
 
     @property
     def now(self) -> datetime:
-        """When the last of it was."""
-        return _moment(self._at)
+        """End of the latest event."""
+        return _datetime(self._clock)
 
-    def _turn(self, turn: ParsedTurn, name: str) -> None:
+    def _add_turn(self, turn: ParsedTurn, name: str) -> None:
         from inspect_ai.event import ModelEvent, ToolEvent
         from inspect_ai.model import ChatCompletionChoice, ChatMessageTool, GenerateConfig, ModelOutput, ModelUsage
 
@@ -218,7 +218,7 @@ class _Transcript:
         seconds = None
         usage = None
         if turn.step is not None:
-            self._at, seconds = turn.step["started_at"], turn.step["seconds"]
+            self._clock, seconds = turn.step["started_at"], turn.step["seconds"]
             read, wrote = turn.step["input_tokens"] or 0, turn.step["output_tokens"] or 0
             usage = ModelUsage(input_tokens=read, output_tokens=wrote, total_tokens=read + wrote)
             self.usage[self._model] = self.usage.get(self._model, ModelUsage()) + usage
@@ -229,12 +229,12 @@ class _Transcript:
             usage=usage,
             time=seconds,
         )
-        began = self.now
-        self._at += seconds or 0.0
+        start = self.now
+        self._clock += seconds or 0.0
         self.events.append(
             ModelEvent(
-                timestamp=began,
-                working_start=began.timestamp() - (self.began or 0.0),
+                timestamp=start,
+                working_start=start.timestamp() - (self.started_at or 0.0),
                 completed=self.now,
                 working_time=seconds,
                 metadata={"turn": name},
@@ -250,17 +250,17 @@ class _Transcript:
         for call in turn.calls:
             if call.output is None:
                 continue
-            took = None
+            tool_seconds = None
             if call.time is not None:
-                self._at, took = call.time["started_at"], call.time["seconds"]
-            began = self.now
-            self._at += took or 0.0
+                self._clock, tool_seconds = call.time["started_at"], call.time["seconds"]
+            start = self.now
+            self._clock += tool_seconds or 0.0
             self.events.append(
                 ToolEvent(
-                    timestamp=began,
-                    working_start=began.timestamp() - (self.began or 0.0),
+                    timestamp=start,
+                    working_start=start.timestamp() - (self.started_at or 0.0),
                     completed=self.now,
-                    working_time=took,
+                    working_time=tool_seconds,
                     id=call.id,
                     function=call.name,
                     arguments=call.arguments or {},
@@ -281,7 +281,7 @@ def _assistant(turn: ParsedTurn, model: str) -> ChatMessageAssistant:
             id=call.id,
             function=call.name,
             arguments=call.arguments or {},
-            parse_error=None if call.arguments is not None else f"no JSON object: {call.written}",
+            parse_error=None if call.arguments is not None else f"not a JSON object: {call.written}",
         )
         for call in turn.calls
     ]
@@ -302,12 +302,12 @@ def _prompt(row: Mapping[str, Any]) -> Iterator[ChatMessage]:
 
 def _failure(row: Mapping[str, Any]) -> dict[str, str] | None:
     failure = _about(row).get("failure")
-    told = failure if isinstance(failure, dict) else {}
-    kind = told.get("kind") or row.get("failure_kind")
+    fields = failure if isinstance(failure, dict) else {}
+    kind = fields.get("kind") or row.get("failure_kind")
     if kind is None:
         return None
-    reason = told.get("reason") or row.get("failure_reason")
-    return {"kind": str(kind), "reason": str(reason), "traceback": str(told.get("traceback") or "")}
+    reason = fields.get("reason") or row.get("failure_reason")
+    return {"kind": str(kind), "reason": str(reason), "traceback": str(fields.get("traceback") or "")}
 
 
 def _about(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,12 +316,12 @@ def _about(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _task(row: Mapping[str, Any]) -> str:
-    """What the repeats of a row share, and other rows of the same task do not: its place, where that is told."""
+    """Return a name that the repeats of a row share: the row's index, line or group, and its task id."""
     about = _about(row)
     names = (row.get("_ng_task_index"), part(about, "source", "line"), about.get("group"))
-    place = next((str(name) for name in names if name is not None), "")
+    index = next((str(name) for name in names if name is not None), "")
     task = next((str(row[name]) for name in ("task_id", "instance_id") if row.get(name) is not None), "")
-    return ": ".join(filter(None, (place, task))) or "row"
+    return ": ".join(filter(None, (index, task))) or "row"
 
 
 def _model(row: Mapping[str, Any]) -> str:
@@ -329,13 +329,13 @@ def _model(row: Mapping[str, Any]) -> str:
 
 
 def _seconds(stage: Any) -> float:
-    told = (stage.get("worked_s"), stage.get("worked")) if isinstance(stage, dict) else ()
-    return float(next((each for each in told if isinstance(each, int | float)), 0.0))
+    values = (stage.get("worked_s"), stage.get("worked")) if isinstance(stage, dict) else ()
+    return float(next((value for value in values if isinstance(value, int | float)), 0.0))
 
 
-def _iso(at: float | None) -> str | None:
-    return _moment(at).isoformat() if at else None
+def _iso(timestamp: float | None) -> str | None:
+    return _datetime(timestamp).isoformat() if timestamp else None
 
 
-def _moment(at: float) -> datetime:
-    return datetime.fromtimestamp(at, UTC)
+def _datetime(timestamp: float) -> datetime:
+    return datetime.fromtimestamp(timestamp, UTC)

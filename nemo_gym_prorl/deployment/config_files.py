@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym's configuration files, found and merged as Gym does it, in milliseconds: Gym itself takes seconds to import."""
+"""Gym's configuration files, found and merged as Gym does, but without the import of Gym, which takes seconds."""
 
 from __future__ import annotations
 
@@ -16,43 +16,45 @@ from nemo_gym_prorl.deployment.venvs import SERVER_TYPES, running_installation
 
 
 ROOTS_VARIABLE = "NEMO_GYM_EXTRA_ROOTS"
-"""Further folders in which Gym (0.5 and later) looks for servers and files."""
+"""Environment variable with more folders in which Gym (0.5 or later) searches servers and files."""
 
 
-def merged_files(paths: Iterable[str]) -> DictConfig:
-    """What files say, and those that they name, each over those before it. References stay references.
+def load_merged(paths: Iterable[str]) -> DictConfig:
+    """Merge files and the files in their ``config_paths``; later files win. References are not resolved.
 
     Raises:
-        FileNotFoundError: there is none of that name.
-        OSError, YAMLError, OmegaConfBaseException: one can't be read.
+        FileNotFoundError: a file does not exist.
+        OSError, YAMLError, OmegaConfBaseException: a file cannot be read.
     """
-    files, waiting = [OmegaConf.create({})], [*map(str, paths)]
-    for path in waiting:  # grows: a file may name further ones
-        content = OmegaConf.load(place_of(path))
+    files, names = [OmegaConf.create({})], [*map(str, paths)]
+    for name in names:  # grows while files name more files
+        content = OmegaConf.load(find_file(name))
         if not isinstance(content, DictConfig):
-            raise OmegaConfBaseException(f"{path} is a list")
+            raise OmegaConfBaseException(f"{name} must be a mapping")
         files.append(content)
-        waiting += [further for further in content.get("config_paths") or () if further not in waiting]
+        names += [other for other in content.get("config_paths") or () if other not in names]
     merged = OmegaConf.merge(*files)
     assert isinstance(merged, DictConfig)
     return merged
 
 
-def environments() -> set[str]:
-    """The names of those that there are."""
+def environment_names() -> set[str]:
+    """Return the names of all environments that Gym finds."""
     return {path.parent.name for root in _roots() for path in root.glob("environments/*/config.yaml")}
 
 
 def has_servers(folder: Path) -> bool:
-    """Whether servers or environments of a user's own are there: Gym's and ours are found without the folder."""
+    """Whether a folder has a user's own servers or environments; Gym's and this project's folders do not count."""
     here = running_installation()
-    ours = (here.gym_root, here.our_root)
-    return folder not in ours and any((folder / kind).is_dir() for kind in (*SERVER_TYPES, "environments"))
+    installed = (here.gym_root, here.our_root)
+    return folder not in installed and any((folder / kind).is_dir() for kind in (*SERVER_TYPES, "environments"))
 
 
-def joined(folder: Path, roots: Sequence[Path]) -> Path:
-    """Make ``folder`` anew, with links to all that Gym looks for in several roots, since nemo-gym 0.4 looks in one
-    only. What the first one has of a name is taken; of the others servers and environments count, and nothing else."""
+def link_roots(folder: Path, roots: Sequence[Path]) -> Path:
+    """Recreate ``folder`` with links to the servers and environments of all roots; the first root with a name wins.
+
+    Other entries are linked from the first root only. nemo-gym 0.4 searches a single root.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     kinds = (*SERVER_TYPES, "environments")
     own = {entry for entry in roots[0].iterdir() if entry.name not in kinds and entry.name[0] != "."}
@@ -70,15 +72,15 @@ def _roots() -> list[Path]:
     return [*map(Path, extra), Path.cwd(), *filter(None, (here.gym_root, here.our_root))]
 
 
-def place_of(path: str) -> Path:
-    """A file by the name under which Gym's commands find it: below the working folder, Gym's own or ours.
+def find_file(path: str) -> Path:
+    """Find a file as Gym does: below the current directory, Gym's folder or this project's folder.
 
     Raises:
-        FileNotFoundError: there is none; says where it was looked for.
+        FileNotFoundError: no such file; the error lists the folders searched.
     """
     roots = _roots()
     for root in roots:
         if (root / path).is_file():
             return root / path
     tried = ", ".join(str(root) for root in dict.fromkeys(roots))
-    raise FileNotFoundError(f"there is no {path}; looked in {tried}")
+    raise FileNotFoundError(f"no file {path} in {tried}")

@@ -1,12 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym deployments as a managed set of processes: start with Gym's own command line, wait, use, end without a trace.
+"""Gym deployment as an async context manager: starts the servers with ``gym env start``, waits for them, ends them.
 
-``gym env start`` may orphan servers when it is interrupted, and tells about failures in its output only. The demo, the
-tests and the benchmarks need the same servers as a value with a beginning and an end.
+``gym env start`` may orphan servers when it is interrupted, and reports failures only in its output.
 
-Invariants: a deployment is entered only when every server answers; after leaving it no process of it lives, or leaving
-raises; a server that dies is an error that carries the log's tail, or, in a supervised deployment, is started again.
+Invariants: entering returns when every server answers. After leaving, no process of the deployment lives, or leaving
+raises. A server that dies raises an error with the log's tail; in a supervised deployment it is restarted instead.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -24,40 +22,34 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import aiohttp
 import orjson
 from omegaconf import OmegaConf
 from yarl import URL
 
-from nemo_gym_prorl.deployment import leftovers
-from nemo_gym_prorl.deployment.command_line import RAY_START_S, DeploymentError, GymCli, running_rays_auth_mode
+from nemo_gym_prorl.deployment import orphans
+from nemo_gym_prorl.deployment.gym_cli import RAY_START_S, DeploymentError, GymCli, ray_auth_mode
+from nemo_gym_prorl.deployment.gym_log import GymLog, machine_load, start_error
 from nemo_gym_prorl.deployment.restarter import restarter_program
-from nemo_gym_prorl.deployment.venvs import cut_at_a_space
+from nemo_gym_prorl.deployment.venvs import python_path_error
 from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, reaper_command, somebody_else_listens
 
 
-_KEEPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
+_REAPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
 _WATCH_S = 0.5
 START_TIMEOUT_S = 900.0
-"""Until every server answers: a minute on an idle machine, many on one that is busy or builds a sandbox image."""
+"""Default limit of a start. An idle machine needs a minute; a busy one, or the build of a sandbox image, many."""
 
-LOG_TAIL_LINES = 80
-"""Of what Gym printed, this much goes into an error."""
-
-WAITING_S = 15.0
-"""Seconds between two lines that say what a start waits for."""
-_SERVER_ENDED = re.compile(r"RuntimeError: Process `(.+)` finished unexpectedly!")
-_CHAIN = ("the direct cause of the following exception:", "another exception occurred:")
-_RAY_LATE = "The current node timed out during startup"
-"""Ray's own processes were not up within :data:`~.command_line.RAY_START_S`. On a busy machine that may be: a second
-try is worth it."""
+WAITING_S = 15.0  # between two lines about a start's progress
+_RAY_TIMED_OUT = "The current node timed out during startup"
+"""Ray's error for a start above :data:`~.gym_cli.RAY_START_S`, as happens on a busy machine; retried once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One running server of a deployment: its instance name, ``type/implementation``, URL and process id."""
+    """Running server of a deployment: its instance name, ``type/implementation``, URL and process id."""
 
     name: str
     server: str
@@ -66,14 +58,14 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
-    """A server of a supervised deployment ended and is being started again.
+class ServerDeath:
+    """End of a server in a supervised deployment, which restarts the server.
 
     Attributes:
-        name: its instance name.
-        how: its status or the signal that killed it.
-        lived_s: how long it had run, in seconds.
-        pause_s: when it is started again, in seconds.
+        name: instance name of the server.
+        how: exit status or signal.
+        lived_s: seconds for which the server had run.
+        pause_s: seconds until the restart.
     """
 
     name: str
@@ -83,25 +75,25 @@ class Death:
 
 
 class GymDeployment:
-    """One running Gym deployment; an async context manager.
+    """Gym deployment; an async context manager.
 
     Args:
-        config_paths: Gym configuration files, absolute or as Gym resolves them.
-        environment: name of an environment that Gym knows (``--environment``).
-        model_type: Gym's model server, as ``--model-type`` takes it; ``None`` if the configuration files bring one.
-        policy_base_url: URL of the inference endpoint, ending in ``/v1``; or a list of such, which may be empty where
-            the model server is given engines later.
-        policy_model_name: the model's name there.
-        policy_api_key: its key. It is in a file that only the user can read, as long as the deployment lives.
-        private: further configuration that goes into that file, since others can read command lines.
-        overrides: further Hydra overrides; they win.
-        work_dir: folder for logs and Gym's files. Default: a temporary one, removed unless there was an error.
-        python, cwd, folder, env, head_port: as for :class:`GymCli`.
-        supervised: start servers that die again, as they were, instead of ending; see :meth:`watch`.
-        start_timeout_s: bound on the time until every server answers.
+        config_paths: Gym configuration files: absolute paths, or names that Gym resolves.
+        environment: name of an environment that Gym finds (``--environment``).
+        model_type: Gym's model server (``--model-type``); ``None`` if the configuration files have one.
+        policy_base_url: URL of the inference endpoint, ending in ``/v1``, or a list of URLs. The list may be empty if
+            the model server gets engines later.
+        policy_model_name: name of the model at the endpoint.
+        policy_api_key: key of the endpoint, stored in a file that only the user can read while the deployment lives.
+        private: more configuration for that file; other users can read command lines.
+        overrides: more Hydra overrides; these win.
+        work_dir: folder for logs and Gym's files. Default: a temporary folder, removed unless there was an error.
+        python, cwd, folder, env, head_port: see :class:`GymCli`.
+        supervised: restart servers that die, instead of ending the deployment; see :meth:`watch`.
+        start_timeout_s: limit of the time until every server answers.
 
     Raises:
-        DeploymentError: on entering, if a server does not come up; on leaving, if a process can't be ended.
+        DeploymentError: on entering, a server does not come up; on leaving, a process cannot be ended.
     """
 
     def __init__(
@@ -127,11 +119,11 @@ class GymDeployment:
         self._keeps_work_dir = work_dir is not None
         unique = uuid.uuid4().hex[:12]
         self.work_dir = work_dir or Path(tempfile.gettempdir()) / f"prorl-gym-{unique}"
-        self._ray_dir = leftovers.FOLDERS / f"{leftovers.PREFIX}{unique}"
+        self._ray_dir = orphans.FOLDERS / f"{orphans.PREFIX}{unique}"
         self._lock: int | None = None
         self._supervised = supervised
         joins_ray = any("ray_head_node_address=" in override for override in overrides)
-        ray = {"RAY_TMPDIR": str(self._ray_dir)} | ({"RAY_AUTH_MODE": running_rays_auth_mode()} if joins_ray else {})
+        ray = {"RAY_TMPDIR": str(self._ray_dir)} | ({"RAY_AUTH_MODE": ray_auth_mode()} if joins_ray else {})
         self._python = python
         self.cli = GymCli(
             self.work_dir,
@@ -142,11 +134,12 @@ class GymDeployment:
             head_port=head_port,
             server_python=self._restarter if supervised else None,
         )
+        self.log = GymLog(self.work_dir / "gym.log")
         self.instances: dict[str, Instance] = {}
         self.waiting: list[str] = []
-        """While it starts: instances that do not answer yet, once Gym has launched them."""
+        """Names of launched instances that do not answer yet."""
         self.start_s = 0.0
-        """How long the start took, in seconds."""
+        """Duration of the start in seconds."""
         self._config_paths = [str(path) for path in config_paths]
         self._environment = environment
         self._model_type = model_type
@@ -161,69 +154,66 @@ class GymDeployment:
         self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
 
-    @property
-    def log_path(self) -> Path:
-        """The file with everything that Gym and its servers print."""
-        return self.work_dir / "gym.log"
-
     def url(self, name: str) -> str:
-        """URL of a server by its instance name.
+        """Return the URL of a server by its instance name.
 
         Raises:
-            DeploymentError: there is no such instance; the error lists those that are.
+            DeploymentError: no such instance; the error lists all instances.
         """
         if name not in self.instances:
-            raise DeploymentError(f"no instance {name!r} in this deployment; there are {', '.join(self.instances)}")
+            raise DeploymentError(f"no instance {name!r} in this deployment; instances: {', '.join(self.instances)}")
         return self.instances[name].url
 
-    async def watch(self, on_death: Callable[[Death], None] = lambda death: None) -> NoReturn:
-        """Look after the deployment, until it dies or the caller is cancelled.
+    async def watch(self, on_death: Callable[[ServerDeath], None] = lambda death: None) -> NoReturn:
+        """Watch the deployment until it ends or the caller is cancelled.
 
         Args:
-            on_death: told of every server that ended and is started again; only in a supervised deployment.
+            on_death: called for every server that ended and is restarted; only in a supervised deployment.
 
         Raises:
-            DeploymentError: Gym ended, or, without supervision, a server did; with the log's tail.
+            DeploymentError: Gym ended, or, without supervision, a server ended; with the log's tail.
         """
-        seen = 0
+        reported = 0
         while True:
             if self._supervised:
                 deaths = await asyncio.to_thread(self._deaths)
-                for death in deaths[seen:]:
+                for death in deaths[reported:]:
                     on_death(death)
-                seen = len(deaths)
+                reported = len(deaths)
             else:
                 gone = [item.name for item in self.instances.values() if not _lives(item.pid)]
                 if gone:
-                    raise DeploymentError(f"{', '.join(gone)} of the deployment died; {self._log_tail()}")
+                    raise DeploymentError(f"{', '.join(gone)} of the deployment died; {self.log.tail()}")
             self._raise_if_ended("while it was in use")
             await asyncio.sleep(_WATCH_S)
 
-    async def tell(self, say: Callable[[str], None], marker: str) -> NoReturn:
-        """Say how a start goes, until it is cancelled: what servers tell of themselves, and now and then which of them
-        are waited for, how busy the machine is, and the log's last line.
+    async def report_start(self, say: Callable[[str], None], marker: str) -> NoReturn:
+        """Report the progress of a start until cancelled.
+
+        Progress lines of servers are passed on. Every 15 s a line names the servers that do not answer yet, the load
+        of the machine, and the last line of the log.
 
         Args:
-            say: is told each line.
-            marker: stands in the log before what a server says of itself.
+            say: called with each line.
+            marker: prefix of servers' progress lines in the log.
         """
-        told, began = 0, time.monotonic()
+        reported, start = 0, time.monotonic()
         while True:
             for _ in range(round(WAITING_S)):
                 await asyncio.sleep(1)
-                said = [line for line in self._log_lines() if marker in line]
-                for line in said[told:]:
+                progress = [line for line in self.log.lines() if marker in line]
+                for line in progress[reported:]:
                     say(line.partition(marker)[2])
-                told = len(said)
-            stage = ", ".join(self.waiting) or "Gym to launch them"
-            last = next((f"; its log: {line:.120}" for line in reversed(self._log_lines()) if line.strip()), "")
-            say(f"{time.monotonic() - began:.0f} s, waiting for {stage}; {machine_load()}{last}")
+                reported = len(progress)
+            stage = ", ".join(self.waiting) or "Gym to launch its servers"
+            last = next((f"; its log: {line:.120}" for line in reversed(self.log.lines()) if line.strip()), "")
+            say(f"{time.monotonic() - start:.0f} s, waiting for {stage}; {machine_load()}{last}")
 
     async def guard[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Do some work with the deployment; if that dies, the work is cancelled and the death is the error.
+        """Run ``work``, and cancel it if the deployment dies.
 
         Raises:
-            DeploymentError: as :meth:`watch`.
+            DeploymentError: the deployment died, see :meth:`watch`.
         """
         working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
         try:
@@ -243,14 +233,14 @@ class GymDeployment:
         try:
             await asyncio.wait_for(self._start(), self._start_timeout_s)
         except TimeoutError as error:
-            tail = self._log_tail()
+            tail = self.log.tail()
             await self._end()
-            waited_for = ", ".join(self.waiting) or "Gym to launch its servers"
+            stage = ", ".join(self.waiting) or "Gym to launch its servers"
             raise DeploymentError(
-                f"not up after {self._start_timeout_s:g} s, still waiting for {waited_for}; {tail}"
+                f"the deployment is not up after {self._start_timeout_s:g} s, still waiting for {stage}; {tail}"
             ) from error
         except BaseException as error:
-            await self._end_and_tidy(error)
+            await self._end_and_clean_up(error)
             raise
         self.start_s = time.monotonic() - start
         self._up.touch()
@@ -259,20 +249,20 @@ class GymDeployment:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._end_and_tidy(error)
+        await self._end_and_clean_up(error)
 
-    async def _end_and_tidy(self, error: BaseException | None) -> None:
+    async def _end_and_clean_up(self, error: BaseException | None) -> None:
         try:
             await self._end()
         except asyncio.CancelledError:  # by a second signal
-            await self._tidy(error)
+            await self._clean_up(error)
             raise
-        await self._tidy(error)
+        await self._clean_up(error)
 
-    async def _tidy(self, error: BaseException | None) -> None:
-        # After an error somebody wants the log; being told to end is none.
-        good = error is None or isinstance(error, asyncio.CancelledError)
-        if good and not self._keeps_work_dir:
+    async def _clean_up(self, error: BaseException | None) -> None:
+        # The user needs the log after an error; a cancellation is not one.
+        succeeded = error is None or isinstance(error, asyncio.CancelledError)
+        if succeeded and not self._keeps_work_dir:
             await asyncio.to_thread(shutil.rmtree, self.work_dir, ignore_errors=True)
 
     async def _start(self) -> None:
@@ -281,29 +271,29 @@ class GymDeployment:
             try:
                 await self._wait_ready()
             except DeploymentError as error:
-                if _RAY_LATE not in self.log_path.read_text(errors="replace"):
+                if not any(_RAY_TIMED_OUT in line for line in self.log.lines()):
                     raise
                 await self._end()
                 if last:
                     raise DeploymentError(
-                        f"Ray did not start, twice, in the {RAY_START_S} s that it has: this machine is too busy or "
-                        f"short of memory. Start again when it is less so. Log: {self.log_path}"
+                        f"Ray did not start within {RAY_START_S} s, in two attempts: the machine is too busy or short "
+                        f"of memory; free some and start again. Log: {self.log.path}"
                     ) from error
             else:
                 return
 
     async def _launch(self) -> None:
-        if trouble := cut_at_a_space(self._python):
-            raise DeploymentError(f"{trouble}: install into a folder whose path has none")
-        await leftovers.sweep()
+        if problem := python_path_error(self._python):
+            raise DeploymentError(f"{problem}; install into a path without spaces")
+        await orphans.remove_orphans()
         for folder in (self.work_dir, self._ray_dir):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
-                raise DeploymentError(f"{folder} cannot be made: {error.strerror}; choose another folder") from error
-        self._lock = leftovers.lock(self._ray_dir, self.cli.mark, self._temporary)
-        for left in (self._up, self._events):
-            left.unlink(missing_ok=True)
+                raise DeploymentError(f"cannot create {folder}: {error.strerror}; choose another folder") from error
+        self._lock = orphans.lock(self._ray_dir, self.cli.mark, self._temporary)
+        for file in (self._up, self._events):
+            file.unlink(missing_ok=True)
         selection = [word for path in self._config_paths for word in ("--config", path)]
         if self._environment:
             selection += ["--environment", self._environment]
@@ -313,7 +303,7 @@ class GymDeployment:
             selection += ["--config", str(self._write_private())]
         words, env, cwd = await self.cli.command("env", "start", *selection)
         mark = self.cli.mark
-        with self._open_log() as log:
+        with self.log.path.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *reaper_command(mark, [*words, *self._overrides], sys.executable, self._ray_dir, self._temporary),
                 cwd=cwd,
@@ -340,20 +330,17 @@ class GymDeployment:
     def _restarter(self, python: Path) -> str:
         return restarter_program(python, self._up, self._events)
 
-    def _deaths(self) -> list[Death]:
+    def _deaths(self) -> list[ServerDeath]:
         lines = self._events.read_bytes().splitlines(keepends=True) if self._events.exists() else []
-        found = []
+        deaths = []
         for line in lines:
-            with contextlib.suppress(orjson.JSONDecodeError):  # half of one, of a disk that was full
-                found.append(Death(**orjson.loads(line)))
-        return found
-
-    def _open_log(self) -> IO[bytes]:
-        return self.log_path.open("wb")
+            with contextlib.suppress(orjson.JSONDecodeError):  # a full disk truncates a line
+                deaths.append(ServerDeath(**orjson.loads(line)))
+        return deaths
 
     @property
     def _private_file(self) -> Path:
-        # There, since whoever outlives this process, killed, removes it.
+        # The reaper and the next deployment remove the Ray folder even if this process is killed.
         return self._ray_dir / "private.yaml"
 
     def _write_private(self) -> Path:
@@ -369,50 +356,38 @@ class GymDeployment:
             while waiting is None or waiting:
                 self._raise_if_ended("before its servers were up")
                 if waiting is None:
-                    # Gym publishes the list once, when all servers are launched.
+                    # Gym publishes the list when all servers are launched.
                     listed = await _get_json(session, f"{self.cli.head_url}/server_instances")
                     if listed:
                         await self._require_own("Gym's head server", self.cli.head_url, "choose another: --head-port")
                         self.instances = {item.name: item for item in map(_instance, listed)}
                         waiting = dict(self.instances)
                 else:
-                    answers = await asyncio.gather(*(_answers(session, item.url) for item in waiting.values()))
+                    answers = await asyncio.gather(*(_is_reachable(session, item.url) for item in waiting.values()))
                     pairs = list(zip(waiting.items(), answers, strict=True))
                     for (name, item), answered in pairs:
                         if answered:
-                            await self._require_own(name, item.url, "start again, with other ports")
+                            await self._require_own(name, item.url, "start again with other ports")
                     waiting = {name: item for (name, item), answered in pairs if not answered}
                 self.waiting = list(waiting or ())
                 await asyncio.sleep(0.2)
 
     async def _require_own(self, name: str, url: str, fix: str) -> None:
-        """That something answers is no proof: of two deployments that take a port at a time one loses it."""
+        """Raise unless the listener is a process of this deployment: two deployments may race for a port."""
         port = URL(url).port
-        ours = await asyncio.to_thread(self.cli.mark.processes)
-        if port and await asyncio.to_thread(somebody_else_listens, port, ours):
-            raise DeploymentError(f"port {port} of {name} is taken by somebody else's server; {fix}")
+        own = await asyncio.to_thread(self.cli.mark.processes)
+        if port and await asyncio.to_thread(somebody_else_listens, port, own):
+            raise DeploymentError(f"port {port} of {name} is in use by another process; {fix}")
 
     def _raise_if_ended(self, when: str) -> None:
         if self._process is not None and self._process.returncode is not None:
             status = self._process.returncode
-            error = None if self._up.exists() else start_error(self._log_lines())
-            why = f"{error}; log {self.log_path}" if error else self._log_tail()
+            error = None if self._up.exists() else start_error(self.log.lines())
+            why = f"{error}; log {self.log.path}" if error else self.log.tail()
             raise DeploymentError(f"gym env start ended with status {status} {when}; {why}")
 
-    def _log_tail(self) -> str:
-        lines = without_interrupts(self._log_lines())[-LOG_TAIL_LINES:]
-        if not any(map(str.strip, lines)):
-            return f"Gym has printed nothing into {self.log_path}, so its own import is not over; {machine_load()}"
-        return f"{machine_load()}; log {self.log_path}, its last lines:\n" + "\n".join(lines)
-
-    def _log_lines(self) -> list[str]:
-        try:
-            return self.log_path.read_text(errors="replace").splitlines()
-        except FileNotFoundError:
-            return []
-
     async def _end(self) -> None:
-        # Cancelling the caller a second time must not leave servers behind.
+        # A second cancellation of the caller must not leave servers behind.
         ending = asyncio.create_task(self._end_now())
         try:
             await asyncio.shield(ending)
@@ -423,11 +398,11 @@ class GymDeployment:
     async def _end_now(self) -> None:
         process = self._process
         if process is not None and process.returncode is None:
-            # The reaper interrupts Gym, waits, and ends whatever Gym forgot.
+            # The reaper interrupts Gym, waits, and kills the processes that Gym leaves behind.
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), _KEEPER_GRACE_S)
+                await asyncio.wait_for(process.wait(), _REAPER_GRACE_S)
             except TimeoutError:
                 process.kill()
                 await process.wait()
@@ -439,7 +414,7 @@ class GymDeployment:
             self._lock = None
         if left:
             listed = "; ".join(f"{pid}: {command[:120]}" for pid, command in left.items())
-            raise DeploymentError(f"processes of the Gym deployment outlive a kill: {listed}")
+            raise DeploymentError(f"processes of the Gym deployment survived SIGKILL: {listed}")
 
 
 async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
@@ -450,13 +425,8 @@ async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
         return None
 
 
-def machine_load() -> str:
-    """Return how busy this machine is, in words."""
-    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-
-
 def _lives(pid: int) -> bool:
-    """Whether a process runs; one that ended and that nobody has asked about is a zombie."""
+    """Whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
     except (FileNotFoundError, ProcessLookupError):
@@ -464,8 +434,8 @@ def _lives(pid: int) -> bool:
     return state not in "ZX"
 
 
-async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
-    """Whether a server answers at all; like Gym, any status counts, since there may be no route at ``/``."""
+async def _is_reachable(session: aiohttp.ClientSession, url: str) -> bool:
+    """Whether a server answers. Any status counts, as in Gym, because a server may have no route at ``/``."""
     try:
         async with session.get(url):
             return True
@@ -476,61 +446,3 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 def _instance(listed: Mapping[str, Any]) -> Instance:
     server = f"{listed['server_type']}/{listed['name']}"
     return Instance(listed["process_name"], server, listed["url"], listed["pid"])
-
-
-def without_interrupts(lines: list[str]) -> list[str]:
-    """A log less the tracebacks of servers that Gym interrupted while they started, because another one had died: they
-    are long, come last, and are nobody's trouble."""
-    kept: list[str] = []
-    begin: int | None = None
-    for line in lines:
-        if line.endswith("Traceback (most recent call last):"):
-            begin = len(kept)
-        elif begin is not None and not line.startswith(" "):
-            if line.strip() == "KeyboardInterrupt":
-                del kept[begin:]
-                begin = None
-                continue
-            begin = None
-        kept.append(line)
-    return kept
-
-
-def start_error(lines: Sequence[str]) -> str | None:
-    """The exception that ended a deployment while it started, in a line; ``None`` if a log of Gym has none.
-
-    Gym's own exception, which comes last, only names the server that ended. The reason is that server's exception.
-    """
-    errors = _exceptions(without_interrupts([*lines]))
-    ended = next((found for error in errors if (found := _SERVER_ENDED.fullmatch(error))), None)
-    if ended is None:
-        return errors[-1] if errors else None
-    own = [error for error in errors if not _SERVER_ENDED.fullmatch(error) and not error.startswith("SystemExit")]
-    return f"{ended[1]}: {own[0]}" if own else None
-
-
-def _exceptions(lines: Sequence[str]) -> list[str]:
-    """What the tracebacks of a log end with; of those that one exception made, the last one."""
-    found: list[str] = []
-    rest, chained = iter(enumerate(lines)), False
-    for _, line in rest:
-        chained = chained or line.endswith(_CHAIN)
-        if not line.endswith("Traceback (most recent call last):"):
-            continue
-        speaker = line.removesuffix("Traceback (most recent call last):")
-        number, error = next(((n, text) for n, text in rest if not text.startswith(f"{speaker} ")), (0, ""))
-        error = error.removeprefix(speaker)
-        if fields := re.match(r"[\w.]+: (\d+) validation errors? for ", error):
-            error = _invalid_fields(lines[number + 1 :], int(fields[1]))
-        else:
-            error = re.sub(r"^(?:nemo_gym_prorl\.failures\.\w+: |(?:\w+\.)+)", "", error)
-        found[len(found) - chained :] = [error]
-        chained = False
-    return found
-
-
-def _invalid_fields(lines: Sequence[str], count: int) -> str:
-    """The fields that pydantic names behind an exception, and why: each is a line, and indented ones behind it."""
-    names = [number for number, line in enumerate(lines[:-1]) if not line.startswith(" ")][:count]
-    pairs = [(lines[number], lines[number + 1].strip().split(" [type=")[0]) for number in names]
-    return "; ".join(why if why.startswith(f"{name}: ") else f"{name}: {why}" for name, why in pairs)

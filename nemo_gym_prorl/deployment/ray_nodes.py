@@ -1,14 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of a Ray cluster, each with a Gym deployment of its own.
+"""Nodes of a Ray cluster, each with its own Gym deployment.
 
-Who is there, who has died and what is started again are Ray's to say: a node is one that has the resource
-``prorl_node`` (``ray start --resources='{"prorl_node": 1}'``), and on each an actor keeps a supervised deployment. A
-call of that actor which never returns is the notice of its death, be it the actor's or the node's. What the actor has
-started ends with it, however it ends (:mod:`nemo_gym_prorl.processes`); and Ray ends actors with the process whose
-they are, the front.
+A node of the fleet is a Ray node with the resource ``prorl_node`` (``ray start --resources='{"prorl_node": 1}'``). On
+each an actor owns a supervised deployment. Ray detects dead nodes and restarts actors: a pending call of the actor
+fails when the actor or its node dies.
 
-The actor itself does next to nothing, so that Ray's memory monitor has no reason to choose it.
+The processes of a deployment end with their actor (:mod:`nemo_gym_prorl.processes`), and Ray ends the actors with the
+gateway process that created them. The actor holds little memory, so Ray's memory monitor does not select it.
 """
 
 from __future__ import annotations
@@ -35,32 +34,31 @@ from nemo_gym_prorl.rollout.api.client import RolloutClient
 
 
 RESOURCE = "prorl_node"
-"""What a node has that is to run sandboxes."""
+"""Ray resource of nodes that run sandboxes."""
 
-LOOK_S = 2.0
-"""So often Ray is asked which nodes there are."""
+POLL_S = 2.0  # between two listings of Ray's nodes: short against the start of a deployment
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
-"""Before a node on which the servers did not come up is tried again."""
-LATE_S = 60.0
-"""How long an actor may take to start in silence."""
-_END_S = 30.0
+"""Bounds of the doubling pause before a failed deployment is restarted."""
+LATE_S = 60.0  # an actor that starts later is reported: Ray may have no free node for it
+_END_S = 30.0  # limit of ending all deployments on shutdown; Ray then kills the actors
 
 _SHARE_S = 5.0
-"""So often a node's model servers are told with how many others they share the engines."""
+"""Interval at which a node's model servers get the number of nodes that share their engines; a restarted server has
+lost it."""
 
 _MODEL = "responses_api_models/prorl_model"
 _AGENT = "responses_api_agents/prorl_agent"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What each node is to run.
+class NodeDeployment:
+    """Deployment that each node runs.
 
     Attributes:
         deployment: arguments of :class:`~.deployment.GymDeployment`.
         agent: instance name of its ``prorl_agent``.
-        token: the key of that agent, without which none of it is to be had beyond loopback.
-        log_dir: folder for a folder with each node's log; ``None`` for temporary ones.
+        token: the agent's key; ``None`` only if every node listens on loopback.
+        log_dir: folder for one log folder per node; ``None`` for temporary folders.
     """
 
     deployment: Mapping[str, Any]
@@ -70,52 +68,52 @@ class Order:
 
 
 class NodeActor:
-    """Keeps one node's deployment; an actor of Ray."""
+    """Ray actor that owns one node's deployment."""
 
     def __init__(self) -> None:
         self._deployment: GymDeployment | None = None
         self._parts = 1
 
-    async def up(self, order: Order) -> str:
-        """Start it; gives the URL of its agent.
+    async def up(self, spec: NodeDeployment) -> str:
+        """Start the deployment, and return the URL of its agent.
 
         Raises:
             DeploymentError: a server does not come up.
-            CallerError: it would be open to everybody, see ``serving/access.py``.
+            CallerError: the agent would listen beyond loopback without a key.
         """
         await self.end()
         host = ray.util.get_node_ip_address()
-        if order.token is None and not is_loopback(host):
+        if spec.token is None and not is_loopback(host):
             raise CallerError(
-                f"the node's agent would listen on {host} for everybody: set PRORL_TOKEN", field="--token"
+                f"the node's agent would listen on {host} without a key: set PRORL_TOKEN", field="--token"
             )
-        agent = {} if order.token is None else {"control_token": order.token}
-        # Not in the private file: files that an environment's own names are read after that, and say "loopback".
-        listens = f"++{order.agent}.responses_api_agents.prorl_agent.host={host}"
+        agent = {} if spec.token is None else {"control_token": spec.token}
+        # An override, because configuration files of the environment are read after the private file and set loopback.
+        host_override = f"++{spec.agent}.responses_api_agents.prorl_agent.host={host}"
         context = ray.get_runtime_context()
         node = context.get_node_id()[:12]
-        work_dir = order.log_dir / f"node-{node}" if order.log_dir else None
-        arguments = dict(order.deployment)
-        overrides = [*arguments.pop("overrides", ()), listens, f"++ray_head_node_address={context.gcs_address}"]
+        work_dir = spec.log_dir / f"node-{node}" if spec.log_dir else None
+        arguments = dict(spec.deployment)
+        overrides = [*arguments.pop("overrides", ()), host_override, f"++ray_head_node_address={context.gcs_address}"]
         deployment = GymDeployment(
             **arguments,
             overrides=overrides,
-            private={order.agent: {"responses_api_agents": {"prorl_agent": agent}}},
+            private={spec.agent: {"responses_api_agents": {"prorl_agent": agent}}},
             supervised=True,
             work_dir=work_dir,
         )
         await deployment.__aenter__()
         self._deployment = deployment
-        (found,) = [one for one in deployment.instances.values() if one.server == _AGENT]
-        return found.url
+        (instance,) = [instance for instance in deployment.instances.values() if instance.server == _AGENT]
+        return instance.url
 
     async def watch(self) -> NoReturn:
-        """Never returns.
+        """Watch the deployment; never returns.
 
         Raises:
             DeploymentError: Gym itself has ended.
         """
-        assert self._deployment is not None, "it is up"
+        assert self._deployment is not None, "the deployment is not up"
         sharing = PROCESS_LOOPS.start("share-engines", partial(self._share, self._deployment))
         try:
             await self._deployment.watch()
@@ -123,12 +121,11 @@ class NodeActor:
             sharing.cancel()
 
     async def share(self, parts: int) -> None:
-        """So many nodes sample from the same engines."""
+        """Set the number of nodes that sample from the same engines."""
         self._parts = parts
 
     async def _share(self, deployment: GymDeployment) -> float:
-        """Tell the model servers, again and again: one that is started again has forgotten it."""
-        models = [one.url for one in deployment.instances.values() if one.server == _MODEL]
+        models = [instance.url for instance in deployment.instances.values() if instance.server == _MODEL]
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_SHARE_S)) as http:
             for url in models:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -144,73 +141,71 @@ class NodeActor:
 
 
 class RayNodes:
-    """A source of nodes (:class:`~nemo_gym_prorl.fleet.nodes.NodeSource`): those of the Ray that this process is
-    connected to.
+    """Node source (:class:`~nemo_gym_prorl.fleet.nodes.NodeSource`): the nodes of the Ray cluster of this process.
 
     Args:
-        order: what each is to run.
-        say: told what becomes of them.
-        loops: supervises the look at Ray, and the keeping of each node.
+        spec: the deployment of each node.
+        say: called with a line when a node does not start.
+        loops: background loops that run the poll of Ray and the supervision of each node.
     """
 
-    def __init__(self, order: Order, say: Callable[[str], None], loops: BackgroundLoops) -> None:
-        self._order, self._say, self._loops = order, say, loops
+    def __init__(self, spec: NodeDeployment, say: Callable[[str], None], loops: BackgroundLoops) -> None:
+        self._spec, self._say, self._loops = spec, say, loops
         self._shared = 0
-        self._awaited: dict[str, str] = {}
-        """Return what each node still waits for before it joins, by node name."""
+        self._awaited: dict[str, str] = {}  # by node name: the part whose start the node still waits for
         self._changes: asyncio.Queue[NodeJoined | NodeLeft] = asyncio.Queue()
-        self._kept: dict[str, asyncio.Task[None]] = {}
+        self._supervised: dict[str, asyncio.Task[None]] = {}
         self._actors: dict[str, Any] = {}
         self._actor = ray.remote(NodeActor)
 
     @property
     def present(self) -> Sequence[NodeJoined]:
-        """None: each takes its time to come up."""
+        """Empty: every node joins later, once its deployment is up."""
         return ()
 
     @property
     def awaited(self) -> str:
         """Return what the start waits for, in words; empty if every node has joined."""
-        if not self._kept:
+        if not self._supervised:
             return f"a node with the resource {RESOURCE}"
         return ", ".join(f"{what} of node {name}" for name, what in self._awaited.items())
 
     async def changes(self) -> AsyncIterator[NodeJoined | NodeLeft]:
-        """NodeSource come and go."""
-        looking = self._loops.start("ray-nodes", self._look)
+        """Yield nodes that join or leave."""
+        polling = self._loops.start("ray-nodes", self._poll)
         try:
             while True:
                 yield await self._changes.get()
         finally:
-            looking.cancel()
+            polling.cancel()
 
     async def close(self) -> None:
         """End all deployments."""
-        for task in self._kept.values():
+        for task in self._supervised.values():
             task.cancel()
-        await asyncio.gather(*self._kept.values(), return_exceptions=True)
-        ends = [_quietly(actor.end.remote()) for actor in self._actors.values()]
+        await asyncio.gather(*self._supervised.values(), return_exceptions=True)
+        ends = [_ignore_ray_errors(actor.end.remote()) for actor in self._actors.values()]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 await asyncio.gather(*ends)
         for actor in self._actors.values():
             ray.kill(actor)
 
-    async def _look(self) -> float:
+    async def _poll(self) -> float:
         alive = await asyncio.to_thread(_alive)
         for node in alive:
-            if node not in self._kept:
-                self._kept[node] = self._loops.start("ray-node", partial(self._keep, node))
+            if node not in self._supervised:
+                self._supervised[node] = self._loops.start("ray-node", partial(self._supervise, node))
         if len(alive) != self._shared:
             self._shared = len(alive)
             for actor in self._actors.values():
                 actor.share.remote(self._shared)
-        return LOOK_S
+        return POLL_S
 
-    async def _keep(self, node: str) -> None:
-        """Have a deployment on a node as long as that lives. A node that has died comes back as another one."""
+    async def _supervise(self, node: str) -> None:
+        """Run a deployment on a node until the node dies. A node that returns has a new id."""
         name, pause = node[:12], FIRST_PAUSE_S
-        if node not in self._actors:  # after a restart of this loop the actor holds the node's resource already
+        if node not in self._actors:  # after a restart of this loop the actor still holds the node's resource
             self._actors[node] = self._actor.options(
                 num_cpus=0,
                 resources={RESOURCE: 1},
@@ -219,15 +214,15 @@ class RayNodes:
             ).remote()
         actor = self._actors[node]
         self._awaited[name] = "the actor"
-        begun = asyncio.ensure_future(_quietly(actor.share.remote(len(self._actors))))
-        if not (await asyncio.wait({begun}, timeout=LATE_S))[0]:
-            self._say(f"node {name}: its actor does not start; has another fleet this node, or is it busy?")
+        started = asyncio.ensure_future(_ignore_ray_errors(actor.share.remote(len(self._actors))))
+        if not (await asyncio.wait({started}, timeout=LATE_S))[0]:
+            self._say(f"node {name}: its actor has not started in {LATE_S:.0f} s; another fleet may use the node")
         while True:
             joined = False
             self._awaited[name] = "the servers"
             try:
-                url = await actor.up.remote(self._order)
-                self._changes.put_nowait(NodeJoined(name, RolloutClient(url, self._order.token)))
+                url = await actor.up.remote(self._spec)
+                self._changes.put_nowait(NodeJoined(name, RolloutClient(url, self._spec.token)))
                 joined, pause = True, FIRST_PAUSE_S
                 del self._awaited[name]
                 await actor.watch.remote()
@@ -241,7 +236,7 @@ class RayNodes:
                 raise
             lives = node in await asyncio.to_thread(_alive)
             if joined:
-                self._changes.put_nowait(NodeLeft(name, why if lives else "Ray says that it is dead"))
+                self._changes.put_nowait(NodeLeft(name, why if lives else "Ray reports the node as dead"))
             elif lives:
                 self._say(f"node {name}: {why}")
             if not lives:
@@ -254,7 +249,7 @@ class RayNodes:
 
 
 def exposed_host() -> str | None:
-    """The address of a node at which an agent without a key would be open to others; ``None`` if all are loopback."""
+    """Return a node's address beyond loopback, at which an agent without a key would be exposed, or ``None``."""
     return next((host for node in _nodes() if not is_loopback(host := node["NodeManagerAddress"])), None)
 
 
@@ -266,7 +261,7 @@ def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(RESOURCE, 0) >= 1]
 
 
-async def _quietly(call: Any) -> None:
+async def _ignore_ray_errors(call: Any) -> None:
     with contextlib.suppress(RayError):
         await call
 

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""One Python environment for every server that can share it, laid out as Gym wants its servers' environments.
+"""Shares one Python environment among servers, through links where Gym expects a virtual environment per server.
 
-Gym gives each server a virtual environment of its own at ``<uv_venv_dir>/<type>/<server>/.venv`` and builds it with
-uv: a minute and a gigabyte each, and none of it for a package that no registry has. A server whose requirements the
-running environment meets anyway gets a link to that one instead, which Gym takes with ``skip_venv_if_present``. All
-others are left to Gym.
+Gym builds a virtual environment for each server with uv at ``<uv_venv_dir>/<type>/<server>/.venv``. Each takes about a
+minute and a gigabyte, and fails for a package that is on no index. A server whose requirements the running environment
+satisfies gets a link to the running environment instead, which Gym accepts with ``skip_venv_if_present``. Gym builds
+the environments of all other servers.
 
-Two callers: :class:`~nemo_gym_prorl.deployment.command_line.GymCli`, with a folder per deployment, and our Hydra
-plugin (``hydra_plugins/prorl_gym``), by which ``gym env start`` finds :func:`shared_folder` without a setting.
+:class:`~nemo_gym_prorl.deployment.gym_cli.GymCli` uses a folder per deployment. The Hydra plug-in
+(``hydra_plugins/prorl_gym``) gives ``gym env start`` the folder of :func:`shared_venvs` without a setting.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from nemo_gym_prorl.sandbox.images.entries import cache_dir
 
 
 SERVER_TYPES = ("resources_servers", "responses_api_agents", "responses_api_models", "environment_servers")
-"""The folders in which Gym looks for servers."""
+"""The folders in which Gym searches servers."""
 
 VENVS_VARIABLE = "PRORL_GYM_VENVS"
-"""Environment variable from which our configuration files take ``uv_venv_dir``."""
+"""Environment variable that this project's configuration files use for ``uv_venv_dir``."""
 
 REUSE_VARIABLE = "PRORL_GYM_REUSE"
-"""Environment variable from which our configuration files take ``skip_venv_if_present``."""
+"""Environment variable that this project's configuration files use for ``skip_venv_if_present``."""
 
-_WITHOUT_EXTRAS = frozenset({"nemo-gym", "nemo-gym-prorl"})
-"""Packages whose extras are not looked at. Gym's servers ask for Gym with what its developers use (dev), and start
-without. A server of ours that lacks an extra ends at once and says how to install it; an environment of its own would
-take minutes and then lack this very package, which need not be in any index.
+_IGNORED_EXTRAS = frozenset({"nemo-gym", "nemo-gym-prorl"})
+"""Packages whose extras are ignored. Gym's servers require ``nemo-gym[dev]`` but run without it. A server of this
+project that lacks an extra ends at start and names the package to install; an environment built by Gym would lack
+nemo-gym-prorl itself, which may be on no index.
 """
 
 
-def cut_at_a_space(python: str) -> str:
-    """What keeps Gym from starting servers with this interpreter; empty if nothing does."""
+def python_path_error(python: str) -> str:
+    """Return why Gym cannot start servers with this interpreter; empty if it can."""
     if not any(map(str.isspace, python)):
         return ""
-    return f"Gym starts its servers by a shell line in which a path ends at a space, and {python} has one"
+    return f"Gym cannot start servers with {python}: the path contains a space"
 
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """Where things lie for one interpreter.
+    """Folders of one interpreter's installation.
 
     Attributes:
-        prefix: its environment.
+        prefix: the Python environment.
         bin: folder of the interpreter and of Gym's console script.
-        gym_root: the folder that holds ``nemo_gym`` and Gym's server folders.
-        our_root: the folder that holds ``nemo_gym_prorl`` and our server folders.
+        gym_root: the folder with ``nemo_gym`` and Gym's server folders.
+        our_root: the folder with ``nemo_gym_prorl`` and this project's server folders.
     """
 
     prefix: Path
@@ -71,11 +71,11 @@ class Installation:
 
     @property
     def checkout(self) -> Path | None:
-        """Our folder where it is not next to Gym's, so that Gym has to be told about it."""
+        """This project's folder, if it differs from Gym's, so that Gym needs it as another root."""
         return self.our_root if self.our_root != self.gym_root else None
 
     def server_folders(self, cwd: Path | None = None) -> Iterator[Path]:
-        """The folder of every server that Gym or we bring, or that is where Gym is run (by default, where this is)."""
+        """Yield the folders of all servers of Gym, of this project and of ``cwd`` (default: the current directory)."""
         for root in {self.gym_root, self.our_root, cwd or Path.cwd()}:
             for server_type in SERVER_TYPES:
                 folder = root / server_type if root else None
@@ -84,17 +84,17 @@ class Installation:
 
 
 def running_installation() -> Installation:
-    """That of this process."""
+    """Return the installation of this process."""
     return Installation(
         Path(sys.prefix), Path(sys.executable).parent, _folder_of("nemo_gym"), _folder_of("nemo_gym_prorl")
     )
 
 
-def shared_folder() -> Path:
-    """Folder for ``uv_venv_dir`` with the environments of servers that can use the running one; kept up to date.
+def shared_venvs() -> Path:
+    """Update and return the user's folder for ``uv_venv_dir``, with links to the running environment.
 
     Raises:
-        OSError: the cache folder can't be written.
+        OSError: the cache folder cannot be written.
     """
     installation = running_installation()
     name = hashlib.sha256(str(installation.prefix).encode()).hexdigest()[:12]
@@ -111,54 +111,53 @@ def link_environments(
     python: str | None = None,
     cwd: Path | None = None,
 ) -> None:
-    """Give every server that can use it the one environment there is.
+    """Link the shared environment for every server whose requirements it satisfies.
 
     Args:
-        venvs: the folder that Gym is told as ``uv_venv_dir``.
+        venvs: the folder for ``uv_venv_dir``.
         installation: the environment to share.
-        version_of: the version of a package in it by its normalised name; ``None`` if it is not there.
-        python: text of a program that stands for the interpreter; default: the interpreter itself.
-        cwd: where Gym is run, which looks for servers there, too; default: where this is.
+        version_of: returns a package's version in the environment by normalized name; ``None`` if not installed.
+        python: text of a program that replaces the interpreter. Default: the interpreter itself.
+        cwd: Gym's working directory, in which Gym searches servers too. Default: the current directory.
     """
     target = installation.prefix
     if python is not None or not (target / "bin" / "activate").exists():
-        target = _stand_in(venvs / "environment", installation, python)
+        target = _create_minimal_venv(venvs / "environment", installation, python)
     for server in installation.server_folders(cwd):
         link = venvs / server.parent.name / server.name / ".venv"
-        if not meets(server, version_of):
-            if link.is_symlink():  # it did, before an upgrade
+        if not satisfies_requirements(server, version_of):
+            if link.is_symlink():  # satisfied before an upgrade
                 link.unlink(missing_ok=True)
         elif not (link.is_symlink() and link.readlink() == target):
             link.parent.mkdir(parents=True, exist_ok=True)
-            # By renaming: another deployment may be starting from it.
-            fresh = link.with_name(f".venv-{os.getpid()}")
-            fresh.unlink(missing_ok=True)
-            fresh.symlink_to(target)
-            with contextlib.suppress(IsADirectoryError):  # one that Gym has built
-                fresh.replace(link)
-            fresh.unlink(missing_ok=True)
+            # Replaced atomically, because another deployment may use the link.
+            new_link = link.with_name(f".venv-{os.getpid()}")
+            new_link.unlink(missing_ok=True)
+            new_link.symlink_to(target)
+            with contextlib.suppress(IsADirectoryError):  # an environment that Gym has built stays
+                new_link.replace(link)
+            new_link.unlink(missing_ok=True)
 
 
-def meets(server: Path, version_of: Callable[[str], str | None]) -> bool:
-    """Whether an environment has all that a server asks for in its ``pyproject.toml`` or ``requirements.txt``.
+def satisfies_requirements(server: Path, version_of: Callable[[str], str | None]) -> bool:
+    """Whether an environment satisfies a server's ``pyproject.toml`` or ``requirements.txt``.
 
-    An extra of another package counts as not met, as does what can't be read for certain: Gym then builds an
-    environment.
+    Extras of other packages and unreadable requirements count as unsatisfied, so Gym builds an environment.
     """
     try:
-        wanted = list(_requirements(server))
+        requirements = list(_requirements(server))
     except (OSError, ValueError):
         return False
-    return bool(wanted) and all(_has(requirement, version_of) for requirement in wanted)
+    return bool(requirements) and all(_is_satisfied(requirement, version_of) for requirement in requirements)
 
 
-def _has(wanted: Requirement, version_of: Callable[[str], str | None]) -> bool:
-    if wanted.marker is not None and not wanted.marker.evaluate():
+def _is_satisfied(requirement: Requirement, version_of: Callable[[str], str | None]) -> bool:
+    if requirement.marker is not None and not requirement.marker.evaluate():
         return True
-    name = canonicalize_name(wanted.name)
+    name = canonicalize_name(requirement.name)
     version = version_of(name)
-    fits = version is not None and wanted.specifier.contains(version, prereleases=True)
-    return fits and (name in _WITHOUT_EXTRAS or not wanted.extras)
+    fits = version is not None and requirement.specifier.contains(version, prereleases=True)
+    return fits and (name in _IGNORED_EXTRAS or not requirement.extras)
 
 
 def _requirements(server: Path) -> Iterator[Requirement]:
@@ -169,7 +168,7 @@ def _requirements(server: Path) -> Iterator[Requirement]:
         return
     for line in listing.read_text().splitlines():
         entry = line.partition("#")[0].strip() if "://" not in line else line.strip()
-        if "../.." in entry:  # Gym itself, from its checkout
+        if "../.." in entry:  # servers in Gym's checkout require Gym by relative path
             yield Requirement("nemo-gym")
         elif entry and not entry.startswith("#"):
             try:
@@ -192,9 +191,12 @@ def _version_here(package: str) -> str | None:
         return None
 
 
-def _stand_in(folder: Path, installation: Installation, python: str | None) -> Path:
-    """What has the parts of a virtual environment that Gym uses: where Python is installed without one, as in many
-    containers, and where servers are to start through a program of ours."""
+def _create_minimal_venv(folder: Path, installation: Installation, python: str | None) -> Path:
+    """Create a folder with the parts of a virtual environment that Gym uses.
+
+    Needed for a Python outside of a virtual environment, as in many containers, and for a program that replaces the
+    interpreter.
+    """
     bin_dir = folder / "bin"
     bin_dir.mkdir(parents=True, exist_ok=True)
     program = bin_dir / "python"

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from nemo_gym_prorl.agent.gym_environments import ServiceConfig
-from nemo_gym_prorl.deployment.config_files import merged_files
+from nemo_gym_prorl.deployment.config_files import load_merged
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RolloutSource
 
@@ -284,7 +284,7 @@ def gym_blocks(config: Mapping[str, Any]) -> dict[str, Any]:
     ]
     over = [dict(own), *(dict(block_at(shard, "overrides")) for shard in shards)]
     try:
-        merged = OmegaConf.to_container(OmegaConf.merge(_FROM_NEMO_RL, merged_files(paths), *over), resolve=True)
+        merged = OmegaConf.to_container(OmegaConf.merge(_FROM_NEMO_RL, load_merged(paths), *over), resolve=True)
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
         raise CallerError(str(error).splitlines()[0], field="env.nemo_gym") from error
     assert isinstance(merged, dict)

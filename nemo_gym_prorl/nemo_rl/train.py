@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nemo_gym_prorl.deployment.config_files import ROOTS_VARIABLE
-from nemo_gym_prorl.deployment.venvs import running_installation, shared_folder
+from nemo_gym_prorl.deployment.venvs import running_installation, shared_venvs
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.nemo_rl.checks import Finding, check, findings_of_validation, value_at
 from nemo_gym_prorl.nemo_rl.configuration import (
@@ -128,7 +128,7 @@ def complete(config: dict[str, Any]) -> None:
     if not isinstance(gym, dict):
         return
     if gym.get("uv_venv_dir") is None:
-        gym["uv_venv_dir"] = str(shared_folder())
+        gym["uv_venv_dir"] = str(shared_venvs())
         gym["skip_venv_if_present"] = True
     if (ours := running_installation().checkout) is not None:
         roots = [root for root in os.environ.get(ROOTS_VARIABLE, "").split(os.pathsep) if root]

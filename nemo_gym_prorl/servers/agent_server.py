@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym agent whose ``/run`` is a job of the rollout service; the job API stands beside Gym's own routes."""
+"""Gym agent server ``prorl_agent``: Gym's routes and the job API over one rollout service."""
 
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from nemo_gym_prorl.servers.server_config import ServerConfig
 
 
 class VerifiedRollout(BaseModel):
-    """A row that ``/run`` answered with, as Gym sends it back: what its profiler cannot do without."""
+    """Row from ``/run`` as Gym sends it back for metrics, with the fields that Gym's profiler requires."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -35,7 +35,7 @@ class VerifiedRollout(BaseModel):
 
 
 class VerifiedRollouts(BaseModel):
-    """Gym's request for metrics. Gym's own model takes any objects, and its profiler fails on most of them."""
+    """Gym's request for metrics. Stricter than Gym's own model, whose profiler fails on incomplete rows."""
 
     verify_responses: list[VerifiedRollout]
 
@@ -55,13 +55,13 @@ _GYM_ROUTES = {
 
 
 class ProRLAgentConfig(BaseResponsesAPIAgentConfig, ServiceConfig, ServerConfig):
-    """Gym's references to the servers that a rollout uses, and the service's own settings."""
+    """Settings of the agent server: Gym's server references and the settings of the rollout service."""
 
     model_server: ModelServerRef
 
 
 class ProRLAgent(SimpleResponsesAPIAgent):
-    """Thin: everything happens in :class:`~nemo_gym_prorl.agent.agent_service.AgentService`."""
+    """Gym's server class over :class:`~nemo_gym_prorl.agent.agent_service.AgentService`."""
 
     config: ProRLAgentConfig
     ray_enabled: ClassVar[bool] = False
@@ -69,15 +69,15 @@ class ProRLAgent(SimpleResponsesAPIAgent):
 
     @classmethod
     def run_webserver(cls) -> Any:
-        """Gym's start of the server, which ends with that Gym from now on, also while it waits for Gym's Ray."""
+        """Start the server. The process ends together with the Gym that started it, even while it waits for Ray."""
         exit_with_starter()
         return super().run_webserver()
 
     def setup_webserver(self) -> FastAPI:
-        """Gym's routes, and the service's.
+        """Return the application with Gym's routes and the service's routes.
 
         Raises:
-            CallerError: the server would listen beyond loopback without a key, or a setting cannot work.
+            CallerError: the server would listen beyond loopback without a key, or a setting is invalid.
         """
         has_keys_file = self.config.keys_file is not None
         for host in (self.config.host, None if self.config.tls_port is None else "all interfaces (tls_port)"):
@@ -87,7 +87,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
             self.config, self.server_client.global_config_dict, model=self.config.model_server.name
         )
         app: FastAPI = super().setup_webserver()
-        _only_served(app)
+        _remove_unserved_routes(app)
         app.include_router(self._service.router())
         has_keys = self.config.control_token is not None or has_keys_file
         add_problem_handlers(app, _GYM_ROUTES, SCOPES.needs if has_keys else None)
@@ -108,27 +108,27 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         await self._service.close()
 
     async def run(self, request: Request) -> Response:
-        """One rollout, start to reward. One that fails is a masked row that says why, or for a trainer an error."""
+        """Run one rollout from seed to reward. A failed rollout is a masked row, or an error for a trainer."""
         return await self._service.run(request)
 
     async def responses(self, request: Request) -> Response:
-        """The tool loop alone, in a session that the caller seeded."""
+        """Run the tool loop alone, in a session that the caller seeded."""
         return await self._service.responses(request)
 
     async def aggregate_metrics(self, request: Request) -> AggregateMetrics:
-        """What the resources servers make of the finished rollouts."""
+        """Return the resources servers' metrics of finished rollouts."""
         try:
-            asked = VerifiedRollouts.model_validate(read_json(await request.body()))
+            rollouts = VerifiedRollouts.model_validate(read_json(await request.body()))
         except ValidationError as error:
             raise invalid_body(error) from None
-        sent = asked.model_dump(by_alias=True, exclude_unset=True)
-        return AggregateMetrics.model_validate(await self._service.aggregate_metrics(sent))
+        body = rollouts.model_dump(by_alias=True, exclude_unset=True)
+        return AggregateMetrics.model_validate(await self._service.aggregate_metrics(body))
 
 
-def _only_served(app: FastAPI) -> None:
-    """Take away routes of recent Gyms that would answer 500, and keep from the document what it cannot describe."""
+def _remove_unserved_routes(app: FastAPI) -> None:
+    """Remove Gym's routes that this agent does not implement, and hide routes that OpenAPI cannot describe."""
     for route in [route for route in app.router.routes if isinstance(route, APIRoute)]:
-        if route.path.startswith("/v1/agent_sessions"):  # episodes whose sessions an agent keeps
+        if route.path.startswith("/v1/agent_sessions"):  # multi-call episodes, which this agent does not have
             app.router.routes.remove(route)
-        elif route.path.startswith("/ng-rollout/"):  # /v1/responses once more, below an id that is not declared
+        elif route.path.startswith("/ng-rollout/"):  # an alias of /v1/responses with an undeclared path parameter
             route.include_in_schema = False

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym's own client, with the keys of our servers.
+"""Bearer tokens for Gym's own HTTP client.
 
-Our servers read each other's keys from the configuration of their deployment. Gym's client does not: a driver that
-collects rollouts, or NeMo RL's actor, is refused by a server that has a key. :func:`send_keys` mends that for the
-process in which it is called::
+Gym's client sends no keys, so a server with a key refuses Gym's collector and NeMo RL's actor. :func:`send_keys` makes
+the client of the current process send each server its key from Gym's configuration::
 
     ray.get(actor.__ray_call__.remote(send_keys))
 """
@@ -21,22 +20,22 @@ from nemo_gym_prorl.http.keys import authorization
 
 
 def send_keys(caller: object = None) -> None:
-    """From now on Gym's client shows each of our servers its key, and only to that server.
+    """Make Gym's client send each server its own key, and no other server's.
 
-    The keys are those of the process's Gym configuration, as it is now: call it once that has been read.
+    Call this after Gym has read its configuration, because the keys are read once.
 
     Args:
-        caller: not used; Ray gives the actor to what it calls in it.
+        caller: unused; Ray passes the actor to functions called through ``__ray_call__``.
     """
     from nemo_gym import server_utils
     from nemo_gym.global_config import get_global_config_dict
 
     config = cast("dict[str, Any]", OmegaConf.to_container(get_global_config_dict(), resolve=True))
     keys = {urlsplit(known.url).netloc: authorization(known.key) for known in addresses(config).values()}
-    plain = server_utils.request
+    send_without_key = server_utils.request
 
     async def request(method: str, url: str, _internal: bool = False, **options: Any) -> Any:
         headers = {**(options.pop("headers", None) or {}), **keys.get(urlsplit(url).netloc, {})}
-        return await plain(method, url, _internal, headers=headers, **options)
+        return await send_without_key(method, url, _internal, headers=headers, **options)
 
     server_utils.request = request

@@ -15,7 +15,7 @@ from nemo_gym.config_types import ModelServerRef
 from omegaconf import OmegaConf
 from pydantic import BaseModel, Field
 
-from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, HttpClient, addresses, json_of
+from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, HttpClient, addresses, require_json
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 
 
@@ -66,7 +66,7 @@ class TaskModel:
             raise _verifier_error(error.reason) from error
         if not answer.ok:
             raise _verifier_error(f"{what}: HTTP {answer.status}: {answer.text(500)}")
-        response = json_of(answer, what, FailureKind.VERIFIER_ERROR)
+        response = require_json(answer, what, FailureKind.VERIFIER_ERROR)
         text = _text(response)
         if text is None:
             raise _verifier_error(f"{what}: the answer has no complete message: {answer.text(500)}")

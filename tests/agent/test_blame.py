@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.agent import tool_loop
-from nemo_gym_prorl.agent.gym_http import Address, HttpAnswer, addresses, in_header, in_path, require_ok
+from nemo_gym_prorl.agent.gym_http import Address, HttpAnswer, addresses, quote_header, quote_segment, require_ok
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, TaskError
 from tests.agent.peers import COLLECTED, ROW, Environment, Policy, deployment, once, reference, status, until
 
@@ -226,11 +226,11 @@ def test_addresses_and_keys_of_a_merged_configuration() -> None:
 def test_an_id_in_a_header_is_visible_ascii_and_in_a_path_one_segment(identifier: str) -> None:
     from urllib.parse import unquote
 
-    for written in (in_header(identifier), in_path(identifier)):
+    for written in (quote_header(identifier), quote_segment(identifier)):
         assert written.isascii()
         assert written.isprintable()
         assert " " not in written
         assert unquote(written) == identifier
-    assert "/" not in in_path(identifier)
+    assert "/" not in quote_segment(identifier)
     if identifier.isascii() and not set(identifier) & set(" %"):
-        assert in_header(identifier) == identifier
+        assert quote_header(identifier) == identifier

@@ -24,7 +24,7 @@ from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 from responses_api_agents.prorl_agent.tests.test_app import agent
 from tests.agent.gym_host import free_port
 from tests.agent.peers import COLLECTED, ROW, Deployment, Environment, deployment
-from tests.rollout.command_line import prorl
+from tests.cli.command_line import prorl
 from tests.rollout.test_access_control import OF, write
 
 

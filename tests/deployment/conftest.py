@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from nemo_gym_prorl.deployment.command_line import GymCli
+from nemo_gym_prorl.deployment.gym_cli import GymCli
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from tests.deployment.families import MIXTURE, Families, deployed
 from tests.deployment.ray_cluster import ray_cluster

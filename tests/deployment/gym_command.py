@@ -7,7 +7,7 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from nemo_gym_prorl.deployment.command_line import MARK_NAME, DeploymentError, GymCli
+from nemo_gym_prorl.deployment.gym_cli import MARK_NAME, DeploymentError, GymCli
 from nemo_gym_prorl.processes import ProcessMark
 
 

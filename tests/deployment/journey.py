@@ -16,8 +16,8 @@ import orjson
 
 from nemo_gym_prorl.cli.scripted.server import serve
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
-from nemo_gym_prorl.deployment.command_line import GymCli
 from nemo_gym_prorl.deployment.deployment import GymDeployment
+from nemo_gym_prorl.deployment.gym_cli import GymCli
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from tests.deployment.gym_command import gym as gym_command

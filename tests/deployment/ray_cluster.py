@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.deployment.command_line import RAY_START_S
+from nemo_gym_prorl.deployment.gym_cli import RAY_START_S
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
 
 

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import IO, Any
 
-from nemo_gym_prorl.deployment.command_line import RAY_START_S
+from nemo_gym_prorl.deployment.gym_cli import RAY_START_S
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from nemo_gym_prorl.cli.demo import DESERVED, SCRIPTS
+from nemo_gym_prorl.cli.scripted.demo import DESERVED, SCRIPTS
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.processes import ProcessMark
 

@@ -16,9 +16,10 @@ import yaml
 from aiohttp import web
 
 from nemo_gym_prorl.deployment import deployment as deployment_module
-from nemo_gym_prorl.deployment import leftovers
-from nemo_gym_prorl.deployment.command_line import MARK_NAME, DeploymentError, GymCli
-from nemo_gym_prorl.deployment.deployment import GymDeployment, start_error
+from nemo_gym_prorl.deployment import orphans
+from nemo_gym_prorl.deployment.deployment import GymDeployment
+from nemo_gym_prorl.deployment.gym_cli import MARK_NAME, DeploymentError, GymCli
+from nemo_gym_prorl.deployment.gym_log import start_error
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
 
 
@@ -62,7 +63,7 @@ async def test_a_death_while_it_is_in_use_is_noticed(shared_ray, tmp_path):
             gym.url("nobody")
         assert await gym.guard(asyncio.sleep(0, "the work's own result")) == "the work's own result"
         async with asyncio.timeout(60):
-            while "All 1 / 1 servers ready" not in gym.log_path.read_text():
+            while "All 1 / 1 servers ready" not in gym.log.path.read_text():
                 await asyncio.sleep(0.1)
         victim = next(pid for pid, command in gym.cli.mark.processes().items() if command.endswith("app.py"))
         # Gym would look within a minute, and say nothing to whoever uses the servers.
@@ -118,9 +119,9 @@ async def test_servers_that_take_too_long_are_given_up(tmp_path):
 def test_the_end_of_a_log_is_told_or_that_there_is_none(log: str | None, told: str, tmp_path: Path) -> None:
     gym = GymDeployment(work_dir=tmp_path)
     if log is not None:
-        gym.log_path.write_text(log)
-    assert told in gym._log_tail()
-    assert re.search(r"load [\d.]+ on \d+ cores", gym._log_tail())
+        gym.log.path.write_text(log)
+    assert told in gym.log.tail()
+    assert re.search(r"load [\d.]+ on \d+ cores", gym.log.tail())
 
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "app.py", line 1, in <module>\n    go()\n'
@@ -166,7 +167,7 @@ async def test_a_second_signal_leaves_no_folder(monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setattr(gym.cli, "command", lambda *_words: _now(command))
     starting = asyncio.create_task(gym.__aenter__())
-    while "up" not in gym._log_lines():
+    while "up" not in gym.log.lines():
         await asyncio.sleep(0.1)
     starting.cancel()
     await asyncio.sleep(0.3)
@@ -276,12 +277,12 @@ async def test_a_tree_ends_with_the_process_that_its_owner_knows(number: signal.
 
 async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As after the end of a batch job, which kills owners and reapers alike."""
-    monkeypatch.setattr(leftovers, "FOLDERS", tmp_path)
+    monkeypatch.setattr(orphans, "FOLDERS", tmp_path)
     mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
     folder, temporary, another = tmp_path / "prorl-ray-1", tmp_path / "prorl-gym-1", tmp_path / "prorl-ray-2"
     for each in (folder, temporary, another):
         each.mkdir()
-    lock = leftovers.lock(folder, mark, temporary)
+    lock = orphans.lock(folder, mark, temporary)
     known = await asyncio.create_subprocess_exec(
         *reaper_command(mark, ["sleep", "600"], sys.executable, folder, temporary),
         env={**os.environ, mark.name: mark.value},
@@ -290,10 +291,10 @@ async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monke
     async with asyncio.timeout(20):
         while len(mark.processes()) < 3:
             await asyncio.sleep(0.02)
-    await leftovers.sweep()
+    await orphans.remove_orphans()
     assert folder.exists(), "its owner lives"
     os.close(lock)
-    await leftovers.sweep()
+    await orphans.remove_orphans()
     assert folder.exists(), "its reaper lives"
     reapers = [pid for pid, command in mark.processes().items() if "processes.py" in command]
     for number in (signal.SIGSTOP, signal.SIGKILL):  # at once
@@ -302,7 +303,7 @@ async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monke
     await known.wait()
     assert [*mark.processes().values()] == ["sleep 600"]
     assert temporary.exists()
-    await leftovers.sweep()
+    await orphans.remove_orphans()
     assert mark.processes() == {}
     assert not folder.exists()
     assert not temporary.exists()
@@ -310,20 +311,20 @@ async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monke
 
 
 async def test_starts_at_the_same_time_sweep_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(leftovers, "FOLDERS", tmp_path)
+    monkeypatch.setattr(orphans, "FOLDERS", tmp_path)
     mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
     for number in range(20):
         folder = tmp_path / f"prorl-ray-{number}"
         folder.mkdir()
-        os.close(leftovers.lock(folder, mark, None))
+        os.close(orphans.lock(folder, mark, None))
         (folder / "more").mkdir()
     os.mkfifo(tmp_path / "prorl-ray-0" / "pipe")
     program = f"""
 import asyncio
 from pathlib import Path
-from nemo_gym_prorl.deployment import leftovers
-leftovers.FOLDERS = Path({str(tmp_path)!r})
-asyncio.run(leftovers.sweep())
+from nemo_gym_prorl.deployment import orphans
+orphans.FOLDERS = Path({str(tmp_path)!r})
+asyncio.run(orphans.remove_orphans())
 """
     starts = [await asyncio.create_subprocess_exec(sys.executable, "-c", program) for _ in range(4)]
     assert [await start.wait() for start in starts] == [0] * 4

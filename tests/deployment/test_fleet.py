@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.cli.demo_scripts import script_for
+from nemo_gym_prorl.cli.scripted.humaneval import script_for
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
-from nemo_gym_prorl.deployment.command_line import MARK_NAME
+from nemo_gym_prorl.deployment.gym_cli import MARK_NAME
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState

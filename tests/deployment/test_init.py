@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.cli import new_environment
+from nemo_gym_prorl.cli import environments
 from nemo_gym_prorl.deployment import config_files
 from nemo_gym_prorl.failures import CallerError
+from tests.cli.command_line import prorl
 from tests.deployment.test_serve import Service
-from tests.rollout.command_line import prorl
 
 
 SERVER = Path("resources_servers/adder")
@@ -58,8 +58,8 @@ async def test_from_an_empty_folder_to_rewards_through_gyms_command_line(
 
 async def test_its_own_test_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    new_environment.create("adder", tmp_path)
-    root = Path(new_environment.__file__).parents[3]
+    environments.create("adder", tmp_path)
+    root = Path(environments.__file__).parents[3]
     ended = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "pytest", "-q", str(SERVER)),
         env={**os.environ, "PYTHONPATH": str(root)},
@@ -72,11 +72,11 @@ async def test_its_own_test_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["", "Adder", "a-b", "../up", "prorl_code", "adder", "other", "json"])
 def test_a_name_that_is_none_or_taken_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    new_environment.create("adder", tmp_path)
+    environments.create("adder", tmp_path)
     (tmp_path / "resources_servers/other").mkdir()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CallerError, match="NAME"):
-        new_environment.create(name, tmp_path)
+        environments.create(name, tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -92,7 +92,7 @@ def test_folders_are_joined_and_the_first_wins(tmp_path: Path) -> None:
         (ours / path).parent.mkdir(parents=True, exist_ok=True)
         (ours / path).write_text("ours")
     for _ in range(2):  # the second time over what is there
-        config_files.joined(folder, [own, ours])
+        config_files.link_roots(folder, [own, ours])
     links = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink())
     assert links == [
         *(

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from nemo_gym_prorl.cli.demo_scripts import script_for
+from nemo_gym_prorl.cli.scripted.humaneval import script_for
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
@@ -84,7 +84,7 @@ class Service:
     async def start(self, policy: str | None, *overrides: str) -> None:
         await self.launch(policy, *overrides)
         assert self.process is not None
-        while "Ctrl-C ends it" not in self.log.read_text():
+        while "press Ctrl-C" not in self.log.read_text():
             assert self.process.returncode is None, self.log.read_text()
             await asyncio.sleep(0.2)
         self.urls = dict(re.findall(r"^(\w+) .*(http://\S+)", self.log.read_text(), re.MULTILINE))

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.deployment.venvs import Installation, link_environments, meets, running_installation, shared_folder
+from nemo_gym_prorl.deployment.venvs import (
+    Installation,
+    link_environments,
+    running_installation,
+    satisfies_requirements,
+    shared_venvs,
+)
 
 
 VERSIONS = {"nemo-gym": "0.4.0", "nemo-gym-prorl": "0.1.0", "aiohttp": "3.14.1"}
@@ -32,7 +38,7 @@ VERSIONS = {"nemo-gym": "0.4.0", "nemo-gym-prorl": "0.1.0", "aiohttp": "3.14.1"}
 def test_a_server_shares_what_has_all_that_it_asks_for(tmp_path: Path, file: str, text: str, met: bool):
     """A server of ours without its extra starts, and says so itself."""
     (tmp_path / file).write_text(text)
-    assert meets(tmp_path, VERSIONS.get) is met
+    assert satisfies_requirements(tmp_path, VERSIONS.get) is met
 
 
 def test_links_follow_what_the_environment_has(tmp_path: Path):
@@ -62,7 +68,7 @@ def test_servers_of_the_folder_in_which_gym_is_started_share_it_too(tmp_path: Pa
         folder = tmp_path / "resources_servers" / name
         folder.mkdir(parents=True)
         (folder / "pyproject.toml").write_text(f'[project]\ndependencies = ["nemo-gym", "{wanted}"]\n')
-    venvs = shared_folder() / "resources_servers"
+    venvs = shared_venvs() / "resources_servers"
     assert (venvs / "maths" / ".venv" / "bin" / "python").exists()
     assert not (venvs / "other").exists()
     elsewhere = tmp_path / "elsewhere"
@@ -73,7 +79,7 @@ def test_servers_of_the_folder_in_which_gym_is_started_share_it_too(tmp_path: Pa
 
 def test_our_servers_share_the_running_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PRORL_CACHE", str(tmp_path))
-    venvs = shared_folder()
+    venvs = shared_venvs()
     ours = [folder for folder in running_installation().server_folders() if folder.name.startswith("prorl_")]
     assert {folder.name for folder in ours} >= {"prorl_code", "prorl_agent", "prorl_model"}
     for folder in ours:

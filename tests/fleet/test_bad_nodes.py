@@ -22,9 +22,9 @@ from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import JobView, TurnView
 from nemo_gym_prorl.rollout.job import JobState
 from tests.agent.test_keys import certificate  # noqa: F401
+from tests.cli.command_line import prorl, write
 from tests.fleet.fleets import Fleet, fleet, service
 from tests.fleet.test_gateway import HELD, lasting, outcomes, until
-from tests.rollout.command_line import prorl, write
 from tests.rollout.serving import serve
 
 

@@ -17,10 +17,10 @@ from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.storage.journal import Journal
+from tests.cli.command_line import TOKEN, begin, prorl
 from tests.fleet.fleets import Changing, Service, service
 from tests.fleet.test_bad_nodes import Cut, hasty  # noqa: F401
 from tests.fleet.test_gateway import HELD, lasting, until
-from tests.rollout.command_line import TOKEN, begin, prorl
 
 
 def runs(node: Service) -> list[str]:
@@ -36,7 +36,7 @@ async def command(port: int, journal: Path, *urls: str) -> AsyncIterator[asyncio
     said = b""
     try:
         async with asyncio.timeout(60):
-            while b"slots of RUN" not in said or b" 0 slots" in said.splitlines()[-1]:
+            while b"RUN slots" not in said or b" 0 slots" in said.splitlines()[-1]:
                 line = await process.stdout.readline()
                 said += line
                 assert line, said.decode()

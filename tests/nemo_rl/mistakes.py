@@ -102,7 +102,7 @@ MISTAKES = [
     one("prorl.agent", "prorl_sve_agent", "is missing or ambiguous"),
     one(f"{MODEL}.policy.engine", "vllm", "the trainer's engine is NeMo RL's"),
     one(f"{MODEL}.policy.engine", REMOVED, "the trainer's engine is NeMo RL's"),
-    one("env.nemo_gym.config_paths", ["no/such.yaml"], "there is no no/such.yaml", field="env.nemo_gym"),
+    one("env.nemo_gym.config_paths", ["no/such.yaml"], "no file no/such.yaml", field="env.nemo_gym"),
     one("env.nemo_gym.other", {"key": "${oc.env:PRORL_NO_SUCH}"}, "PRORL_NO_SUCH", field="env.nemo_gym"),
 ]
 

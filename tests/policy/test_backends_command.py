@@ -10,8 +10,8 @@ from fastapi import FastAPI
 
 from nemo_gym_prorl.http.key_guard import KeyGuard
 from nemo_gym_prorl.policy.http.api import add_control_routes
+from tests.cli.command_line import TOKEN, prorl
 from tests.policy.runtimes import hosted
-from tests.rollout.command_line import TOKEN, prorl
 from tests.rollout.serving import serve
 
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.agent.gym_http import in_header
+from nemo_gym_prorl.agent.gym_http import quote_header
 from nemo_gym_prorl.policy.http.callers import CancelOnDisconnect, RolloutUrlMiddleware, decode_header
 from tests.rollout.serving import serve
 
@@ -56,7 +56,7 @@ async def test_a_caller_that_hangs_up_is_no_defect_to_the_middleware_around() ->
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n"), min_size=1, max_size=30))
 def test_a_header_says_what_our_agent_wrote(name: str) -> None:
-    assert decode_header(in_header(name)) == name
+    assert decode_header(quote_header(name)) == name
 
 
 @given(st.binary(max_size=40))
@@ -89,7 +89,7 @@ async def told(raw_path: str, *rollouts: str, whole: bool = False) -> tuple[dict
         "method": "POST",
         "path": unquote(raw_path),
         "raw_path": raw_path.encode(),
-        "headers": [(b"content-type", b"json"), *((b"x-rollout-id", in_header(one).encode()) for one in rollouts)],
+        "headers": [(b"content-type", b"json"), *((b"x-rollout-id", quote_header(one).encode()) for one in rollouts)],
     }
     await RolloutUrlMiddleware(behind, whole=whole)(scope, None, send)  # type: ignore[arg-type]
     if not sent:

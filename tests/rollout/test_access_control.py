@@ -33,7 +33,7 @@ from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
 from nemo_gym_prorl.rollout.storage.journal import Journal
-from tests.rollout.command_line import prorl
+from tests.cli.command_line import prorl
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
 from tests.rollout.test_api import FOREVER, reach, row

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.rollout.turns import TRAJECTORY, gym_reads_trajectories, ng_trajectory
-from tests.rollout.test_show import call, observation, said, step
+from tests.cli.test_show import call, observation, said, step
 
 
 needs_gym_07 = pytest.mark.skipif(not gym_reads_trajectories(), reason="from Gym 0.7 on")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.cli.doctor_checks import container_check
+from nemo_gym_prorl.cli.doctor import container_check
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
@@ -103,7 +103,7 @@ def test_what_drivers_cover_is_taken_away_by_who_is_root_there(image: Path, runt
 
 @pytest.mark.parametrize(("place", "level"), zip(COVERED, ["MISSING", "WARN"], strict=True))
 def test_who_may_not_is_told_what_to_ask_for(image: Path, runtime: Runtime, place: str, level: str) -> None:
-    told = "from nemo_gym_prorl.cli.doctor_checks import examine; print([one for one in examine()])"
+    told = "from nemo_gym_prorl.cli.doctor import examine; print([one for one in examine()])"
     options = nested.command("--enter", str(image), "--covered", place)
     said = as_user.run(runtime, *options, sys.executable, "-c", told)
     assert re.search(f"'Container', level=<Level.{level}: [^)]*covers {place}: .*--container-remap-root", said)

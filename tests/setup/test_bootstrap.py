@@ -56,7 +56,7 @@ def bootstrap(root: Path, *arguments: str, **environ: str) -> subprocess.Complet
 def test_environment_is_made_once_and_again_when_the_project_changes(project: Path) -> None:
     first = bootstrap(project, "dev")
     assert first.returncode == 0, first.stderr
-    assert "Making .venv" in first.stdout
+    assert "Creating .venv" in first.stdout
     python = project / ".venv" / "bin" / "python"
     code = "import small, resources_servers.prorl_small.app as app; print(app.__file__)"
     where = subprocess.check_output([python, "-c", code], cwd="/", text=True)
@@ -122,7 +122,7 @@ def test_it_takes_a_python_for_the_newest_gym_where_one_can_be_had(
     path = f"{script(tmp_path / 'tools' / 'uv', uv).parent}:/usr/bin:/bin"
     home = {"HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path), "PYENV_ROOT": str(tmp_path / ".pyenv")}
     told = bootstrap(project, PYTHON="", PATH=path, **home)
-    assert f"Making .venv with {pythons[chosen]}\n" in told.stdout, told.stderr
+    assert f"Creating .venv with {pythons[chosen]}\n" in told.stdout, told.stderr
     assert "PYTHON=/path/to/python names another" in told.stderr, "it is none, and that is said"
 
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl import filesystems
-from nemo_gym_prorl.cli.doctor_checks import (
+from nemo_gym_prorl.cli.doctor import (
     Check,
     Level,
     _administrator,
@@ -65,12 +65,14 @@ def test_after_setup_nothing_is_missing(image: Path) -> None:
 def test_a_folder_in_whose_path_servers_do_not_start_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "my files"
     venv.create(folder, symlinks=True)
-    code = "from nemo_gym_prorl.cli import doctor_checks; c = doctor_checks._python(); print(c.level, c.found, c.fix)"
+    code = "from nemo_gym_prorl.cli import doctor; c = doctor._python(); print(c.level, c.found, c.fix)"
     paths = [str(Path(__file__).parents[2]), sysconfig.get_path("purelib")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     said = subprocess.check_output([folder / "bin/python", "-c", code], env=environ, text=True)
-    assert said.startswith("missing Gym starts its servers by a shell line")
-    assert f"{folder}/bin/python has one install into a folder whose path has none" in said
+    assert said == (
+        f"missing Gym cannot start servers with {folder}/bin/python: the path contains a space "
+        "install into a path without spaces\n"
+    )
 
 
 def test_on_a_bare_machine_it_says_what_to_do(empty_cache: Path) -> None:
@@ -144,7 +146,7 @@ def test_the_limits_of_this_machine_are_reported(found: dict[str, Check]) -> Non
 def test_a_low_limit_of_open_files_is_found() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (512, 1024))\n"
-        "from nemo_gym_prorl.cli import doctor_checks; c = doctor_checks._open_files()\n"
+        "from nemo_gym_prorl.cli import doctor; c = doctor._open_files()\n"
         "print(c.level, c.found, '|', c.fix)"
     )
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
@@ -157,7 +159,7 @@ def test_a_user_is_not_told_to_be_root(as_ordinary_user: Callable[[Callable[[Pat
         return [check.fix for check in (_fuse(), _open_files()) if check.fix] + [_administrator("sysctl a=b")]
 
     for fix in as_ordinary_user(fixes):
-        assert fix.startswith("your administrator can: "), fix
+        assert fix.startswith("ask your administrator: "), fix
         assert "sudo" not in fix
 
 
@@ -165,7 +167,7 @@ def test_a_user_is_not_told_to_be_root(as_ordinary_user: Callable[[Callable[[Pat
 def test_one_sandbox_is_started_as_servers_do(found: dict[str, Check]) -> None:
     check = found["Sandbox"]
     assert check.level is Level.OK, check
-    assert check.found.endswith("; sandboxes are made directly")
+    assert check.found.endswith("; started directly")
 
 
 NONE_LEFT = (
@@ -194,27 +196,26 @@ PREPARED = (
 @pytest.mark.parametrize(
     ("machine", "found", "fix"),
     [
-        (NONE_LEFT, "can't be made", "sysctl user.max_user_namespaces=15000"),
-        (FORBIDDEN, "can't be made", "--security-opt seccomp=unconfined"),
-        (NO_RIGHTS, "can be made, but give no rights", "--security-opt apparmor=unconfined"),
+        (NONE_LEFT, "cannot be created", "sysctl user.max_user_namespaces=15000"),
+        (FORBIDDEN, "cannot be created", "--security-opt seccomp=unconfined"),
+        (NO_RIGHTS, "can be created, but give no rights", "--security-opt apparmor=unconfined"),
     ],
     ids=["none left", "in a container", "no rights"],
 )
 def test_without_user_namespaces_it_says_so_and_who_can_help(machine: str, found: str, fix: str) -> None:
     code = (
-        f"{PREPARED}{machine}from nemo_gym_prorl.cli.doctor_checks import Attempt, user_namespaces_check\n"
+        f"{PREPARED}{machine}from nemo_gym_prorl.cli.doctor import Attempt, user_namespaces_check\n"
         "check = user_namespaces_check(Attempt.here()); print(check.level, check.found, check.fix)"
     )
     said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=100)
     assert said.startswith("missing ")
-    assert f"{found}: sandboxes can't run, also not with a setuid Apptainer" in said
+    assert f"{found}: sandboxes cannot run, not even with a setuid Apptainer" in said
     assert fix in said
 
 
 def test_where_no_sandbox_can_be_made_none_is_tried() -> None:
     code = (
-        f"{PREPARED}{FORBIDDEN}from nemo_gym_prorl.cli.doctor_checks import examine\n"
-        "print([one.name for one in examine()])"
+        f"{PREPARED}{FORBIDDEN}from nemo_gym_prorl.cli.doctor import examine\nprint([one.name for one in examine()])"
     )
     names = ast.literal_eval(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=100))
     assert "User namespaces" in names
@@ -249,12 +250,12 @@ def singularity(*version: int) -> Check:
 @pytest.mark.parametrize(
     ("check", "level", "found", "not_found", "fix"),
     [
-        (singularity(4, 0, 3), Level.WARN, "untested, only Apptainer is; before 4.1 it knows no --authfile", "", ""),
+        (singularity(4, 0, 3), Level.WARN, "untested, Apptainer is recommended; versions before 4.1", "", ""),
         (singularity(3, 11, 5), Level.WARN, "--authfile", "", "prorl setup"),
         (singularity(4, 1, 0), Level.WARN, "untested", "--authfile", "prorl setup"),
         (selinux_check("1\n"), Level.WARN, "untested", "", "ausearch"),
         (state_check("/x", "ext4", 10**10), Level.OK, "/x, ext4, 10 GB free", "memory", ""),
-        (state_check("/x", "tmpfs", 10**10), Level.WARN, "takes memory, up to 11 GB each", "", "PRORL_STATE"),
+        (state_check("/x", "tmpfs", 10**10), Level.WARN, "take memory, up to 11 GB per", "", "PRORL_STATE"),
     ],
 )
 def test_a_finding_says_what_is_there_and_what_to_do(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
 
-from nemo_gym_prorl.cli.demo_scripts import seeded_mistake
+from nemo_gym_prorl.cli.scripted.humaneval import seeded_mistake
 from nemo_gym_prorl.tasks.arguments import MAX_ARGUMENT_BYTES, BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.grading import CodeLimits

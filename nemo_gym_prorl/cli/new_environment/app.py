@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The environment my_environment: the policy computes a sum with a shell and writes it into a file."""
+"""Environment my_environment: the policy computes a sum with a shell and writes the sum into a file."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -13,14 +13,14 @@ from nemo_gym_prorl.tasks.workbench.workspace import ExtractedFile, ToolLimits, 
 
 
 class Sums:
-    """The task."""
+    """Task of one row: add numbers."""
 
     def __init__(self, limits: ToolLimits) -> None:
         self.tools = Workbench(("bash", "submit"), "/work", limits)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        if type(row.get("answer")) is not int:  # True is an int, too
-            raise CallerError("it must be the sum, as a number", field="answer")
+        if type(row.get("answer")) is not int:  # `isinstance` would accept True
+            raise CallerError("must be the sum as an integer", field="answer")
         return SandboxNeeds()
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
@@ -39,9 +39,9 @@ class Sums:
 
 
 class Server(TaskServer):
-    """The server."""
+    """Resources server of the task."""
 
-    own_image: ClassVar[str] = "default"  # a small Linux with Python; "kernel" has IPython and numpy, too
+    own_image: ClassVar[str] = "default"  # a small Linux with Python; "kernel" also has IPython and numpy
 
     def make_task(self) -> Sums:
         return Sums(self.config.tool_limits)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of my_environment, one JSON object a line: ``python rows.py > data/example.jsonl``."""
+"""Rows of my_environment, one JSON object per line: ``python rows.py > data/example.jsonl``."""
 
 import json
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ SYSTEM = "You work in a sandbox through tools. When you are done, call `submit`;
 
 
 def row(numbers: list[int], written: int) -> dict[str, object]:
-    """One row: what the policy is told, what it may call, and what the grader needs.
+    """Return one row: prompt, tools, script and the grader's answer.
 
     Args:
-        numbers: to be added.
-        written: what `prorl scripted` answers in place of a model; a model never sees the script.
+        numbers: the numbers to add.
+        written: the sum that the script writes. Only `prorl scripted` reads the script, never a model.
     """
     calls: list[tuple[str, dict[str, str]]] = [("bash", {"command": f"echo {written} > answer"}), ("submit", {})]
     script = {"turns": [{"tool_calls": [{"name": name, "arguments": with_}]} for name, with_ in calls]}
-    asked = f"Write the sum of {', '.join(map(str, numbers))} into the file `answer`."
+    prompt = f"Write the sum of {', '.join(map(str, numbers))} into the file `answer`."
     return {
         "responses_create_params": {
-            "input": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}],
+            "input": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}],
             "tools": workbench_schemas(("bash", "submit")),
             "metadata": {"script": json.dumps(script)},
         },
@@ -32,7 +32,7 @@ def row(numbers: list[int], written: int) -> dict[str, object]:
 
 
 def example() -> Iterator[str]:
-    """Five rows; the script of the last one is wrong, so that both rewards are seen."""
+    """Yield five rows; the last script is wrong, so that both rewards occur."""
     for numbers in ([1, 2], [17, 25], [3, 5, 8], [100, 11], [2, 2]):
         yield json.dumps(row(numbers, 5 if numbers == [2, 2] else sum(numbers)))
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The grader of my_environment, without a sandbox: ``python -m pytest resources_servers/my_environment``."""
+"""Tests of my_environment's grader, without a sandbox: ``python -m pytest resources_servers/my_environment``."""
 
 import asyncio
 import json
@@ -25,12 +25,12 @@ def refused() -> None:
     ("written", "reward", "verdict"),
     [(b"42\n", 1.0, "right"), (b"41", 0.0, "wrong"), (b"", 0.0, "wrong"), (None, 0.0, "no_answer")],
 )
-def test_the_grader_pays_the_sum_alone(written: bytes | None, reward: float, verdict: str) -> None:
+def test_only_the_correct_sum_is_rewarded(written: bytes | None, reward: float, verdict: str) -> None:
     grade = asyncio.run(TASK.grade({"answer": 42}, ExtractedFile(written), {}, refused))
     assert (grade.reward, grade.verdict) == (reward, verdict)
 
 
-def test_rows_are_as_the_task_wants_them() -> None:
+def test_example_rows_are_valid() -> None:
     for line in (HERE / "data" / "example.jsonl").read_text().splitlines():
         TASK.needs(json.loads(line))
 

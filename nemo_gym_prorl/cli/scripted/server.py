@@ -1,16 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A model server without a model: vLLM's wire protocol over scripted turns.
+"""Scripted inference endpoint: vLLM's HTTP protocol over scripted turns, without a model.
 
-Machines without a GPU and without weights still have to show real rollouts: real servers, sandboxes, tool calls,
-token ids and rewards. This server plays the part of the inference endpoint. Each request brings the script of its
-rollout in ``metadata.script`` (Gym's model server forwards ``responses_create_params.metadata`` unchanged), so one
-server serves any number of different rollouts and keeps no state between requests.
+Each request carries the script of its rollout in ``metadata.script``; Gym's model server forwards
+``responses_create_params.metadata`` unchanged. The server is stateless, so one server serves any number of rollouts.
 
-It never pretends: it is served as ``prorl-scripted-policy``, every answer carries that name as
-``system_fingerprint``, and without a script it says so.
+The model's name is ``prorl-scripted-policy``, also in ``system_fingerprint`` of every answer. A request without a
+script gets an answer that says so.
 
-Run it with ``prorl scripted --port 8000``, or in-process with :func:`serve`.
+Start the server with ``prorl scripted --port 8000``, or in-process with :func:`serve`.
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ from nemo_gym_prorl.http.applications import served
 
 @dataclass(frozen=True, slots=True)
 class ScriptedConfig:
-    """How the policy behaves.
+    """Settings of the scripted policy.
 
     Attributes:
-        model: the served model's name; other names get a 404, as from vLLM.
-        max_model_len: context window in tokens, which are bytes here.
+        model: name of the model; requests for other models get a 404, as from vLLM.
+        max_model_len: context window in tokens; a token is a byte.
         latency_s: seconds that every generation takes.
-        seed: seeds the log-probabilities.
+        seed: seed of the log-probabilities.
     """
 
     model: str = MODEL_NAME
@@ -52,11 +50,11 @@ class ScriptedConfig:
 
 
 type Answer = tuple[dict[str, Any], float]
-"""The body, and for how many seconds the policy pretends to think about it."""
+"""Body of the answer, and latency in seconds."""
 
 
 class BadRequest(Exception):
-    """What the caller asked for wrongly, with the status that vLLM would give it."""
+    """Invalid request, with the status that vLLM returns for it."""
 
     def __init__(self, message: str, *, status: int = 400, kind: str = "BadRequestError") -> None:
         super().__init__(message)
@@ -65,13 +63,13 @@ class BadRequest(Exception):
 
 
 class ScriptedPolicy:
-    """The request handlers; everything they need is in the request and the configuration."""
+    """Stateless request handlers."""
 
     def __init__(self, config: ScriptedConfig) -> None:
         self.config = config
-        drawn = random.Random(config.seed)
-        # A token's log-probability depends on the seed, the token and its position, and on nothing else.
-        self._log_probs = [round(math.log(1.0 - drawn.random() ** 3), 6) for _ in range(4096)]
+        generator = random.Random(config.seed)
+        # A token's log-probability depends only on the seed, the token and its position.
+        self._log_probs = [round(math.log(1.0 - generator.random() ** 3), 6) for _ in range(4096)]
 
     def chat_completions(self, body: dict[str, Any]) -> Answer:
         """``POST /v1/chat/completions``."""
@@ -109,7 +107,7 @@ class ScriptedPolicy:
         return answer, self.config.latency_s + turn.latency_s
 
     def completions(self, body: dict[str, Any]) -> Answer:
-        """``POST /v1/completions``: a prompt rendered by the caller, as text or token ids."""
+        """``POST /v1/completions`` with a rendered prompt, as text or token ids."""
         given = body.get("prompt")
         if isinstance(given, str):
             prompt = given.encode()
@@ -118,8 +116,7 @@ class ScriptedPolicy:
         else:
             raise BadRequest("prompt: must be a string or a non-empty list of token ids")
         index = text.generated_turns(prompt)
-        # vLLM's completions default to 16 tokens.
-        max_tokens = body.get("max_tokens", 16)
+        max_tokens = body.get("max_tokens", 16)  # vLLM's default
         generated, whole, turn = self._generate(body, prompt, _script(body), index, max_tokens)
         choice: dict[str, Any] = {
             "index": 0,
@@ -142,7 +139,7 @@ class ScriptedPolicy:
         return answer, self.config.latency_s + turn.latency_s
 
     def tokenize(self, body: dict[str, Any]) -> Answer:
-        """``POST /tokenize``: of messages or of a text."""
+        """``POST /tokenize`` with messages or a text."""
         self._check_model(body)
         if "messages" in body:
             rendered = text.render_prompt(_messages(body), body.get("tools"))
@@ -183,7 +180,7 @@ class ScriptedPolicy:
             )
 
     def _room(self, prompt_tokens: int, max_tokens: Any) -> int:
-        """How many tokens may be generated. The messages are vLLM's, since clients match on their words."""
+        """Return the limit of generated tokens. Errors have vLLM's messages, because clients match on the text."""
         window = self.config.max_model_len
         room = window - prompt_tokens
         if room <= 0:
@@ -204,15 +201,14 @@ class ScriptedPolicy:
         return max_tokens
 
     def _log_prob(self, body: dict[str, Any], position: int, token: int) -> float:
-        """The log-prob of a token under the settings of a request, as vLLM's processed ones: 0 if no other may come.
+        """Return a token's log-prob after sampling settings, as vLLM's processed ones: 0 for greedy sampling.
 
-        The first token is never certain, so that a client can tell how log-probs follow the settings.
+        The first token has at most -1 before settings, so that a client can detect whether settings apply.
         """
-        heat = 0.0 if body.get("top_k") == 1 else body.get("temperature")
+        temperature = 0.0 if body.get("top_k") == 1 else body.get("temperature")
         log_prob = self._log_probs[(token * 31 + position * 7) & 4095]
-        return (log_prob if position else min(log_prob, -1.0)) * (
-            min(heat, 1.0) if isinstance(heat, int | float) else 1
-        )
+        scale = min(temperature, 1.0) if isinstance(temperature, int | float) else 1
+        return (log_prob if position else min(log_prob, -1.0)) * scale
 
     def _chat_log_probs(self, body: dict[str, Any], generated: bytes) -> list[dict[str, Any]]:
         ids_as_tokens = bool(body.get("return_tokens_as_token_ids"))
@@ -223,7 +219,7 @@ class ScriptedPolicy:
         for position, token in enumerate(generated):
             chosen = self._log_prob(body, position, token)
             entry = {"token": _token_name(token, ids_as_tokens), "logprob": chosen, "bytes": [token]}
-            # The chosen token leads. The others are less likely, and all together have at most what is left.
+            # The chosen token comes first; the other tokens share at most the remaining probability.
             left = math.log1p(-math.exp(chosen)) if chosen < -1e-9 else chosen - 50
             others = ((token + rank) % text.VOCABULARY_SIZE for rank in range(top))
             entry["top_logprobs"] = [
@@ -283,7 +279,7 @@ def _token_name(token: int, as_id: bool) -> str:
 
 
 def create_app(config: ScriptedConfig | None = None) -> FastAPI:
-    """The web application of one scripted policy."""
+    """Return the web application of a scripted policy."""
     policy = ScriptedPolicy(config or ScriptedConfig())
     app = FastAPI(title=f"{MODEL_NAME} (no language model)", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -293,7 +289,7 @@ def create_app(config: ScriptedConfig | None = None) -> FastAPI:
     async def models(request: Request) -> Response:
         return _json(policy.models())
 
-    # Plain routes: FastAPI's argument machinery would cost more than the rest of the request.
+    # Plain routes, because FastAPI's argument parsing would dominate the time of a request.
     app.add_route("/health", health, methods=["GET"])
     app.add_route("/v1/models", models, methods=["GET"])
     app.add_route("/v1/chat/completions", _endpoint(policy.chat_completions), methods=["POST"])
@@ -309,8 +305,8 @@ def _endpoint(handle: Callable[[dict[str, Any]], Answer]) -> Callable[[Request],
             if not isinstance(body, dict):
                 raise BadRequest("the body must be a JSON object")
             answer, delay_s = handle(body)
-            if delay_s and await _hangs_up(request, delay_s):
-                return Response(status_code=499)  # as vLLM does: a request whose caller is gone is dropped
+            if delay_s and await _disconnects(request, delay_s):
+                return Response(status_code=499)  # vLLM aborts a request whose client disconnects
             return _json(answer)
         except orjson.JSONDecodeError as error:
             return _error(BadRequest(f"the body is not JSON: {error}"))
@@ -322,8 +318,8 @@ def _endpoint(handle: Callable[[dict[str, Any]], Answer]) -> Callable[[Request],
     return endpoint
 
 
-async def _hangs_up(request: Request, within_s: float) -> bool:
-    """Wait ``within_s``, or less if the caller goes away; whether it did. The body must have been read."""
+async def _disconnects(request: Request, within_s: float) -> bool:
+    """Wait ``within_s`` seconds; return early with ``True`` if the client disconnects. Needs a body that was read."""
     try:
         async with asyncio.timeout(within_s):
             while (await request.receive())["type"] != "http.disconnect":
@@ -344,32 +340,34 @@ def _error(error: BadRequest) -> Response:
 
 @contextlib.asynccontextmanager
 async def serve(config: ScriptedConfig | None = None, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Run the policy inside the current event loop.
+    """Run the server inside the current event loop.
 
     Args:
-        config: how it behaves.
-        host: address to listen on; loopback unless told otherwise.
-        port: TCP port; 0 takes a free one.
+        config: settings of the policy.
+        host: address to listen on.
+        port: TCP port; 0 selects a free port.
 
     Yields:
         The base URL for clients, ending in ``/v1``.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
     async with served(create_app(config), host, port) as url:
         yield f"{url}/v1"
 
 
 async def run(config: ScriptedConfig, host: str, port: int) -> None:
-    """Serve until it is cancelled, for ``prorl scripted``.
+    """Serve until cancelled, for ``prorl scripted``.
 
     Raises:
-        InfrastructureError: the address can't be listened on.
+        InfrastructureError: the address is not available.
     """
     try:
         async with serve(config, host=host, port=port) as url:
             print(f"Scripted policy {config.model} (no language model) at {url}", flush=True)
             await asyncio.Event().wait()
     except OSError as error:
-        raise InfrastructureError(f"can't listen on {host}:{port}: {error.strerror}; try another --port") from error
+        raise InfrastructureError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
+        ) from error

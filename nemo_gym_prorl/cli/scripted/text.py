@@ -1,19 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The scripted policy's script, tokenizer and chat template: pure functions, no I/O.
+"""Script format, tokenizer and chat template of the scripted policy: pure functions.
 
-A policy that reads its lines from a script is only worth something to a trainer's test if its tokens behave like a
-model's. So there is a real tokenizer (one token per UTF-8 byte) and one chat template, chosen such that the chain
-holds which token-exact training rests on:
+Tests of trainers need tokens that behave like a model's. The tokenizer has one token per UTF-8 byte. The chat template
+has the prefix property on which token-exact training relies, as long as clients return messages unchanged:
 
     prompt ids of turn k+1 start with (prompt ids of turn k + generated ids of turn k)
 
-whenever the messages come back unchanged. The two special tokens are the byte values 254 and 255, which UTF-8 never
-uses: a text can't forge a turn boundary, and rendering to ids is one ``bytes`` join.
+The two special tokens are the byte values 254 and 255, which UTF-8 never uses, so no text can forge a turn boundary.
 
-Which turn comes next is read from the conversation, since the wire protocol has no session. Tool-call ids carry their
-turn, because clients may split one assistant message with parallel calls into several; where no id speaks, assistant
-messages are counted.
+The protocol has no session, so the next turn is derived from the conversation. Ids of tool calls contain their turn,
+because clients may split a message with parallel calls. Without such ids, assistant messages are counted.
 """
 
 from __future__ import annotations
@@ -30,13 +27,13 @@ from pydantic.dataclasses import dataclass
 
 
 MODEL_NAME = "prorl-scripted-policy"
-"""The name under which the policy is served. It says what it is."""
+"""Name of the scripted model."""
 
 END_OF_TURN = 254
-"""Token id that ends every message; as the last generated token it means "stop"."""
+"""Token id that ends every message, and every complete generation."""
 
 START_OF_TURN = 255
-"""Token id that begins every message."""
+"""Token id that starts every message."""
 
 VOCABULARY_SIZE = 256
 
@@ -47,17 +44,17 @@ _CALL_ID = re.compile(r"call_(\d+)_\d+_[0-9a-f]{8}")
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 NO_SCRIPT_TEXT = (
-    f"I am {MODEL_NAME}: I play back scripted turns and understand nothing. This request carries no script; put one "
-    "into metadata.script, or point the model server at a real endpoint."
+    f"I am {MODEL_NAME}: I play back scripts and have no language model. This request has no script: set "
+    "metadata.script, or point the model server at a model."
 )
 
 
 class ScriptError(ValueError):
-    """A request is wrong.
+    """Invalid field of a request.
 
     Args:
-        field: path of the offending field.
-        reason: what is wrong with it.
+        field: path of the field.
+        reason: what is wrong with the field.
     """
 
     def __init__(self, field: str, reason: str) -> None:
@@ -65,8 +62,8 @@ class ScriptError(ValueError):
         self.field = field
 
 
-def _written(given: Any) -> Any:
-    return orjson.dumps(given).decode() if isinstance(given, dict) else given
+def _as_json_text(value: Any) -> Any:
+    return orjson.dumps(value).decode() if isinstance(value, dict) else value
 
 
 _STRICT = ConfigDict(strict=True, extra="forbid")
@@ -77,7 +74,7 @@ class ToolCall:
     """One scripted tool call; ``arguments`` is JSON text, as on the wire, or an object."""
 
     name: Annotated[str, Field(min_length=1)]
-    arguments: Annotated[str, BeforeValidator(_written)] = "{}"
+    arguments: Annotated[str, BeforeValidator(_as_json_text)] = "{}"
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -86,8 +83,8 @@ class ScriptTurn:
 
     Attributes:
         content: the text, possibly with a leading ``<think>…</think>`` block.
-        tool_calls: the calls made together in this turn.
-        latency_s: seconds to wait before answering, in addition to the server's own latency.
+        tool_calls: parallel tool calls of this turn.
+        latency_s: seconds before the answer, in addition to the server's latency.
     """
 
     content: str | None = None
@@ -96,21 +93,21 @@ class ScriptTurn:
 
     @property
     def body(self) -> bytes:
-        """What the policy generates for this turn, without the end-of-turn token."""
+        """Generated text of this turn as bytes, without the end-of-turn token."""
         return _assistant_body(None, self.content, ((call.name, call.arguments) for call in self.tool_calls))
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class Script:
-    """The turns of one rollout, in order."""
+    """Turns of one rollout, in order."""
 
     turns: tuple[ScriptTurn, ...]
 
     def turn(self, index: int) -> ScriptTurn:
-        """The turn to play; past the end, a closing message without tool calls."""
+        """Return the turn at an index; past the end, a closing message without tool calls."""
         if index < len(self.turns):
             return self.turns[index]
-        return ScriptTurn(f"I am {MODEL_NAME}, and my script of {len(self.turns)} turn(s) has ended.")
+        return ScriptTurn(f"I am {MODEL_NAME}; my script of {len(self.turns)} turn(s) has ended.")
 
 
 NO_SCRIPT_TURN = ScriptTurn(NO_SCRIPT_TEXT)
@@ -119,10 +116,10 @@ _SCRIPT = TypeAdapter(Script)
 
 @lru_cache(maxsize=512)
 def parse_script(text: str) -> Script:
-    """Return the script that ``metadata.script`` holds as JSON text.
+    """Parse the JSON text in ``metadata.script``.
 
     Raises:
-        ScriptError: it is no script; the error names the field.
+        ScriptError: the text is not a script; names the field.
     """
     try:
         return _SCRIPT.validate_json(text)
@@ -133,10 +130,10 @@ def parse_script(text: str) -> Script:
 
 
 def next_turn(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Index of the turn to play after ``messages``.
+    """Return the index of the turn to play after ``messages``.
 
-    The last message with tool calls of ours tells its turn; assistant messages without tool calls that follow it each
-    count as one more. Without any such id, all assistant messages count.
+    The last tool-call id of this server gives its turn, and each later assistant message counts as one more turn.
+    Without such an id, all assistant messages count.
     """
     index = 0
     for message in messages:
@@ -144,21 +141,21 @@ def next_turn(messages: Sequence[Mapping[str, Any]]) -> int:
             continue
         calls = message.get("tool_calls") or ()
         matches = (_CALL_ID.fullmatch(str(call.get("id", ""))) for call in calls)
-        told = [int(match[1]) + 1 for match in matches if match]
-        index = max(told) if told else index + 1
+        turns = [int(match[1]) + 1 for match in matches if match]
+        index = max(turns) if turns else index + 1
     return index
 
 
 def call_id(turn: int, position: int) -> str:
-    """A fresh tool-call id from which :func:`next_turn` reads the turn."""
+    """Return a new tool-call id that contains the turn, for :func:`next_turn`."""
     return f"call_{turn}_{position}_{secrets.token_hex(4)}"
 
 
 def render_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> bytes:
-    """The prompt for one more assistant turn, as bytes; :func:`encode_ids` turns them into token ids.
+    """Render the prompt of the next assistant turn as bytes, for :func:`encode_ids`.
 
     Raises:
-        ScriptError: a message is malformed; the error names it.
+        ScriptError: a message is malformed; names the message.
     """
     parts: list[bytes] = []
     if tools:
@@ -176,7 +173,7 @@ def _render_message(message: Mapping[str, Any], where: str) -> bytes:
     content = _text(message.get("content"), f"{where}.content")
     if message["role"] != "assistant":
         return content.encode()
-    # Newer vLLM calls it reasoning, older reasoning_content; Gym sends both.
+    # vLLM renamed reasoning_content to reasoning; Gym sends both.
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     try:
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
@@ -204,17 +201,17 @@ def _text(content: Any, where: str) -> str:
 
 
 def generated_turns(prompt: bytes) -> int:
-    """How many assistant turns a rendered prompt already holds; the open one at its end does not count."""
+    """Return the number of complete assistant turns in a rendered prompt."""
     return prompt.count(_GENERATION_PROMPT) - prompt.endswith(_GENERATION_PROMPT)
 
 
 def encode_ids(rendered: bytes) -> list[int]:
-    """Token ids of rendered bytes."""
+    """Encode rendered bytes as token ids."""
     return list(rendered)
 
 
 def decode_ids(ids: Sequence[int]) -> bytes:
-    """Rendered bytes of token ids.
+    """Decode token ids into rendered bytes.
 
     Raises:
         ScriptError: an id is outside the vocabulary.
@@ -226,10 +223,10 @@ def decode_ids(ids: Sequence[int]) -> bytes:
 
 
 def finish(body: bytes, max_tokens: int) -> tuple[bytes, bool]:
-    """The tokens generated for ``body`` within ``max_tokens``, and whether they are the whole turn.
+    """Return the tokens generated for ``body`` within ``max_tokens``, and whether the turn is complete.
 
-    A whole turn ends with the end-of-turn token. A cut one never ends inside a character: its text has to come back
-    as the same tokens.
+    A complete turn ends with the end-of-turn token. A truncated turn never ends inside a character, so its text
+    encodes to the same tokens.
     """
     if len(body) < max_tokens:
         return body + _END, True

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts: what a policy would say, for machines that have no model. Pure.
+"""Scripts: the turns of a policy, played back instead of a model.
 
-A model server that plays back scripts makes an environment testable end to end: the right answer must earn its reward,
-and each way to cheat must earn nothing. A script is JSON:
-``{"turns": [{"content": str | null, "tool_calls": [{"name": str, "arguments": object}, ...]}, ...]}``; its last turn
+Scripts test an environment end to end: a correct solution must be rewarded, and each attempt to cheat must not. A
+script is JSON:
+``{"turns": [{"content": str | null, "tool_calls": [{"name": str, "arguments": object}, ...]}, ...]}``. The last turn
 calls no tool, which ends the rollout.
 """
 
@@ -21,28 +21,28 @@ Script = dict[str, list[Turn]]
 
 
 def turn(content: str | None, *calls: dict[str, Any]) -> Turn:
-    """What is said, and the tools that are called with it."""
+    """Return a turn with a text and tool calls."""
     return {"content": content, "tool_calls": list(calls)}
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
-    """One call of a tool."""
+    """Return a tool call."""
     return {"name": name, "arguments": arguments}
 
 
 def script_of[Problem](
     variants: Mapping[str, Callable[[Problem], list[Turn]]], problem: Problem, variant: str
 ) -> Script:
-    """The script of one variant.
+    """Return the script of one variant for a problem.
 
     Args:
-        variants: turns by name of the script.
-        problem: the problem to solve, or not.
-        variant: one of the names.
+        variants: functions that return turns, by name of the variant.
+        problem: the problem.
+        variant: name of the variant.
 
     Raises:
-        CallerError: there is no such variant.
+        CallerError: unknown variant.
     """
     if variant not in variants:
-        raise CallerError(f"no script {variant!r}; there are {', '.join(variants)}", field="variant")
+        raise CallerError(f"no script {variant!r}; scripts: {', '.join(variants)}", field="variant")
     return {"turns": variants[variant](problem)}

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Response
 
-from nemo_gym_prorl.cli.jobs import find_service
+from nemo_gym_prorl.cli.service import find_service
 from nemo_gym_prorl.failures import CallerError
-from tests.rollout.command_line import DEFECT, GOOD, LONG, begin, prorl, service, write
+from tests.cli.command_line import DEFECT, GOOD, LONG, begin, prorl, service, write
 from tests.rollout.serving import serve
 
 

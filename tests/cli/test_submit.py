@@ -16,13 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nemo_gym_prorl.cli.report import Tally, best_of, print_report
-from nemo_gym_prorl.cli.rows import Place
 from nemo_gym_prorl.cli.submit import Order, submit
 from nemo_gym_prorl.failures import CallerError, FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import FailureView
-from tests.rollout.command_line import DEFECT, GOOD, LONG, TOKEN, begin, service, write
+from tests.cli.command_line import DEFECT, GOOD, LONG, TOKEN, begin, service, write
 from tests.rollout.handlers import Bench
 from tests.rollout.standalone import standalone
 
@@ -162,10 +160,10 @@ ROWS_FAULT = (FailureKind.BAD_ROW, Stage.INIT)
     ],
 )
 def test_failures_are_summed_up_by_cause(failures: list[tuple[FailureKind, Stage | None, str]], told: list[str]):
-    tally = Tally(len(failures))
+    tally = RunSummary(len(failures))
     for line, (kind, stage, reason) in enumerate(failures, 1):
         failure = FailureView(kind=kind, origin=Origin.TASK, stage=stage, reason=reason)
-        tally.failures.append((Place(line, 0), f"r-{line}-0", failure))
+        tally.failures.append((RowRepeat(line, 0), f"r-{line}-0", failure))
     said = io.StringIO()
     print_report(Console(file=said, width=200), tally, 1)
     lines = [" ".join(line.split()) for line in said.getvalue().splitlines()]
@@ -241,4 +239,4 @@ async def test_a_service_that_is_restarted_gets_what_it_lost_again(tmp_path: Pat
 def test_best_of_k_is_the_mean_over_all_draws(rewards: Sequence[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(rewards)))
     draws = [max(draw) for draw in combinations(rewards, k)]
-    assert best_of(rewards, k) == pytest.approx(sum(draws) / len(draws))
+    assert pass_at_k(rewards, k) == pytest.approx(sum(draws) / len(draws))

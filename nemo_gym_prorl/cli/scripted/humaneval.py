@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts of the demo's policy (:mod:`nemo_gym_prorl.cli.scripted.turns`).
-
-The reference earns its reward, a repair takes several turns, and an agent that does nothing or tampers earns nothing.
-"""
+"""Scripts for HumanEval problems (:mod:`nemo_gym_prorl.cli.scripted.turns`), used by the demo."""
 
 from __future__ import annotations
 
@@ -15,20 +12,16 @@ from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE, HumanEvalProblem
 
 
 def script_for(problem: HumanEvalProblem, variant: str) -> Script:
-    """The script of one of :data:`VARIANTS`.
+    """Return a script of one of :data:`VARIANTS`.
 
     Raises:
-        CallerError: there is no such variant.
+        CallerError: unknown variant.
     """
     return script_of(VARIANTS, problem, variant)
 
 
 def seeded_mistake(problem: HumanEvalProblem) -> tuple[str, str, str]:
-    """A wrong solution whose mistake shows at first use, and the replacement that repairs it.
-
-    Returns:
-        The source, the line with the mistake, and the right line.
-    """
+    """Return a solution with a syntax error: the source, the wrong line and the corrected line."""
     start = problem.prompt.index(f"def {problem.entry_point}(")
     line = problem.prompt[start:].split("\n", 1)[0].rstrip()
     wrong = line.removesuffix(":")
@@ -45,7 +38,7 @@ def _reference(problem: HumanEvalProblem) -> list[Turn]:
 
 
 def _repair(problem: HumanEvalProblem) -> list[Turn]:
-    """Mends a mistake, with a shell that keeps a function and a Python that keeps a variable from turn to turn."""
+    """Repair a syntax error, using a shell function and a Python variable that persist over turns."""
     source, wrong, right = seeded_mistake(problem)
     check = f"check() {{ python3 -c 'import solution; print(solution.{problem.entry_point})'; }}"
     repair = call(
@@ -79,7 +72,7 @@ def _text_only(problem: HumanEvalProblem) -> list[Turn]:
 
 
 def _forge_tests(problem: HumanEvalProblem) -> list[Turn]:
-    """Leaves the stub and writes tests that pass, results that say so, and a standard library that agrees."""
+    """Keep the stub, and forge passing tests, a verdict file and the standard library."""
     forgery = (
         "mkdir -p tests && echo 'def check(candidate): pass' > tests/test_solution.py && cp -r tests / 2>/dev/null; "
         'echo \'{"reason": "passed", "reward": 1}\' | tee verdict.json result.json; '
@@ -103,9 +96,9 @@ VARIANTS: Mapping[str, Callable[[HumanEvalProblem], list[Turn]]] = {
     "text_only": _text_only,
     "forge_tests": _forge_tests,
 }
-"""Turns by name of the script: ``reference`` and ``repair`` solve the problem, the others must not be rewarded."""
+"""Turns by name of the variant: ``reference`` and ``repair`` solve the problem, the others must not be rewarded."""
 
 
 def create(source: str) -> dict[str, Any]:
-    """The call that writes a solution."""
+    """Return the tool call that writes a solution."""
     return call("str_replace_editor", command="create", path=SOLUTION_FILE, file_text=source)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.rollout.api.client import RolloutClient
-from tests.rollout.command_line import TOKEN, prorl, service, write
+from tests.cli.command_line import TOKEN, prorl, service, write
 
 
 def call(name: str, arguments: str, call_id: str = "c1", **more: Any) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl demo``: real rollouts of a real Gym deployment, submitted and reported as `prorl submit` does.
+"""``prorl demo``: HumanEval rollouts in a Gym deployment, submitted and reported as by ``prorl submit``.
 
-Gym's own command line starts ``--environment prorl_code``; tools and tests run in containers. Only the policy may be a
-stand-in: without an endpoint in ``PRORL_MODEL_URL`` the answers are scripted, the output says so, and the
-demonstration checks that every rollout earned what its script deserves.
+Gym's command line starts the environment ``prorl_code``; tools and tests run in sandboxes. Without an endpoint in
+``PRORL_MODEL_URL`` the policy is scripted; the demo then checks each rollout's reward against its script.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ import aiohttp
 import orjson
 from rich.console import Console
 
-from nemo_gym_prorl.cli.demo_scripts import script_for
 from nemo_gym_prorl.cli.environments import check_overrides
-from nemo_gym_prorl.cli.files import read_rollouts
 from nemo_gym_prorl.cli.scripted import server as scripted
+from nemo_gym_prorl.cli.scripted.humaneval import script_for
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
-from nemo_gym_prorl.cli.show import file_table
-from nemo_gym_prorl.cli.submit import Order, submit
+from nemo_gym_prorl.cli.show import file_table, read_rollouts
+from nemo_gym_prorl.cli.submit import SubmitOptions, submit
 from nemo_gym_prorl.deployment.deployment import GymDeployment
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.http.keys import authorization
@@ -41,21 +39,21 @@ AGENT = "prorl_code_agent"
 ENVIRONMENT = "prorl_code"
 
 SCRIPTS = ("repair", "reference", "repair", "reference", "stub", "repair", "text_only", "forge_tests")
-"""The scripts of a scripted demonstration, in turn: honest ones, lazy ones, one that tampers with the tests."""
+"""Scripts of the demo's rollouts, in turn: correct solutions, missing solutions, and a forgery of tests."""
 
-DESERVED = {"repair": 1.0, "reference": 1.0, "stub": 0.0, "text_only": 0.0, "forge_tests": 0.0}
-"""The reward that each script deserves."""
+EXPECTED_REWARDS = {"repair": 1.0, "reference": 1.0, "stub": 0.0, "text_only": 0.0, "forge_tests": 0.0}
+"""Expected reward by script."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An inference endpoint.
+    """Inference endpoint.
 
     Attributes:
         url: base URL, ending in ``/v1``.
-        model: the model's name there.
-        api_key: its key.
-        scripted: whether it is the scripted policy.
+        model: name of the model.
+        api_key: key of the endpoint.
+        scripted: whether the policy is scripted.
     """
 
     url: str
@@ -66,13 +64,13 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Demo:
-    """What to run and where to write.
+    """One run of the demo.
 
     Attributes:
-        rollouts: how many.
-        output: JSONL file for the finished rollouts; the rows that they were made from are written beside it.
-        overrides: further Hydra overrides for Gym.
-        console: where to print.
+        rollouts: number of rollouts.
+        output: JSONL file for the results; the rows are written to ``<name>.rows.jsonl`` in the same folder.
+        overrides: Hydra overrides for Gym.
+        console: console for output.
     """
 
     rollouts: int = 16
@@ -81,17 +79,16 @@ class Demo:
     console: Console = field(default_factory=lambda: Console(highlight=False))
 
     async def run(self) -> bool:
-        """Run it; ``True`` if every rollout was scored, and scripted ones as they deserve. Cancelled, it ends all
-        that it has started.
+        """Run the demo; return whether every rollout was scored, and every scripted one with the expected reward.
 
         Raises:
-            RolloutError: something that the demonstration needs is missing or fails.
+            RolloutError: a part that the demo needs is missing or fails.
         """
-        begin = time.monotonic()
+        start = time.monotonic()
         check_overrides([ENVIRONMENT], "prorl_model", self.overrides)
         await asyncio.to_thread(self._provide_sandboxes)
         async with _endpoint() as endpoint:
-            self._introduce(endpoint)
+            self._print_policy(endpoint)
             scripts = [SCRIPTS[i % len(SCRIPTS)] if endpoint.scripted else "" for i in range(self.rollouts)]
             rows = self._write_rows(scripts)
             deployment = GymDeployment(
@@ -102,48 +99,47 @@ class Demo:
                 policy_api_key=endpoint.api_key,
                 overrides=self.overrides,
             )
-            self.console.print(f"Starting Gym servers (log: {deployment.log_path})", soft_wrap=True)
-            telling = asyncio.create_task(deployment.tell(self._say, PROGRESS))
+            self.console.print(f"Starting Gym servers (log: {deployment.log.path})", soft_wrap=True)
+            reporting = asyncio.create_task(deployment.report_start(self._say, PROGRESS))
             async with deployment:
-                telling.cancel()
-                self.console.print(f"{len(deployment.instances)} Gym servers up in {deployment.start_s:.1f} s")
-                order = Order(rows, run="demo", client="demo", output=self.output)
-                await deployment.guard(submit(order, deployment.url(AGENT), None))
-        return self._report(scripts, time.monotonic() - begin)
+                reporting.cancel()
+                self.console.print(f"{len(deployment.instances)} Gym servers ready in {deployment.start_s:.1f} s")
+                options = SubmitOptions(rows, run="demo", client="demo", output=self.output)
+                await deployment.guard(submit(options, deployment.url(AGENT), None))
+        return self._report(scripts, time.monotonic() - start)
 
     def _provide_sandboxes(self) -> None:
         runtime = ensure_runtime(self._say)
-        # Gym's servers find it through the environment that they inherit.
-        runtime.activate()
+        runtime.activate()  # sets environment variables, which Gym's servers inherit
         image = ensure_image(KERNEL, self._say)
         self.console.print(f"Sandboxes: {runtime.flavor} {runtime.version_text}, image {image}", soft_wrap=True)
 
     def _say(self, message: str) -> None:
         self.console.print(f"  {message}", markup=False, soft_wrap=True)
 
-    def _introduce(self, endpoint: Endpoint) -> None:
+    def _print_policy(self, endpoint: Endpoint) -> None:
         if endpoint.scripted:
             self.console.print(
-                f"[yellow]Policy: {MODEL_NAME}, no language model.[/] Its answers are written beforehand; everything "
-                "else is real. Set PRORL_MODEL_URL to use a model.",
+                f"[yellow]Policy: {MODEL_NAME}, no language model.[/] Answers are scripted; servers, sandboxes and "
+                "rewards are real. Set PRORL_MODEL_URL to use a model.",
             )
         else:
             self.console.print(f"Policy: {endpoint.model} at {endpoint.url}", markup=False)
 
     def _write_rows(self, scripts: Sequence[str]) -> Path:
-        """Write a row for each rollout, one problem each; problems start over when they run out."""
-        every = list(problems().values())
+        """Write one row per rollout, each with another problem; repeat problems if there are too few."""
+        all_problems = list(problems().values())
         lines = []
         for i, script in enumerate(scripts):
-            problem = every[i % len(every)]
+            problem = all_problems[i % len(all_problems)]
             lines.append(orjson.dumps(humaneval_row(problem, script_for(problem, script) if script else None)) + b"\n")
         rows = self.output.with_suffix(".rows.jsonl")
         try:
             rows.parent.mkdir(parents=True, exist_ok=True)
             rows.write_bytes(b"".join(lines))
-            self.output.unlink(missing_ok=True)  # of an earlier demonstration
+            self.output.unlink(missing_ok=True)  # results of an earlier demo
         except OSError as error:
-            raise CallerError(f"{error.filename} cannot be written: {error.strerror}", field="--output") from error
+            raise CallerError(f"cannot write {error.filename}: {error.strerror}", field="--output") from error
         return rows
 
     def _report(self, scripts: Sequence[str], seconds: float) -> bool:
@@ -151,27 +147,28 @@ class Demo:
         self.console.print(file_table(found))
         scored = sum(row["rollout"]["reward"] is not None for row in found.values())
         self.console.print(
-            f"{scored} of {len(scripts)} rollouts scored, {seconds:.1f} s in total. Trajectories: {self.output}, for "
-            "prorl show",
+            f"{scored} of {len(scripts)} rollouts scored in {seconds:.1f} s. To see a trajectory: prorl show "
+            f"{self.output}:1",
             soft_wrap=True,
         )
         wrong = 0
         for row in found.values():
-            script = scripts[row["rollout"]["source"]["line"] - 1]
-            if script and row["rollout"]["reward"] != DESERVED[script]:
-                self.console.print(f"{row['rollout']['id']}: the script {script!r} earned another reward", style="red")
+            script, reward = scripts[row["rollout"]["source"]["line"] - 1], row["rollout"]["reward"]
+            if script and reward != EXPECTED_REWARDS[script]:
+                expected = f"expected {EXPECTED_REWARDS[script]:g} for the script {script!r}"
+                self.console.print(f"{row['rollout']['id']}: reward {reward}, {expected}", style="red")
                 wrong += 1
         if any(scripts):
             self.console.print(
                 f"[yellow]The policy was scripted ({MODEL_NAME}, no language model)[/]: these rewards show that the "
-                "machinery works, and nothing about a model."
+                "installation works, and nothing about a model."
             )
         return scored == len(scripts) and not wrong
 
 
 @contextlib.asynccontextmanager
 async def _endpoint() -> AsyncIterator[Endpoint]:
-    """The endpoint that the environment variables name, or a scripted policy for the time of the demonstration."""
+    """Yield the endpoint of the environment variables, or a scripted policy that runs while the context is open."""
     url = os.environ.get("PRORL_MODEL_URL")
     if not url:
         async with scripted.serve() as base_url:
@@ -193,9 +190,9 @@ async def _only_model(url: str, api_key: str) -> str:
             names = [str(card["id"]) for card in orjson.loads(await response.read())["data"]]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
         raise InfrastructureError(
-            f"can't read the models of {url}: {type(error).__name__}: {error}; "
-            "PRORL_MODEL_URL is the base URL, usually ending in /v1"
+            f"cannot list the models of {url}: {type(error).__name__}: {error}; "
+            "PRORL_MODEL_URL must be the base URL, usually ending in /v1"
         ) from error
     if len(names) != 1:
-        raise CallerError(f"{url} serves {', '.join(names) or 'no model'}: name one", field="PRORL_MODEL_NAME")
+        raise CallerError(f"is required: {url} serves {', '.join(names) or 'no model'}", field="PRORL_MODEL_NAME")
     return names[0]

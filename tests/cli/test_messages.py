@@ -14,16 +14,16 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from typer.testing import CliRunner
 
-from nemo_gym_prorl.cli import fleet
+from nemo_gym_prorl.cli import serve
 from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.cli.environments import check_overrides
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
-from nemo_gym_prorl.cli.serve import policy_trouble
+from nemo_gym_prorl.cli.serve import policy_warning
 from nemo_gym_prorl.deployment import deployment as deployments
 from nemo_gym_prorl.deployment.deployment import GymDeployment
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.servers.task_sandboxes import PROGRESS
-from tests.rollout.command_line import prorl
+from tests.cli.command_line import prorl
 from tests.rollout.serving import serve
 
 
@@ -113,12 +113,12 @@ async def test_a_start_says_what_is_built_and_what_is_awaited(tmp_path: Path, mo
     monkeypatch.setattr(deployments, "WAITING_S", 1.0)
     deployment = GymDeployment(work_dir=tmp_path / "gym")
     said: list[str] = []
-    telling = asyncio.create_task(deployment.tell(said.append, PROGRESS))
+    telling = asyncio.create_task(deployment.report_start(said.append, PROGRESS))
     while not said:
         await asyncio.sleep(0.05)
     assert re.fullmatch(r"1 s, waiting for Gym to launch them; load [\d.]+ on \d+ cores", said[-1])
     (tmp_path / "gym").mkdir()
-    deployment.log_path.write_text("(prorl_math) prorl: sandbox image math: building math\nsomething else\n")
+    deployment.log.path.write_text("(prorl_math) prorl: sandbox image math: building math\nsomething else\n")
     deployment.waiting = ["prorl_math"]
     while len(said) < 3:
         await asyncio.sleep(0.05)
@@ -156,7 +156,7 @@ async def test_nodes_of_ray_say_what_each_has_still_to_do(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ray_nodes, "_alive", lambda: ["node-1"])
     loops = BackgroundLoops()
-    nodes = ray_nodes.RayNodes(ray_nodes.Order({}, "agent", None), print, loops)
+    nodes = ray_nodes.RayNodes(ray_nodes.NodeDeployment({}, "agent", None), print, loops)
     assert nodes.awaited == "a node with the resource prorl_node"
     nodes._actors["node-1"] = SimpleNamespace(
         share=remote(None, "share"), up=remote(NOWHERE, "up"), watch=remote(None, None)
@@ -178,8 +178,8 @@ async def test_nodes_of_ray_say_what_each_has_still_to_do(monkeypatch: pytest.Mo
 
 
 async def test_the_scripted_policy_is_known_by_its_name(scripted_policy: str) -> None:
-    assert await policy_trouble(scripted_policy, MODEL_NAME, "none") is None
-    trouble = await policy_trouble(scripted_policy, "another", "none")
+    assert await policy_warning(scripted_policy, MODEL_NAME, "none") is None
+    trouble = await policy_warning(scripted_policy, "another", "none")
     assert trouble == f"{scripted_policy} serves {MODEL_NAME}, not another"
 
 
@@ -202,11 +202,11 @@ async def test_only_what_is_certain_is_told(answer: Response, trouble: str | Non
         return answer
 
     async with serve(app) as url:
-        told = await policy_trouble(f"{url}/v1", "qwen", "key")
+        told = await policy_warning(f"{url}/v1", "qwen", "key")
         assert (told is None) if trouble is None else (told is not None and trouble in told)
 
 
 async def test_nobody_at_the_address() -> None:
     assert "nothing answers at http://127.0.0.1:9/v1/models" in str(
-        await policy_trouble("http://127.0.0.1:9/v1", "qwen", "key")
+        await policy_warning("http://127.0.0.1:9/v1", "qwen", "key")
     )

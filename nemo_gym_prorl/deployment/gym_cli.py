@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym's own command line, called from wherever this package lives: wheel or checkout, nemo-gym 0.4 or later.
+"""Runs Gym's own command line, for a wheel or checkout of this package and for nemo-gym 0.4 or later.
 
-``gym`` is made for a terminal in Gym's checkout: it wants a virtual environment per server, finds servers by the
-working directory, and has one fixed port. :class:`GymCli` gives each use its own port and folder, one environment for
-all servers, and an end to every process that a command leaves behind.
+``gym`` expects a terminal in Gym's checkout: it builds a virtual environment per server, finds servers by the working
+directory, and has one fixed port. :class:`GymCli` gives each deployment its own port and folder, shares one Python
+environment among all servers, and marks the processes of a command so that none is left behind.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from nemo_gym_prorl.processes import ProcessMark
 MARK_NAME = "PRORL_GYM_DEPLOYMENT"
 """Environment variable that marks the processes of a deployment."""
 
-RAY_START_S = 90
-"""How long Ray's own processes may take to start. Its default, 30 s, is short on a machine that has work."""
+RAY_START_S = 90  # start limit of Ray's processes: Ray's default of 30 s is too short on a busy machine
 
 _HEAD_PORTS = range(20_001, 32_000)
-"""Head server ports: outside Gym's own range for servers (10001-20000) and below the kernel's for outgoing
-connections, from which Ray would otherwise take our port between our choice and Gym's use of it."""
+"""Ports for Gym's head server: above Gym's range for servers (10001-20000), and below the kernel's range for outgoing
+connections, from which Ray could take the port before Gym listens."""
 
-# Ask the interpreter that will run Gym, which need not be ours.
+# Runs in the interpreter that will run Gym, which may differ from the current one.
 _PROBE = """
 import importlib.metadata, importlib.util, json, os, re, sys
 def parent(name):
@@ -51,32 +50,35 @@ print(json.dumps({"prefix": sys.prefix, "bin": os.path.dirname(sys.executable), 
 """
 
 
-def running_rays_auth_mode() -> str:
-    """Return the value of ``RAY_AUTH_MODE`` for a process that joins a running Ray: as set, else ``token`` if there is
-    one. ``ray start --head`` decides so by itself, ``ray.init`` with an address does not."""
+def ray_auth_mode() -> str:
+    """Return the value of ``RAY_AUTH_MODE`` for a process that joins a running Ray.
+
+    The variable wins; otherwise the mode is ``token`` if a token exists. ``ray start --head`` applies the same rule;
+    ``ray.init`` with an address ignores the token.
+    """
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
-    there = os.environ.get("RAY_AUTH_TOKEN") or file.is_file()
-    return os.environ.get("RAY_AUTH_MODE", "token" if there else "disabled")
+    has_token = os.environ.get("RAY_AUTH_TOKEN") or file.is_file()
+    return os.environ.get("RAY_AUTH_MODE", "token" if has_token else "disabled")
 
 
 class DeploymentError(InfrastructureError):
-    """Gym could not be started, died, or left something behind."""
+    """Gym could not be started, died, or left processes behind."""
 
 
 class GymCli:
-    """Calls Gym's command line such that our servers are found and no server builds an environment of its own.
+    """Builds Gym commands that find this project's servers and share one Python environment.
 
     Args:
-        work_dir: folder for what Gym needs on disk; kept by the caller.
-        python: the interpreter whose nemo-gym is used; its environment serves all servers.
-        cwd: working directory of commands about servers. Default: see ``folder``; else the checkout if this package
-            runs from one (nemo-gym 0.4 finds it only there), else ``work_dir``.
-        folder: where a user's own servers and environments may be; default: where this is. If there are any, commands
-            about servers run where they and ours are together, by links.
-        env: environment variables on top of ours.
-        head_port: where Gym's head server listens. Default: a free port.
-        server_python: makes the text of a program that starts the servers in the interpreter's place, from the
-            interpreter's path. Default: the interpreter itself starts them.
+        work_dir: folder for Gym's files; the caller removes it.
+        python: the interpreter whose nemo-gym is used; all servers share its environment.
+        cwd: working directory of commands about servers. Default: a folder of links if ``folder`` has servers, else
+            the checkout if this package runs from one (nemo-gym 0.4 searches only there), else ``work_dir``.
+        folder: folder of a user's own servers and environments. Default: the current directory. Commands about servers
+            run in a folder that links these servers and this project's.
+        env: more environment variables; these win.
+        head_port: port of Gym's head server. Default: a free port.
+        server_python: returns the text of a program that starts servers in place of the interpreter, given the
+            interpreter's path. Default: the interpreter starts them.
     """
 
     def __init__(
@@ -102,12 +104,12 @@ class GymCli:
 
     @property
     def head_url(self) -> str:
-        """URL of the head server of deployments started with this object's settings."""
+        """URL of Gym's head server."""
         return f"http://127.0.0.1:{self.head_port}"
 
     @property
     def overrides(self) -> list[str]:
-        """The Hydra overrides that every command about servers needs."""
+        """Hydra overrides of every command about servers."""
         return [
             f"+uv_venv_dir={self._venvs}",
             "+skip_venv_if_present=true",
@@ -116,7 +118,7 @@ class GymCli:
         ]
 
     async def prepare(self) -> Installation:
-        """Look at the interpreter and lay out the shared environment; done once.
+        """Inspect the interpreter and link the shared environment. Later calls return the same result.
 
         Raises:
             DeploymentError: the interpreter has no nemo-gym.
@@ -126,7 +128,7 @@ class GymCli:
             self.work_dir.mkdir(parents=True, exist_ok=True)
             if self._cwd is None and config_files.has_servers(self._folder):
                 roots = [self._folder, *filter(None, [installation.checkout])]
-                self._cwd = await asyncio.to_thread(config_files.joined, self.work_dir / "servers", roots)
+                self._cwd = await asyncio.to_thread(config_files.link_roots, self.work_dir / "servers", roots)
             program = self._server_python(installation.bin / "python3") if self._server_python else None
             await asyncio.to_thread(
                 venvs.link_environments,
@@ -140,11 +142,11 @@ class GymCli:
         return self._installation
 
     async def command(self, *arguments: str) -> tuple[list[str], dict[str, str], Path]:
-        """Command line, environment and working directory of a Gym command."""
+        """Return command line, environment and working directory of a Gym command."""
         installation = await self.prepare()
         words = [str(installation.bin / "gym"), *arguments]
-        # Hydra leaves an "outputs" folder in the working directory; listings can't all be told to put it elsewhere,
-        # and don't care where they run.
+        # Hydra creates a folder "outputs" in the working directory. Some listings have no option for another folder,
+        # but listings work in any folder.
         if arguments[:1] not in (("env",), ("eval",), ("dataset",)):
             return words, self._environment(installation), self.work_dir
         words += [*self.overrides, f"hydra.run.dir={self.work_dir}/hydra", "hydra.output_subdir=null"]
@@ -157,8 +159,8 @@ class GymCli:
     def _environment(self, installation: Installation) -> dict[str, str]:
         env = dict(os.environ)
         env["PATH"] = f"{installation.bin}{os.pathsep}{env.get('PATH', os.defpath)}"
-        # Ray: no token file in the user's home, no usage report, the smallest object store it accepts, and no workers
-        # ahead of the tasks (most deployments have none).
+        # Ray: no token file in the user's home, no usage report, the smallest object store, and no prestarted workers,
+        # because most deployments run no Ray tasks.
         env |= {
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -169,14 +171,14 @@ class GymCli:
             "PYTHONUNBUFFERED": "1",
         }
         if checkout := installation.checkout:
-            # From 0.5 on Gym looks for servers here too; before, the working directory has to be the checkout.
+            # Gym 0.5 or later searches these roots; Gym 0.4 needs the checkout as working directory.
             env[ROOTS_VARIABLE] = _join_paths(checkout, env.get(ROOTS_VARIABLE))
             env["PYTHONPATH"] = _join_paths(checkout, env.get("PYTHONPATH"))
         return env | self._given_env
 
     async def _probe(self) -> tuple[Installation, dict[str, str]]:
-        # A checkout that is on our path only because we were started in it has to be on the child's path as well. For
-        # another interpreter it does not count: "python -c" must not find it in the working directory.
+        # A checkout that is importable only through the current directory must be importable in the child as well. For
+        # another interpreter it must not be: cwd "/" keeps "python -c" from finding it.
         env = dict(os.environ) | self._given_env
         if self._python == sys.executable:
             env["PYTHONPATH"] = _join_paths(Path(__file__).parents[2], env.get("PYTHONPATH"))
@@ -192,7 +194,7 @@ class GymCli:
         output, errors = await process.communicate()
         if process.returncode:
             reason = errors.decode(errors="replace").strip().splitlines()[-1:]
-            raise DeploymentError(f"{self._python} can't run NeMo Gym: {' '.join(reason)}; install nemo-gym into it")
+            raise DeploymentError(f"{self._python} cannot run NeMo Gym: {' '.join(reason)}; install nemo-gym there")
         found = orjson.loads(output)
         our_root = found["our_root"]
         installation = Installation(

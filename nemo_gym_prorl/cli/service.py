@@ -1,0 +1,428 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Commands for a running service: ``prorl status``, ``tail``, ``cancel`` and ``backends``.
+
+The service is the one of ``--url``, else ``PRORL_URL``, else the ``prorl_agent`` listed by Gym's head server.
+:class:`Service` uses the standard library, because :mod:`nemo_gym_prorl.rollout.api.client` takes half a second to import.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import orjson
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from nemo_gym_prorl.cli.show import distinct_failures, failure_line, visible
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Stage
+from nemo_gym_prorl.http.keys import authorization, trusted_authorities
+
+
+DEFAULT_HEAD = "http://127.0.0.1:11000"
+"""Default address of Gym's head server."""
+
+HEAD_S = 30.0  # read timeout of the head server, which may be busy starting servers
+CALL_S = 180.0  # read timeout of a service: a cancellation answers when the sandboxes are deleted
+STREAM_S = 60.0  # read timeout of the event stream: three missed heartbeats of 15 s
+
+_BACKENDS = "/v1/backends"
+_PAGE = 1000  # rollouts per request: the service's maximum
+
+
+class Service:
+    """Blocking client of one service; answers are parsed JSON.
+
+    Args:
+        url: base URL, ``http`` or ``https``.
+        token: key of the service.
+        timeout_s: read timeout.
+    """
+
+    def __init__(self, url: str, token: str | None, timeout_s: float = CALL_S) -> None:
+        self.url = url.rstrip("/")
+        self._headers = authorization(token)
+        self._timeout_s = timeout_s
+
+    def get(self, path: str, *needed: str, **query: str | None) -> Any:
+        """Return the answer to a GET request; ``needed`` are its required fields."""
+        return self.call("GET", path, *needed, query=query)
+
+    def rollout(self, rollout_id: str) -> dict[str, Any]:
+        """Return the current state of a rollout. The id is percent-encoded, because ids may be any printable text."""
+        found: dict[str, Any] = self.get(f"/v1/rollouts/{quote(rollout_id, safe='')}", "id", "state")
+        return found
+
+    def rollouts(self, **query: str | None) -> Iterator[dict[str, Any]]:
+        """Yield the rollouts that match a query, oldest first, without results."""
+        page: str | None = None
+        while True:
+            listing = self.get("/v1/rollouts", "rollouts", limit=str(_PAGE), **{**query, "from": page})
+            yield from listing["rollouts"]
+            if (page := listing.get("next")) is None:
+                return
+
+    def events(self, after: str | None) -> Iterator[dict[str, Any]]:
+        """Yield state changes after a cursor as they happen, until the service closes the stream.
+
+        Raises:
+            ApiError: events after the cursor are no longer stored, or this reader was too slow.
+        """
+        with self._answer("GET", "/v1/events", query={"after": after}, timeout_s=STREAM_S) as answer:
+            kind = b""
+            for line in answer:
+                if line.startswith(b"event: "):
+                    kind = line[7:].strip()
+                elif line.startswith(b"data: ") and kind == b"problem":
+                    raise _refusal(self.url, answer.status, line[6:])
+                elif line.startswith(b"data: "):
+                    yield orjson.loads(line[6:])
+
+    def call(
+        self, method: str, path: str, *needed: str, body: object = None, query: Mapping[str, str | None] | None = None
+    ) -> Any:
+        """Send a request and return the parsed answer.
+
+        Raises:
+            ApiError: the service refuses the request.
+            InfrastructureError: the service does not answer, or is not a rollout service.
+            CallerError: the URL is invalid.
+        """
+        with self._answer(method, path, body=body, query=query or {}) as answer:
+            found = orjson.loads(answer.read())
+            if not all(name in found for name in needed):
+                raise ValueError(f"an answer without {', '.join(needed)}")
+            return found
+
+    @contextmanager
+    def _answer(
+        self, method: str, path: str, *, query: Mapping[str, str | None], body: object = None, timeout_s: float = 0
+    ) -> Iterator[HTTPResponse]:
+        given = {name: value for name, value in query.items() if value is not None}
+        data = None if body is None else orjson.dumps(body)
+        headers = {name: value.encode() for name, value in self._headers.items()}  # a key may be non-ASCII
+        headers |= {"Content-Type": b"application/json"} if data else {}
+        with closing(self._connection(timeout_s or self._timeout_s)) as connection:
+            try:
+                connection.connect()
+            except OSError as error:
+                raise InfrastructureError(
+                    f"no rollout service answers at {self.url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
+                ) from error
+            try:
+                target = urlsplit(self.url).path + path + (f"?{urlencode(given)}" if given else "")
+                connection.request(method, target, data, headers)
+                answer = connection.getresponse()
+                if answer.status >= 400:
+                    raise _refusal(self.url, answer.status, answer.read())
+                yield answer
+            except (OSError, HTTPException) as error:
+                raise InfrastructureError(
+                    f"the connection to {self.url} broke: {str(error) or type(error).__name__}",
+                    kind=FailureKind.TRANSPORT_PEER_DROP,
+                ) from error
+            except (ValueError, TypeError) as error:
+                raise InfrastructureError(
+                    f"the server at {self.url} is not a rollout service of this version",
+                    kind=FailureKind.TRANSPORT_UNREACHABLE,
+                ) from error
+
+    def _connection(self, timeout_s: float) -> HTTPConnection:
+        try:
+            parts = urlsplit(self.url)
+            if parts.scheme == "https" and parts.hostname:
+                return HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=trusted_authorities())
+            if parts.scheme == "http" and parts.hostname:
+                return HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+        except (ValueError, HTTPException):  # an invalid port
+            pass
+        raise CallerError(f"must be a URL with http:// or https://, not {self.url!r}", field="url")
+
+
+def _refusal(url: str, status: int, content: bytes) -> Exception:
+    from nemo_gym_prorl.http.problem_document import ApiError, problem_of_answer
+
+    return ApiError(problem_of_answer(url, status, content))
+
+
+def connect(url: str | None, token: str | None) -> Service:
+    """Return a client of the service at ``url``, or of the service listed by the head server.
+
+    Raises:
+        CallerError: ``url`` has several services; see also :func:`find_service`.
+        InfrastructureError: see :func:`find_service`.
+    """
+    urls = split_urls(url)
+    if len(urls) > 1:
+        raise CallerError("must be one URL; only `prorl submit` accepts several", field="--url")
+    return Service(urls[0] if urls else find_service(head_url(), token), token)
+
+
+def split_urls(url: str | None) -> list[str]:
+    """Split a comma-separated list of URLs."""
+    return [part for part in map(str.strip, (url or "").split(",")) if part]
+
+
+def head_url() -> str:
+    """Return the address of Gym's head server, or of a gateway."""
+    return os.environ.get("PRORL_HEAD", DEFAULT_HEAD)
+
+
+def find_service(head: str, token: str | None = None) -> str:
+    """Return the URL of the ``prorl_agent`` that a head server or gateway lists.
+
+    Raises:
+        CallerError: the deployment does not have exactly one ``prorl_agent``.
+        InfrastructureError, ApiError: see :func:`find_servers`.
+    """
+    agents = find_servers(head, token, "prorl_agent")
+    if len(agents) != 1:
+        names = ", ".join(f"{name} ({url})" for name, url in agents.items()) or "none"
+        raise CallerError(f"is required: the deployment at {head} has {names}, not one prorl_agent", field="--url")
+    return next(iter(agents.values()))
+
+
+def find_servers(head: str, token: str | None, implementation: str) -> dict[str, str]:
+    """Return the URLs of a deployment's servers of one implementation, by instance name.
+
+    Args:
+        head: URL of Gym's head server, or of a gateway.
+        token: key of the service. A gateway requires the key; Gym's head server ignores it.
+        implementation: name of the implementation, such as ``prorl_agent``.
+
+    Raises:
+        InfrastructureError: no head server answers.
+        ApiError: the key is missing or wrong.
+    """
+    try:
+        listed = Service(head, token, HEAD_S).get("/server_instances")
+        return {
+            str(server["process_name"]): str(server["url"]) for server in listed if server["name"] == implementation
+        }
+    except InfrastructureError as error:
+        cause = error.__cause__
+        why = (cause.strerror or str(cause)) if isinstance(cause, OSError) else error.reason
+    except (LookupError, TypeError):
+        why = "the answer is not a list of servers"
+    except Exception as error:
+        from nemo_gym_prorl.http.problem_document import ApiError  # imports pydantic, which is slow
+
+        if not isinstance(error, ApiError) or error.problem.status in (401, 403):
+            raise
+        why = str(error)
+    raise InfrastructureError(
+        f"no NeMo Gym deployment answers at {head}: {why}; start one, or set --url or PRORL_URL",
+        kind=FailureKind.TRANSPORT_UNREACHABLE,
+    )
+
+
+def cancel(url: str | None, token: str | None, ids: list[str], group: str | None) -> int:
+    """Cancel rollouts; return the number of unknown ids, or 1 for an unknown group.
+
+    Raises:
+        CallerError: neither ids nor a group are given, or both.
+    """
+    if bool(ids) == (group is not None):
+        raise CallerError("give either ids of rollouts or --group", field="IDS")
+    console = Console(highlight=False, soft_wrap=True)
+    body = {"ids": ids} if ids else {"group": group}
+    answer = connect(url, token).call("POST", "/v1/rollouts/cancel", "rollouts", "unknown", body=body)
+    for job in answer["rollouts"]:
+        console.print(f"{job['id']} {job['state']}", markup=False)
+    for unknown in answer["unknown"]:
+        console.print(f"{unknown} unknown", style="red", markup=False)
+    if group is not None and not answer["rollouts"]:
+        console.print(f"{group} unknown: the group has no rollouts", style="red", markup=False)
+        return 1
+    return len(answer["unknown"])
+
+
+# Engines of model servers. Each change is sent to all model servers, because each places its own rollouts.
+
+
+def show_backends(url: str | None, token: str | None) -> None:
+    """Print the engines of each model server."""
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    for model in _models(url, token):
+        found = model.get(_BACKENDS, "backends", "waiting")
+        table = Table(box=None, pad_edge=False)
+        for column in ("id", "url", "run", "health", "rollouts", "turns", "limit", "weights"):
+            table.add_column(column, overflow="fold")
+        for engine in found["backends"]:
+            states = ", ".join([engine["health"], *(name for name in ("draining", "paused") if engine[name])])
+            numbers = str(engine["live_rollouts"]), str(engine["in_flight"]), str(engine["limit"] or "")
+            run, weights = engine["run"] or "", engine["weight_version"] or ""
+            table.add_row(engine["id"], engine["url"], run, states, *numbers, weights)
+        console.print(f"{model.url}: {len(found['backends'])} engines, {found['waiting']} turns waiting", markup=False)
+        if found["backends"]:
+            console.print(table)
+
+
+def add_backend(
+    url: str | None, token: str | None, engine: str, run: str | None, weight_version: str | None, key: str | None
+) -> None:
+    """Add an engine to each model server."""
+    fields = {"url": engine, "run": run, "weight_version": weight_version, "api_key": key}
+    body = {name: value for name, value in fields.items() if value is not None}
+    for model in _models(url, token):
+        added = model.call("POST", _BACKENDS, "id", "url", body=body)
+        print(f"{model.url}: {added['id']} at {added['url']}")
+
+
+def drain_backend(url: str | None, token: str | None, engine: str) -> None:
+    """Drain an engine, given by id or URL, at each model server that has it.
+
+    Raises:
+        CallerError: no model server has the engine.
+    """
+    drained = 0
+    for model in _models(url, token):
+        known = model.get(_BACKENDS, "backends")["backends"]
+        # Ids differ between model servers, and a URL may occur once per run.
+        for backend in [entry["id"] for entry in known if engine.rstrip("/") in (entry["id"], entry["url"])]:
+            model.call("DELETE", f"{_BACKENDS}/{quote(backend, safe='')}", query={"drain": "true"})
+            print(f"{model.url}: {backend} gets no new rollouts")
+            drained += 1
+    if not drained:
+        raise CallerError(f"no model server has an engine {engine}; `prorl backends` lists engines", field="ENGINE")
+
+
+def _models(url: str | None, token: str | None) -> list[Service]:
+    """Return clients of the model servers.
+
+    Raises:
+        CallerError: the deployment has no ``prorl_model``.
+        InfrastructureError, ApiError: see :func:`find_servers`.
+    """
+    urls = split_urls(url) if url is not None else [*find_servers(head_url(), token, "prorl_model").values()]
+    if not urls:
+        raise CallerError(
+            f"is required: {head_url()} lists no prorl_model; give its URL, or that of a node's prorl_model",
+            field="--url",
+        )
+    return [Service(model, token) for model in urls]
+
+
+_RECONNECT_S = 2.0
+_FAILED_STATES = ("failed", "timed_out")
+
+
+def pools(status: Mapping[str, Any]) -> Table:
+    """Return the stages of a service's ``/status`` as a table."""
+    table = Table("stage", "waiting", "working", "slots", box=None, pad_edge=False)
+    for stage in Stage:
+        pool = status["stages"][stage]
+        table.add_row(stage.value, str(pool["waiting"]), str(pool["working"]), str(pool["slots"]))
+    return table
+
+
+def pools_line(status: Mapping[str, Any]) -> str:
+    """Return the stages of a service's ``/status`` as one line."""
+    pools_by_stage = ((stage, status["stages"][stage]) for stage in Stage)
+    return ", ".join(
+        f"{stage.upper()} {pool['working']} of {pool['slots']} working, {pool['waiting']} waiting"
+        for stage, pool in pools_by_stage
+    )
+
+
+def show_status(url: str | None, token: str | None) -> None:
+    """Print the state of the service."""
+    status = connect(url, token).get("/status", "stages", "held", "states", "sessions", "draining")
+    held = [
+        Text(visible(f"{name} cannot be reached, so its rollouts are on hold: {held['reason']}"), style="red")
+        for name, held in status["held"].items()
+    ]
+    states = ", ".join(f"{count} {state}" for state, count in status["states"].items() if count) or "no rollouts"
+    more = "; draining" if status["draining"] else ""
+    console = Console(highlight=False, emoji=False)
+    console.print(Group(pools(status), *held, f"{states}; {status['sessions']} sandboxes held{more}"))
+
+
+def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:
+    """Print the state of a rollout as JSON."""
+    job = connect(url, token).rollout(rollout_id)
+    Console().print_json(data={name: value for name, value in job.items() if name != "result"})
+
+
+def show_rollouts(url: str | None, token: str | None, group: str | None, state: str | None, failed: bool) -> None:
+    """Print the rollouts that match, oldest first; with ``failed`` their failures too.
+
+    Raises:
+        CallerError: both a state and ``failed`` are given.
+    """
+    if failed and state is not None:
+        raise CallerError("cannot be combined with --state", field="--failed")
+    console = Console(highlight=False, emoji=False)
+    table = Table("id", "state", box=None, pad_edge=False)
+    for column in ("reward", "turns", "seconds"):
+        table.add_column(column, justify="right")
+    table.add_column("failure", overflow="fold")
+    count = 0
+    service = connect(url, token)
+    for job_state in _FAILED_STATES if failed else (state,):
+        for job in service.rollouts(state=job_state, group=group):
+            count += 1
+            if failed:
+                _print_failed(console, job)
+            else:
+                table.add_row(*_cells(job))
+    if table.row_count:
+        console.print(table)
+    console.print(f"{count} rollouts", style="dim")
+
+
+def _cells(job: Mapping[str, Any]) -> tuple[str, ...]:
+    seconds = (job["finished_at"] or time.time()) - job["submitted_at"]
+    reward = "" if job["reward"] is None else f"{job['reward']:g}"
+    kind = job["failure"]["kind"] if job["failure"] else ""
+    return escape(job["id"]), job["state"], reward, str(job["turns"]), f"{seconds:.1f}", kind
+
+
+def _print_failed(console: Console, job: Mapping[str, Any]) -> None:
+    """Print each distinct failure; the last one ended the rollout."""
+    console.print(f"[bold]{escape(job['id'])}[/] [red]{job['state']}[/]", soft_wrap=True)
+    for failure, times in distinct_failures(job):
+        console.print(Padding(Text(visible(failure_line(failure, times))), (0, 0, 0, 2)))
+        if failure.get("traceback"):
+            console.print(Padding(Text(visible(failure["traceback"]), style="dim"), (0, 0, 0, 4)))
+
+
+def tail(url: str | None, token: str | None, after: str | None, group: str | None) -> None:
+    """Print state changes as they happen, until interrupted; reconnect if the service goes away."""
+    from nemo_gym_prorl.http.problem_document import ApiError
+
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    seen = after
+    service = connect(url, token)
+    service.get("/status", "stages")  # raises at once if the service is missing
+    while True:
+        try:
+            for event in service.events(seen):
+                seen = event["cursor"]
+                if group in (None, event["group"]):
+                    console.print(_transition(event), markup=False)
+            why = "the service closed the connection"
+        except ApiError as error:
+            if error.problem.status != 410:
+                raise
+            why, seen = f"{error.problem.detail}; continuing with new events", None
+        except InfrastructureError as error:
+            why = str(error)
+        console.print(f"{why}; reconnecting", style="yellow", markup=False)
+        time.sleep(_RECONNECT_S)
+
+
+def _transition(event: Mapping[str, Any]) -> str:
+    moment = time.strftime("%H:%M:%S", time.localtime(event["at"]))
+    end = "" if event.get("reward") is None else f" reward {event['reward']:g}"
+    end += "" if event.get("failure_kind") is None else f" {event['failure_kind']}"
+    return f"{event['cursor']} {moment} {event['id']} {event['state']}{end}"
