@@ -44,7 +44,7 @@ from nemo_gym_prorl.sandbox.limits.rlimits import By, Facts, Limit, limits, reme
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import HOW_TO_GET_IT, Runtime, find_runtime
 from nemo_gym_prorl.sandbox.supervisor import state_dir
-from nemo_gym_prorl.sandbox.supervisor.client import Link
+from nemo_gym_prorl.sandbox.supervisor.client import SupervisorConnection
 
 
 MIN_PYTHON = (3, 12)
@@ -222,7 +222,7 @@ async def _try_sandbox(runtime: Runtime, image: Path) -> tuple[str, str]:
     Raises:
         InfrastructureError: it can't be had, or is not as it should be.
     """
-    await Link.get()
+    await SupervisorConnection.get()
     took_ms = []
     # What is learnt of an image with its first sandbox, the next ones need not ask again.
     for _ in range(2):

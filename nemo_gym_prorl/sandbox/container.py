@@ -40,15 +40,18 @@ from nemo_gym_prorl.sandbox.sessions.commands import (
     shell_command,
 )
 from nemo_gym_prorl.sandbox.spec import ContainerSpec, create_request
-from nemo_gym_prorl.sandbox.supervisor.client import Link, Process
+from nemo_gym_prorl.sandbox.supervisor.client import Process, SupervisorConnection
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxExhausted, SandboxLost, SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.messages import (
+from nemo_gym_prorl.sandbox.supervisor.protocol import (
     CheckRequest,
     DestroyRequest,
     PauseRequest,
     Request,
     ResumeRequest,
+    SandboxBroken,
+    SandboxExhausted,
+    SandboxLost,
+    SandboxRefused,
     SignalRequest,
     SpawnRequest,
     StartReply,
@@ -69,13 +72,13 @@ LITTLE_ROOM = 16 << 20
 
 NO_ROOM = "the disk that sandboxes are kept on is full; make room where PRORL_STATE is"
 
-KILLED = 128 + signal.SIGKILL
+SIGKILL_EXIT_CODE = 128 + signal.SIGKILL
 
 
 class Container:
     """A live sandbox. Made by :meth:`start`, ended by :meth:`close`, which must be called, or with ``async with``."""
 
-    def __init__(self, name: str, spec: ContainerSpec, link: Link, host_id: int) -> None:
+    def __init__(self, name: str, spec: ContainerSpec, link: SupervisorConnection, host_id: int) -> None:
         self.name = name
         self._host_id = host_id
         self.spec = spec
@@ -118,7 +121,7 @@ class Container:
             runtime = await asyncio.to_thread(require_runtime)
         name = f"b-{secrets.token_hex(6)}"
         request, defaults = await asyncio.to_thread(create_request, name, spec, runtime)
-        link = await Link.get()
+        link = await SupervisorConnection.get()
         container = cls(name, spec, link, request.host_uid)
         try:
             answer, _files = await link.ask(replace(request, snapshot=str(snapshot or "")), held)
@@ -184,7 +187,7 @@ class Container:
         folder = Path(description["supervisor"])
         if not await asyncio.to_thread((folder / "socket").exists):
             raise SandboxLost(f"sandbox {description['sandbox_id']} has ended, and its owner too")
-        link = await Link.to(folder)
+        link = await SupervisorConnection.to(folder)
         spec = ContainerSpec(**{**description["spec"], "image": Path(description["spec"]["image"])})
         container = cls(description["sandbox_id"], spec, link, description["host_id"])
         container.environment = dict(description["environment"])
@@ -244,7 +247,7 @@ class Container:
         if self._fault:
             # It did not end by itself.
             raise self._fault
-        if done.exit_code == KILLED and not done.timed_out:
+        if done.exit_code == SIGKILL_EXIT_CODE and not done.timed_out:
             # Nor did this one, if it went with its sandbox.
             await self.check_living()
         return done
@@ -460,7 +463,7 @@ KNOWN_CAUSES = {
     "no user namespaces": "'prorl doctor' says what an administrator can do",
     "function not implemented": "sandboxes of root need Linux 5.19; an ordinary user's do not",
     "no space left|disk quota": "make room where PRORL_STATE is, or set it to a folder on another local disk",
-    "it can't be prepared": "set PRORL_STATE to a folder of yours on a local disk",
+    "sandbox can't be prepared": "set PRORL_STATE to a folder of yours on a local disk",
     "squashfuse|squashfs|/dev/fuse": "the image is damaged, or FUSE is not to be had here: build it "
     f"again, or unpack it with '{UNPACK} IMAGE' and name FOLDER",
     "other owners|value too large": "the file system of the image can't show other owners: copy it to a local disk",

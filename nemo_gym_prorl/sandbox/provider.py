@@ -39,7 +39,7 @@ from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.snapshots import Snapshot, SnapshotSupport
 from nemo_gym_prorl.sandbox.spec import SNAPSHOT, container_spec, provider_options
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost, SandboxRefused
 
 
 TIMED_OUT = 124

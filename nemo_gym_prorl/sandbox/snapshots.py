@@ -39,8 +39,7 @@ from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.layer_archive import HEADER
 from nemo_gym_prorl.sandbox.spec import SNAPSHOT, ContainerSpec
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.messages import SnapshotRequest
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxRefused, SnapshotRequest
 from nemo_gym_prorl.sandbox.supervisor.state_dir import state_root
 
 
@@ -129,9 +128,9 @@ class SnapshotInfo:
     programs: int
 
 
-async def take(container: Container, folder: Path, name: str, *, at_rest: bool = False) -> SnapshotInfo:
+async def take(container: Container, folder: Path, name: str, *, quiescent: bool = False) -> SnapshotInfo:
     """Write down in ``folder`` what a sandbox has written; it stands still meanwhile. Who has nothing running in it
-    but shells that wait (``at_rest``) need not have it stopped, which takes longer than to copy what most write.
+    but shells that wait (``quiescent``) need not have it stopped, which takes longer than to copy what most write.
 
     Raises:
         CallerError: there can be no snapshots in that folder.
@@ -147,8 +146,8 @@ async def take(container: Container, folder: Path, name: str, *, at_rest: bool =
         header = json.dumps(asdict(base))
         try:
             answer: Message = {"busy": True}
-            if at_rest and not container.paused:
-                answer, _files = await container.ask(SnapshotRequest(container.name, header, at_rest=True), [target])
+            if quiescent and not container.paused:
+                answer, _files = await container.ask(SnapshotRequest(container.name, header, quiescent=True), [target])
             if "busy" in answer:
                 async with _standing_still(container):
                     answer, _files = await container.ask(SnapshotRequest(container.name, header), [target])
@@ -248,7 +247,7 @@ class SnapshotSupport:
     async def checkpoint(self, handle: SandboxHandle, name: str) -> SnapshotInfo:
         """As :meth:`snapshot`, of one in which nobody has anything running but a shell that waits, unless that left
         something in the background; and what there is to tell of it."""
-        return await take(container_of(handle), self._snapshots_folder(), name, at_rest=True)
+        return await take(container_of(handle), self._snapshots_folder(), name, quiescent=True)
 
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
         """Delete the snapshots that were taken under that name, or renewed, more than so many seconds ago."""

@@ -47,7 +47,7 @@ from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.launch import image_variables
 from nemo_gym_prorl.sandbox.sessions.commands import OUTPUT_LIMIT
-from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest, Start
+from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest, Start
 
 
 if TYPE_CHECKING:

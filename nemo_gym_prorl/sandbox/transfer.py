@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 from nemo_gym_prorl.failures import OF_THE_MACHINE, CallerError
 from nemo_gym_prorl.sandbox.fields import SandboxPath, checked
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.messages import GetRequest, PutRequest, Request
+from nemo_gym_prorl.sandbox.supervisor.protocol import GetRequest, PutRequest, Request, SandboxRefused
 
 
 if TYPE_CHECKING:

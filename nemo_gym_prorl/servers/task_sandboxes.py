@@ -18,7 +18,7 @@ from nemo_gym.sandbox.providers.base import SandboxResources
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import spec as specs
-from nemo_gym_prorl.sandbox import started
+from nemo_gym_prorl.sandbox.factory import SandboxFactory, StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.task import SandboxNeeds
@@ -67,7 +67,7 @@ class TaskSandboxes:
         self._rows_name_images = rows_name_images
         # Kernels are for the provider that has them.
         self._own_image = DEFAULT if own_image == KERNEL and self._name != OURS else own_image
-        self._starter: started.Starter | None = None
+        self._starter: SandboxFactory | None = None
 
     @property
     def keeps_files(self) -> bool:
@@ -87,7 +87,7 @@ class TaskSandboxes:
         if self._image is None and not self._rows_name_images:
             self._image = str(await asyncio.to_thread(ensure_image, self._own_image, self._say))
         if self._starter is None:
-            self._starter = started.Starter(self._provider)
+            self._starter = SandboxFactory(self._provider)
 
     def _say(self, message: str) -> None:
         """Of what may take minutes before the server answers: into its output, where ``prorl serve`` finds it."""
@@ -103,7 +103,7 @@ class TaskSandboxes:
         """
         await self._of_row(needs, lambda starter, spec: starter.fetch_image(spec))
 
-    async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> started.StartedSandbox:
+    async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> StartedSandbox:
         """Start a sandbox, fresh or with what was kept of another.
 
         Raises:
@@ -138,7 +138,7 @@ class TaskSandboxes:
         if self._starter is not None:
             await self._starter.aclose()
 
-    async def _of_row[T](self, needs: SandboxNeeds, ask: Callable[[started.Starter, SandboxSpec], Awaitable[T]]) -> T:
+    async def _of_row[T](self, needs: SandboxNeeds, ask: Callable[[SandboxFactory, SandboxSpec], Awaitable[T]]) -> T:
         """What the provider answers, where it refuses the row in the row's words."""
         await self.get_ready()
         assert self._starter is not None

@@ -129,7 +129,9 @@ async def deaf_disk(folder: Path, image: Path) -> None:
     async with asyncio.timeout(60):
         while not disk.unanswered:
             await asyncio.sleep(0.01)
-    (waiting,) = [pid for space in state_dir.spaces_of(owner) for pid in space.members() if command(pid) == "cat"]
+    (waiting,) = [
+        pid for space in state_dir.pid_namespaces_of(owner) for pid in space.members() if command(pid) == "cat"
+    ]
     closing = asyncio.create_task(stuck.close())
     while not closing.done():
         assert (await other.run("echo alive")).stdout == "alive\n"
@@ -138,7 +140,7 @@ async def deaf_disk(folder: Path, image: Path) -> None:
         await closing
     assert state(waiting) == "D"
     assert (owner / stuck.name).exists()
-    assert not state_dir.bury(owner), "its owner lives"
+    assert not state_dir.remove_if_dead(owner), "its owner lives"
     disk.answer()
     async with asyncio.timeout(60):
         while (owner / stuck.name).exists():

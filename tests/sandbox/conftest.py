@@ -21,8 +21,8 @@ from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import ImageDefaults
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
+from nemo_gym_prorl.sandbox.supervisor import client
+from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest
 from tests.sandbox.tiny import make_tiny_root
 from tests.sandbox.ways import is_long
 from tests.sandbox.without import Off, Supervisors, Without
@@ -91,7 +91,7 @@ def without(changed_supervisors: Supervisors, monkeypatch: pytest.MonkeyPatch) -
     """Has the next sandboxes of the test be those of a supervisor that lacks something."""
 
     def switch(*offs: Off) -> None:
-        monkeypatch.setattr(own_supervisor, "_current", changed_supervisors.lacking(offs))
+        monkeypatch.setattr(client, "own_supervisor", changed_supervisors.lacking(offs))
 
     return switch
 

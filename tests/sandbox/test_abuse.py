@@ -49,7 +49,7 @@ from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import state_dir
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxExhausted
 from tests.sandbox.without import Off, Without
 
 
@@ -441,7 +441,7 @@ def open_files(pid: int) -> list[Path]:
     return [entry.readlink() for entry in Path(f"/proc/{pid}/fd").iterdir()]
 
 
-def spaces() -> list[state_dir.Space]:
+def spaces() -> list[state_dir.PidNamespace]:
     """The PID namespaces of all sandboxes of this test run."""
     root = Path(os.environ["PRORL_STATE"])
-    return [space for owner in root.glob("s-*") for space in state_dir.spaces_of(owner)]
+    return [space for owner in root.glob("s-*") for space in state_dir.pid_namespaces_of(owner)]

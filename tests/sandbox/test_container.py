@@ -13,7 +13,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import state_dir
-from nemo_gym_prorl.sandbox.supervisor.client import SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]

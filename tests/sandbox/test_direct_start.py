@@ -220,8 +220,8 @@ async def test_binds_show_what_they_name_and_only_as_they_say(image: Path, runti
 async def test_an_idle_sandbox_is_one_small_process(image: Path, runtime: Runtime, state: Path) -> None:
     async with await Container.start(ContainerSpec(image=image, start="direct"), runtime) as container:
         (folder,) = await asyncio.to_thread(lambda: list(state.glob(f"*/{container.name}")))
-        note = (folder / state_dir.SPACE_FILE).read_text().split()
-        (space,) = [box for box in state_dir.spaces_of(folder.parent) if str(box.init) == note[0]]
+        note = (folder / state_dir.PID_NAMESPACE_FILE).read_text().split()
+        (space,) = [box for box in state_dir.pid_namespaces_of(folder.parent) if str(box.init) == note[0]]
         assert space.members() == [space.init]
         assert state_dir.helpers_of(folder.parent) == []
         used = (await asyncio.to_thread(Path(f"/proc/{space.init}/statm").read_text)).split()[1]
@@ -252,7 +252,7 @@ async def test_a_prepared_image_is_kept_as_long_as_a_sandbox_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sandbox uses the files of its prepared image a while after it asked for the image."""
-    monkeypatch.setattr(creation, "MOST_PREPARED", 2)
+    monkeypatch.setattr(creation, "MAX_PREPARED_IMAGES", 2)
     made = {"owner": [0, 0], "one_user": "", "ranges": []}
     children = Mock()
     held: list[PreparedImage] = []

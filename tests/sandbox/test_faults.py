@@ -31,11 +31,9 @@ from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, make
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
-from nemo_gym_prorl.sandbox.supervisor.client import SandboxLost
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.messages import PutRequest
-from nemo_gym_prorl.sandbox.supervisor.processes import Children, Launcher
+from nemo_gym_prorl.sandbox.supervisor import client, state_dir
+from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher
+from nemo_gym_prorl.sandbox.supervisor.protocol import PutRequest, SandboxLost, SandboxRefused
 from tests.sandbox import elf
 from tests.sandbox.requests import request_for
 
@@ -62,12 +60,12 @@ import asyncio, json, sys
 from pathlib import Path
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor import client
 
 async def main():
     box = await Container.start(ContainerSpec(image=Path(sys.argv[1])), require_runtime())
     await box.run("touch /root/kept")
-    print(json.dumps([own_supervisor._current.popen.pid, str(own_supervisor._current.folder)]), flush=True)
+    print(json.dumps([client.own_supervisor.popen.pid, str(client.own_supervisor.folder)]), flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -149,12 +147,12 @@ async def test_an_image_that_is_asked_for_its_variables_ends_with_its_asker(
         Container.start(ContainerSpec(image=silent_image, start="direct", start_timeout_s=60), runtime)
     )
     async with asyncio.timeout(60):
-        while not (noted := list(folder.glob(f"m-*/{state_dir.SPACE_FILE}"))):  # noqa: ASYNC240
+        while not (noted := list(folder.glob(f"m-*/{state_dir.PID_NAMESPACE_FILE}"))):  # noqa: ASYNC240
             assert not asking.done()
             await asyncio.sleep(0.02)
-    [space] = state_dir.spaces_of(noted[0].parent.parent)[-1:]
-    assert own_supervisor._current
-    os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+    [space] = state_dir.pid_namespaces_of(noted[0].parent.parent)[-1:]
+    assert client.own_supervisor
+    os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
     async with asyncio.timeout(GONE_WITHIN_S):
         while any(one.alive for one in [space]) or folder.exists():  # noqa: ASYNC240
             await asyncio.sleep(0.02)
@@ -179,13 +177,13 @@ async def test_a_helper_inside_ends_with_the_supervisor(container: Container) ->
     """It has another user's rights by then, for which the kernel forgets what it was told; it would hold the lock, and
     the connection by whose end the server learns of all this."""
     folder = Path(container.describe()["supervisor"])
-    assert own_supervisor._current
+    assert client.own_supervisor
     source, nothing_comes = os.pipe()
     try:
         copying = asyncio.create_task(container.ask(PutRequest(container.name, "/x", 0o644), [source]))
         while (await container.run("ls -A / | grep -cE '^[.][0-9a-f]{32}$'")).stdout != "1\n":
             await asyncio.sleep(0.01)
-        os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+        os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
         async with asyncio.timeout(GONE_WITHIN_S):
             with pytest.raises(SandboxLost):
                 await copying
@@ -239,8 +237,8 @@ async def test_a_process_in_uninterruptible_sleep_ends_with_its_sandbox(image: P
 @pytest.mark.skipif(is_machine_root(), reason="root may always start processes")
 async def test_a_supervisor_that_can_start_no_process_lives_on(image: Path, runtime: Runtime) -> None:
     container = await Container.start(ContainerSpec(image=image), runtime)
-    assert own_supervisor._current
-    supervisor = own_supervisor._current.popen.pid
+    assert client.own_supervisor
+    supervisor = client.own_supervisor.popen.pid
     listed = Path(f"/proc/{supervisor}/task/{supervisor}/children")
     children = [int(one) for one in listed.read_text().split()]  # noqa: ASYNC240
     before = resource.prlimit(supervisor, resource.RLIMIT_NPROC)

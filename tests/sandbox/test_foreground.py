@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.supervisor import signals
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]

@@ -36,10 +36,9 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash_channel import BashChannel
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.supervisor import creation, lifecycle, own_supervisor, sandbox, state_dir
-from nemo_gym_prorl.sandbox.supervisor.client import Link
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost
-from nemo_gym_prorl.sandbox.supervisor.messages import Start
+from nemo_gym_prorl.sandbox.supervisor import client, creation, lifecycle, sandbox, state_dir
+from nemo_gym_prorl.sandbox.supervisor.client import SupervisorConnection
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost, Start
 from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 from tests.sandbox.requests import request_for
 
@@ -60,8 +59,8 @@ def gone_within_s() -> float:
 
 
 def supervisor() -> int:
-    assert own_supervisor._current
-    return own_supervisor._current.popen.pid
+    assert client.own_supervisor
+    return client.own_supervisor.popen.pid
 
 
 def sandboxes(state: Path) -> list[Path]:
@@ -84,7 +83,7 @@ class Server:
         )
         self.facts: dict[str, Any] = json.loads(self.line())
         self.folder = Path(self.facts["folder"])
-        members = [pid for space in state_dir.spaces_of(self.folder) for pid in space.members()]
+        members = [pid for space in state_dir.pid_namespaces_of(self.folder) for pid in space.members()]
         assert len(self.facts["inits"]) == sandboxes
         assert len(state_dir.helpers_of(self.folder)) == (sandboxes if start == "runtime" else 0)
         living = {pid: state_dir.start_time(pid) for pid in (*members, *state_dir.helpers_of(self.folder))}
@@ -326,7 +325,7 @@ class Lives(RuleBasedStateMachine):
     def kill_the_first_process(self, data: st.DataObject) -> None:
         box = data.draw(st.sampled_from(self.alive))
         running = self.begin(box)
-        [number, *_rest] = (box.folder / state_dir.SPACE_FILE).read_text().split()
+        [number, *_rest] = (box.folder / state_dir.PID_NAMESPACE_FILE).read_text().split()
         os.kill(int(number), signal.SIGKILL)
         with pytest.raises(SandboxLost):
             self.do(running)
@@ -399,7 +398,7 @@ async def test_an_end_that_is_asked_for_as_the_turn_comes_is_not_forgotten(
     boxes = lifecycle.Sandboxes(tmp_path, Mock(fork=Mock(side_effect=OSError)), None, AsyncMock())
     boxes._all[box.name], boxes._creation = box, AsyncMock()
     monkeypatch.setattr(boxes, "_accepted", lambda *_order: box)
-    others = [boxes._starts.of(str(number)) for number in range(2 * creation.AT_ONCE)]
+    others = [boxes._starts.of(str(number)) for number in range(2 * creation.MAX_CONCURRENT_STARTS)]
     for other in others:
         await other.__aenter__()
     creating = asyncio.create_task(boxes.create(client, request_for(), []))
@@ -419,13 +418,13 @@ async def test_an_end_goes_on_whatever_fails_at_its_begin(
 ) -> None:
     box = sandbox.Sandbox("b-1", tmp_path, request_for(), [], [], stage=sandbox.Stage.UP)
     box.created.set()
-    box.space = Mock(init=1, alive=False)
+    box.pid_namespace = Mock(init=1, alive=False)
     boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
     boxes._loop, boxes._all, boxes._inits = asyncio.get_running_loop(), {"b-1": box}, {}
-    boxes._watchdog, boxes._launcher, boxes.on_gone = Mock(), AsyncMock(), []
+    boxes._watchdog, boxes._launcher = Mock(), AsyncMock()
     failing = Mock(side_effect=OSError(errno.ENOSPC, "full"))
     if fails == "looking":
-        monkeypatch.setattr(lifecycle, "look_for_first", failing)
+        monkeypatch.setattr(lifecycle, "find_pid_namespace", failing)
     else:
         boxes._watchdog.tell = failing
     boxes._close(box)
@@ -464,14 +463,14 @@ async def test_files_of_an_answer_that_comes_too_late_by_nothing_are_closed(
 ) -> None:
     """Heard in the very turn of the loop in which who asked is cancelled."""
     await container.run("true")
-    settle = Link._settle
+    settle = SupervisorConnection._settle
 
-    def give_up(self: Link, message: Any, files: list[int]) -> None:
+    def give_up(self: SupervisorConnection, message: Any, files: list[int]) -> None:
         settle(self, message, files)
         if files:
             opening.cancel()
 
-    monkeypatch.setattr(Link, "_settle", give_up)
+    monkeypatch.setattr(SupervisorConnection, "_settle", give_up)
     files = open_files()
     opening = asyncio.create_task(container.spawn(["sleep", "100"], terminal=(24, 80)))
     await asyncio.wait([opening])

@@ -15,7 +15,7 @@ import pytest
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import client
-from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES, SandboxExhausted, SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.protocol import SHORTAGES, SandboxExhausted, SandboxLost, SandboxRefused
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(120), pytest.mark.usefixtures("way")]

@@ -18,7 +18,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell, ShellBusy
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]

@@ -30,7 +30,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import SPEC_OPTIONS, ProviderOptions
-from nemo_gym_prorl.sandbox.supervisor.messages import Start
+from nemo_gym_prorl.sandbox.supervisor.protocol import Start
 
 
 pytestmark = pytest.mark.sandbox

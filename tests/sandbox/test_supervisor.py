@@ -27,12 +27,12 @@ from nemo_gym_prorl.sandbox import spec as specs
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import client, limit_watch, own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.client import Link
+from nemo_gym_prorl.sandbox.supervisor import client, watchdog_process
+from nemo_gym_prorl.sandbox.supervisor.client import SupervisorConnection
 from nemo_gym_prorl.sandbox.supervisor.connection import (
-    LARGEST_INLINE,
-    LARGEST_MESSAGE,
     MAX_FILES,
+    MAX_INLINE_BYTES,
+    MAX_MESSAGE_BYTES,
     Connection,
     PeerGone,
     close_all,
@@ -42,8 +42,7 @@ from nemo_gym_prorl.sandbox.supervisor.connection import (
     send,
     socket_pair,
 )
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused, failure
-from nemo_gym_prorl.sandbox.supervisor.messages import DestroyRequest, encode
+from nemo_gym_prorl.sandbox.supervisor.protocol import DestroyRequest, SandboxLost, SandboxRefused, encode, failure
 
 
 pytestmark = pytest.mark.sandbox
@@ -56,7 +55,7 @@ async def test_no_request_ends_the_supervisor(
     image: Path, runtime: Runtime, container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor leaves a sandbox that could never be ended, for want of a part of its request."""
-    link = await Link.get()
+    link = await SupervisorConnection.get()
     whole = encode(specs.create_request("b-000000000002", ContainerSpec(image=image), runtime)[0])
     spawn = {"do": "spawn", "spawn": "x", "sandbox": container.name, "argv": ["true"], "env": {}, "cwd": "/"}
     bad: list[Any] = [
@@ -85,8 +84,8 @@ async def test_no_request_ends_the_supervisor(
 
 def supervisor() -> int:
     """Its process."""
-    assert own_supervisor._current
-    return own_supervisor._current.popen.pid
+    assert client.own_supervisor
+    return client.own_supervisor.popen.pid
 
 
 async def test_a_supervisor_without_descriptors_lives_on_and_says_so(image: Path, runtime: Runtime) -> None:
@@ -168,7 +167,7 @@ async def test_no_bind_shows_the_way_to_the_host(
     for above in [harmless, tmp_path, *tmp_path.parents[:-2]]:
         if above.stat().st_uid == os.geteuid():
             above.chmod(0o755)
-    chain = await Link.get()
+    chain = await SupervisorConnection.get()
     own = (folder.parent.parent, folder.parent, folder, folder / container.name, link)
     for source in ("/", *own, "/proc", "/proc/1/root", "/run"):
         wanted = ContainerSpec(image=image, binds=[f"{source}:/outside"])
@@ -183,8 +182,8 @@ async def test_no_bind_shows_the_way_to_the_host(
 
 
 async def test_who_takes_no_answers_is_asked_for_no_more_questions_and_holds_up_nobody(container: Container) -> None:
-    link = await Link.to(Path(container.describe()["supervisor"]))
-    deaf = await Link._connect(link.folder)
+    link = await SupervisorConnection.to(Path(container.describe()["supervisor"]))
+    deaf = await SupervisorConnection._connect(link.folder)
     asked = 0
     with deaf:
         try:
@@ -205,13 +204,13 @@ def test_the_watchdog_hears_whatever_number_its_channel_has() -> None:
         with socket.socket(fileno=high) as channel:
             send(ours, pack({"forget": "none"}))
             ours.close()
-            limit_watch.serve(channel)
+            watchdog_process.serve(channel)
 
 
-LARGE = {"id": 1, "text": "x" * (3 * LARGEST_INLINE), "bytes": "\udcff"}
+LARGE = {"id": 1, "text": "x" * (3 * MAX_INLINE_BYTES), "bytes": "\udcff"}
 
 
-@pytest.mark.parametrize("message", [{"id": 1}, LARGE, {"id": 1, "text": "x" * (LARGEST_INLINE - 30)}])
+@pytest.mark.parametrize("message", [{"id": 1}, LARGE, {"id": 1, "text": "x" * (MAX_INLINE_BYTES - 30)}])
 def test_a_message_of_any_size_comes_as_it_was_sent_with_its_files(message: dict[str, object]) -> None:
     here, there = socket_pair()
     with here, there:
@@ -226,7 +225,7 @@ def test_a_message_of_any_size_comes_as_it_was_sent_with_its_files(message: dict
 
 def test_what_is_too_large_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(OSError, match="at most"):
-        pack({"text": "x" * LARGEST_MESSAGE})
+        pack({"text": "x" * MAX_MESSAGE_BYTES})
 
 
 def test_who_may_open_no_more_files_still_hears_whose_message_it_was() -> None:
@@ -318,8 +317,8 @@ async def test_who_gives_up_while_sending_disturbs_nobody(image: Path, runtime: 
     large = {f"V{number}": "x" * 100_000 for number in range(12)}
     spec = ContainerSpec(image=image)
     async with await Container.start(spec, runtime) as victim, await Container.start(spec, runtime) as other:
-        assert own_supervisor._current
-        supervisor = own_supervisor._current.popen.pid
+        assert client.own_supervisor
+        supervisor = client.own_supervisor.popen.pid
         for commands in ([victim.run("true", env=large)], [victim.run(f": {'x' * 90_000}") for _ in range(6)]):
             os.kill(supervisor, signal.SIGSTOP)
             tasks = [asyncio.create_task(command) for command in commands]
@@ -338,7 +337,7 @@ async def test_who_gives_up_while_sending_disturbs_nobody(image: Path, runtime: 
 REUSE = """
 import asyncio, os, sys
 from pathlib import Path
-from nemo_gym_prorl.sandbox.supervisor.processes import Children
+from nemo_gym_prorl.sandbox.supervisor.children import Children
 
 # As the first process of its own process numbers it adopts every orphan, and may say which number is next.
 os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWPID)
@@ -412,7 +411,7 @@ def test_a_failure_is_told_without_reading_a_file(tmp_path: Path, capfd: pytest.
 async def test_a_state_folder_that_cannot_be_used(
     image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, reason: str
 ) -> None:
-    monkeypatch.setattr(own_supervisor, "_current", None)  # as if this process had not started one yet
+    monkeypatch.setattr(client, "own_supervisor", None)  # as if this process had not started one yet
     (tmp_path / "file").touch()
     (tmp_path / "wall").mkdir(mode=0o700)
     state = Path(folder.format(tmp=tmp_path))

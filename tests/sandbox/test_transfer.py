@@ -19,8 +19,7 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.messages import PutRequest
+from nemo_gym_prorl.sandbox.supervisor.protocol import PutRequest, SandboxRefused
 
 
 pytestmark = pytest.mark.sandbox

@@ -28,8 +28,8 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import Start
-from nemo_gym_prorl.sandbox.supervisor import lifecycle, own_supervisor, sandbox
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor import client, lifecycle, sandbox
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost, SandboxRefused
 from tests.sandbox.requests import request_for
 from tests.sandbox.without import Off, Without
 
@@ -60,8 +60,8 @@ async def test_a_killed_helper_is_no_result(image: Path, runtime: Runtime, start
     begin."""
     async with await Container.start(ContainerSpec(image=image, start=start), runtime) as container:
         await container.run("true")
-        assert own_supervisor._current
-        supervisor = own_supervisor._current.popen.pid
+        assert client.own_supervisor
+        supervisor = client.own_supervisor.popen.pid
         ended, refused = asyncio.Event(), list[str]()
         killing = asyncio.create_task(asyncio.to_thread(kill_joiners, supervisor, children(supervisor), ended))
         try:
@@ -340,14 +340,14 @@ async def test_a_program_that_goes_with_its_sandbox_on_its_way_in_is_no_killed_h
         Off(
             "import os\n"
             "from nemo_gym_prorl.sandbox.supervisor import programs\n"
-            "from nemo_gym_prorl.sandbox.supervisor import signals\n"
+            "from nemo_gym_prorl.sandbox import signals\n"
             "async def go_with_it(self, program, request, *_):\n"
             "    folder = os.readlink(f'/proc/self/fd/{request.place.process.number}')\n"
             "    first = int(folder.rpartition('/')[2])\n"
             "    os.kill(first, 9)\n"
             "    while not signals.is_exiting(first):\n"
             "        pass\n"
-            "    raise programs.Refused(programs.KILLED)\n"
+            "    raise programs.Refused(programs.HELPER_KILLED)\n"
             "programs.Programs._start = go_with_it"
         )
     )

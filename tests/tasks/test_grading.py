@@ -15,8 +15,8 @@ import pytest
 from nemo_gym.sandbox import AsyncSandbox
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.started import SandboxWithSessions
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor
+from nemo_gym_prorl.sandbox.factory import SandboxWithSessions
+from nemo_gym_prorl.sandbox.supervisor import client
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, Lost, Verdict, grade, grade_in
 from nemo_gym_prorl.tasks.code.rows import (
     HumanEvalProblem,
@@ -171,8 +171,8 @@ async def test_what_the_machine_ends_while_a_solution_runs_is_no_verdict_though_
         if killed == "sandbox":
             containers.kill_instance(sandbox.sandbox_id)
         else:
-            assert own_supervisor._current
-            os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+            assert client.own_supervisor
+            os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
 
     @asynccontextmanager
     async def open_sandbox() -> AsyncIterator[Sandbox]:

@@ -49,8 +49,8 @@ from dataclasses import dataclass
 from ptyprocess import PtyProcess
 
 from nemo_gym_prorl.sandbox.sessions.commands import HeadTail
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
-from nemo_gym_prorl.sandbox.supervisor.signals import Session
+from nemo_gym_prorl.sandbox.signals import Session
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken
 
 
 PROMPT = "$ "

@@ -16,7 +16,7 @@ import signal
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.supervisor.client import Process
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
 
 
 async def blame_agent(container: Container, program: str, process: Process | None, trouble: str) -> None:

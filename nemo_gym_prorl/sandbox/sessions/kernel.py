@@ -23,7 +23,8 @@ from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.sessions.broken import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.sessions.commands import DEATH_S, HeadTail
 from nemo_gym_prorl.sandbox.sessions.kernel_pipes import OUTPUT_LIMIT, CellOutput, KernelPipes
-from nemo_gym_prorl.sandbox.supervisor.client import Process, SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.client import Process
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost
 from nemo_gym_prorl.session_results import Cell
 
 

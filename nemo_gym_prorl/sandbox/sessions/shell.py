@@ -23,7 +23,7 @@ import signal
 from collections.abc import Mapping
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.sandbox.container import KILLED, Container
+from nemo_gym_prorl.sandbox.container import SIGKILL_EXIT_CODE, Container
 from nemo_gym_prorl.sandbox.sessions.bash_channel import (
     PROMPT,
     BashChannel,
@@ -32,9 +32,9 @@ from nemo_gym_prorl.sandbox.sessions.bash_channel import (
     TerminalOutput,
 )
 from nemo_gym_prorl.sandbox.sessions.broken import blame_agent, session_end_error
-from nemo_gym_prorl.sandbox.supervisor.client import Process, SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.client import Process
 from nemo_gym_prorl.sandbox.supervisor.connection import ready
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
 from nemo_gym_prorl.session_results import Action
 
 
@@ -354,7 +354,7 @@ class Shell:
         if not waiting:
             self.running = False
             self._output.clear()
-        if code == KILLED and not timed_out:
+        if code == SIGKILL_EXIT_CODE and not timed_out:
             # It may have gone with its sandbox.
             await self._container.check_living()
         return Action(

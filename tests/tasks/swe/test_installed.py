@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from nemo_gym_prorl.sandbox.factory import StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import APT_BASE, Order, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 from nemo_gym_prorl.tasks.task import Grade
 from tests.conftest import LONG

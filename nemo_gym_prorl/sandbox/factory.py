@@ -95,7 +95,7 @@ class SandboxWithSessions(StartedSandbox):
         return taken
 
 
-class Starter:
+class SandboxFactory:
     """Starts sandboxes of one provider, and closes it in the end.
 
     Args:
