@@ -27,7 +27,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_task
 from nemo_gym_prorl.failures import OF_THE_MACHINE
-from nemo_gym_prorl.sandbox import signals, state_dir
+from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.isolation import joining, layer_archive, mounts
 from nemo_gym_prorl.sandbox.isolation.prepared_image import (
     PreparedImage,
@@ -42,6 +42,7 @@ from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import launch
 from nemo_gym_prorl.sandbox.runtime.launch import become_runtime, read_environment, runtime_command
+from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.children import LAUNCHER_TRIES, Child, Children, Launcher, LauncherLost, Reply
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone, close_all, drop, ready
 from nemo_gym_prorl.sandbox.supervisor.protocol import SHORTAGES, CreateRequest, Refused, error_text, failure

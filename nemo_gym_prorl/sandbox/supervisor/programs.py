@@ -29,12 +29,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from nemo_gym_prorl.background import log_exceptions
-from nemo_gym_prorl.sandbox import signals, state_dir
+from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
+from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.children import (
     LAUNCHER_TRIES,
     Adopt,
