@@ -479,7 +479,7 @@ async def test_files_of_an_answer_that_comes_too_late_by_nothing_are_closed(
 
 
 async def test_files_of_an_answer_that_nobody_waits_for_are_closed(container: Container) -> None:
-    link = container._link
+    link = container._supervisor
     read, write = os.pipe()
     link._settle({"id": -1}, [read])
     with pytest.raises(BrokenPipeError):

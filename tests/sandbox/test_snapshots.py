@@ -158,7 +158,7 @@ async def test_a_snapshot_is_restored_only_over_its_image(
 
 def archive(image: Path, entries: Entries, *, header: str | None = None) -> bytes:
     """A snapshot with these entries."""
-    base = asdict(snapshots.Base.of(image, ContainerSpec(image=image)))
+    base = asdict(snapshots.SnapshotBase.of(image, ContainerSpec(image=image)))
     said = base64.b64encode((json.dumps(base) if header is None else header).encode()).decode()
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT, pax_headers={HEADER: said}) as made:
@@ -305,7 +305,7 @@ async def test_a_folder_that_can_hold_no_snapshots_is_named(image: Path) -> None
     provider = SingularityProvider(image=str(image), snapshots="/proc/nowhere")
     handle = await provider.create(SandboxSpec(resources=SandboxResources(disk_gib=1)))
     try:
-        with pytest.raises(CallerError, match="/proc/nowhere can hold none") as caught:
+        with pytest.raises(CallerError, match=r"/proc/nowhere can't hold snapshots") as caught:
             await provider.snapshot(handle)
         assert caught.value.field == "snapshots"
     finally:

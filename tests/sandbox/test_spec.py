@@ -284,10 +284,10 @@ def host() -> Iterator[Path]:
         (["{host}/with,comma:/mnt"], "has a comma"),
         (["{host}/folder:relative"], "is not HOST:INSIDE"),
         (["{host}/folder:/mnt:rx"], "is not HOST:INSIDE"),
-        (["{host}/folder:/mnt", "{host}:/mnt/"], "is to be seen where .* is"),
+        (["{host}/folder:/mnt", "{host}:/mnt/"], "has the same path inside as"),
         (["{host}/folder:/mnt", "{host}/file:/mnt/none"], "there is no /none in .*make it first"),
         (["{host}/folder:/mnt", "{host}/folder:/mnt/deep"], "/mnt/deep is a file in"),
-        (["{host}/file:/mnt/deep", "{host}/folder:/mnt"], "would hide .*name that after this"),
+        (["{host}/file:/mnt/deep", "{host}/folder:/mnt"], "would hide .*list that bind after"),
     ],
     ids=repr,
 )

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -102,16 +101,16 @@ async def test_a_file_that_a_program_inside_holds_is_no_want_of_the_machines(
         holding = asyncio.create_task(container.execute(["python3", "-c", LEASE, path, kept], timeout_s=60))
         await container.run("until [ -e /tmp/leased ]; do :; done; rm /tmp/leased", timeout_s=30)
         if kept == "given up":
-            assert await transfer.read_file(container, path, 100) == b"text"
+            assert await container.files.read_file(path, 100) == b"text"
         else:
             with pytest.raises(OSError, match="busy") as caught:
-                await transfer.read_file(container, path, 100)
+                await container.files.read_file(path, 100)
             assert caught.value.errno == errno.EBUSY
             with pytest.raises(CallerError, match="held by a program"):
                 await container.download(path, tmp_path / "out")
             # What is written is another file, in its place.
-            await transfer.write_file(container, path, b"new")
-            assert await transfer.read_file(container, path, 100) == b"new"
+            await container.files.write_file(path, b"new")
+            assert await container.files.read_file(path, 100) == b"new"
         holding.cancel()
         await asyncio.wait([holding])
 
@@ -127,7 +126,7 @@ async def test_a_file_system_in_memory_that_is_used_up_is_the_sandboxs(container
         with pytest.raises(CallerError, match="no room for it in the file system of /work"):
             await container.upload(source, target)
         with pytest.raises(OSError, match="too large") as caught:
-            await transfer.write_file(container, target, b"x")
+            await container.files.write_file(target, b"x")
         assert caught.value.errno == errno.EFBIG
     await container.upload(source, "/new/folder/t")
     assert (await container.run("cat /new/folder/t")).stdout == "x"

@@ -20,9 +20,9 @@ from typing import Any
 from nemo_gym_prorl.background import run_uncancellable
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container
-from nemo_gym_prorl.sandbox.sessions.broken import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.sessions.commands import DEATH_S, HeadTail
 from nemo_gym_prorl.sandbox.sessions.kernel_pipes import OUTPUT_LIMIT, CellOutput, KernelPipes
+from nemo_gym_prorl.sandbox.sessions.session_errors import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.supervisor.client import Process
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost
 from nemo_gym_prorl.session_results import Cell
@@ -100,7 +100,7 @@ class Kernel:
         except BaseException:
             await self.close()
             raise
-        self._container.worked.add(PROGRAM)
+        self._container.sessions_started.add(PROGRAM)
 
     async def run(self, code: str, *, timeout_s: float = CELL_TIMEOUT_S, output_limit: int = OUTPUT_LIMIT) -> Cell:
         """Run one cell. If the caller goes away meanwhile, the cell is interrupted.

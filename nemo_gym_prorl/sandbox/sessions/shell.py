@@ -31,7 +31,7 @@ from nemo_gym_prorl.sandbox.sessions.bash_channel import (
     Outcome,
     TerminalOutput,
 )
-from nemo_gym_prorl.sandbox.sessions.broken import blame_agent, session_end_error
+from nemo_gym_prorl.sandbox.sessions.session_errors import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.supervisor.client import Process
 from nemo_gym_prorl.sandbox.supervisor.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
@@ -142,7 +142,7 @@ class Shell:
             raise InfrastructureError(
                 f"a shell session needs bash in the image: {trouble}", kind=FailureKind.PROVIDER_UNAVAILABLE
             )
-        self._container.worked.add("bash")
+        self._container.sessions_started.add("bash")
 
     async def _prepare(self, bash: Process, channel: BashChannel) -> str:
         """Make a fresh bash ready for commands; return what is wrong with it, if anything is."""
