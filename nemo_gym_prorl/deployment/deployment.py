@@ -35,7 +35,7 @@ from nemo_gym_prorl.deployment import leftovers
 from nemo_gym_prorl.deployment.command_line import RAY_START_S, DeploymentError, GymCli, running_rays_auth_mode
 from nemo_gym_prorl.deployment.restarter import restarter_program
 from nemo_gym_prorl.deployment.venvs import cut_at_a_space
-from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, reaper_command, somebody_else_listens
+from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, is_port_taken_by_others, reaper_command
 
 
 _KEEPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
@@ -389,7 +389,7 @@ class GymDeployment:
         """That something answers is no proof: of two deployments that take a port at a time one loses it."""
         port = URL(url).port
         ours = await asyncio.to_thread(self.cli.mark.processes)
-        if port and await asyncio.to_thread(somebody_else_listens, port, ours):
+        if port and await asyncio.to_thread(is_port_taken_by_others, port, ours):
             raise DeploymentError(f"port {port} of {name} is taken by somebody else's server; {fix}")
 
     def _raise_if_ended(self, when: str) -> None:

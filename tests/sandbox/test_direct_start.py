@@ -101,13 +101,13 @@ async def test_once_a_sandbox_was_made_directly_the_runtime_is_not_tried(
     without(
         Off(
             "from nemo_gym_prorl.sandbox.supervisor import creation\n"
-            "hand_over = creation._hand_over\n"
+            "hand_over = creation._send_image\n"
             "def first(*arguments):\n"
-            "    creation._hand_over = later\n"
+            "    creation._send_image = later\n"
             "    hand_over(*arguments)\n"
             "def later(*_arguments):\n"
             "    raise creation.Refused({'error': 'no second one'})\n"
-            "creation._hand_over = first"
+            "creation._send_image = first"
         )
     )
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
@@ -133,11 +133,11 @@ async def test_trouble_of_the_machine_is_an_error_and_decides_nothing(
         Off(
             "import time\n"
             "from nemo_gym_prorl.sandbox.supervisor import creation\n"
-            "hand_over = creation._hand_over\n"
+            "hand_over = creation._send_image\n"
             "def fail(sandbox, prepared, owners):\n"
-            "    creation._hand_over = hand_over\n"
+            "    creation._send_image = hand_over\n"
             f"    {trouble}\n"
-            "creation._hand_over = fail"
+            "creation._send_image = fail"
         )
     )
     with pytest.raises(InfrastructureError):

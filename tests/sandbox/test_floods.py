@@ -124,7 +124,7 @@ async def test_a_kernel_that_forges_events_is_ended_and_costs_nobody(
         cell = await running
     assert cell.died
     assert not cell.timed_out
-    assert "does not speak as one" in (cell.error or "")
+    assert "broke its protocol" in (cell.error or "")
     with pytest.raises(KernelBroken) as caught:
         await kernel.run("1")
     failure = classify(caught.value, Stage.RUN)

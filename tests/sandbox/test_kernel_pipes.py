@@ -22,15 +22,15 @@ from nemo_gym_prorl.sandbox.sessions.kernel_pipes import (
     BEGINS,
     DATA_LIMIT,
     ENDS,
-    LARGEST_EVENT,
-    MOST_PARTS,
+    MAX_EVENT_BYTES,
+    MAX_PARTS,
     RECORD,
     SIZE,
     WORD_BYTES,
     EventReader,
     KernelPipes,
     MarkedText,
-    Shown,
+    RichResults,
     Violation,
 )
 
@@ -100,8 +100,8 @@ def test_events_are_put_together_from_any_pieces(events: list[list[bytes]], room
 FORGED = {
     "nothing": record(b""),
     "more than there is": record(SIZE.pack(9) + b"short"),
-    "too many parts": record(event(*[b""] * (MOST_PARTS + 1))),
-    "without end": record(b"", BEGINS) + record(bytes(60_000), 0) * (LARGEST_EVENT // 60_000 + 1),
+    "too many parts": record(event(*[b""] * (MAX_PARTS + 1))),
+    "without end": record(b"", BEGINS) + record(bytes(60_000), 0) * (MAX_EVENT_BYTES // 60_000 + 1),
     "unknown": record(event(b"ruin")),
     "half a pair": record(event(b"data", b"", b"text/plain")),
     "no number": record(event(b"omitted", b"many")),
@@ -130,7 +130,7 @@ async def test_what_no_driver_sends_ends_the_kernel(sent: bytes) -> None:
 
 @pytest.mark.parametrize("size", [1, 1000, DATA_LIMIT // 2, DATA_LIMIT])
 def test_results_are_kept_up_to_their_limit(size: int) -> None:
-    shown = Shown()
+    shown = RichResults()
     for _ in range(20):
         shown.take("data", [b"", b"text/plain", b"x" * size])
     kept = sum(len(text) for data in shown.data for text in data.values())
@@ -144,11 +144,11 @@ def test_an_event_is_held_once() -> None:
     tracemalloc.start()
     try:
         reader.feed(record(b"", BEGINS))
-        for _ in range(LARGEST_EVENT // 4000):
+        for _ in range(MAX_EVENT_BYTES // 4000):
             reader.feed(record(bytes(4000), 0))
         with pytest.raises(Violation):
             reader.feed(record(bytes(4000), 0))
-        assert tracemalloc.get_traced_memory()[1] < 2 * LARGEST_EVENT
+        assert tracemalloc.get_traced_memory()[1] < 2 * MAX_EVENT_BYTES
     finally:
         tracemalloc.stop()
 
@@ -172,7 +172,7 @@ async def test_what_follows_the_end_of_a_cell_is_of_the_next(pipes: KernelPipes)
     over = pipes.begin("code", 1000)
     played(pipes, 1, b"printed", record(event(b"data", b"", b"text/plain", b"shown")))
     output = await over
-    assert (output.text.text(), output.shown.data) == ("printed", [{"text/plain": "shown"}])
+    assert (output.text.text(), output.results.data) == ("printed", [{"text/plain": "shown"}])
     while pipes._text.total < len(b"late"):
         await asyncio.sleep(0)
     assert not pipes.begin("more", 1000).done()
@@ -191,7 +191,7 @@ async def test_a_kernel_that_takes_nothing_is_ended(pipes: KernelPipes) -> None:
     lost: list[str] = []
     pipes._lost = lost.append
     pipes.begin("next", 1000)
-    assert lost == ["it does not take what it is sent"]
+    assert lost == ["it does not read its cells"]
 
 
 async def test_a_long_cell_is_sent_as_it_is_taken(pipes: KernelPipes) -> None:
@@ -235,6 +235,6 @@ def test_both_ends_agree() -> None:
     for name in ("SIZE", "RECORD"):
         assert re.search(rf'^{name} = struct\.Struct\("{re.escape(globals()[name].format)}"\)$', source, re.MULTILINE)
     assert f"BEGINS, ENDS = {BEGINS}, {ENDS}\n" in source
-    exec(re.search(r"^LARGEST_RESULT = .*$", source, re.MULTILINE)[0], names)  # type: ignore[index]
-    assert names["LARGEST_RESULT"] == DATA_LIMIT
+    exec(re.search(r"^MAX_RESULT_BYTES = .*$", source, re.MULTILINE)[0], names)  # type: ignore[index]
+    assert names["MAX_RESULT_BYTES"] == DATA_LIMIT
     assert f"rjust({WORD_BYTES})" in source

@@ -57,7 +57,7 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import (
 Reply = tuple[Message, list[int]]
 """A message, and its open files."""
 
-Action = Callable[[], Reply]
+ChildAction = Callable[[], Reply]
 """The work of a forked child; returns the child's reply."""
 
 Adopt = Callable[[int], "Child"]
@@ -148,7 +148,7 @@ class Children:
             return False
         return True
 
-    async def run(self, action: Action, files: Sequence[int] = (), group: Group | None = None) -> Reply:
+    async def run(self, action: ChildAction, files: Sequence[int] = (), group: Group | None = None) -> Reply:
         """Run ``action`` in a forked child, with these ``files`` and no others, and return its reply.
 
         The child and its descendants are in the control group ``group``.
@@ -252,7 +252,7 @@ def _run_forked(program: Callable[[], object], files: Sequence[int], parent: int
         os._exit(1)
 
 
-def _send_reply(action: Action, channel: socket.socket) -> None:
+def _send_reply(action: ChildAction, channel: socket.socket) -> None:
     try:
         reply, files = action()
     except Exception as error:

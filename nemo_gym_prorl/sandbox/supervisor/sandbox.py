@@ -122,7 +122,7 @@ class Sandbox:
 
     name: str
     folder: Path
-    order: CreateRequest
+    request: CreateRequest
     clients: list[Client]
     held_files: list[int]
     stage: Stage = Stage.WAITING
@@ -136,7 +136,7 @@ class Sandbox:
     starter: Child | None = None
     group: cgroups.Group | None = None
     place: joining.Place | None = None
-    space: state_dir.PidNamespace | None = None
+    pid_namespace: state_dir.PidNamespace | None = None
     log: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
     expiry: asyncio.TimerHandle | None = None

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.session_results import Action, Cell
+from nemo_gym_prorl.session_results import CellResult, ShellResult
 from nemo_gym_prorl.tasks.sandbox import HasSessions, KernelSession, ShellSession
 from nemo_gym_prorl.tasks.workbench.tools import (
     FAILED,
@@ -294,7 +294,7 @@ class Bash(_Console[ShellSession, BashArguments]):
         action = await shell.wait(timeout_s=timeout_s, silence_s=self._silence_s)
         return await self._report(action, timeout_s, Output(), [])
 
-    async def _report(self, action: Action, timeout_s: float, left: Output, notes: list[str]) -> str:
+    async def _report(self, action: ShellResult, timeout_s: float, left: Output, notes: list[str]) -> str:
         output = left.then(self._fresh(action))
         if action.waiting:
             status = waiting(self._silence_s)
@@ -308,7 +308,7 @@ class Bash(_Console[ShellSession, BashArguments]):
         await self._require_sandbox(None)
         return await self._replace(output, status, [*notes, ended("shell")])
 
-    def _fresh(self, action: Action) -> Output:
+    def _fresh(self, action: ShellResult) -> Output:
         """What the command has printed since the model last read it; all of it again once it is too long for that."""
         text, seen = action.output, self._seen
         self._seen = text if action.waiting and not action.omitted else ""
@@ -363,7 +363,7 @@ class Python(_Console[KernelSession, PythonArguments]):
             cell = await kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
         return await self._report(cell, timeout_s, notes)
 
-    async def _report(self, cell: Cell, timeout_s: float, notes: list[str]) -> str:
+    async def _report(self, cell: CellResult, timeout_s: float, notes: list[str]) -> str:
         output = Output.of(cell.output, cell.omitted)
         for data in cell.data:
             output = output.then(Output(result_text(data)))
