@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What sandbox tests share: a sandbox, and a shell in it."""
+"""Fixtures of the sandbox tests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tiny_root(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_sif(tiny_root: Path, runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SIF of it."""
+    """A SIF image of :func:`tiny_root`."""
     work = tmp_path_factory.mktemp("tiny-sif")  # another one with each try
     made = programs.build(runtime, work, str(tiny_root), timeout_s=60, unpacked=False)
     return made.rename(tiny_root.parent / "tiny.sif")

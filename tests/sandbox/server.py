@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A server for the tests that kill one: starts sandboxes that misbehave, says where they are, and waits."""
+"""A server process that tests kill: starts hostile sandboxes, prints their pids, and waits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Supervisors that lack a wall: started with one step of theirs, or of their launcher's source, replaced.
+"""Supervisors that lack a protection: a step of the supervisor or its launcher is replaced.
 
 Nothing in the product can switch a wall off, and a test of one that would pass without it says nothing.
 """

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from nemo_gym_prorl.sandbox.factory import SandboxFactory, SandboxWithSessions, StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.sandbox.supervisor.state_dir import SPACE_FILE, state_root
+from nemo_gym_prorl.sandbox.supervisor.state_dir import PID_NAMESPACE_FILE, state_root
 
 
 CONFIG_FILE = "resources_servers/prorl_code/configs/prorl_code.yaml"
@@ -93,4 +93,4 @@ def kill_instance(name: str) -> None:
 
 
 def _spaces() -> list[Path]:
-    return list(state_root().glob(f"*/*/{SPACE_FILE}"))
+    return list(state_root().glob(f"*/*/{PID_NAMESPACE_FILE}"))

@@ -253,7 +253,7 @@ class Sandboxes:
             await asyncio.gather(*(sandbox.wait_gone() for sandbox in self._all.values()), return_exceptions=True)
 
     def orphan_ended(self, pid: int) -> None:
-        """Continue closing the sandbox whose first process was reaped, if it is one's."""
+        """Continue closing a sandbox when its first process has been reaped."""
         if sandbox := self._inits.get(pid):
             sandbox.changed.set()
 
