@@ -81,7 +81,7 @@ class Place:
     def victims(self, kind: str) -> list[int]:
         """Return processes of a kind."""
         if kind == "sandbox":
-            return [space.init for owner in self.state.glob("s-*") for space in state_dir.spaces_of(owner)]
+            return [space.init for owner in self.state.glob("s-*") for space in state_dir.pid_namespaces_of(owner)]
         return [pid for pid, command in self.running().items() if _kind_of(pid, command) == kind]
 
 

@@ -25,7 +25,7 @@ from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failur
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
-from nemo_gym_prorl.sandbox.started import StartedSandbox, Starter
+from nemo_gym_prorl.sandbox.factory import SandboxFactory, StartedSandbox
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import parse_row
@@ -48,7 +48,7 @@ TURNS, THINK_S = 20, 1.0
 class Meter:
     """Starts sandboxes and sums for how long they are held."""
 
-    def __init__(self, starter: Starter) -> None:
+    def __init__(self, starter: SandboxFactory) -> None:
         self._starter = starter
         self.held_s = 0.0
 

@@ -25,9 +25,9 @@ from nemo_gym.sandbox import SandboxSpec
 from benchmarks import processes
 from benchmarks.report import Row, median, parser, publish
 from benchmarks.swe_rollouts import Meter, in_tree, staged
+from nemo_gym_prorl.sandbox.factory import SandboxFactory, StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
-from nemo_gym_prorl.sandbox.started import StartedSandbox, Starter
 from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade_in
 from nemo_gym_prorl.tasks.task import Grade
@@ -88,7 +88,7 @@ async def by_loop(sandbox: StartedSandbox, problem: CodeProblem, source: str) ->
 
 
 async def tests_per_core_second(
-    starter: Starter, image: str, tests: int, grade: Callable[..., Awaitable[None]]
+    starter: SandboxFactory, image: str, tests: int, grade: Callable[..., Awaitable[None]]
 ) -> float:
     """Grade each program in a fresh sandbox."""
     before = processes.core_seconds(os.getpid())
@@ -101,7 +101,7 @@ async def tests_per_core_second(
     return tests * len(PROGRAMS) / (processes.core_seconds(os.getpid()) - before)
 
 
-async def programs(starter: Starter, *, quick: bool) -> list[Row]:
+async def programs(starter: SandboxFactory, *, quick: bool) -> list[Row]:
     """Compare both graders."""
     image, rows = str(await asyncio.to_thread(ensure_image, KERNEL, print)), []
     await tests_per_core_second(starter, image, 5, by_us)  # warm up
@@ -115,7 +115,9 @@ async def programs(starter: Starter, *, quick: bool) -> list[Row]:
     return rows
 
 
-async def software_engineering(starter: Starter, rows: Sequence[Mapping[str, Any]], slots: int = 8) -> list[Row]:
+async def software_engineering(
+    starter: SandboxFactory, rows: Sequence[Mapping[str, Any]], slots: int = 8
+) -> list[Row]:
     """Compare sandbox-seconds of both ways, which take turns at being first."""
     for row in rows:  # the first sandbox of an image unpacks it
         await (await starter.start(SandboxSpec(image=row["image"], workdir="/"))).stop()
@@ -136,7 +138,7 @@ async def main() -> None:
     quick = parser(__doc__).parse_args().quick
     processes.subreaper()
     ensure_runtime(print).activate()
-    starter, file = Starter({"singularity": LIMITS}), default_folder() / ROWS
+    starter, file = SandboxFactory({"singularity": LIMITS}), default_folder() / ROWS
     try:
         rows = await programs(starter, quick=quick)
         if not quick and file.exists():

@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Finding and ending every process of a tree that does not stay a tree.
+"""Find and end every process of a tree, including daemons and orphans.
 
-Servers daemonise, orphans are adopted by init, Ray starts sessions of its own: neither parents, process groups nor
-names find them all again. What every descendant does inherit is the environment, so a tree is marked with one unique
-variable at its root and found by reading ``/proc``. Linux only, like the sandboxes.
+Daemons leave their parents, init adopts orphans, and Ray starts its own sessions, so parents, process groups and names
+do not find every process. All descendants inherit the environment. So a unique variable marks the tree at its root,
+and marked processes are found in ``/proc``. Linux only.
 
-:class:`ProcessMark` finds and ends such a tree from outside. Run as a program, this module is its *reaper*: it starts
-a command and ends everything that carries the mark when the command ends, when it is told to (SIGTERM, SIGINT), and
-when its own parent dies, however it dies. The tree's scratch folder goes with it, and so does what only a parent that
-has died could have removed. The reaper proper is a child of the process that its parent knows: what ends there, as a
-worker of Ray does, may kill its children first.
+:class:`ProcessMark` finds and ends such a tree from outside. Run as a program, this module is the tree's *reaper*. The
+reaper starts a command, and ends all marked processes when the command ends, on SIGTERM or SIGINT, and when its own
+parent dies. It then removes the tree's scratch folder, and the owner's folder if the owner has died. The reaper runs
+in a child of the process that the owner started, since an owner such as a Ray worker may kill its own children first.
 """
 
 from __future__ import annotations
@@ -33,45 +32,44 @@ from typing import NoReturn
 
 
 INTERRUPT_GRACE_S = 15.0
-"""How long a kept command may take to end after SIGINT before it is killed."""
+"""Time for the command to end after SIGINT, before it is killed; Gym's servers shut down within it."""
 
 SETTLE_S = 5.0
-"""How long the rest of a tree may take to notice that its root is gone: sandbox reapers finish their work then."""
+"""Time for the rest of a tree to end by itself after its root: supervisors remove their sandboxes within it."""
 
 KILL_S = 5.0
-"""How long a killed process may take to vanish before that counts as a failure."""
+"""Time for killed processes to disappear, before they are reported as alive."""
 
 _POLL_S = 0.1
 _LISTENING = "0A"
-"""A TCP socket's state in ``/proc/net/tcp``."""
+"""State of a listening TCP socket in ``/proc/net/tcp``."""
 
 _PR_SET_PDEATHSIG = 1
 
 _MAX_ENVIRON = 6 << 20
-"""Bytes of variables and arguments that Linux passes to a program at most (``execve(2)``). A process can make the
-kernel report gigabytes for either (``PR_SET_MM_MAP``), so no reader takes more."""
+"""Maximum bytes of variables and arguments that Linux passes to a program (``execve(2)``). A process can make the
+kernel report gigabytes (``PR_SET_MM_MAP``), so reads are bounded by this."""
 
 
 def interpreter_environ() -> dict[str, str]:
-    """What this process's Python needs of the environment to be started again, and nothing else: where programs are,
-    and where its own library is, for Pythons that a cluster's modules bring."""
+    """Return the variables that this process's Python needs to be started again, and no others."""
     return {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
 
 
 def process_variables(pid: int) -> list[bytes]:
-    """The variables that a process was given, each as ``NAME=value``.
+    """Return the initial variables of a process, each as ``NAME=value``.
 
     Raises:
-        OSError: it has ended, or is somebody else's.
+        OSError: the process has ended, or belongs to another user.
     """
     return _beginning(f"/proc/{pid}/environ").split(b"\0")
 
 
 def process_command_line(pid: int) -> bytes:
-    """What a process says that it was started as: its arguments, each with a zero byte behind it.
+    """Return the arguments of a process, each followed by a zero byte; the process can change them.
 
     Raises:
-        OSError: it has ended, or is somebody else's.
+        OSError: the process has ended, or belongs to another user.
     """
     return _beginning(f"/proc/{pid}/cmdline")
 
@@ -92,22 +90,21 @@ class ProcessMark:
     """An environment variable that marks a process tree.
 
     Attributes:
-        name: the variable.
-        value: what makes it unique.
+        name: name of the variable.
+        value: unique value of the variable.
     """
 
     name: str
     value: str
 
     def processes(self, spared: Container[int] = ()) -> dict[int, str]:
-        """Living processes that carry the mark, as pid → command line; zombies, ourselves and those that are to be
-        ``spared`` do not count."""
+        """Return the command lines of marked processes by pid, without zombies, this process and ``spared`` pids."""
         needle = f"{self.name}={self.value}".encode()
         found = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == os.getpid() or int(entry.name) in spared:
                 continue
-            # A process may end, or belong to somebody else, at any of these reads.
+            # A process may have ended, or belong to another user, at any of these reads.
             with contextlib.suppress(OSError):
                 if needle in process_variables(int(entry.name)):  # a zombie has none
                     words = process_command_line(int(entry.name)).replace(b"\0", b" ")
@@ -115,7 +112,7 @@ class ProcessMark:
         return found
 
     async def wait_gone(self, timeout_s: float, spared: Container[int] = ()) -> dict[int, str]:
-        """Wait until no marked process lives, at most ``timeout_s``; gives those that still do."""
+        """Wait until no marked process lives, at most ``timeout_s``; return those that still do."""
         deadline = time.monotonic() + timeout_s
         while True:
             left = await asyncio.to_thread(self.processes, spared)
@@ -129,7 +126,7 @@ class ProcessMark:
         """Let marked processes end by themselves for ``settle_s``, then kill them for up to ``kill_s``.
 
         Returns:
-            Those that live on in spite of it; empty on success.
+            Processes that survived SIGKILL; empty on success.
         """
         left = await self.wait_gone(settle_s, spared)
         deadline = time.monotonic() + kill_s
@@ -141,8 +138,8 @@ class ProcessMark:
         return left
 
 
-def somebody_else_listens(port: int, pids: Iterable[int]) -> bool:
-    """Whether a TCP port of this machine is listened at, but by none of these processes."""
+def is_port_taken_by_others(port: int, pids: Iterable[int]) -> bool:
+    """Return whether processes other than ``pids`` listen at a TCP port of this machine."""
     listening = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -167,16 +164,16 @@ def _open_files(pid: int) -> set[str]:
 def reaper_command(
     mark: ProcessMark, command: list[str], python: str, scratch: Path, owners: Path | None = None
 ) -> list[str]:
-    """The command line by which this process runs ``command`` under a reaper; the environment has to carry the mark.
+    """Return the command line that runs ``command`` under a reaper. The caller's environment must have the mark.
 
     Args:
-        mark: what the whole tree carries.
-        command: the command to keep.
-        python: an interpreter; it needs no package.
-        scratch: a folder that is removed when the tree has ended.
-        owners: one that is removed then if the process that started this has ended, too.
+        mark: mark of the whole tree.
+        command: the command to run.
+        python: an interpreter; no package is needed.
+        scratch: folder that is removed when the tree has ended.
+        owners: folder that is removed then, too, if this process has ended.
     """
-    # -P: this folder's modules must not stand in for the standard library's.
+    # -P keeps modules of this folder from shadowing the standard library.
     return [python, "-P", __file__, str(os.getpid()), mark.name, mark.value, str(scratch), str(owners or ""), *command]
 
 
@@ -184,13 +181,13 @@ class _Stop(Exception):
     pass
 
 
-def _go_on_whatever_is_said() -> None:
+def _ignore_stop_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    _go_on_whatever_is_said()  # a parent that dies says it again, and the command has its grace all the same
+    _ignore_stop_signals()  # a dying parent sends a second signal, which must not shorten the command's grace
     raise _Stop
 
 
@@ -208,51 +205,52 @@ def _reap(mark: ProcessMark, command: list[str]) -> int:
                 child.kill()
                 child.wait()
     finally:
-        _go_on_whatever_is_said()  # the owner may still kill us, and then looks for itself
+        _ignore_stop_signals()  # an owner that uses SIGKILL ends marked processes itself
         asyncio.run(mark.kill(spared={os.getppid()}))
     return status if status >= 0 else 128 - status
 
 
 def _die_with_parent(parent: int) -> bool:
-    """Be told to end when that ends; false if it has."""
+    """Receive SIGTERM when the parent ends; return ``False`` if it has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     return os.getppid() == parent
 
 
-def _stand_before(owner: int, mark: ProcessMark, scratch: str, owners: str, command: list[str]) -> int:
-    """Fork the reaper, pass on what we are told, and end as it does; if we are killed, it is told to end."""
+def _run_reaper(owner: int, mark: ProcessMark, scratch: str, owners: str, command: list[str]) -> int:
+    """Fork the reaper, forward signals to it, and return its exit code. The reaper also ends if this process dies."""
     reaper = 0
-    told: list[int] = []
+    pending: list[int] = []
 
-    def tell(signum: int, frame: FrameType | None) -> None:
+    def forward(signum: int, frame: FrameType | None) -> None:
         if reaper:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(reaper, signum)
         else:
-            told.append(signum)
+            pending.append(signum)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, tell)
-    life: int | None = None
+        signal.signal(number, forward)
+    owner_fd: int | None = None
     with contextlib.suppress(ProcessLookupError):
-        life = os.pidfd_open(owner)
-    wanted, ours = _die_with_parent(owner), os.getpid()
+        owner_fd = os.pidfd_open(owner)
+    parents_live, ours = _die_with_parent(owner), os.getpid()
     reaper = os.fork()
     if not reaper:
-        wanted = _die_with_parent(ours) and wanted
+        parents_live = _die_with_parent(ours) and parents_live
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stop)
         try:
-            return _reap(mark, command) if wanted else 1
+            return _reap(mark, command) if parents_live else 1
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            if owners and (life is None or select.select([life], [], [], 0)[0]):  # whose it was has ended
+            owner_ended = owner_fd is None or select.select([owner_fd], [], [], 0)[0]
+            if owners and owner_ended:
                 shutil.rmtree(owners, ignore_errors=True)
-    for signum in told:
+    for signum in pending:
         os.kill(reaper, signum)
     return os.waitstatus_to_exitcode(os.waitpid(reaper, 0)[1])
 
 
 if __name__ == "__main__":
     pid, name, value, scratch, owners, *command = sys.argv[1:]
-    sys.exit(_stand_before(int(pid), ProcessMark(name, value), scratch, owners, command))
+    sys.exit(_run_reaper(int(pid), ProcessMark(name, value), scratch, owners, command))

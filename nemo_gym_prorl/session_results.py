@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What became of a command in a lasting shell, and of a kernel's cell: sandboxes tell it, a policy's tools read it."""
+"""Result types of shell commands and kernel cells, shared by sandbox sessions and a policy's tools."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
-    """What became of one command.
+class ShellResult:
+    """Result of one command in a persistent shell.
 
     Attributes:
-        output: what the terminal showed, at most the limit, with one line in place of what is left out.
-        exit_code: its exit code; ``None`` if the command goes on running, or the shell ended without one.
+        output: terminal output within the limit, with one line in place of omitted bytes.
+        exit_code: exit code; ``None`` if the command still runs, or the shell ended without an exit code.
         cwd: the shell's working folder afterwards, without links in its path.
-        waiting: it was silent for the soft time-out and goes on running: it may wait for input.
-        timed_out: its hard time-out was up and it was ended.
-        exited: the shell has ended (``exit``, ``exec``, ``set -e``, or killed); its ``restart`` starts another.
-        omitted: bytes of output that were left out.
-        seconds: how long it took.
+        waiting: whether the command still runs after the soft time limit without output; it may wait for input.
+        timed_out: whether the command was ended at its hard time limit.
+        exited: whether the shell has ended (``exit``, ``exec``, ``set -e``, or killed); ``restart`` starts another.
+        omitted: number of omitted bytes of output.
+        seconds: duration of the command.
     """
 
     output: str
@@ -33,16 +33,16 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """What became of a cell.
+class CellResult:
+    """Result of a kernel's cell.
 
     Attributes:
-        output: printed text, at most the limit, with one line in place of what is left out.
-        data: rich results in order, each from MIME type to content (images as base64, objects as JSON).
-        error: the traceback as plain text, or why the kernel was ended; ``None`` if neither.
-        timed_out: it was interrupted because its time was up.
-        died: the kernel has ended; its ``restart`` starts another.
-        omitted: bytes of text, rich results and tracebacks that were left out.
+        output: printed text within the limit, with one line in place of omitted bytes.
+        data: rich results in order, each a map from MIME type to content (images as base64, objects as JSON).
+        error: traceback as plain text, or the reason that the kernel was killed; ``None`` without either.
+        timed_out: whether the cell was interrupted at its time limit.
+        died: whether the kernel has ended; ``restart`` starts another.
+        omitted: number of omitted bytes of text, rich results and tracebacks.
     """
 
     output: str

@@ -22,9 +22,7 @@ from nemo_gym_prorl.fleet import dispatcher
 from nemo_gym_prorl.fleet.gateway import FleetGateway, gateway_app
 from nemo_gym_prorl.http.applications import LoopMetrics, health_router
 from nemo_gym_prorl.http.problems import MEDIA_TYPE
-from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.http.api import add_control_routes
-from nemo_gym_prorl.policy.pool.backend import Probe
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.storage.journal import Journal
@@ -216,18 +214,6 @@ async def test_pauses_double_up_to_a_bound_and_a_completed_pass_resets_them(
         KeyError,
     ]
     assert len(caplog.records) == 12, "each failure has a line, and the traceback of a kind is logged once"
-
-
-async def test_a_probe_that_raises_counts_as_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with hosted("http://127.0.0.1:9/v1", engine="vllm_chat") as host:
-        raise_once(monkeypatch, HttpEngine, "healthy")
-        probed: list[bool] = []
-        monkeypatch.setattr(BackendPool, "probed", lambda pool, backend, alive, now: probed.append(alive) or [])
-        host.dispatcher.apply([Probe("backend0")])
-        async with asyncio.timeout(60):
-            while not probed:
-                await asyncio.sleep(0.01)
-        assert probed == [False]
 
 
 async def test_a_cancelled_loop_ends_and_a_client_ends_with_the_exception() -> None:

@@ -49,7 +49,7 @@ from nemo_gym_prorl.sandbox.limits.rlimits import By, Facts, Limit, limits, reme
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import HOW_TO_GET_IT, Runtime, find_runtime
 from nemo_gym_prorl.sandbox.supervisor import state_dir
-from nemo_gym_prorl.sandbox.supervisor.client import Link
+from nemo_gym_prorl.sandbox.supervisor.client import SupervisorConnection
 
 
 MIN_PYTHON = (3, 12)
@@ -228,7 +228,7 @@ async def _try_sandbox(runtime: Runtime, image: Path) -> tuple[str, str]:
     Raises:
         InfrastructureError: a sandbox does not start, or is not as it should be.
     """
-    await Link.get()
+    await SupervisorConnection.get()
     elapsed_ms = []
     # The second start reuses the image's properties that the first one found.
     for _ in range(2):

@@ -34,7 +34,7 @@ from nemo_gym_prorl.deployment.gym_cli import RAY_START_S, DeploymentError, GymC
 from nemo_gym_prorl.deployment.gym_log import GymLog, machine_load, start_error
 from nemo_gym_prorl.deployment.restarter import restarter_program
 from nemo_gym_prorl.deployment.venvs import python_path_error
-from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, reaper_command, somebody_else_listens
+from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, is_port_taken_by_others, reaper_command
 
 
 _REAPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
@@ -376,7 +376,7 @@ class GymDeployment:
         """Raise unless the listener is a process of this deployment: two deployments may race for a port."""
         port = URL(url).port
         own = await asyncio.to_thread(self.cli.mark.processes)
-        if port and await asyncio.to_thread(somebody_else_listens, port, own):
+        if port and await asyncio.to_thread(is_port_taken_by_others, port, own):
             raise DeploymentError(f"port {port} of {name} is in use by another process; {fix}")
 
     def _raise_if_ended(self, when: str) -> None:

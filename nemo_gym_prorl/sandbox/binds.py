@@ -1,13 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the host's files a sandbox may be shown, bound or as its image, and where.
+"""Check binds and images of a sandbox: which files of the host may be shown, and where.
 
-A bind that shows the folder where supervisors keep their sockets, or the files of other sandboxes, would be the way
-out of all of them, and so would be the host's processes. So would be the sockets of the host's services, which lie in
-``/run``: one of those is shown only if it is named.
+A sandbox that sees the supervisors' folder can use their sockets and escape. So can a sandbox that sees the host's
+processes or the sockets of the host's services in ``/run``; such a socket is shown only if a bind names it.
 
-What can't be mounted where it is asked for is refused here, too, before anything is made: either way of making a
-sandbox would fail in the middle, in words of its own. The supervisor asks, and relies on no earlier check.
+A bind that cannot be mounted is refused here, before anything is made, since a failed mount has no useful message. The
+supervisor runs these checks and relies on no earlier ones.
 """
 
 from __future__ import annotations
@@ -27,49 +26,49 @@ from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 
 
 CLOSED = (Path("/proc"), Path("/sys"))
-"""Nothing of these is shown: a sandbox has its own."""
+"""Folders of the host that are never shown; a sandbox has its own ones."""
 
 SOCKETS = Path("/run")
-"""Not shown as a whole."""
+"""Folder of the host that is not shown as a whole; a bind may name a file in it."""
 
 OWN = ("/proc", "/sys", "/dev")
-"""What a sandbox has of its own, and all below."""
+"""Folders that a sandbox has of its own, and in which no bind can be mounted."""
 
-_OF_THE_RUNTIME = re.compile(r'[,"\\\n]')
-"""What means something else on the runtime's command line."""
+_RUNTIME_SYNTAX = re.compile(r'[,"\\\n]')
+"""Characters with a meaning in the runtime's bind option."""
 
 
 def checked(binds: Sequence[str], state: Path, image: Path) -> list[str]:
-    """Return the same binds, with the host's part free of links, so that it can't come to mean something else.
+    """Return the binds with links in their host paths resolved, so that a later change of a link has no effect.
 
     Args:
         binds: as in :class:`.spec.ContainerSpec`.
-        state: the folder of supervisors.
-        image: what they are shown in.
+        state: the folder of all supervisors' folders.
+        image: the image of the sandbox.
 
     Raises:
-        CallerError: one is none, can't be mounted, or would show what it must not; names the fix.
+        CallerError: a bind is malformed, cannot be mounted, or exposes the host; names the fix.
     """
-    kept = Path(os.path.realpath(state))
-    shown: list[_Shown] = []
+    state_folder = Path(os.path.realpath(state))
+    accepted: list[_CheckedBind] = []
     for text in binds:
         bind = Bind.parse(text)
         source = _source(text, bind.source)
-        if trouble := _exposed(source, kept):
+        if trouble := _exposed(source, state_folder):
             raise _refusal(text, f"would show {trouble}")
-        if _OF_THE_RUNTIME.search(text):
+        if _RUNTIME_SYNTAX.search(text):
             raise _refusal(text, "has a comma, quote or backslash, which can't be bound: rename")
         if ".." in bind.target.split("/"):
-            raise _refusal(text, "the place inside must not have '..' in it")
-        fresh = _Shown(text, source, f"/{os.path.normpath(bind.target).strip('/')}", bind.read_only)
-        _check_target(fresh, image, shown)
-        shown.append(fresh)
-    return [f"{one.source}:{one.target}{':ro' if one.read_only else ''}" for one in shown]
+            raise _refusal(text, "the path inside must not have '..' in it")
+        fresh = _CheckedBind(text, source, f"/{os.path.normpath(bind.target).strip('/')}", bind.read_only)
+        _check_target(fresh, image, accepted)
+        accepted.append(fresh)
+    return [f"{one.source}:{one.target}{':ro' if one.read_only else ''}" for one in accepted]
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
-    """A bind as it was asked for, where it lies without links, and where it is to be seen."""
+class _CheckedBind:
+    """A bind: the caller's text, the host path without links, and the path inside."""
 
     text: str
     source: Path
@@ -82,14 +81,14 @@ def _refusal(text: str, reason: str) -> CallerError:
 
 
 def check_image_folder(image: str, state: Path) -> None:
-    """Refuse the host's own root, by whatever name, as an image: root's sandboxes would read all of root's in it.
+    """Refuse the host's own root folder as an image, by whatever path: root's sandboxes would read root's files.
 
     Args:
-        image: its path.
-        state: the folder of supervisors.
+        image: path of the image.
+        state: the folder of all supervisors' folders.
 
     Raises:
-        CallerError: it would show what it must not; for the field ``image``.
+        CallerError: the image contains the supervisors' folder, ``/proc`` or ``/sys``; for the field ``image``.
     """
     source = Path(os.path.realpath(image))
     if Path(os.path.realpath(state)).is_relative_to(source) or any(
@@ -105,8 +104,8 @@ def check_image_folder(image: str, state: Path) -> None:
 def _exposed(source: Path, state: Path) -> str:
     if state.is_relative_to(source) or source.is_relative_to(state):
         return (
-            f"the sandboxes' own folder {state}, and with it the way to the host: bind a folder that it is not in, "
-            "or set PRORL_STATE to one elsewhere"
+            f"the sandboxes' own folder {state}, through which the host can be reached: bind a folder without it, "
+            "or set PRORL_STATE to another folder"
         )
     for closed in CLOSED:
         if source.is_relative_to(closed) or closed.is_relative_to(source):
@@ -117,36 +116,36 @@ def _exposed(source: Path, state: Path) -> str:
 
 
 def _source(text: str, path: str) -> Path:
-    """Return where it lies, without links."""
+    """Return the host path of a bind without links."""
     try:
         source = Path(os.path.realpath(path, strict=True))
         source.stat()
     except FileNotFoundError as error:
         raise _refusal(text, f"there is no {path} on this machine: make it, or name another") from error
     except OSError as error:
-        raise _refusal(text, f"{path} can't be looked at: {error.strerror}") from error
+        raise _refusal(text, f"{path} can't be read: {error.strerror}") from error
     if is_machine_root() and (wall := walled_in(source)):
-        reason = "sandboxes of root run under user ids that nobody has, which can't enter"
-        raise _refusal(text, f"{reason} {wall}: chmod o+x it, or bind what lies elsewhere")
+        reason = "sandboxes of root run under unprivileged user ids, which can't enter"
+        raise _refusal(text, f"{reason} {wall}: chmod o+x it, or bind another path")
     return source
 
 
-def _check_target(bind: _Shown, image: Path, earlier: Sequence[_Shown]) -> None:
-    """Refuse a place where it can't be shown, beside those that are bound before."""
+def _check_target(bind: _CheckedBind, image: Path, earlier: Sequence[_CheckedBind]) -> None:
+    """Refuse a path inside at which a bind cannot be mounted, given the ``earlier`` binds."""
     for other in earlier:
         if bind.target == other.target:
-            raise _refusal(bind.text, f"is to be seen where {other.text!r} is: name another place")
+            raise _refusal(bind.text, f"has the same path inside as {other.text!r}: name another path")
         if other.target.startswith(f"{bind.target}/"):
-            raise _refusal(bind.text, f"would hide {other.text!r}: name that after this")
+            raise _refusal(bind.text, f"would hide {other.text!r}: list that bind after this one")
     for place in (bind.target, _led(bind.text, image, bind.target)):
         if place == "/":
             raise _refusal(bind.text, "would hide the image: name a folder inside, /mnt say")
         if own := next((own for own in OWN if place == own or place.startswith(f"{own}/")), ""):
-            raise _refusal(bind.text, f"{own} is the sandbox's own: name another place, /mnt say")
+            raise _refusal(bind.text, f"{own} is the sandbox's own: name another path, /mnt say")
         if place == "/etc" or place in mounts.OF_THE_RUNTIME:
-            reason = "has files that are made for each sandbox: bind single others of /etc, or upload what is needed"
+            reason = "has files that are made for each sandbox: bind other single files of /etc, or upload the file"
             raise _refusal(bind.text, f"{place} {reason}")
-    # What lies there: of the last bind that it is below, else of the image, if that is unpacked.
+    # The contents at the path come from the deepest earlier bind above it, else from the image if that is unpacked.
     above = max((one for one in earlier if bind.target.startswith(f"{one.target}/")), key=_depth, default=None)
     root, path = (above.source, bind.target.removeprefix(above.target)) if above else (image, bind.target)
     if not root.is_dir():
@@ -167,15 +166,15 @@ def _check_target(bind: _Shown, image: Path, earlier: Sequence[_Shown]) -> None:
         raise _refusal(bind.text, f"there is no {path} {where}, and nothing is made there for it: make it first")
     shell = "" if above else _led(bind.text, image, "/bin/sh")
     if shell.startswith(f"{place}/") and not os.path.lexists(f"{bind.source}{shell.removeprefix(place)}"):
-        raise _refusal(bind.text, f"would hide the image's {shell}, without which nothing runs")
+        raise _refusal(bind.text, f"would hide the image's {shell}, which every command needs: name another path")
 
 
-def _depth(bind: _Shown) -> int:
+def _depth(bind: _CheckedBind) -> int:
     return len(bind.target)
 
 
 def _led(text: str, root: Path, path: str) -> str:
-    """Return where a path in a folder leads, with all links followed, none of which leads out of it."""
+    """Resolve a path in a folder, following links without leaving the folder."""
     try:
         return str("/" / rootfs.inside(root, path).relative_to(root))
     except OSError as error:

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""One sandbox: a rootless Apptainer container in which commands are run and files exchanged.
+"""A sandbox: a rootless container that runs commands and exchanges files.
 
-The container is one ``exec`` of the runtime whose only process waits. Whatever is to run joins it from outside, by way
-of the supervisor, so the image needs ``/bin/sh`` and nothing else, no port is open, and a command costs milliseconds.
+The container's only permanent process waits. The supervisor makes commands join the container's namespaces from
+outside, so an image needs only ``/bin/sh``, and no port is open.
 
-Safe by default: no network, namespaces of its own for users, processes, IPC and mounts, nothing of the host's file
-system but what is bound, nothing of the host's environment, writes in an overlay that goes with the sandbox. Root
-inside is an ordinary user outside: the caller, or where the caller is root, a user id that nobody has.
+Safe by default: a sandbox has no network, and its own user, PID, IPC and mount namespaces. It sees only bound files of
+the host, and none of the host's environment. Writes go to an overlay that is removed with the sandbox. Root inside is
+an unprivileged user outside: the caller, or an unassigned user id if the caller is root.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import re
 import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.fields import Bounds, Program, SandboxPath, checked
 from nemo_gym_prorl.sandbox.images.rootfs import UNPACK
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
@@ -40,20 +39,23 @@ from nemo_gym_prorl.sandbox.sessions.commands import (
     shell_command,
 )
 from nemo_gym_prorl.sandbox.spec import ContainerSpec, create_request
-from nemo_gym_prorl.sandbox.supervisor.client import Link, Process
+from nemo_gym_prorl.sandbox.supervisor.client import Process, SupervisorConnection
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxExhausted, SandboxLost, SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.messages import (
+from nemo_gym_prorl.sandbox.supervisor.protocol import (
     CheckRequest,
     DestroyRequest,
     PauseRequest,
     Request,
     ResumeRequest,
+    SandboxBroken,
+    SandboxExhausted,
+    SandboxLost,
+    SandboxRefused,
     SignalRequest,
     SpawnRequest,
     StartReply,
 )
-from nemo_gym_prorl.sandbox.transfer import FILE_LIMIT
+from nemo_gym_prorl.sandbox.transfer import FILE_LIMIT, FileTransfer
 
 
 if TYPE_CHECKING:
@@ -64,72 +66,88 @@ __all__ = ["DEFAULT_EXEC_TIMEOUT_S", "OUTPUT_LIMIT", "Completed", "Container", "
 
 LOGGER = logging.getLogger(__name__)
 
-LITTLE_ROOM = 16 << 20
-"""With fewer bytes free than that a disk counts as full: what failed in a sandbox then may have failed for that."""
+MIN_FREE_BYTES = 16 << 20
+"""Free bytes below which the host's disk counts as full, so that a failure inside is not blamed on the agent."""
 
-NO_ROOM = "the disk that sandboxes are kept on is full; make room where PRORL_STATE is"
+DISK_FULL = "the disk that sandboxes are kept on is full; make room where PRORL_STATE is"
 
-KILLED = 128 + signal.SIGKILL
+SIGKILL_EXIT_CODE = 128 + signal.SIGKILL
 
 
 class Container:
-    """A live sandbox. Made by :meth:`start`, ended by :meth:`close`, which must be called, or with ``async with``."""
+    """A live sandbox, made by :meth:`start`. The caller must :meth:`close` it, or use ``async with``.
 
-    def __init__(self, name: str, spec: ContainerSpec, link: Link, host_id: int) -> None:
+    Attributes:
+        name: name of the sandbox in the supervisor.
+        spec: the specification.
+        image: path of the image as the caller named it; ``spec.image`` may be its unpacked copy.
+        files: copies files into and out of the sandbox.
+        notes: limits that the sandbox has reached.
+        start_method: method that started the sandbox.
+        fallback_reason: reason that a direct start was not possible; empty otherwise.
+        alive: whether no end of the sandbox has been reported.
+        paused: whether all programs are stopped.
+        sessions_started: programs that have served as sessions in the sandbox.
+        environment: variables of all commands.
+        workdir: working directory of commands.
+    """
+
+    def __init__(self, name: str, spec: ContainerSpec, supervisor: SupervisorConnection, host_id: int) -> None:
         self.name = name
         self._host_id = host_id
         self.spec = spec
         self.image = spec.image
-        """As it was named, wherever it was started from."""
+        self.files = FileTransfer(name, spec.disk_mib, self.ask)
         self.notes: list[str] = []
-        """Limits that the sandbox ran into, as told by the supervisor."""
         self.start_method: Literal["direct", "runtime"] = "runtime"
-        """How it was made."""
+        self.fallback_reason = ""
         self.alive = True
         self._fault: AgentError | None = None
-        """Set if what ran in it has ended it."""
+        """Set when programs in the sandbox have ended it."""
         self.paused = False
-        self.worked: set[str] = set()
-        """Programs that have served as sessions in it."""
+        self.sessions_started: set[str] = set()
         self.environment: dict[str, str] = {}
         self.workdir = "/root" if spec.root else "/tmp"
-        self.fallback_reason = ""
-        """Why it was not made directly, which would be faster."""
         self._on_end: list[Callable[[], None]] = []
-        self._link = link
-        link.watch(name, self._on_event)
+        self._supervisor = supervisor
+        supervisor.watch(name, self._on_event)
 
     @classmethod
     async def start(
         cls,
         spec: ContainerSpec,
         runtime: Runtime | None = None,
-        held: Sequence[int] = (),
+        held_files: Sequence[int] = (),
         snapshot: Path | None = None,
     ) -> Container:
-        """Start a sandbox; some 20 ms directly, 90 by the runtime. Files that are ``held`` stay open
-        until it is gone. With a ``snapshot`` it begins with the files of another one of the same image.
+        """Start a sandbox.
+
+        Args:
+            spec: the specification.
+            runtime: the container runtime; looked up if not given.
+            held_files: files that the supervisor keeps open until the sandbox is gone.
+            snapshot: archive of another sandbox of the same image, from which the writable layer is restored.
 
         Raises:
             CallerError: the specification is wrong; names the field.
-            InfrastructureError: it does not start; the message says what the runtime said and how to mend it.
+            InfrastructureError: the sandbox does not start; the message has the runtime's output and the fix.
         """
         if runtime is None:
             runtime = await asyncio.to_thread(require_runtime)
         name = f"b-{secrets.token_hex(6)}"
-        request, defaults = await asyncio.to_thread(create_request, name, spec, runtime)
-        link = await Link.get()
-        container = cls(name, spec, link, request.host_uid)
+        request, defaults = await asyncio.to_thread(create_request, name, spec, runtime, snapshot)
+        supervisor = await SupervisorConnection.get()
+        container = cls(name, spec, supervisor, request.host_uid)
         try:
-            answer, _files = await link.ask(replace(request, snapshot=str(snapshot or "")), held)
+            message, _files = await supervisor.ask(request, held_files)
         except SandboxRefused as error:
-            link.watch(name, None)
+            supervisor.watch(name, None)
             raise _start_error(error, spec, runtime) from error
         except BaseException:
             await container.close()
             raise
         try:
-            reply = StartReply(**answer)
+            reply = StartReply(**message)
             LOGGER.debug("sandbox %s is up: %s", name, reply.steps)
             rlimits.say_once(frozenset(reply.controllers), in_memory=reply.in_memory)
             container.start_method, container.fallback_reason = reply.start_method, reply.fallback_reason
@@ -142,10 +160,10 @@ class Container:
         return container
 
     async def configure(self, env: Mapping[str, str], workdir: str | None) -> None:
-        """Set variables for all commands, and where they start; the folder is made.
+        """Add variables and set the working directory of all commands; the directory is made.
 
         Raises:
-            CallerError: the folder can't be made.
+            CallerError: the directory cannot be made.
         """
         self.environment = {**self.environment, **env}
         if workdir:
@@ -159,14 +177,14 @@ class Container:
     @property
     def folder(self) -> Path:
         """The host's folder of the sandbox's files. Contents are untrusted: the sandbox controls them."""
-        return self._link.folder / self.name
+        return self._supervisor.folder / self.name
 
     def describe(self) -> dict[str, Any]:
-        """What :meth:`attach` needs, as JSON."""
+        """Return a JSON description of the sandbox for :meth:`attach`."""
         spec = {**asdict(self.spec), "image": str(self.spec.image)}
         return {
             "sandbox_id": self.name,
-            "supervisor": str(self._link.folder),
+            "supervisor": str(self._supervisor.folder),
             "host_id": self._host_id,
             "environment": self.environment,
             "workdir": self.workdir,
@@ -176,21 +194,21 @@ class Container:
 
     @classmethod
     async def attach(cls, description: Mapping[str, Any]) -> Container:
-        """A sandbox that another process of this user on this machine started, by what its :meth:`describe` gave.
+        """Return a sandbox of another process of the same user and machine, from its :meth:`describe`.
 
         Raises:
-            SandboxLost: it has ended.
+            SandboxLost: the sandbox has ended.
         """
         folder = Path(description["supervisor"])
         if not await asyncio.to_thread((folder / "socket").exists):
             raise SandboxLost(f"sandbox {description['sandbox_id']} has ended, and its owner too")
-        link = await Link.to(folder)
+        supervisor = await SupervisorConnection.to(folder)
         spec = ContainerSpec(**{**description["spec"], "image": Path(description["spec"]["image"])})
-        container = cls(description["sandbox_id"], spec, link, description["host_id"])
+        container = cls(description["sandbox_id"], spec, supervisor, description["host_id"])
         container.environment = dict(description["environment"])
         container.workdir = description["workdir"]
         container.image = Path(description["image"])
-        await link.ask(CheckRequest(container.name))
+        await supervisor.ask(CheckRequest(container.name))
         return container
 
     async def run(
@@ -205,10 +223,10 @@ class Container:
     ) -> Completed:
         """Run a command with ``/bin/sh``, without a terminal and with empty input, and wait for its end.
 
-        What it leaves running in the background goes on running, but its output is no longer read.
+        Background processes of the command keep running, but their output is no longer read.
 
         Raises:
-            CallerError: there is a NUL in the command, ``cwd`` is not a folder, or the sandbox has no such ``user``.
+            CallerError: the command has a NUL, ``cwd`` is not a folder, or the sandbox has no such ``user``.
             SandboxLost: the sandbox ended before the command did.
         """
         with shell_command(command) as (argv, files):
@@ -233,7 +251,7 @@ class Container:
         files: Sequence[int] = (),
         user: str | int | None = None,
     ) -> Completed:
-        """As :meth:`run`, for a program and its arguments. ``files`` become its open files 3, 4, ..."""
+        """Run a program with arguments, as :meth:`run`. ``files`` become its open files 3, 4, ..."""
         Bounds(timeout_s=timeout_s, output_limit=output_limit)
 
         async def spawn(streams: Sequence[int]) -> Process:
@@ -242,10 +260,10 @@ class Container:
 
         done = await complete(spawn, self.kill, timeout_s, output_limit)
         if self._fault:
-            # It did not end by itself.
+            # The end of the sandbox killed the command.
             raise self._fault
-        if done.exit_code == KILLED and not done.timed_out:
-            # Nor did this one, if it went with its sandbox.
+        if done.exit_code == SIGKILL_EXIT_CODE and not done.timed_out:
+            # The kill may be the end of the sandbox, which is reported later.
             await self.check_living()
         return done
 
@@ -264,20 +282,20 @@ class Container:
 
         Args:
             argv: the program, looked up on the sandbox's PATH, and its arguments.
-            files: its open files from 0 on; with a terminal, which takes the first three, from 3 on.
-            cwd: where it starts; the sandbox's working folder if not given.
-            env: more variables.
+            files: open files of the program from 0 on; with a terminal, which takes the first three, from 3 on.
+            cwd: working directory; the sandbox's own if not given.
+            env: additional variables.
             terminal: rows and columns of a new terminal.
-            echo: have the terminal behave as for a person: echo what is typed, end lines with CR and LF.
-            user: who runs it, by name or number in the sandbox's ``/etc/passwd``; the sandbox's own user if not given.
+            echo: make the terminal interactive: echo input, end lines with CR and LF.
+            user: name or number of a user in the sandbox's ``/etc/passwd``; the sandbox's own user if not given.
 
         Raises:
-            CallerError: there is no such program, folder or user.
+            CallerError: the program, folder or user does not exist.
         """
         program = Program(argv=argv, cwd=cwd, env=env or {}, user=user)
         request = SpawnRequest(
             sandbox=self.name,
-            spawn=self._link.new_name(),
+            spawn=self._supervisor.new_name(),
             argv=list(program.argv),
             env={**self.environment, **program.env},
             cwd=program.cwd or self.workdir,
@@ -287,7 +305,7 @@ class Container:
         )
         self.check_alive()
         try:
-            return await self._link.spawn(request, files)
+            return await self._supervisor.spawn(request, files)
         except SandboxLost:
             self.check_alive()
             raise
@@ -297,7 +315,7 @@ class Container:
             raise
 
     def give(self, descriptor: int) -> int:
-        """Let the sandbox's user open a pipe or memory file of ours by its name under ``/dev/fd``, as shells do."""
+        """Let the sandbox's user open one of the caller's pipes or memory files by its name under ``/dev/fd``."""
         if is_machine_root():
             os.fchown(descriptor, self._host_id, self._host_id)
         if self.spec.users:
@@ -305,110 +323,112 @@ class Container:
         return descriptor
 
     async def signal(self, process: Process, number: int) -> None:
-        """Send a signal to the process group of a spawned process; nothing happens if it has ended."""
+        """Send a signal to the process group of a spawned process; a no-op if the process has ended."""
         if not process.ended.done():
-            # A process that went with its supervisor has ended; whoever waits for its end is told so.
+            # A process ends with its supervisor; ``process.ended`` reports that.
             with contextlib.suppress(SandboxLost):
-                await self._link.ask(SignalRequest(process.name, int(number)))
+                await self._supervisor.ask(SignalRequest(process.name, int(number)))
 
     def kill(self, process: Process) -> None:
-        """End a spawned process, with its group, wherever it is on its way; waits for nothing."""
-        self._link.kill(process.name)
+        """Kill a spawned process and its group, at any stage of its start, without waiting."""
+        self._supervisor.kill(process.name)
 
     async def end(self, process: Process) -> None:
-        """End a spawned process, with its group, and wait until it has ended; not for long, since who traces it inside
-        keeps its end from being told."""
+        """Kill a spawned process and its group, and wait for its end, at most ``DEATH_S``.
+
+        The wait is bounded because a tracer inside delays the report of the end.
+        """
         if self.alive and not process.ended.done():
             await self.signal(process, signal.SIGKILL)
             await asyncio.wait([process.ended], timeout=DEATH_S)
 
     async def upload(self, source: Path, target: str, *, limit: int = FILE_LIMIT) -> None:
-        """Copy a file of the host into the sandbox; see :func:`.transfer.upload`."""
-        await transfer.upload(self, source, target, limit)
+        """Copy a file of the host into the sandbox; see :meth:`.FileTransfer.upload`."""
+        await self.files.upload(source, target, limit)
 
     async def download(self, source: str, target: Path, *, limit: int = FILE_LIMIT) -> None:
-        """Copy a file of the sandbox to the host; see :func:`.transfer.download`."""
-        await transfer.download(self, source, target, limit)
+        """Copy a file of the sandbox to the host; see :meth:`.FileTransfer.download`."""
+        await self.files.download(source, target, limit)
 
     async def ask(self, request: Request, files: Sequence[int] = ()) -> tuple[Message, list[int]]:
-        """Ask the supervisor something about this sandbox; the files of its answer are the caller's to close.
+        """Send a request about this sandbox to the supervisor; the caller closes the files of the reply.
 
         Raises:
-            SandboxRefused: it could not be done.
+            SandboxRefused: the request failed.
             SandboxLost: the sandbox has ended.
         """
         self.check_alive()
         try:
-            return await self._link.ask(request, files)
+            return await self._supervisor.ask(request, files)
         except SandboxLost:
-            # Why was told before.
+            # An event that came before the reply has the reason.
             self.check_alive()
             raise
 
     async def check(self) -> None:
-        """Whether it lives, and is not about to end.
+        """Check that neither the sandbox nor a process in it was ended by the machine.
 
         Raises:
-            AgentError: what ran in it has ended it.
-            SandboxLost: it ended otherwise; or what was ended in it was so for want of the machine's memory; or the
-                machine's disk is full.
+            AgentError: programs in the sandbox have ended the sandbox.
+            SandboxLost: the sandbox ended otherwise, the kernel ended a process for want of the machine's memory, or
+                the machine's disk is full.
         """
         await self.ask(CheckRequest(self.name, memory=True))
         if not await self.has_room():
-            raise SandboxLost(f"sandbox {self.name}: {NO_ROOM}")
+            raise SandboxLost(f"sandbox {self.name}: {DISK_FULL}")
 
     async def has_room(self) -> bool:
-        """Whether there is any left on the disk that all sandboxes are kept on."""
+        """Return whether the disk that all sandboxes are kept on has room."""
         try:
-            disk = await asyncio.to_thread(os.statvfs, self._link.folder)
+            disk = await asyncio.to_thread(os.statvfs, self._supervisor.folder)
         except OSError:
-            return True  # its supervisor is gone, which other calls tell
-        return disk.f_bavail * disk.f_frsize >= LITTLE_ROOM
+            return True  # the supervisor is gone, which other calls report
+        return disk.f_bavail * disk.f_frsize >= MIN_FREE_BYTES
 
     async def check_living(self) -> None:
-        """As :meth:`check`, whatever was ended in it: for a program that was killed, perhaps with its sandbox.
+        """Check that the sandbox is up and not about to end, such as after the kill of a program.
 
         Raises:
-            AgentError: what ran in it has ended it.
-            SandboxLost: it ended otherwise.
+            AgentError: programs in the sandbox have ended the sandbox.
+            SandboxLost: the sandbox ended otherwise.
         """
         await self.ask(CheckRequest(self.name))
 
     async def pause(self) -> None:
-        """Stop all that runs inside; commands are refused until :meth:`resume`. It goes on if this is cancelled.
+        """Stop all programs; commands are refused until :meth:`resume`. A cancelled call resumes them.
 
         Raises:
-            SandboxRefused: something does not stop.
+            SandboxRefused: a program does not stop.
         """
         try:
             await self.ask(PauseRequest(self.name))
         except asyncio.CancelledError:
-            self._link.post(ResumeRequest(self.name))
+            self._supervisor.post(ResumeRequest(self.name))
             self.paused = False
             raise
         self.paused = True
 
     async def resume(self) -> None:
-        """Let everything go on."""
+        """Let all programs continue."""
         await self.ask(ResumeRequest(self.name))
         self.paused = False
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called once when the sandbox ends, or is about to be closed."""
+        """Call ``callback`` once when the sandbox ends or starts closing."""
         self._on_end.append(callback)
 
     async def close(self) -> None:
-        """End the sandbox. Returns when no process and no file of it is left; harmless when it has ended already.
+        """End the sandbox and wait until its processes and files are gone. Idempotent.
 
         Raises:
-            InfrastructureError: it does not die; the supervisor goes on trying.
+            InfrastructureError: processes or files remain; the supervisor keeps retrying.
         """
         self._ended()
-        self._link.watch(self.name, None)
+        self._supervisor.watch(self.name, None)
         try:
-            await asyncio.shield(self._link.ask(DestroyRequest(self.name)))
+            await asyncio.shield(self._supervisor.ask(DestroyRequest(self.name)))
         except SandboxLost:
-            # It went with its supervisor.
+            # The sandbox ended with its supervisor.
             return
 
     async def __aenter__(self) -> Container:
@@ -433,11 +453,11 @@ class Container:
             self._on_end.pop()()
 
     def check_alive(self) -> None:
-        """By what was told of it so far.
+        """Check that no end of the sandbox has been reported.
 
         Raises:
-            AgentError: what ran in it has ended it.
-            SandboxLost: it ended otherwise.
+            AgentError: programs in the sandbox have ended the sandbox.
+            SandboxLost: the sandbox ended otherwise.
         """
         if self._fault:
             raise self._fault
@@ -446,10 +466,10 @@ class Container:
 
 
 def container_of(handle: SandboxHandle) -> Container:
-    """Return our own object behind Gym's handle.
+    """Return the :class:`Container` of a handle of Gym's.
 
     Raises:
-        CallerError: it is another provider's.
+        CallerError: the handle is another provider's.
     """
     if not isinstance(handle.raw, Container):
         raise CallerError(f"{handle.sandbox_id} is not a sandbox of this provider", field="handle")
@@ -460,17 +480,17 @@ KNOWN_CAUSES = {
     "no user namespaces": "'prorl doctor' says what an administrator can do",
     "function not implemented": "sandboxes of root need Linux 5.19; an ordinary user's do not",
     "no space left|disk quota": "make room where PRORL_STATE is, or set it to a folder on another local disk",
-    "it can't be prepared": "set PRORL_STATE to a folder of yours on a local disk",
-    "squashfuse|squashfs|/dev/fuse": "the image is damaged, or FUSE is not to be had here: build it "
+    "sandbox can't be prepared": "set PRORL_STATE to a folder of yours on a local disk",
+    "squashfuse|squashfs|/dev/fuse": "the image is damaged, or this machine has no FUSE: build the image "
     f"again, or unpack it with '{UNPACK} IMAGE' and name FOLDER",
     "other owners|value too large": "the file system of the image can't show other owners: copy it to a local disk",
     "overlay": "PRORL_STATE must be a folder on a local disk that can carry an overlay (ext4, xfs, tmpfs; not NFS)",
 }
-"""Fixes by regular expression of what the runtime or the kernel said; the first that matches counts."""
+"""Fixes by regular expression of the error of the runtime or the kernel; the first match counts."""
 
 
 def _start_error(error: SandboxRefused, spec: ContainerSpec, runtime: Runtime) -> InfrastructureError:
-    """Return why a sandbox did not start, in the runtime's words, with what to do about the causes that are known."""
+    """Return the error of a failed start: the runtime's output, and the fix of a known cause."""
     said = "; ".join(line for line in error.log.splitlines() if line.strip())[-800:] or error.reason
     fix = next((f"; {fix}" for sign, fix in KNOWN_CAUSES.items() if re.search(sign, said, re.IGNORECASE)), "")
     kind = error.kind if error.kind is FailureKind.PROVIDER_QUOTA_EXHAUSTED else None

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Types of fields that come from outside, and the one error for a value that is refused.
+"""Strict types of configured values, and the error for a value that is refused.
 
-Types are strict: a number in quotes or ``true`` for 1 is a mistake in a configuration, and guessing what was meant
-would hide it. Numbers have a least and a most, since the kernel would refuse some of them only when half of a sandbox
-is there.
+Types are not coerced: a quoted number, or ``true`` for 1, is a mistake in a configuration. Numbers have bounds,
+because the kernel would refuse some of them only after half of a sandbox is made.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ from pydantic.dataclasses import dataclass
 from nemo_gym_prorl.failures import CallerError
 
 
-MAX_MIB = 1 << 24  # 16 TiB; beyond that somebody wrote bytes
+MAX_MIB = 1 << 24  # 16 TiB; a larger number is most likely in bytes
 
-MAX_SECONDS = 366 * 86400.0
+MAX_SECONDS = 366 * 86400.0  # a year; a larger number is most likely in milliseconds
 
-MAX_PATH_BYTES = 4095  # the kernel takes no longer ones
+MAX_PATH_BYTES = 4095  # the kernel's PATH_MAX without the final NUL
 
-MAX_VARIABLE_BYTES = (1 << 17) - 1  # of one variable with its name, and of one argument: as above
+MAX_VARIABLE_BYTES = (1 << 17) - 1  # the kernel's MAX_ARG_STRLEN without the final NUL: name, "=" and value
 
-MAX_COMMAND_CHARS = 64 << 20  # longer ones are programs, and belong into files
+MAX_COMMAND_CHARS = 64 << 20  # a longer text is a script, and belongs in a file
 
-MAX_OUTPUT_BYTES = 1 << 32
+MAX_OUTPUT_BYTES = 1 << 32  # kept in memory, so far beyond any use
 
 EXCERPT_CHARS = 100
-"""Characters of a wrong value that an error shows."""
+"""Characters of a wrong value in an error message; enough to recognise the value."""
 
 
 def kernel_text(text: str) -> str:
-    """Return the same text, if the kernel can be given it.
+    """Return the text if it can be passed to the kernel.
 
     Raises:
-        ValueError: it can't; says why.
+        ValueError: the text cannot be passed; says why.
     """
     if "\0" in text:
-        raise ValueError("must not hold a NUL character, with which it would end")
+        raise ValueError("must not hold a NUL character")
     try:
-        # What is no UTF-8 in a name of the file system comes and goes as half a surrogate pair.
+        # A lone low surrogate stands for a byte that is not UTF-8, and is valid.
         os.fsencode(text)
     except UnicodeEncodeError as error:
         raise ValueError("holds half a surrogate pair, which is no character and no byte") from error
@@ -80,12 +79,12 @@ def _has_program(argv: Sequence[str]) -> Sequence[str]:
 
 
 def _listed(value: object) -> object:
-    # Configurations bring lists of types of their own.
+    # OmegaConf's lists are no Sequence.
     return list(value) if type(value).__module__.startswith("omegaconf") else value  # type: ignore[call-overload]
 
 
 def variable_trouble(name: str, value: str) -> str:
-    """Why the kernel does not take something for a variable; empty if it does."""
+    """Return why a name and value are not a valid environment variable; empty if they are."""
     if not name or "=" in name:
         return f"{name!r} can't be the name of a variable"
     try:
@@ -121,7 +120,7 @@ User = Annotated[Whole, Field(ge=0, lt=(1 << 32) - 1)] | Text
 
 
 class Checked:
-    """Base of dataclasses whose constructor refuses a wrong field with a :class:`.CallerError` that names it."""
+    """Base of dataclasses whose constructor raises a :class:`.CallerError` that names a wrong field."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -134,7 +133,7 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Program(Checked):
-    """A program to be started, and how: its arguments, folder, variables and user."""
+    """Validated arguments of a program's start."""
 
     argv: Argv
     cwd: SandboxPath | None = None
@@ -144,17 +143,17 @@ class Program(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds(Checked):
-    """How long a command may run, and how many bytes are kept of each stream of its output."""
+    """Validated bounds of a command: seconds, and bytes kept of each output stream."""
 
     timeout_s: Annotated[Number, Field(ge=0, le=MAX_SECONDS)] | None
     output_limit: OutputBytes
 
 
 def checked[T](value: T, kind: Any, field: str) -> T:
-    """Return a value, if it is one of a type of this module.
+    """Return a value if it is valid for a type of this module.
 
     Raises:
-        CallerError: it is none; names the field.
+        CallerError: the value is not valid; names the field.
     """
     try:
         _adapter(kind).validate_python(value)
@@ -170,7 +169,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def _refusal(error: ValidationError, field: str = "") -> CallerError:
     first = error.errors(include_url=False)[0]
-    # The name of a type that was tried, and the place in a mapping, is no field.
+    # Pydantic's location also has the types of a union and keys of a mapping, which are not fields.
     names = [name for name in (field, *map(str, first["loc"])) if name and not {"[", "-"} & set(name)]
     own = first.get("ctx", {}).get("error")
     reason, value = str(own or first["msg"]).replace("Input should be", "must be"), first["input"]
@@ -178,6 +177,6 @@ def _refusal(error: ValidationError, field: str = "") -> CallerError:
         shown = repr(value)
         reason += f", not {shown if len(shown) <= EXCERPT_CHARS else f'{shown[:EXCERPT_CHARS]}…'}"
     elif own is None:
-        # Its contents may be private: variables, say.
+        # A container's contents may be secret, such as variables.
         reason += f"; this is a {type(value).__name__}"
     return CallerError(reason, field=".".join(names)[:EXCERPT_CHARS] or None)

@@ -1,12 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo Gym's ``SandboxProvider`` named ``singularity``: Gym's words on one side, :mod:`.container` on the other.
+"""NeMo Gym's ``SandboxProvider`` named ``singularity``: translates Gym's calls to :mod:`.container`.
 
-What Gym defines beyond the common core is there as methods of the same names, since Gym finds capabilities by looking
-for them: snapshots are in :mod:`.snapshots`, the rest is here.
+Gym detects optional capabilities by method names. Snapshots are in :mod:`.snapshots`, the other capabilities here.
 
-A command that ran has ``error_type`` ``None`` and its own exit code. One that was stopped when its time was up has
-``timeout``, 124 and the output so far; one that could not run has ``sandbox``, 125 and the reason as its stderr.
+Results of a command, as ``error_type`` and exit code:
+
+- ``None`` and the command's own exit code: the command ran.
+- ``timeout`` and 124, with the output so far: the command was stopped at its time limit.
+- ``sandbox`` and 125, with the reason as stderr: the command could not run.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from nemo_gym.sandbox.providers.base import (
 )
 
 from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError, RolloutError
-from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.container import Container, container_of
 from nemo_gym_prorl.sandbox.images.pull import AsyncImageStore
 from nemo_gym_prorl.sandbox.images.reference import Reference, parse
@@ -39,7 +40,7 @@ from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.snapshots import Snapshot, SnapshotSupport
 from nemo_gym_prorl.sandbox.spec import SNAPSHOT, container_spec, provider_options
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost, SandboxRefused
 
 
 TIMED_OUT = 124
@@ -47,18 +48,17 @@ NOT_RUN = 125
 
 
 class SandboxStartError(InfrastructureError, SandboxCreateError):  # type: ignore[misc]  # Gym has no types
-    """A sandbox did not start: Gym's error and ours in one, so that either side knows it. ``field`` is what is wrong
-    in what was asked for, if anything is."""
+    """A sandbox did not start. Both Gym's error and this package's; ``field`` names a wrong field, if there is one."""
 
 
 class SingularityProvider(SnapshotSupport):
-    """See the module.
+    """Gym's sandbox provider over rootless containers.
 
     Args:
-        options: of :class:`.spec.ProviderOptions`.
+        options: fields of :class:`.spec.ProviderOptions`.
 
     Raises:
-        CallerError: an option is unknown, and which there are; or is wrong, and what it could be.
+        CallerError: an option is unknown or wrong; the message lists the options.
     """
 
     name = "singularity"
@@ -66,14 +66,14 @@ class SingularityProvider(SnapshotSupport):
     def __init__(self, **options: Any) -> None:
         self._settings = provider_options(options)
         self._runtime: Runtime | None = None
-        self._kept = self._settings.snapshots
+        self._snapshots_setting = self._settings.snapshots
         self._images = AsyncImageStore(ImageStore(), pull=self._settings.pull, unpack=self._settings.unpack)
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         """Start a sandbox.
 
         Raises:
-            SandboxStartError: it did not start, or the request is wrong; nothing of it is left.
+            SandboxStartError: the sandbox did not start, or the specification is wrong; nothing is left behind.
         """
         with _start_errors():
             wanted = container_spec(spec, self._settings)
@@ -83,24 +83,24 @@ class SingularityProvider(SnapshotSupport):
             if snapshot:
                 await asyncio.to_thread(snapshot.base.check, replace(wanted, image=located))
             async with self._images.start(located, runtime) as start:
-                held = [start.lock.descriptor] if start.lock else []
+                held_files = [start.lock.descriptor] if start.lock else []
                 path = snapshot.path if snapshot else None
-                container = await Container.start(replace(wanted, image=start.path), runtime, held, path)
-            # It may have been started from an unpacked copy, which comes and goes.
+                container = await Container.start(replace(wanted, image=start.path), runtime, held_files, path)
+            # ``start.path`` may be an unpacked copy, which the image cache may evict.
             container.image = located
             try:
                 if spec.entrypoint:
-                    await self._enter(container, spec.entrypoint)
+                    await self._start_entrypoint(container, spec.entrypoint)
             except BaseException:
                 await container.close()
                 raise
         return SandboxHandle(sandbox_id=container.name, provider_name=self.name, raw=container)
 
     async def fetch_image(self, spec: SandboxSpec) -> None:
-        """Pull and unpack what a start would pull and unpack, which takes minutes where starting takes milliseconds.
+        """Pull and unpack the image of a specification ahead of the start, since that may take minutes.
 
         Raises:
-            SandboxStartError: no such sandbox could start.
+            SandboxStartError: no sandbox of the specification can start.
         """
         with _start_errors():
             container_spec(spec, self._settings)
@@ -117,11 +117,11 @@ class SingularityProvider(SnapshotSupport):
         timeout_s: int | float | None = None,
         user: str | int | None = None,
     ) -> SandboxExecResult:
-        """Run a command with ``/bin/sh``; see the module for what comes back.
+        """Run a command with ``/bin/sh``; the module's docstring lists the results.
 
         Raises:
-            CallerError: the handle is not one of this provider's.
-            AgentError: what ran in the sandbox has ended it.
+            CallerError: the handle is another provider's.
+            AgentError: programs in the sandbox have ended the sandbox.
         """
         container = container_of(handle)
         limit = self._settings.exec_timeout_s if timeout_s is None else timeout_s
@@ -138,7 +138,7 @@ class SingularityProvider(SnapshotSupport):
         return SandboxExecResult(done.stdout, done.stderr, done.exit_code)
 
     async def upload_file(self, handle: SandboxHandle, source_path: Path, target_path: str) -> None:
-        """Copy one file into the sandbox, its permissions with it."""
+        """Copy one file with its permissions into the sandbox."""
         await container_of(handle).upload(Path(source_path), target_path)
 
     async def download_file(self, handle: SandboxHandle, source_path: str, target_path: Path) -> None:
@@ -146,15 +146,15 @@ class SingularityProvider(SnapshotSupport):
         await container_of(handle).download(source_path, Path(target_path))
 
     async def read_file(self, handle: SandboxHandle, path: str, *, limit: int) -> bytes:
-        """An ordinary file of the sandbox, without one on the host; see :func:`.transfer.read_file`."""
-        return await transfer.read_file(container_of(handle), path, limit)
+        """Read a regular file of the sandbox into memory; see :meth:`.FileTransfer.read_file`."""
+        return await container_of(handle).files.read_file(path, limit)
 
     async def write_file(self, handle: SandboxHandle, path: str, data: bytes) -> bool:
-        """Write a file of the sandbox, without one on the host; see :func:`.transfer.write_file`."""
-        return await transfer.write_file(container_of(handle), path, data)
+        """Write a file of the sandbox from memory; see :meth:`.FileTransfer.write_file`."""
+        return await container_of(handle).files.write_file(path, data)
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
-        """``running`` while its processes can be joined, ``paused`` after :meth:`pause`, else ``stopped``."""
+        """Return ``running`` while the sandbox is up, ``paused`` after :meth:`pause`, else ``stopped``."""
         container = container_of(handle)
         if not container.alive:
             return SandboxStatus.STOPPED
@@ -162,52 +162,54 @@ class SingularityProvider(SnapshotSupport):
         return getattr(SandboxStatus, "PAUSED", SandboxStatus.UNKNOWN) if container.paused else SandboxStatus.RUNNING
 
     async def check(self, handle: SandboxHandle) -> None:
-        """Whose doing it is if something ended in the sandbox, or all of it; see :meth:`.container.Container.check`.
+        """Attribute the end of the sandbox, or of a process in it; see :meth:`.container.Container.check`.
 
         Raises:
-            AgentError: what ran in it has ended it.
-            InfrastructureError: the machine has, or something in it.
+            AgentError: programs in the sandbox have ended the sandbox.
+            InfrastructureError: the machine has ended the sandbox or a process in it.
         """
         await container_of(handle).check()
 
     async def has_room(self, handle: SandboxHandle) -> bool:
-        """Whether there is any left on the disk that sandboxes are kept on."""
+        """Return whether the disk that all sandboxes are kept on has room."""
         return await container_of(handle).has_room()
 
     async def pause(self, handle: SandboxHandle) -> None:
-        """Stop everything that runs in the sandbox; its memory stays in use."""
+        """Stop all programs of the sandbox; their memory stays in use."""
         await container_of(handle).pause()
 
     async def resume(self, handle: SandboxHandle) -> None:
-        """Let everything in the sandbox go on."""
+        """Let all programs of the sandbox continue."""
         await container_of(handle).resume()
 
     async def close(self, handle: SandboxHandle) -> None:
-        """End the sandbox; returns when nothing of it is left. May be called again."""
+        """End the sandbox and wait until its processes and files are gone. Idempotent."""
         await container_of(handle).close()
 
     async def aclose(self) -> None:
-        """Nothing: the supervisor is the process's, not this object's, and goes with the process."""
+        """Do nothing: the supervisor belongs to the process, not to the provider, and ends with the process."""
 
     async def shell(self, handle: SandboxHandle, *, env: Mapping[str, str] | None = None) -> Shell:
-        """A persistent shell in the sandbox's working folder, the caller's to close; see :class:`.shell.Shell`.
+        """Start a persistent shell in the sandbox's working folder, which the caller closes; see :class:`.Shell`.
 
         Raises:
-            InfrastructureError: the image has no bash, or it does not answer.
+            InfrastructureError: the image has no bash, or bash does not answer.
         """
         return await Shell.start(container_of(handle), env=env)
 
     async def kernel(self, handle: SandboxHandle) -> Kernel:
-        """An IPython kernel in the sandbox's working folder, the caller's to close; see :class:`.kernel.Kernel`.
+        """Start an IPython kernel in the sandbox's working folder, which the caller closes; see :class:`.Kernel`.
 
         Raises:
-            InfrastructureError: the image has no IPython, or it does not answer.
+            InfrastructureError: the image has no IPython, or the kernel does not answer.
         """
         return await Kernel.start(container_of(handle))
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str | None = None) -> dict[str, Any]:
-        """What another process of the same user on this machine needs to :meth:`connect`. Holds no secret but the
-        sandbox's own variables."""
+        """Return the descriptor with which another process of the same user and machine can :meth:`connect`.
+
+        The descriptor has no secrets except the sandbox's own variables.
+        """
         return {
             "provider": self.name,
             "hostname": socket.gethostname(),
@@ -216,28 +218,28 @@ class SingularityProvider(SnapshotSupport):
         }
 
     async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle:
-        """A handle on a sandbox of another process, which goes on owning it: it ends when that process does.
+        """Return a handle on a sandbox of another process. The other process owns the sandbox, which ends with it.
 
         Raises:
-            ValueError: the descriptor is not one of this provider's, from this machine and user.
+            ValueError: the descriptor is another provider's, machine's or user's.
             SandboxLost: the sandbox has ended.
         """
         expected = {"provider": self.name, "hostname": socket.gethostname(), "uid": os.geteuid()}
         for key, value in expected.items():
             if descriptor.get(key) != value:
-                raise ValueError(f"{key} of the descriptor is {descriptor.get(key)!r}, here it is {value!r}")
+                raise ValueError(f"{key} of the descriptor must be {value!r} here, not {descriptor.get(key)!r}")
         container = await Container.attach(descriptor)
         return SandboxHandle(sandbox_id=container.name, provider_name=self.name, raw=container)
 
     async def exec_with_background_services(
         self, handle: SandboxHandle, command: str, *, cwd: str | None = None, timeout_s: int | float | None = None
     ) -> SandboxExecResult:
-        """As :meth:`exec`: what a command leaves running in the background goes on running in any case."""
+        """Run a command, as :meth:`exec`, whose background processes always keep running."""
         return await self.exec(handle, command, cwd=cwd, timeout_s=timeout_s)
 
     @contextlib.asynccontextmanager
     async def sandbox(self, spec: SandboxSpec) -> AsyncIterator[Container]:
-        """A sandbox for the length of a block, as our own richer object."""
+        """Start a sandbox for the length of a block, as a :class:`.Container`."""
         handle = await self.create(spec)
         try:
             yield container_of(handle)
@@ -245,7 +247,7 @@ class SingularityProvider(SnapshotSupport):
             await self.close(handle)
 
     async def _base(self, snapshot_id: str | None, image: str | None) -> tuple[Snapshot | None, Reference | None]:
-        """Return what a sandbox starts from: what to put into it, and the name of its image."""
+        """Return the snapshot and the image that a sandbox starts from."""
         snapshot = await asyncio.to_thread(self.snapshot_to_restore, snapshot_id, image)
         named = (snapshot.base.image if snapshot else image) or self._settings.image
         return snapshot, parse(named) if named else None
@@ -255,8 +257,7 @@ class SingularityProvider(SnapshotSupport):
             self._runtime = await asyncio.to_thread(require_runtime)
         return self._runtime
 
-    async def _enter(self, container: Container, argv: Sequence[str]) -> None:
-        """Start the program that is to run beside the commands."""
+    async def _start_entrypoint(self, container: Container, argv: Sequence[str]) -> None:
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         try:
             await container.spawn(argv, [null] * 3)
@@ -268,7 +269,7 @@ class SingularityProvider(SnapshotSupport):
 
 @contextlib.contextmanager
 def _start_errors() -> Iterator[None]:
-    """Errors in the block are raised as Gym's error of a start, too."""
+    """Convert errors of the block to :class:`SandboxStartError`."""
     try:
         yield
     except RolloutError as error:

@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots of sandboxes: files that hold what a sandbox has written, from which other sandboxes can go on.
+"""Snapshots: archives of a sandbox's writable layer, from which other sandboxes start.
 
-A snapshot has files only: no processes, no memory, nothing that is mounted from the host. It belongs to the image that
-it was taken over, and is restored over no other. It outlives the sandbox, the server and the machine's next start, so
-whoever takes one has to delete it.
+A snapshot contains files only: no processes, no memory and no mounts of the host. It can be restored only over the
+image that it was taken over. It outlives the sandbox, the server and a reboot, so its owner has to delete it.
 
-Failing to take a snapshot counts as the agent's failure where the agent wrote what can't be kept. Failing to restore
-one is the caller's, who named it.
+Failing to take a snapshot is the agent's failure if the agent wrote files that cannot be archived. Failing to restore
+a snapshot is the caller's failure.
 
-Gym finds the capability ``SupportsSandboxSnapshot`` by its methods, so on a Gym that does not know it
-:class:`SnapshotSupport` only adds methods.
+Gym detects the capability ``SupportsSandboxSnapshot`` by method names. A Gym without that capability ignores the
+methods of :class:`SnapshotSupport`.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.layer_archive import HEADER
 from nemo_gym_prorl.sandbox.spec import SNAPSHOT, ContainerSpec
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.messages import SnapshotRequest
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxRefused, SnapshotRequest
 from nemo_gym_prorl.sandbox.supervisor.state_dir import state_root
 
 
@@ -48,22 +46,21 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 _NOT_THE_AGENTS = (*MACHINE_ERRNOS, errno.EOPNOTSUPP)
-"""Why none can be taken: all else is of names and files of those inside, which others may have changed meanwhile. The
-last is of how the sandbox was made."""
+"""Errors of taking a snapshot that are not the agent's: of the machine, and of the start method (``EOPNOTSUPP``)."""
 
-LONGEST_HEADER = 1 << 16
-"""Bytes at the beginning that say what it is of."""
+MAX_HEADER_BYTES = 1 << 16
+"""Bytes of the header; it has one path, one identity and two flags."""
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """What a snapshot was taken of.
+class SnapshotBase:
+    """The image and the users that a snapshot depends on.
 
     Attributes:
-        image: path of the image that it belongs to.
-        identity: what tells that image from any other, and from what lay at its path at other times.
-        root: whether there was root inside.
-        users: whether there were several users.
+        image: path of the image.
+        identity: identifies the image; changes when the image at the same path is replaced.
+        root: whether the sandbox ran as root.
+        users: whether the sandbox had several user ids.
     """
 
     image: Annotated[str, Strict()]
@@ -73,16 +70,16 @@ class Base:
 
     @classmethod
     def of(cls, image: Path, spec: ContainerSpec) -> Self:
-        """Return the base of a sandbox of ``image`` that was ordered as ``spec``."""
+        """Return the base of a sandbox of ``image`` with the specification ``spec``."""
         return cls(str(image), ImageStore().identity(image), spec.root, spec.users)
 
     def check(self, spec: ContainerSpec) -> None:
-        """Refuse to go on from here in a sandbox of another base.
+        """Check that a sandbox of ``spec`` can be restored from a snapshot with this base.
 
         Raises:
-            CallerError: the sandbox would be no continuation; names both.
+            CallerError: the image, root or users differ; names both.
         """
-        other = Base.of(spec.image, spec)
+        other = SnapshotBase.of(spec.image, spec)
         if self.identity != other.identity:
             same = self.image == other.image
             reason = f"the image at {self.image} was changed since" if same else f"this sandbox is of {other.image}"
@@ -93,35 +90,35 @@ class Base:
                 raise CallerError(f"the snapshot is of a sandbox with {name}: {was}; ask for the same", field=SNAPSHOT)
 
 
-_BASE = TypeAdapter(Base)
+_BASE = TypeAdapter(SnapshotBase)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot, with what it was taken of.
+    """A stored snapshot.
 
     Attributes:
-        path: where it lies.
-        base: what of.
+        path: path of the archive.
+        base: image and users that the snapshot depends on.
     """
 
     path: Path
-    base: Base
+    base: SnapshotBase
 
 
 def default_folder() -> Path:
-    """Where they are kept if nobody says otherwise: beside the sandboxes, on this machine's disk."""
+    """Return the default folder of snapshots, beside the sandboxes on this machine's disk."""
     return state_root() / "snapshots"
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInfo:
-    """A snapshot that was just taken.
+    """Result of taking a snapshot.
 
     Attributes:
-        name: in its folder.
-        size: of its file, in bytes.
-        programs: how many ran in the sandbox then that nobody outside has started.
+        name: file name of the snapshot in its folder.
+        size: bytes of the file.
+        programs: programs running in the sandbox that the supervisor has not started, such as background jobs.
     """
 
     name: str
@@ -129,29 +126,34 @@ class SnapshotInfo:
     programs: int
 
 
-async def take(container: Container, folder: Path, name: str, *, at_rest: bool = False) -> SnapshotInfo:
-    """Write down in ``folder`` what a sandbox has written; it stands still meanwhile. Who has nothing running in it
-    but shells that wait (``at_rest``) need not have it stopped, which takes longer than to copy what most write.
+async def take(container: Container, folder: Path, name: str, *, quiescent: bool = False) -> SnapshotInfo:
+    """Archive the writable layer of a sandbox in ``folder``. The sandbox is paused meanwhile.
+
+    Args:
+        container: the sandbox.
+        folder: folder of snapshots; made if missing.
+        name: stem of the snapshot's file name.
+        quiescent: skip the pause if only idle shells run in the sandbox, since pausing may take longer than copying.
 
     Raises:
-        CallerError: there can be no snapshots in that folder.
-        AgentError: it has written what can't be kept: more than it may, or paths that nothing can open.
-        SandboxRefused: the sandbox can't be stopped or read, or there is no room.
+        CallerError: the folder cannot hold snapshots.
+        AgentError: the sandbox has files that cannot be archived: too many bytes, or paths that cannot be opened.
+        SandboxRefused: the sandbox cannot be paused or read, or the machine has no room.
     """
     stem = re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip("-._")[:80] or "snapshot"
     snapshot = f"{stem}-{secrets.token_hex(6)}"
     fresh = folder / f".{snapshot}"
-    base = await asyncio.to_thread(Base.of, container.image, container.spec)
+    base = await asyncio.to_thread(SnapshotBase.of, container.image, container.spec)
     target = await asyncio.to_thread(_open_fresh, fresh)
     try:
         header = json.dumps(asdict(base))
         try:
-            answer: Message = {"busy": True}
-            if at_rest and not container.paused:
-                answer, _files = await container.ask(SnapshotRequest(container.name, header, at_rest=True), [target])
-            if "busy" in answer:
-                async with _standing_still(container):
-                    answer, _files = await container.ask(SnapshotRequest(container.name, header), [target])
+            reply: Message = {"busy": True}
+            if quiescent and not container.paused:
+                reply, _files = await container.ask(SnapshotRequest(container.name, header, quiescent=True), [target])
+            if "busy" in reply:
+                async with _paused(container):
+                    reply, _files = await container.ask(SnapshotRequest(container.name, header), [target])
         except SandboxRefused as error:
             if error.number and error.number not in _NOT_THE_AGENTS:
                 raise AgentError(f"no snapshot can be taken: {error.reason}") from error
@@ -162,11 +164,11 @@ async def take(container: Container, folder: Path, name: str, *, at_rest: bool =
         raise
     finally:
         os.close(target)
-    return SnapshotInfo(snapshot, answer["bytes"], answer["programs"])
+    return SnapshotInfo(snapshot, reply["bytes"], reply["programs"])
 
 
 @contextlib.asynccontextmanager
-async def _standing_still(container: Container) -> AsyncIterator[None]:
+async def _paused(container: Container) -> AsyncIterator[None]:
     was_paused = container.paused
     if not was_paused:
         await container.pause()
@@ -178,12 +180,12 @@ async def _standing_still(container: Container) -> AsyncIterator[None]:
 
 
 def is_named(snapshot: str, stem: str) -> bool:
-    """Whether a snapshot was taken under exactly that name."""
+    """Return whether a snapshot was taken under exactly the name ``stem``."""
     return re.fullmatch(rf"{re.escape(stem)}-[0-9a-f]{{12}}", snapshot) is not None
 
 
 def sweep(folder: Path, stem: str, age_s: float) -> None:
-    """Delete the snapshots of that name that were taken or renewed more than so many seconds ago."""
+    """Delete the snapshots of a name that were taken or renewed more than ``age_s`` seconds ago."""
     horizon = time.time() - age_s
     for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(FileNotFoundError):
@@ -198,14 +200,14 @@ def _open_fresh(path: Path) -> int:
     except OSError as error:
         if error.errno in MACHINE_ERRNOS:
             raise
-        raise CallerError(f"{path.parent} can hold none: {error.strerror}", field="snapshots") from error
+        raise CallerError(f"{path.parent} can't hold snapshots: {error.strerror}", field="snapshots") from error
 
 
 def find(folder: Path, snapshot: str) -> Path:
-    """Where the snapshot of that name lies.
+    """Return the path of a snapshot.
 
     Raises:
-        CallerError: there is none of that name.
+        CallerError: the folder has no snapshot of that name.
     """
     if not isinstance(snapshot, str) or not _NAME.fullmatch(snapshot) or not (folder / snapshot).is_file():
         raise CallerError(f"there is no snapshot {snapshot!r} in {folder}", field=SNAPSHOT)
@@ -213,21 +215,21 @@ def find(folder: Path, snapshot: str) -> Path:
 
 
 def read(path: Path) -> Snapshot:
-    """The snapshot in a file.
+    """Return the snapshot of a file, which is untrusted.
 
     Raises:
-        CallerError: it is no snapshot.
+        CallerError: the file cannot be read or is not a snapshot.
     """
     try:
         with path.open("rb") as file:
-            # Such an archive begins with what its maker says, and tarfile would read that whatever its size.
+            # Checked before tarfile opens the archive, since tarfile reads a header of any size.
             begin = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "surrogateescape")
-            if begin.type != tarfile.XGLTYPE or begin.size > LONGEST_HEADER:
-                raise ValueError("it begins otherwise")
+            if begin.type != tarfile.XGLTYPE or begin.size > MAX_HEADER_BYTES:
+                raise ValueError("not a snapshot's header")
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:") as archive:
-                told = base64.b64decode(archive.pax_headers[HEADER], validate=True)
-        return Snapshot(path, _BASE.validate_json(told))
+                header = base64.b64decode(archive.pax_headers[HEADER], validate=True)
+        return Snapshot(path, _BASE.validate_json(header))
     except OSError as error:
         raise CallerError(f"{path} can't be read: {error.strerror}", field=SNAPSHOT) from error
     except (tarfile.TarError, EOFError, KeyError, ValueError) as error:
@@ -235,31 +237,32 @@ def read(path: Path) -> Snapshot:
 
 
 class SnapshotSupport:
-    """See the module; a part of :class:`.provider.SingularityProvider`."""
+    """Snapshot methods of :class:`.provider.SingularityProvider`."""
 
-    _kept: str | None
-    """Folder of snapshots, if not the usual one."""
+    _snapshots_setting: str | None
+    """The option ``snapshots``; ``None`` for :func:`default_folder`."""
 
     async def snapshot(self, handle: SandboxHandle, name: str = "snapshot") -> str:
-        """Keep what the sandbox has written; it stands still meanwhile. ``create`` takes the result as the option
-        ``snapshot_id``, in place of an image; see :mod:`.snapshots`."""
+        """Take a snapshot and return its id, which ``create`` accepts as ``snapshot_id`` in place of an image.
+
+        The sandbox is paused meanwhile.
+        """
         return (await take(container_of(handle), self._snapshots_folder(), name)).name
 
     async def checkpoint(self, handle: SandboxHandle, name: str) -> SnapshotInfo:
-        """As :meth:`snapshot`, of one in which nobody has anything running but a shell that waits, unless that left
-        something in the background; and what there is to tell of it."""
-        return await take(container_of(handle), self._snapshots_folder(), name, at_rest=True)
+        """Take a snapshot of a sandbox with idle shells; the sandbox is paused only if other programs run."""
+        return await take(container_of(handle), self._snapshots_folder(), name, quiescent=True)
 
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
-        """Delete the snapshots that were taken under that name, or renewed, more than so many seconds ago."""
+        """Delete the snapshots of a name that were taken or renewed more than ``age_s`` seconds ago."""
         await asyncio.to_thread(sweep, self._snapshots_folder(), name, age_s)
 
     async def delete_snapshot(self, snapshot_id: str) -> None:
-        """Delete a snapshot; one that is not there is deleted already."""
+        """Delete a snapshot. Idempotent."""
         await self._with_snapshot(snapshot_id, lambda path: path.unlink(missing_ok=True))
 
     async def renew_snapshot(self, snapshot_id: str) -> None:
-        """Have a snapshot count as new for :meth:`delete_old_snapshots`, if it is there."""
+        """Reset the age of a snapshot for :meth:`delete_old_snapshots`, if the snapshot exists."""
         await self._with_snapshot(snapshot_id, os.utime)
 
     async def _with_snapshot(self, snapshot_id: str, work: Callable[[Path], None]) -> None:
@@ -268,16 +271,16 @@ class SnapshotSupport:
             await asyncio.to_thread(work, path)
 
     def snapshot_to_restore(self, snapshot_id: str | None, image: str | None) -> Snapshot | None:
-        """The snapshot that a specification names in place of an image.
+        """Return the snapshot that a specification names in place of an image.
 
         Raises:
-            CallerError: there is none, or there is an image besides.
+            CallerError: the snapshot does not exist, or the specification also names an image.
         """
         if snapshot_id is None:
             return None
         if image:
-            raise CallerError("a snapshot stands in place of an image; give one of both", field=SNAPSHOT)
+            raise CallerError("a snapshot replaces the image; give only one of both", field=SNAPSHOT)
         return read(find(self._snapshots_folder(), snapshot_id))
 
     def _snapshots_folder(self) -> Path:
-        return Path(self._kept) if self._kept else default_folder()
+        return Path(self._snapshots_setting) if self._snapshots_setting else default_folder()

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a sandbox is to be: checked once, when a :class:`ContainerSpec` is made, and turned into a request to start it.
+"""Specification of a sandbox: validated once by :class:`ContainerSpec`, then turned into a request to start it.
 
-The words of a configuration and of NeMo Gym's ``SandboxSpec`` become a :class:`ContainerSpec` here
-(:func:`container_spec`). Gym's classes hold whatever they were made with, so this is the border: from here on every
-value has its type, and a wrong one is refused by the name under which its author knows it.
+:func:`container_spec` makes a :class:`ContainerSpec` of a configuration and of NeMo Gym's ``SandboxSpec``. Gym's
+classes do not validate, so this module is the boundary: afterwards every value has its type. An error names the field
+as the author of the configuration or specification wrote it.
 """
 
 from __future__ import annotations
@@ -47,42 +47,42 @@ from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.launch import image_variables
 from nemo_gym_prorl.sandbox.sessions.commands import OUTPUT_LIMIT
-from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest, Start
+from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest, Start
 
 
 if TYPE_CHECKING:
     from nemo_gym.sandbox.providers.base import SandboxSpec
 
 
-MAX_CPUS = 4096
+MAX_CPUS = 4096  # more than any machine has
 
-MAX_PROCESSES = 1 << 22  # the kernel has no more numbers for them
+MAX_PROCESSES = 1 << 22  # the kernel's maximum of pid_max
 
-MAX_START_TIMEOUT_S = 86400.0
+MAX_START_TIMEOUT_S = 86400.0  # a day; a start takes seconds
 
 SNAPSHOT = "snapshot_id"
-"""The option of a specification that names a snapshot, as Gym's checkpoints give it."""
+"""The option of a specification that names a snapshot, by Gym's name for checkpoints."""
 
 
 @pydantic_dataclasses.dataclass(frozen=True, kw_only=True)
 class SandboxOptions(Checked):
-    """Options that can be set for the provider, and per sandbox in ``provider_options``. A limit is the kernel's where
-    this machine lets us have that, and watched otherwise (:mod:`.limits.report`).
+    """Options of the provider that ``provider_options`` may override per sandbox.
+
+    The kernel enforces a limit where this machine permits that; otherwise the watchdog does.
 
     Attributes:
-        network: share the host's network; otherwise there is only a loopback device.
-        root: be root inside. Without it commands run as the user that the image was published with, else under user
-            id 1000.
-        users: have all user ids inside, not only one: for package managers, services, files of several users. Needs
-            an unpacked image, and of an ordinary user a range of ids; see :mod:`.user_ids`.
-        start: ``direct``: made by ourselves, by what the runtime said once of the image, fastest; ``runtime``:
-            one process of the runtime's for each sandbox; ``auto``: the former where it works.
-        binds: more of the host's files, as ``HOST:INSIDE`` or ``HOST:INSIDE:ro``.
-        capabilities: of the kernel, that root inside is to have beyond the usual: ``SYS_PTRACE``, ``NET_ADMIN``.
-        memory_mib: the largest process is killed when all together use more; 0 for no limit.
-        cpus: most processors' worth of time; needs control groups. 0 for no limit.
-        processes: most processes and threads at a time.
-        disk_mib: the sandbox is ended when it has written more; no single file can be larger. 0 for no limit.
+        network: share the host's network; otherwise the sandbox has only a loopback device.
+        root: run as root inside. Without root, commands run as the image's published user, else under user id 1000.
+        users: map all user ids inside, not only one: for package managers, services and files of several users. Needs
+            an unpacked image, and for an ordinary user a range of subordinate ids; see :mod:`.user_ids`.
+        start: ``direct`` starts the sandbox without the runtime, ``runtime`` with one process of the runtime per
+            sandbox, ``auto`` directly where that works.
+        binds: files of the host in the sandbox, as ``HOST:INSIDE`` or ``HOST:INSIDE:ro``.
+        capabilities: additional capabilities of root inside: ``SYS_PTRACE``, ``NET_ADMIN``.
+        memory_mib: memory of all processes together; above it the largest process is killed. 0 for no limit.
+        cpus: CPU time in CPUs; needs control groups. 0 for no limit.
+        processes: maximum number of processes and threads.
+        disk_mib: written data; above it the sandbox is ended, and no file may be larger. 0 for no limit.
         shared_memory_mib: size of ``/dev/shm``.
     """
 
@@ -101,15 +101,15 @@ class SandboxOptions(Checked):
 
 @pydantic_dataclasses.dataclass(frozen=True, kw_only=True)
 class ContainerSpec(SandboxOptions):
-    """What a sandbox is to be.
+    """Complete, valid specification of a sandbox.
 
     Attributes:
-        image: path of an unpacked root folder (fastest) or of a SIF.
-        env: variables of every command, over those that the image sets.
-        workdir: where commands start; made if it is not there. If not given, the one that the image was published
-            with, else ``/root``, or ``/tmp`` without root.
-        ttl_s: seconds after which the sandbox is ended, however busy it is.
-        start_timeout_s: how long the runtime may take to start it.
+        image: path of an unpacked root folder or of a SIF file.
+        env: variables of every command; they override those of the image.
+        workdir: working directory of commands; made if missing. The default is the image's published one, else
+            ``/root``, or ``/tmp`` without root.
+        ttl_s: seconds after which the sandbox is ended, also while commands run.
+        start_timeout_s: seconds in which the sandbox has to be up.
     """
 
     image: Annotated[Path, Strict()]
@@ -121,16 +121,16 @@ class ContainerSpec(SandboxOptions):
 
 @pydantic_dataclasses.dataclass(frozen=True, kw_only=True)
 class ProviderOptions(SandboxOptions):
-    """The provider's options; those of :class:`SandboxOptions` are defaults for its sandboxes.
+    """Options of the provider. Those of :class:`SandboxOptions` are the defaults of its sandboxes.
 
     Attributes:
-        image: for sandboxes that name none; the default image if not given.
-        exec_timeout_s: for commands without a time limit of their own; none if not given. Gym itself gives a command
-            180 s, unless it is told that there is no limit, as for the services of its Compose.
+        image: image of sandboxes that name none; the project's default image if not given.
+        exec_timeout_s: time limit of commands that have none of their own; no limit if not given. Gym passes 180 s
+            for most commands, and no limit for services of its Compose.
         output_limit: bytes kept of each output stream of a command.
-        pull: get images of registries that are not there yet.
-        unpack: start SIFs from an unpacked copy on this machine's disk, where there is room for one.
-        snapshots: folder for snapshots of sandboxes; one below the sandboxes' own if not given.
+        pull: pull missing images from their registries.
+        unpack: start SIF files from an unpacked copy on this machine's disk, if it has room.
+        snapshots: folder of snapshots; a folder beside the sandboxes if not given.
     """
 
     image: Text | None = None
@@ -145,20 +145,20 @@ SPEC_OPTIONS = tuple(option.name for option in fields(SandboxOptions))
 
 
 def provider_options(options: Mapping[str, Any]) -> ProviderOptions:
-    """Return the provider's options.
+    """Return validated options of the provider.
 
     Raises:
-        CallerError: one is unknown or wrong; names it.
+        CallerError: an option is unknown or wrong; names the option.
     """
     _refuse_unknown(options, [option.name for option in fields(ProviderOptions)])
     return ProviderOptions(**options)
 
 
 def container_spec(spec: SandboxSpec, defaults: ProviderOptions) -> ContainerSpec:
-    """Return what Gym's specification asks for, but for the image, which may have to be pulled first.
+    """Return the specification for one of Gym's, with an empty ``image``, which may have to be pulled first.
 
     Raises:
-        CallerError: a field is wrong; names it as Gym does.
+        CallerError: a field is wrong; names the field as Gym does.
     """
     options, resources = spec.provider_options, spec.resources
     if not isinstance(options, Mapping):
@@ -176,8 +176,8 @@ def container_spec(spec: SandboxSpec, defaults: ProviderOptions) -> ContainerSpe
     ):
         checked(value, kind, name)
     if resources.gpu:
-        raise CallerError("this provider gives sandboxes no GPU; leave it out", field="resources.gpu")
-    gyms = {
+        raise CallerError("sandboxes of this provider have no GPU; remove the field", field="resources.gpu")
+    gym_fields = {
         "workdir": ("workdir", spec.workdir),
         "ttl_s": ("ttl_s", spec.ttl_s),
         "start_timeout_s": ("ready_timeout_s", spec.ready_timeout_s),
@@ -187,32 +187,32 @@ def container_spec(spec: SandboxSpec, defaults: ProviderOptions) -> ContainerSpe
     }
     values = {name: getattr(defaults, name) for name in SPEC_OPTIONS}
     values |= {name: value for name, value in options.items() if name != SNAPSHOT}
-    values |= {name: value for name, (_gyms, value) in gyms.items() if value is not None}
+    values |= {name: value for name, (_field, value) in gym_fields.items() if value is not None}
     try:
         return ContainerSpec(image=Path(), env=spec.env, **values)
     except CallerError as error:
-        ours = (error.field or "").partition(".")[0]
-        if ours in gyms and gyms[ours][1] is not None:
-            raise CallerError(error.complaint, field=gyms[ours][0]) from error
-        raise CallerError(error.complaint, field=f"provider_options.{ours}" if ours in options else ours) from error
+        name = (error.field or "").partition(".")[0]
+        if name in gym_fields and gym_fields[name][1] is not None:
+            raise CallerError(error.complaint, field=gym_fields[name][0]) from error
+        raise CallerError(error.complaint, field=f"provider_options.{name}" if name in options else name) from error
 
 
 def _refuse_unknown(options: Mapping[str, Any], known: list[str], inside: str = "") -> None:
     if unknown := sorted(map(str, set(options) - {*known})):
         near = difflib.get_close_matches(unknown[0], sorted(known), 1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        reason = f"there is no such option{meant}; there are {', '.join(sorted(known))}"
+        suggestion = f" (did you mean {near[0]}?)" if near else ""
+        reason = f"there is no such option{suggestion}; there are {', '.join(sorted(known))}"
         raise CallerError(reason, field=f"{inside}{unknown[0]}")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageDefaults:
-    """What an image sets for its sandboxes.
+    """Settings of an image for its sandboxes.
 
     Attributes:
-        config: of the registry's image that it is or was made from, if it is or was.
-        uid: the number of its user; 0 for root.
-        home: the home folder of its user; empty for root, or if not known.
+        config: configuration of the registry's image that the image was made from, if there is one.
+        uid: user id of the image's user; 0 for root.
+        home: home folder of that user; empty for root, or if unknown.
     """
 
     config: OciConfig | None = None
@@ -221,17 +221,17 @@ class ImageDefaults:
 
     @classmethod
     def of(cls, image: Path) -> ImageDefaults:
-        """Look an image's defaults up. A mounted SIF has no ``/etc/passwd`` yet to look names up in."""
+        """Return an image's defaults. User names are resolved only in unpacked images, which have ``/etc/passwd``."""
         config = config_of(image)
         uid, home = (config and config.user and oci_config.account(config.user, image)) or (0, "")
         return cls(config, uid, home if uid else "")
 
     def environment(self, reported: Mapping[str, str], *, root: bool) -> dict[str, str]:
-        """The variables of commands.
+        """Return the variables of commands.
 
         Args:
-            reported: by the runtime, which is asked only where scripts of the image may set some.
-            root: whether commands are root's.
+            reported: variables that the runtime reported; empty unless scripts of the image may set variables.
+            root: whether commands run as root.
         """
         home = self.home or ("/root" if root else "/tmp")
         usual = {"HOME": home, "LANG": "C.UTF-8", "TERM": "dumb"}
@@ -239,33 +239,36 @@ class ImageDefaults:
         return {**usual, **(self.config.environment(own) if self.config else own)}
 
 
-def create_request(name: str, spec: ContainerSpec, runtime: Runtime) -> tuple[CreateRequest, ImageDefaults]:
-    """Return the supervisor's request to start a sandbox, if it can be had, and what its image sets.
+def create_request(
+    name: str, spec: ContainerSpec, runtime: Runtime, snapshot: Path | None = None
+) -> tuple[CreateRequest, ImageDefaults]:
+    """Return the request to start a sandbox, and the defaults of its image.
 
     Args:
-        name: the sandbox's.
-        spec: what it is to be.
-        runtime: what starts it, or says what the image sets.
+        name: name of the sandbox.
+        spec: the specification.
+        runtime: the container runtime.
+        snapshot: archive from which the writable layer is restored.
 
     Raises:
-        CallerError: no such sandbox can be had; names the field.
-        InfrastructureError: sandboxes of this user can't be started with this runtime, or of such images.
+        CallerError: this machine cannot provide such a sandbox; names the field.
+        InfrastructureError: this user's sandboxes cannot be started with this runtime or image.
     """
-    # An image is shown to the sandbox's user elsewhere, but the runtime finds its parts by its own path.
+    # The sandbox's user reaches the image through a mount, but the runtime's parts only by their path.
     if is_machine_root() and (wall := walled_in(runtime.path)):
         raise InfrastructureError(
             f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
             "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
     added = privilege.numbers(spec.capabilities, root=spec.root, host_network=spec.network)
-    # A runtime's first process has every right inside and no filter of system calls, so what may take over any process
-    # must not meet one. A first process that is made directly has no right and is under the filter.
+    # The runtime's first process has all capabilities inside and no seccomp filter, so a sandbox with ptrace must not
+    # have such a process. The first process of a direct start has no capabilities, and is filtered.
     traces = privilege.GRANTED["SYS_PTRACE"] in added
     only_direct = {"start": spec.start == "direct", "users": spec.users, "capabilities": traces}
     if spec.start == "runtime" or os.path.isfile(spec.image):  # noqa: PTH113 - Path raises where a folder is closed
         for wanted in (option for option, given in only_direct.items() if given):
-            said = "SYS_PTRACE" if wanted == "capabilities" else str(getattr(spec, wanted)).lower()
-            raise CallerError(f"{said} needs an unpacked image, and not start: runtime", field=wanted)
+            value = "SYS_PTRACE" if wanted == "capabilities" else str(getattr(spec, wanted)).lower()
+            raise CallerError(f"{value} needs an unpacked image, and not start: runtime", field=wanted)
     check_image(spec.image)
     if spec.users and (trouble := user_ids.no_several_users()):
         raise CallerError(trouble, field="users")
@@ -293,13 +296,13 @@ def create_request(name: str, spec: ContainerSpec, runtime: Runtime) -> tuple[Cr
         shared_memory_mib=spec.shared_memory_mib,
         ttl_s=spec.ttl_s,
         start_timeout_s=spec.start_timeout_s,
-        snapshot="",
+        snapshot=str(snapshot or ""),
     )
     return request, defaults
 
 
 def image_identity(image: Path) -> str:
-    """What tells an unpacked image from any other, also from what lay at its path before."""
+    """Return a text that identifies an unpacked image and changes when the folder at its path is replaced."""
     parts = [image, image / ".singularity.d" / "env", *sorted((image / ".singularity.d" / "env").glob("*"))]
     found = [path.stat() for path in parts if path.exists()]
     return f"{image} {[(stat.st_dev, stat.st_ino, stat.st_mtime_ns) for stat in found]}"

@@ -18,7 +18,7 @@ from nemo_gym.sandbox.providers.base import SandboxResources
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import spec as specs
-from nemo_gym_prorl.sandbox import started
+from nemo_gym_prorl.sandbox.factory import SandboxFactory, StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.task import SandboxNeeds
@@ -67,7 +67,7 @@ class TaskSandboxes:
         self._rows_name_images = rows_name_images
         # Only the own provider supports kernels.
         self._own_image = DEFAULT if own_image == KERNEL and self._name != OWN_PROVIDER else own_image
-        self._starter: started.Starter | None = None
+        self._starter: SandboxFactory | None = None
 
     @property
     def supports_snapshots(self) -> bool:
@@ -87,7 +87,7 @@ class TaskSandboxes:
         if self._image is None and not self._rows_name_images:
             self._image = str(await asyncio.to_thread(ensure_image, self._own_image, self._say))
         if self._starter is None:
-            self._starter = started.Starter(self._provider)
+            self._starter = SandboxFactory(self._provider)
 
     def _say(self, message: str) -> None:
         """Print progress of a slow start, for ``prorl serve``."""
@@ -103,7 +103,7 @@ class TaskSandboxes:
         """
         await self._of_row(needs, lambda starter, spec: starter.fetch_image(spec))
 
-    async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> started.StartedSandbox:
+    async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> StartedSandbox:
         """Start a sandbox, fresh or from a snapshot.
 
         Raises:
@@ -138,7 +138,7 @@ class TaskSandboxes:
         if self._starter is not None:
             await self._starter.aclose()
 
-    async def _of_row[T](self, needs: SandboxNeeds, ask: Callable[[started.Starter, SandboxSpec], Awaitable[T]]) -> T:
+    async def _of_row[T](self, needs: SandboxNeeds, ask: Callable[[SandboxFactory, SandboxSpec], Awaitable[T]]) -> T:
         """Call the provider, and translate its refusals to the row's fields."""
         await self.get_ready()
         assert self._starter is not None

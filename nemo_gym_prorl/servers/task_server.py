@@ -48,9 +48,9 @@ from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers
 from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit
 from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
+from nemo_gym_prorl.sandbox.factory import StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
-from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.servers.server_config import ServerConfig
 from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, TaskSandboxes
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions

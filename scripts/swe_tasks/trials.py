@@ -20,7 +20,7 @@ from pathlib import Path
 from nemo_gym.sandbox import SandboxSpec
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.started import Starter
+from nemo_gym_prorl.sandbox.factory import SandboxFactory
 from nemo_gym_prorl.tasks.sandbox import HasFiles, Sandbox
 from scripts.swe_tasks import hiding, outcomes
 from scripts.swe_tasks.mutations import Mutation, apply, drawn
@@ -77,7 +77,7 @@ def mistaken(tree: Path, edits: Mapping[str, tuple[Mutation, ...]]) -> dict[str,
 @asynccontextmanager
 async def sandbox_with_package(package: Package, tree: Path, image: Path) -> AsyncIterator[PackageTester]:
     """Start a sandbox with a package."""
-    starter = Starter({"singularity": {}})
+    starter = SandboxFactory({"singularity": {}})
     try:
         sandbox = await starter.start(SandboxSpec(image=str(image), workdir="/"))
         try:

@@ -19,6 +19,7 @@ import pytest
 
 from nemo_gym_prorl.cli.scripted.humaneval import script_for as code_script
 from nemo_gym_prorl.rollout.api.client import RolloutClient
+from nemo_gym_prorl.rollout.api.schemas import JobView
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from nemo_gym_prorl.tasks.stem import problems as stem

@@ -12,7 +12,7 @@ import signal
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor as supervisors
+from nemo_gym_prorl.sandbox.supervisor import client as supervisors
 from tests.prorl_code.conftest import Client
 from tests.tasks import containers
 
@@ -25,8 +25,8 @@ LOST = {FailureKind.SESSION_LOST, FailureKind.PROVIDER_UNAVAILABLE}
 
 
 def kill() -> None:
-    assert supervisors._current
-    os.kill(supervisors._current.popen.pid, signal.SIGKILL)
+    assert supervisors.own_supervisor
+    os.kill(supervisors.own_supervisor.popen.pid, signal.SIGKILL)
 
 
 async def nothing_is_left() -> None:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Programs for :mod:`test_trouble`: each runs in mounts of its own, so that what is broken is broken for it alone.
+"""Programs for :mod:`test_faults` in their own mount namespaces, which confine the faults.
 
 ``alone.py PROGRAM FOLDER IMAGE``: ``FOLDER`` is empty, and covered by a small disk or by one that does not answer.
 """
@@ -32,7 +32,7 @@ NOT_KNOWN = -38
 
 
 def own_mounts() -> None:
-    """Mounts of our own, also for a user without any right: as that same user, in a namespace where he has some."""
+    """Enter a new mount namespace; an ordinary user does so in a user namespace with the same ids."""
     uid, gid = os.geteuid(), os.getegid()
     if uid:
         os.unshare(os.CLONE_NEWUSER)
@@ -43,7 +43,7 @@ def own_mounts() -> None:
 
 
 def fill(path: Path) -> None:
-    """Leave no byte free on the disk of ``path``."""
+    """Fill the disk of ``path`` completely."""
     with path.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
             try:
@@ -54,7 +54,7 @@ def fill(path: Path) -> None:
 
 
 async def full_disk(folder: Path, image: Path) -> None:
-    """Sandboxes on a disk that gets full, is full, and has room again."""
+    """Run sandboxes on a disk that becomes full and gets room again."""
     mount("tmpfs", str(folder), "tmpfs", 0, f"size={DISK_MIB}m,mode=755")
     os.environ["PRORL_STATE"] = str(folder)
     spec = ContainerSpec(image=image, disk_mib=0)
@@ -89,7 +89,7 @@ async def refused(spec: ContainerSpec) -> None:
 
 
 class DeafDisk:
-    """A FUSE file system with an empty folder whose files are asked for in vain: who asks waits, unkillably."""
+    """A FUSE file system that never answers a lookup; callers wait uninterruptibly."""
 
     def __init__(self, folder: Path) -> None:
         self._device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
@@ -99,7 +99,7 @@ class DeafDisk:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def answer(self) -> None:
-        """Answer those who wait: there is no such file."""
+        """Answer the waiting lookups: no such file."""
         for unique in self.unanswered:
             os.write(self._device, struct.pack("IiQ", 16, -2, unique))
 
@@ -120,7 +120,7 @@ class DeafDisk:
 
 
 async def deaf_disk(folder: Path, image: Path) -> None:
-    """A process that does not even die by SIGKILL, in one sandbox of two."""
+    """A process that survives SIGKILL, in one of two sandboxes."""
     disk = DeafDisk(folder)
     stuck = await Container.start(ContainerSpec(image=image, binds=[f"{folder}:/deaf"]))
     other = await Container.start(ContainerSpec(image=image))
@@ -129,16 +129,18 @@ async def deaf_disk(folder: Path, image: Path) -> None:
     async with asyncio.timeout(60):
         while not disk.unanswered:
             await asyncio.sleep(0.01)
-    (waiting,) = [pid for space in state_dir.spaces_of(owner) for pid in space.members() if command(pid) == "cat"]
+    (waiting,) = [
+        pid for space in state_dir.pid_namespaces_of(owner) for pid in space.members() if command(pid) == "cat"
+    ]
     closing = asyncio.create_task(stuck.close())
     while not closing.done():
         assert (await other.run("echo alive")).stdout == "alive\n"
         await asyncio.sleep(0.1)
-    with pytest.raises(InfrastructureError, match=rf"{waiting}.*tried again"):
+    with pytest.raises(InfrastructureError, match=rf"{waiting}.*survive SIGKILL"):
         await closing
     assert state(waiting) == "D"
     assert (owner / stuck.name).exists()
-    assert not state_dir.bury(owner), "its owner lives"
+    assert not state_dir.remove_if_dead(owner), "its owner lives"
     disk.answer()
     async with asyncio.timeout(60):
         while (owner / stuck.name).exists():
@@ -150,17 +152,17 @@ async def deaf_disk(folder: Path, image: Path) -> None:
 
 
 def sandboxes(folder: Path) -> set[str]:
-    """The folders of all that there are."""
+    """Return the folders of all sandboxes."""
     return {path.name for path in folder.glob("*/b-*")}
 
 
 def command(pid: int) -> str:
-    """The name of the program that a process runs."""
+    """Return the program name of a process."""
     return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
 
 
 def state(pid: int) -> str:
-    """One letter, as ``ps`` shows it."""
+    """Return the state of a process, one letter."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

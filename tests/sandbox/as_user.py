@@ -27,14 +27,14 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 ACCOUNT = pwd.getpwnam("games")
 USER = ACCOUNT.pw_uid
-"""Somebody every system knows, since Apptainer wants to know its user, and nobody who runs anything."""
+"""An account that every system has and that runs no programs; Apptainer needs an account."""
 
 HERE = Path(__file__).parent
 
 HOME = "{home}"
 
 OTHER_GROUP = 1_999_999_999
-"""Nobody's."""
+"""A group that no account has."""
 
 
 def run_tests(runtime: Runtime, *words: str, first: Sequence[str] = ()) -> str:

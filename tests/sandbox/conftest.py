@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What sandbox tests share: a sandbox, and a shell in it."""
+"""Fixtures of the sandbox tests."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import ImageDefaults
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
+from nemo_gym_prorl.sandbox.supervisor import client
+from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest
 from tests.sandbox.tiny import make_tiny_root
 from tests.sandbox.ways import is_long
 from tests.sandbox.without import Off, Supervisors, Without
@@ -47,7 +47,7 @@ def tiny_root(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_sif(tiny_root: Path, runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SIF of it."""
+    """A SIF image of :func:`tiny_root`."""
     work = tmp_path_factory.mktemp("tiny-sif")  # another one with each try
     made = programs.build(runtime, work, str(tiny_root), timeout_s=60, unpacked=False)
     return made.rename(tiny_root.parent / "tiny.sif")
@@ -91,7 +91,7 @@ def without(changed_supervisors: Supervisors, monkeypatch: pytest.MonkeyPatch) -
     """Has the next sandboxes of the test be those of a supervisor that lacks something."""
 
     def switch(*offs: Off) -> None:
-        monkeypatch.setattr(own_supervisor, "_current", changed_supervisors.lacking(offs))
+        monkeypatch.setattr(client, "own_supervisor", changed_supervisors.lacking(offs))
 
     return switch
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_gym_prorl.sandbox.container import ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.user_ids import draw
-from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
+from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest
 
 
 def request_for(image: Path = Path("/image"), **changes: Any) -> CreateRequest:

@@ -28,7 +28,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
+from nemo_gym_prorl.sandbox.supervisor import client, state_dir
 from tests.rollout.handlers import FastSettings
 from tests.rollout.serving import serve
 
@@ -92,8 +92,8 @@ class Busy:
 
     def victims(self) -> dict[str, list[tuple[int, int]]]:
         """Numbers and start times of what can be killed, by kind."""
-        supervisor = own_supervisor._current
-        inits = [] if supervisor is None else [space.init for space in state_dir.spaces_of(supervisor.folder)]
+        supervisor = client.own_supervisor
+        inits = [] if supervisor is None else [space.init for space in state_dir.pid_namespaces_of(supervisor.folder)]
         found = {
             "server": [os.getpid()],
             "supervisor": [] if supervisor is None else [supervisor.popen.pid],

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A server for the tests that kill one: starts sandboxes that misbehave, says where they are, and waits."""
+"""A server process that tests kill: starts hostile sandboxes, prints their pids, and waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import Start
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
+from nemo_gym_prorl.sandbox.supervisor import client, state_dir
 
 
 async def busy_sandbox(image: Path, start: Start) -> Shell:
@@ -38,9 +38,9 @@ async def main() -> None:
             return await busy_sandbox(Path(sys.argv[1]), way)
 
     shells = await asyncio.gather(*(make() for _ in range(int(sys.argv[2]))))
-    supervisor = own_supervisor._current
+    supervisor = client.own_supervisor
     assert supervisor
-    inits = [space.init for space in state_dir.spaces_of(supervisor.folder)]
+    inits = [space.init for space in state_dir.pid_namespaces_of(supervisor.folder)]
     assert all(is_init(pid) for pid in inits)
     print(
         json.dumps(

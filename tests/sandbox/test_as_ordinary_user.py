@@ -48,7 +48,6 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
         "faults": (
             "a_full_disk_ends_no_sandbox_but_fails_new_ones",
             "a_process_that_does_not_die_is_reported_and_harms_nobody",
-            "a_process_in_uninterruptible_sleep_ends_with_its_sandbox",
             "a_supervisor_that_can_start_no_process_lives_on",
         ),
         "supervisor": (),
@@ -119,7 +118,6 @@ SAME_FOR_A_USER = (
     "of_a_mounted_sif_hides_what_is_set[sys",
     "of_a_mounted_sif_hides_what_is_set[dev",
     # What the server counts, cuts and keeps; what it asks the runtime once.
-    "test_output_is_bounded",
     "test_the_runtime_is_asked_once_until_the_image_changes",
     "test_what_the_runtime_says_of_a_broken_image_is_told",
     "test_trouble_of_the_machine_is_an_error_and_decides_nothing",

@@ -131,7 +131,7 @@ async def test_every_process_of_a_sandbox_is_in_its_group_and_the_group_goes_wit
         await container.run("(setsid sleep 100 >/dev/null 2>&1 &)")
         held = {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
         owner = Path(container.describe()["supervisor"])
-        spaces = [space for space in state_dir.spaces_of(owner) if space.init in held]
+        spaces = [space for space in state_dir.pid_namespaces_of(owner) if space.init in held]
         assert len(spaces) == 1
         assert len(spaces[0].members()) >= 2
         assert set(spaces[0].members()) <= held

@@ -101,13 +101,13 @@ async def test_once_a_sandbox_was_made_directly_the_runtime_is_not_tried(
     without(
         Off(
             "from nemo_gym_prorl.sandbox.supervisor import creation\n"
-            "hand_over = creation._hand_over\n"
+            "hand_over = creation._send_image\n"
             "def first(*arguments):\n"
-            "    creation._hand_over = later\n"
+            "    creation._send_image = later\n"
             "    hand_over(*arguments)\n"
             "def later(*_arguments):\n"
             "    raise creation.Refused({'error': 'no second one'})\n"
-            "creation._hand_over = first"
+            "creation._send_image = first"
         )
     )
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
@@ -133,11 +133,11 @@ async def test_trouble_of_the_machine_is_an_error_and_decides_nothing(
         Off(
             "import time\n"
             "from nemo_gym_prorl.sandbox.supervisor import creation\n"
-            "hand_over = creation._hand_over\n"
+            "hand_over = creation._send_image\n"
             "def fail(sandbox, prepared, owners):\n"
-            "    creation._hand_over = hand_over\n"
+            "    creation._send_image = hand_over\n"
             f"    {trouble}\n"
-            "creation._hand_over = fail"
+            "creation._send_image = fail"
         )
     )
     with pytest.raises(InfrastructureError):
@@ -220,8 +220,8 @@ async def test_binds_show_what_they_name_and_only_as_they_say(image: Path, runti
 async def test_an_idle_sandbox_is_one_small_process(image: Path, runtime: Runtime, state: Path) -> None:
     async with await Container.start(ContainerSpec(image=image, start="direct"), runtime) as container:
         (folder,) = await asyncio.to_thread(lambda: list(state.glob(f"*/{container.name}")))
-        note = (folder / state_dir.SPACE_FILE).read_text().split()
-        (space,) = [box for box in state_dir.spaces_of(folder.parent) if str(box.init) == note[0]]
+        note = (folder / state_dir.PID_NAMESPACE_FILE).read_text().split()
+        (space,) = [box for box in state_dir.pid_namespaces_of(folder.parent) if str(box.init) == note[0]]
         assert space.members() == [space.init]
         assert state_dir.helpers_of(folder.parent) == []
         used = (await asyncio.to_thread(Path(f"/proc/{space.init}/statm").read_text)).split()[1]
@@ -252,7 +252,7 @@ async def test_a_prepared_image_is_kept_as_long_as_a_sandbox_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sandbox uses the files of its prepared image a while after it asked for the image."""
-    monkeypatch.setattr(creation, "MOST_PREPARED", 2)
+    monkeypatch.setattr(creation, "MAX_PREPARED_IMAGES", 2)
     made = {"owner": [0, 0], "one_user": "", "ranges": []}
     children = Mock()
     held: list[PreparedImage] = []

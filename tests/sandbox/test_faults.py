@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the supervisor and of the machine at chosen moments: nothing is left, and who uses a sandbox is told."""
+"""Faults of the supervisor and the machine at chosen moments: nothing is left, and clients get an error."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
+from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, make
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
-from nemo_gym_prorl.sandbox.supervisor.client import SandboxLost
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.messages import PutRequest
-from nemo_gym_prorl.sandbox.supervisor.processes import Children, Launcher
+from nemo_gym_prorl.sandbox.supervisor import client, state_dir
+from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher
+from nemo_gym_prorl.sandbox.supervisor.protocol import PutRequest, SandboxLost, SandboxRefused
 from tests.sandbox import elf
 from tests.sandbox.requests import request_for
 
@@ -56,18 +54,18 @@ SET_FLAGS, IMMUTABLE = 0x40086602, 0x10
 
 @pytest.mark.skipif(not is_machine_root(), reason="only root can make a file that nobody can remove")
 def test_a_supervisor_ends_though_a_file_cannot_be_removed(image: Path, runtime: Runtime, state: Path) -> None:
-    """Without its server it would try for ever, and take the processor's time for it."""
+    """A supervisor without a server must not retry for ever."""
     serve = """
 import asyncio, json, sys
 from pathlib import Path
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor import client
 
 async def main():
     box = await Container.start(ContainerSpec(image=Path(sys.argv[1])), require_runtime())
     await box.run("touch /root/kept")
-    print(json.dumps([own_supervisor._current.popen.pid, str(own_supervisor._current.folder)]), flush=True)
+    print(json.dumps([client.own_supervisor.popen.pid, str(client.own_supervisor.folder)]), flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -128,7 +126,7 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime
 
 @pytest.fixture
 def silent_image(tiny_root: Path) -> Iterator[Path]:
-    """An image whose shell says nothing and does not end, whatever ends around it."""
+    """An image whose shell never reports and never ends by itself."""
     with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as name:
         Path(name).chmod(0o755)
         root = Path(name, "image")
@@ -149,12 +147,12 @@ async def test_an_image_that_is_asked_for_its_variables_ends_with_its_asker(
         Container.start(ContainerSpec(image=silent_image, start="direct", start_timeout_s=60), runtime)
     )
     async with asyncio.timeout(60):
-        while not (noted := list(folder.glob(f"m-*/{state_dir.SPACE_FILE}"))):  # noqa: ASYNC240
+        while not (noted := list(folder.glob(f"m-*/{state_dir.PID_NAMESPACE_FILE}"))):  # noqa: ASYNC240
             assert not asking.done()
             await asyncio.sleep(0.02)
-    [space] = state_dir.spaces_of(noted[0].parent.parent)[-1:]
-    assert own_supervisor._current
-    os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+    [space] = state_dir.pid_namespaces_of(noted[0].parent.parent)[-1:]
+    assert client.own_supervisor
+    os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
     async with asyncio.timeout(GONE_WITHIN_S):
         while any(one.alive for one in [space]) or folder.exists():  # noqa: ASYNC240
             await asyncio.sleep(0.02)
@@ -162,30 +160,17 @@ async def test_an_image_that_is_asked_for_its_variables_ends_with_its_asker(
         await asking
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_who_is_to_end_with_a_parent_does_so_too_when_that_has_ended_already(alive: bool) -> None:
-    parent = os.getpid() if alive else os.getppid()
-    child = os.fork()
-    if child == 0:
-        try:
-            syscalls.end_with(parent)
-            os._exit(42)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (42 if alive else 1)
-
-
 async def test_a_helper_inside_ends_with_the_supervisor(container: Container) -> None:
     """It has another user's rights by then, for which the kernel forgets what it was told; it would hold the lock, and
     the connection by whose end the server learns of all this."""
     folder = Path(container.describe()["supervisor"])
-    assert own_supervisor._current
+    assert client.own_supervisor
     source, nothing_comes = os.pipe()
     try:
         copying = asyncio.create_task(container.ask(PutRequest(container.name, "/x", 0o644), [source]))
         while (await container.run("ls -A / | grep -cE '^[.][0-9a-f]{32}$'")).stdout != "1\n":
             await asyncio.sleep(0.01)
-        os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+        os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
         async with asyncio.timeout(GONE_WITHIN_S):
             with pytest.raises(SandboxLost):
                 await copying
@@ -225,26 +210,15 @@ def test_a_process_that_does_not_die_is_reported_and_harms_nobody(image: Path, r
     alone("deaf_disk", image)
 
 
-async def test_a_process_in_uninterruptible_sleep_ends_with_its_sandbox(image: Path, runtime: Runtime) -> None:
-    """The parent of a ``vfork`` sleeps so until its child executes something or ends."""
-    program = "import ctypes, time; ctypes.CDLL(None).vfork() or time.sleep(1000)"
-    async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        await container.run(f"(python3 -c '{program}' >/dev/null 2>&1 &)")
-        found = (await container.run("until ps -A -o stat= | grep ^D; do :; done", timeout_s=20)).stdout
-        assert found.startswith("D")
-        owner = Path(container.describe()["supervisor"])
-    assert not (owner / container.name).exists()
-
-
 @pytest.mark.skipif(is_machine_root(), reason="root may always start processes")
 async def test_a_supervisor_that_can_start_no_process_lives_on(image: Path, runtime: Runtime) -> None:
     container = await Container.start(ContainerSpec(image=image), runtime)
-    assert own_supervisor._current
-    supervisor = own_supervisor._current.popen.pid
+    assert client.own_supervisor
+    supervisor = client.own_supervisor.popen.pid
     listed = Path(f"/proc/{supervisor}/task/{supervisor}/children")
     children = [int(one) for one in listed.read_text().split()]  # noqa: ASYNC240
     before = resource.prlimit(supervisor, resource.RLIMIT_NPROC)
-    # The launcher among them starts processes in the supervisor's place.
+    # Also the launcher, which forks in place of the supervisor.
     for pid in (supervisor, *children):
         with contextlib.suppress(OSError):
             resource.prlimit(pid, resource.RLIMIT_NPROC, (1, before[1]))
@@ -254,7 +228,7 @@ async def test_a_supervisor_that_can_start_no_process_lives_on(image: Path, runt
         with pytest.raises(InfrastructureError, match="no further process can be started"):
             await Container.start(ContainerSpec(image=image), runtime)
         closing = asyncio.create_task(container.close())
-        # Its end waits for a process that removes what is left.
+        # Closing waits for a process that removes the files.
         await asyncio.sleep(1)
         assert not closing.done()
     finally:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that say more than anybody can read, or speak in a kernel's place: what they send costs the server little.
+"""Programs that flood their output, or forge a kernel's events: the server's memory and time stay bounded.
 
 All sandboxes of a server share its event loop. So a flood costs nobody anything if each turn of the loop takes a
 bounded piece of it, and if what is kept of it is bounded, too.
@@ -30,7 +30,7 @@ from nemo_gym_prorl.sandbox.sessions.shell import Shell
 pytestmark = pytest.mark.sandbox
 
 MOST_MEMORY = 64 << 20
-"""By which the server may grow; each flood sends many times as much."""
+"""Bytes by which the server may grow; each flood sends many times as much."""
 
 OWN = """
 import os, struct
@@ -42,29 +42,26 @@ def record(part, flags=3):
 def event(*parts):
     return b"".join(struct.pack("!I", len(part)) + part for part in parts)
 """
-"""Run in a kernel, in which it finds the pipes of its driver."""
+"""Runs in a kernel and finds the pipes of the driver."""
 
 FORGED = {
     "endless event": "os.write(events, record(b'', 1))\nwhile True: os.write(events, record(bytes(4000), 0))",
     "no event": "while True: os.write(events, b'\\xff' * 4096)",
-    "unknown events": "while True: os.write(events, record(event(b'ruin', b'all')))",
 }
-"""What no driver sends."""
+"""Events that no driver sends."""
 
 FLOODS = {
     "bytes": "while True: os.write(1, bytes(1 << 20))",
     "forged marks": "while True: os.write(1, (mark + b'       7') * 150 + (mark + b'   clear') * 10)",
     "wide text": "while True: display({'text/plain': 'x' * (8_380_000) + chr(0x1F600)}, raw=True)",
     "tiny displays": "while True: os.write(events, record(event(b'data', b'', b'', b'')) * 100)",
-    "updates": "while True: display({'text/plain': 'x' * 1000}, raw=True, display_id='same', update=True)",
-    "clears": "while True: clear_output()",
 }
-"""What a driver may send, but never so much."""
+"""Output that a driver may send, in excess."""
 
 
 @contextlib.asynccontextmanager
 async def bounded_memory() -> AsyncIterator[None]:
-    """In the block this process does not grow by much."""
+    """Check that this process grows by less than :data:`MOST_MEMORY` in the block."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -75,7 +72,7 @@ async def bounded_memory() -> AsyncIterator[None]:
         nonlocal most
         while True:
             most = max(most, resident())
-            # Enough has been seen; the machine is others' too.
+            # Stop early: the test has failed already.
             assert most - before < 4 * MOST_MEMORY
             await asyncio.sleep(0.01)
 
@@ -105,7 +102,7 @@ async def neighbour(kernel_image: Path, runtime: Runtime) -> AsyncIterator[Kerne
 
 
 async def work(kernel: Kernel, during: asyncio.Task[Any]) -> None:
-    """Run cells while something else goes on; each comes to its end."""
+    """Run cells until ``during`` is done; each cell must succeed."""
     done = 0
     while not during.done():
         assert (await kernel.run("1")).data == [{"text/plain": "1"}]
@@ -124,7 +121,7 @@ async def test_a_kernel_that_forges_events_is_ended_and_costs_nobody(
         cell = await running
     assert cell.died
     assert not cell.timed_out
-    assert "does not speak as one" in (cell.error or "")
+    assert "broke its protocol" in (cell.error or "")
     with pytest.raises(KernelBroken) as caught:
         await kernel.run("1")
     failure = classify(caught.value, Stage.RUN)
@@ -148,7 +145,6 @@ async def test_a_kernel_that_floods_is_bounded_and_costs_nobody(flood: str, kern
 
 
 SHELL_FLOODS = {
-    "marks": "tr '\\0' '\\036' < /dev/zero",
     "bash's own errors": "while :; do echo xxxxxxxxxxxxxxxx; done >&10 2>/dev/null & yes",
     "prompts": 'PS1=$(head -c 60000 /dev/zero | tr "\\0" x); yes',
 }
@@ -169,15 +165,6 @@ async def test_a_command_that_floods_is_bounded_and_costs_nobody(container: Cont
         running = asyncio.create_task(container.run("yes & yes >&2", timeout_s=2))
         await work(neighbour, running)
         assert (await running).timed_out
-
-
-async def test_a_dripping_kernel_is_ended_when_its_cells_time_is_up(kernel: Kernel) -> None:
-    drip = f"{OWN}\nimport signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    drip += "os.write(events, record(b'', 1))\n"
-    drip += "while True: os.write(events, record(b'.', 0)); time.sleep(0.05)"
-    cell = await kernel.run(drip, timeout_s=1)
-    assert cell.timed_out
-    assert cell.died
 
 
 async def test_a_kernel_without_its_pipes_is_ended(kernel: Kernel) -> None:

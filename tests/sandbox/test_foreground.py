@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A command whose time is up leaves nothing behind in the foreground, whatever it has made of its processes."""
+"""A command at its time limit leaves no foreground process, whatever process tree it has made."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.supervisor import signals
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -81,7 +81,7 @@ PROGRAMS = {
 
 
 def of_session(session: int) -> list[int]:
-    """All others in a session."""
+    """Return the other processes of a session."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -94,17 +94,23 @@ def of_session(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("kernel", "before"), [("this", ""), ("this", "true | "), ("old", "")], ids=str)
-@pytest.mark.parametrize("text", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize(
+    ("what", "kernel", "before"),
+    [
+        *((what, "this", "") for what in PROGRAMS),
+        *((what, "old", "") for what in PROGRAMS),
+        ("an orphan", "this", "true | "),
+    ],
+)
 async def test_nothing_of_a_command_whose_time_is_up_is_left(
-    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, text: str, kernel: str, before: str
+    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, what: str, kernel: str, before: str
 ) -> None:
-    """Nor where the kernel can't kill a group by a descriptor, or the group has lost its first process."""
+    """Also without pidfd group signals, and with a group whose leader has ended."""
     if kernel == "old":
         monkeypatch.setattr(signals, "_PIDFD_SIGNAL_PROCESS_GROUP", 1 << 30)
     spec = ContainerSpec(image=image, processes=64, memory_mib=1024)
     async with await Container.start(spec, runtime) as container, await Shell.start(container) as shell:
-        await shell.run(f"cat > /tmp/p.py <<'X'\n{BEGIN}{text}\nX")
+        await shell.run(f"cat > /tmp/p.py <<'X'\n{BEGIN}{PROGRAMS[what]}\nX")
         assert shell._bash
         session = shell._bash.pid
         going = await shell.run(f"{before}python3 /tmp/p.py", silence_s=0.5)
@@ -115,7 +121,7 @@ async def test_nothing_of_a_command_whose_time_is_up_is_left(
         stopped = await shell.wait(timeout_s=0.1, silence_s=None)
         assert stopped.timed_out
         assert not stopped.exited
-        # Who was killed may take a moment to end; who was not goes on for ever.
+        # A killed process may take a moment to end.
         async with asyncio.timeout(60):
             while of_session(session):
                 await asyncio.sleep(0.1)

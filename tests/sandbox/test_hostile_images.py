@@ -24,7 +24,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
-from nemo_gym_prorl.sandbox.supervisor.creation import AT_ONCE
+from nemo_gym_prorl.sandbox.supervisor.creation import MAX_CONCURRENT_STARTS
 from tests.sandbox import elf
 from tests.sandbox.tiny import pack
 
@@ -263,7 +263,7 @@ async def test_an_image_whose_sandboxes_never_come_up_holds_up_its_own_only(
     shell.write_bytes(elf.waiting())
     shell.chmod(0o755)
     spec = ContainerSpec(image=root, start=start, start_timeout_s=8)
-    slow = [asyncio.create_task(Container.start(spec, runtime)) for _ in range(2 * AT_ONCE)]
+    slow = [asyncio.create_task(Container.start(spec, runtime)) for _ in range(2 * MAX_CONCURRENT_STARTS)]
     try:
         await asyncio.sleep(0.5)
         async with asyncio.timeout(6), await Container.start(ContainerSpec(image=make(), start=start), runtime):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""An IPython kernel in a container without network: what cells print, show and raise, their interrupts, its end."""
+"""An IPython kernel in a sandbox: output, results and errors of cells, interrupts, and the kernel's end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.kernel_pipes import DATA_LIMIT, OUTPUT_LIMIT
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.asyncio(loop_scope="module")]
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.sandbox, pytest.mark.asyncio(loop_scope="module")]
 
 @dataclass(frozen=True)
 class Case:
-    """A cell, and parts of what it must print, show and raise; ``None`` for a cell that must not fail."""
+    """A cell with parts of its expected output, error and results; ``error`` is ``None`` for success."""
 
     code: str
     output: str = ""
@@ -97,28 +97,19 @@ CASES = {
     "failing value before": Case("_", error="ValueError: no text"),
     "raised": Case("1 / 0", error="ZeroDivisionError: division by zero"),
     "no syntax": Case("x = = 1", error="SyntaxError"),
-    "exception group": Case(GROUP, error="ExceptionGroup"),
     "task group": Case(TASKS, error="ExceptionGroup"),
-    "no such magic": Case("%nope", error="UsageError"),
     "custom handler": Case(HANDLER, "handled", error="KeyError"),
     "failing command of a magic": Case("%%bash\necho said\nexit 3", "said\n", error="CalledProcessError"),
-    "failing command": Case("!echo said; exit 3", "said"),
     "input": Case("input('? ')", error="StdinNotImplementedError"),
     "KeyboardInterrupt": Case("raise KeyboardInterrupt", error="KeyboardInterrupt"),
-    "own base exception": Case("class Odd(BaseException): pass\nraise Odd('so')", error="so"),
     "byte that is not UTF-8": Case("print('odd', b'\\xff'.decode('utf8', 'surrogateescape'))", "odd "),
     "half a surrogate pair": Case("print('x\\ud800y')", error="surrogates not allowed"),
     "odd byte shown": Case(DISPLAY + "display(HTML(b'h\\xff'.decode('utf8', 'surrogateescape')))", shown="h\ufffd"),
-    "not a number": Case("float('nan')", shown="nan"),
     "help": Case("len?", "Return the number of items in a container"),
     "updated display": Case(DISPLAY + "h = display('first', display_id=True)\nh.update('second')", shown="second"),
     "top-level await": Case("import asyncio\nawait asyncio.sleep(0)\nprint('slept')", "slept\n"),
-    "empty": Case(""),
     "thread": Case("import threading\nt = threading.Thread(target=print, args=['said'])\nt.start(); t.join()", "said"),
     "failing thread": Case("t = threading.Thread(target=lambda: 1 / 0)\nt.start(); t.join()", "ZeroDivisionError"),
-    "carriage returns": Case("print('10%\\r20%\\r30%')", "30%"),
-    "subprocess": Case("import subprocess\nsubprocess.run(['echo', 'out']).returncode", "out", shown="0"),
-    "descriptor": Case("import os\nos.write(1, b'by descriptor\\n')", "by descriptor", shown="14"),
     "in order": Case(ORDER, "print\nchild\ndescriptor\nerror\ncommand\nlast\n"),
     "forked child": Case(FORK, "child\n0\n"),
     "forked child that exits": Case(FORK.replace("print(", "if child == 0: raise SystemExit(3)\nprint(", 1), "3\n"),
@@ -128,17 +119,11 @@ CASES = {
     "replaced descriptor": Case(REPLACED, "seen\n"),
     "non-blocking pipe": Case("import os\nos.set_blocking(1, False)\nprint('x' * 60_000 + 'end')", "end\n"),
     "NUL": Case("print('a\\0b\\0')", "a\0b\0\n"),
-    "endless recursion": Case("def again(): again()\nagain()", error="RecursionError"),
     "exception without a text": Case(NEVER, error="no text"),
     "task that exits": Case(LEAVE),
     "stopped loop": Case("import asyncio\nasyncio.get_running_loop().stop()"),
-    "displays of threads": Case(DISPLAY + THREAD, shown="own"),
     "picture": Case("from IPython.display import Image\nImage(data=b'\\x89PNG123')", shown="iVBORzEyMw=="),
     "object": Case("from IPython.display import JSON\nJSON({'a': [1]})", shown='{"a": [1]}'),
-    "captured": Case("%%capture said\nprint('inside')"),
-    "what was captured": Case("print(said.stdout, end='')", "inside\n"),
-    "arguments": Case("import argparse\nargparse.ArgumentParser().parse_args()", shown="Namespace()"),
-    "reset": Case("%reset -f\nprint('reset')", "reset\n"),
 }
 
 
@@ -221,7 +206,6 @@ async def test_a_cancelled_cell_keeps_its_turn_until_it_has_ended(kernel: Kernel
 WAITS = {
     "loop": "while True: pass",
     "await": "import asyncio\nawait asyncio.sleep(100)",
-    "loop after await": "import asyncio\nawait asyncio.sleep(0)\nwhile True: pass",
     "lock": "import threading\nthreading.Event().wait()",
 }
 
@@ -349,9 +333,3 @@ async def test_text_results_and_tracebacks_are_bounded(kernel: Kernel) -> None:
 async def test_cells_take_turns(kernel: Kernel) -> None:
     cells = await asyncio.gather(*(kernel.run(f"import time; time.sleep(0.05); print({n})") for n in range(4)))
     assert [cell.output for cell in cells] == ["0\n", "1\n", "2\n", "3\n"]
-
-
-async def test_an_image_without_a_kernel_is_said_to_be_one(image: Path, runtime: Runtime) -> None:
-    async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        with pytest.raises(InfrastructureError, match="IPython"):
-            await Kernel.start(container)

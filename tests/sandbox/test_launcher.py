@@ -23,9 +23,9 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import program, requests
 from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request, receive
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import processes as launcher
+from nemo_gym_prorl.sandbox.supervisor import children as launcher
+from nemo_gym_prorl.sandbox.supervisor.children import CHANNEL, Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone
-from nemo_gym_prorl.sandbox.supervisor.processes import CHANNEL, Children, Launcher
 from tests.sandbox.without import Off, Without
 
 
@@ -160,7 +160,7 @@ async def test_many_are_asked_for_before_the_first_is_answered(bench: Bench) -> 
 
 
 TELL = """
-from nemo_gym_prorl.sandbox.supervisor import processes as launcher
+from nemo_gym_prorl.sandbox.supervisor import children as launcher
 running = launcher.Launcher._running
 def tell(self):
     channel = running(self)

@@ -23,7 +23,7 @@ from pathlib import Path
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.sessions import bash_channel as terminal
 from nemo_gym_prorl.sandbox.supervisor import programs
-from nemo_gym_prorl.sandbox.supervisor import signals
+from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 
@@ -77,25 +77,25 @@ given_away(meant)
 signals.kill(meant, started)
 """,
     "a sandbox's first process": """
-space = state_dir.Space.of(meant)
+space = state_dir.PidNamespace.of(meant)
 given_away(meant)
 assert not space.alive
 space.kill()
 """,
     "what a dead owner left": """
 folder = Path(sys.argv[1])
-state_dir.note_starter(folder, meant)
+state_dir.record_starter(folder, meant)
 real = signals.kill
 def late(pid, started):
     given_away(meant)
     real(pid, started)
 signals.kill = late
 (folder / "b-1").mkdir()
-state_dir.note_starter(folder / "b-1", meant)
+state_dir.record_starter(folder / "b-1", meant)
 state_dir.clear(folder)
 """,
     "a pause": """
-space = state_dir.Space(1, signals.start_time(1), os.stat("/proc/1/ns/pid").st_ino)
+space = state_dir.PidNamespace(1, signals.start_time(1), os.stat("/proc/1/ns/pid").st_ino)
 real, looks = programs._programs, []
 def once(space):
     looks.append(real(space))
@@ -108,7 +108,7 @@ assert programs._stop_each(space, time.monotonic() + 1) == ({"running": []}, [])
 assert [pid for _started, pid, _state in looks[0]] == [meant]
 """,
     "the end of a pause": """
-space = state_dir.Space(1, signals.start_time(1), os.stat("/proc/1/ns/pid").st_ino)
+space = state_dir.PidNamespace(1, signals.start_time(1), os.stat("/proc/1/ns/pid").st_ino)
 seen = programs._programs(space)
 given_away(meant)
 os.kill(meant, signal.SIGSTOP)

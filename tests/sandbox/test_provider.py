@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo Gym's own objects over our provider, found by its entry point, in the Gym that is installed."""
+"""NeMo Gym's own sandbox API over the provider ``singularity``, in the installed Gym."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
-from nemo_gym.sandbox import AsyncSandbox, Sandbox
-from nemo_gym.sandbox.providers import base
+from nemo_gym.sandbox import AsyncSandbox
 from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec, SandboxStatus
 
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
@@ -81,14 +80,6 @@ async def test_a_command_that_is_to_have_no_time_limit_has_none(
     assert other.error_type == "timeout"
 
 
-def test_gyms_blocking_facade(image: Path, runtime: Runtime) -> None:
-    runtime.activate()
-    sandbox = Sandbox(SingularityProvider(image=str(image)), SandboxSpec())
-    sandbox.start()
-    assert sandbox.exec("echo hello").stdout == "hello\n"
-    sandbox.stop()
-
-
 async def test_an_entrypoint_runs_beside_the_commands(provider: SingularityProvider) -> None:
     handle = await provider.create(SandboxSpec(entrypoint=["sh", "-c", "echo up > /tmp/up; sleep 1000"]))
     for _ in range(100):
@@ -150,16 +141,3 @@ async def test_a_paused_sandbox_does_nothing_until_it_is_resumed(
     await provider.pause(handle)
     await provider.close(handle)
     assert await provider.status(handle) == SandboxStatus.STOPPED
-
-
-needs_gym_07 = pytest.mark.skipif(not hasattr(base, "SandboxPtySpec"), reason="this Gym defines only the core")
-
-
-@needs_gym_07
-async def test_the_capabilities_gym_knows(provider: SingularityProvider) -> None:
-    for capability in (
-        base.SupportsSandboxPauseResume,
-        base.SupportsSandboxBackgroundServices,
-        base.ConnectableProvider,
-    ):
-        assert isinstance(provider, capability), capability

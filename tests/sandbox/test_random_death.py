@@ -128,9 +128,9 @@ class Service:
         self.seen.clear()
 
 
-def spaces(state: Path) -> list[state_dir.Space]:
+def spaces(state: Path) -> list[state_dir.PidNamespace]:
     """The PID namespaces of all sandboxes."""
-    return [space for owner in state.glob("s-*") for space in state_dir.spaces_of(owner)]
+    return [space for owner in state.glob("s-*") for space in state_dir.pid_namespaces_of(owner)]
 
 
 @pytest.fixture(scope="module")

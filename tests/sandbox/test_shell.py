@@ -8,24 +8,20 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.sessions.shell import Shell, ShellBusy
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
 
 LONG = bool(os.environ.get("PRORL_TEST_LONG"))
 ROUNDS = 10 if LONG else 3
-"""How often a race is run; each round meets all of its moments."""
+"""Repetitions of each race."""
 
 
 COMMANDS = {
@@ -40,7 +36,6 @@ COMMANDS = {
         ("echo fine # no newline at the end", "fine\n", 0),
     ],
     "bytes that are no text": [(r"printf '\xff\xfeok\x00\x1b[31m'", "\ufffd\ufffdok\0\x1b[31m", 0)],
-    "the files of a program": [("ls /proc/self/fd | xargs", "0 1 2 3\n", 0)],
     "redirections of the shell itself": [
         ("exec >/tmp/log; echo into the file; PS1='prompt> '; PS2='more> '", "", 0),
         ("exec >/dev/tty; cat /tmp/log", "into the file\n", 0),
@@ -55,7 +50,6 @@ COMMANDS = {
         ("if false; then :; fi; ! true", "", 1),
         ("f() { return 5; }; f", "E5\n", 5),
     ],
-    "an exit that does nothing": [("exit() { :; }; false", "", 1), ("echo run", "run\n", 0), ("false", "", 1)],
     "a trace": [
         ("set -x; : a; false", "++ : a\n++ false\n", 1),
         ("set +x; echo ${PIPESTATUS[@]} $?", "++ set +x\n0 0\n", 0),
@@ -74,10 +68,7 @@ NAME = r"/dev/pts/\d+"
 
 TERMINALS = {
     "standard input": "tty",
-    "the files of a program": "readlink /proc/self/fd/0; readlink /proc/self/fd/1; readlink /proc/self/fd/2",
-    "in a pipeline": "tty <&2 | cat",
     "in the background": "tty <&2 & wait 2>/dev/null",
-    "by the C library": "python3 -c 'import os; print(*(os.ttyname(file) for file in range(3)), sep=chr(10))'",
     "after the shell's own were moved": "exec 5>&1; exec >/dev/null; exec >&5; tty; tty <&2",
 }
 
@@ -92,23 +83,17 @@ async def test_a_shells_files_are_its_terminal_by_name(what: str, shell: Shell) 
 
 
 KEPT = {
-    # A command, the next one, and what that prints.
+    # A command, the next command, and the last line of its output.
     "a pipeline": ("false | true | (exit 3)", "echo ${PIPESTATUS[@]} $?", "1 0 3 3"),
     "an inverted failure": ("! false", "echo $? ${PIPESTATUS[@]}", "0 1"),
     "with pipefail": ("set -o pipefail; false | true", "echo $? ${PIPESTATUS[@]}; set +o pipefail", "1 1 0"),
     "a signal": ("sh -c 'kill -9 $$' | true", "echo ${PIPESTATUS[@]}", "137 0"),
-    "of a heredoc": ("cat <<'X' | (cat >/dev/null; exit 1)\na\nX", "echo ${PIPESTATUS[@]} $?", "0 1 1"),
-    "with a comment": ("false | true # a \\ b", "echo ${PIPESTATUS[@]}", "1 0"),
-    "a strange separator": ("IFS=; false | true", "echo ${PIPESTATUS[@]}; unset IFS", "1 0"),
     "the last word": ("echo a b >/dev/null", "echo $_", "b"),
     "a made folder": ("mkdir -p '/tmp/a b'", 'cd "$_" && pwd', "/tmp/a b"),
-    "a last word with quotes": (': "it\'s" \'"so" $(id) `x`\'', 'echo "$_"', '"so" $(id) `x`'),
     "the last word of a pipeline": (": a; echo x | cat >/dev/null", "echo $_", "a"),
-    "a long pipeline": (" | ".join(["(exit 127)"] * 60), "echo ${#PIPESTATUS[@]} ${PIPESTATUS[59]} $?", "60 127 127"),
     "a pipeline that is too long": (" | ".join(["(exit 127)"] * 300), "echo ${PIPESTATUS[@]} $?", "127 127"),
     "a last word that is too long": (f": {'x' * 5000}; (exit 3)", "echo ${#_} $?", "0 3"),
     "a last word that expands": (": 'a}b\\c\"$HOME`id`'", 'echo "$_"', 'a}b\\c"$HOME`id`'),
-    "what was thrown away": ("false | true; echo $((1 / 0))", "echo ${PIPESTATUS[@]} $?", "1 1"),
     "an exit status": ("(exit 42)", "echo $?", "42"),
 }
 
@@ -121,16 +106,13 @@ async def test_what_a_command_leaves_the_next_one_finds(what: str, shell: Shell)
 
 
 UNFINISHED = {
-    # What bash says of it, and nothing of ours becomes a part of it.
+    # A command, a part of bash's output, and its exit code.
     "a heredoc": ("cat <<X\nno end", "no end\n", 0),
-    "a heredoc with a blank in its name": ("cat <<'A B'\nx\nA B", "x\n", 0),
     "a pattern": ("case x in", "unexpected end of file", 1),
     "a line that goes on": ("echo a \\", "a \\\n", 0),
     "a quote": ("echo 'a", "unexpected EOF", 1),
     "a condition": ("if true; then", "unexpected end of file", 1),
     "a pipeline": ("true |", "unexpected end of file", 1),
-    "a function": ("f()", "syntax error", 1),
-    "a substitution": ("echo $(true", "unexpected EOF", 1),
 }
 
 
@@ -149,10 +131,7 @@ OPTIONS = {
     "vi in a function": ("f() { set -o vi; }\nf\nf", "on"),
     "vi in a file": ("echo 'set -o vi; A=read' >/tmp/rc; . /tmp/rc; echo $A", "on"),
     "vi after another": ("set -o pipefail -o vi", "on; shopt -o pipefail | grep -c on", "1"),
-    "vi by shopt": ("shopt -so vi; echo went on; shopt -s -o emacs", "on"),
     "another option": ("set -o pipefail", "on; shopt -o pipefail | grep -c on", "1"),
-    "short options": ("set -fu +C", "on; shopt -o noglob nounset | grep -c on; set +fu", "2"),
-    "arguments": ("set -- a 'b  c'", 'on; printf "%s," "$@"; echo', "a,b  c,"),
     "arguments of a function": ("f() { set -- x; set -o pipefail; echo $1; }; set -- a; f", "on; echo $1", "a"),
 }
 
@@ -165,34 +144,6 @@ async def test_options_are_set_and_the_shell_lives(what: str, container: Contain
         assert (done.exit_code, done.exited) == (0, False), done
         said = await shell.run(f"echo {following}")
         assert said.output.split("\n") == ["on", *expected, ""]
-
-
-HISTORIES = {
-    "at once": "history",
-    "switched on": "set -o history; history",
-}
-
-
-@pytest.mark.parametrize("what", HISTORIES)
-async def test_the_history_has_no_line_of_ours(what: str, shell: Shell) -> None:
-    said = (await shell.run(HISTORIES[what])).output
-    assert "exec" not in said
-    assert "_prorl" not in said
-
-
-TEXTS = st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs", "Cc"]), max_size=80)
-
-
-@settings(max_examples=20 if LONG else 2, suppress_health_check=list(HealthCheck))
-@given(texts=st.lists(TEXTS, min_size=20, max_size=40))
-async def test_any_text_comes_back_as_it_was_sent(image: Path, runtime: Runtime, texts: list[str]) -> None:
-    async with (
-        await Container.start(ContainerSpec(image=image), runtime) as container,
-        await Shell.start(container) as shell,
-    ):
-        for text in texts:
-            quoted = text.replace("'", "'\\''")
-            assert (await shell.run(f"printf %s '{quoted}'")).output == text
 
 
 async def test_background_jobs_run_on_and_speak_later(container: Container, shell: Shell) -> None:
@@ -215,13 +166,6 @@ async def test_programs_can_ask_for_input(shell: Shell) -> None:
     assert (answered.output, answered.exit_code) == ("name? hello world\n", 0)
 
 
-async def test_input_is_not_taken_for_commands(shell: Shell) -> None:
-    await shell.run("cat > /tmp/typed", silence_s=0.1)
-    await shell.send("exit 3\n\x04")
-    assert (await shell.wait()).exit_code == 0
-    assert (await shell.run("cat /tmp/typed")).output == "exit 3\n"
-
-
 async def test_ctrl_c_ends_the_command_and_nothing_else(shell: Shell) -> None:
     await shell.run("export KEPT=1")
     running = asyncio.create_task(shell.run("sleep 100; echo not reached"))
@@ -235,7 +179,11 @@ async def test_ctrl_c_ends_the_command_and_nothing_else(shell: Shell) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["sleep 1000", "while :; do :; done", "trap '' INT; sleep 1000", "python3 -c 'while True: pass'", "cat", "yes"],
+    [
+        *("sleep 1000", "trap '' INT; sleep 1000", "cat", "yes"),
+        "sh -c 'trap \"\" INT; sleep 100'; sleep 100; sleep 100",
+        "(while :; do ls >/dev/null; done); sleep 100; sleep 100",
+    ],
 )
 async def test_the_hard_limit_gives_what_there_is_and_a_usable_shell(shell: Shell, command: str) -> None:
     stopped = await shell.run(f"echo begun; {command}", timeout_s=1, silence_s=None)
@@ -247,23 +195,12 @@ async def test_the_hard_limit_gives_what_there_is_and_a_usable_shell(shell: Shel
 
 @pytest.mark.parametrize(
     "loop",
-    ["while :; do ls >/dev/null; done", "while sleep 0.005; do :; done", "while :; do ls | cat >/dev/null; done"],
+    ["while sleep 0.005; do :; done", "while :; do ls | cat >/dev/null; done"],
 )
 async def test_the_hard_limit_ends_a_loop_whatever_runs_in_it_just_then(shell: Shell, loop: str) -> None:
     await shell.run("KEPT=1")
     for pause_s in range(10):
         stopped = await shell.run(loop, timeout_s=0.05 + pause_s / 500, silence_s=None)
-        assert (stopped.timed_out, stopped.exited) == (True, False)
-    assert (await shell.run("echo $KEPT")).output == "1\n"
-
-
-@pytest.mark.parametrize(
-    "first", ["sh -c 'trap \"\" INT; sleep 100'", "(while :; do ls >/dev/null; done)", "python3 -c 'while True: pass'"]
-)
-async def test_the_hard_limit_ends_what_comes_after_a_program_that_has_to_be_killed(shell: Shell, first: str) -> None:
-    await shell.run("KEPT=1")
-    for _ in range(3):
-        stopped = await shell.run(f"{first}; sleep 100; sleep 100", timeout_s=0.25, silence_s=None)
         assert (stopped.timed_out, stopped.exited) == (True, False)
     assert (await shell.run("echo $KEPT")).output == "1\n"
 
@@ -343,13 +280,6 @@ async def test_a_bash_that_takes_its_time_gets_its_commands(shell: Shell, hook: 
         assert (done.exit_code, done.output) == (0, "mine\n")
 
 
-async def test_a_time_limit_holds_while_bash_reads_nothing(shell: Shell) -> None:
-    await shell.run("PROMPT_COMMAND='sleep 100'")
-    stopped = await shell.run(f": {'x' * 1_000_000}", timeout_s=0.5, silence_s=None)
-    assert stopped.timed_out
-    assert stopped.seconds < 30
-
-
 @pytest.mark.parametrize("size", [0, 60_000, 300_000])
 async def test_an_interrupt_does_not_run_what_a_command_says(container: Container, shell: Shell, size: int) -> None:
     """Bash forgets what it has read of a line, and would go on with the rest, a file's text, as with commands. And one
@@ -359,11 +289,11 @@ async def test_an_interrupt_does_not_run_what_a_command_says(container: Containe
         running = asyncio.create_task(shell.run(f"cat >/tmp/x <<'E'\n{text}E\nsleep 100", timeout_s=1, silence_s=None))
         await asyncio.sleep(pause_s)
         while not running.done():
-            # Who presses it just as one program has ended and the next has not begun presses it once more.
+            # Between two programs the key has no effect, so it is pressed again.
             await shell.interrupt()
             await asyncio.wait([running], timeout=0.2)
         done = await running
-        # Pressed while bash forks, it may pass its program by; the time limit is there for that.
+        # Pressed during a fork, the key may miss the program; then the time limit ends it.
         assert done.timed_out or (done.exit_code, done.exited) == (130, False)
         if done.exited:
             await shell.restart()
@@ -372,7 +302,7 @@ async def test_an_interrupt_does_not_run_what_a_command_says(container: Containe
 
 
 async def test_an_interrupt_as_a_command_ends_is_none_of_the_next(shell: Shell) -> None:
-    """Bash took it with the next command, which was told to have ended well and had never run."""
+    """A late interrupt must not discard the next command."""
     loop, patience = asyncio.get_running_loop(), 0.012
     for attempt in range(20 * ROUNDS):
         running = asyncio.create_task(shell.run("sleep 0.01", timeout_s=10, silence_s=None))
@@ -400,22 +330,6 @@ async def test_a_nul_is_refused(shell: Shell) -> None:
         await shell.run("echo \0")
 
 
-async def test_no_bash_is_said_at_once(container: Container) -> None:
-    await container.run("rm -f /bin/bash /usr/bin/bash")
-    with pytest.raises(SandboxBroken, match="bash"):
-        await Shell.start(container)
-
-
-async def test_many_shells_wait_at_once(container: Container) -> None:
-    """Each waits for all others, so they end only if none holds up another."""
-    many = 100
-    shells = await asyncio.gather(*(Shell.start(container) for _ in range(many)))
-    meet = f"mkdir -p /tmp/here; cd /tmp/here; : > $$; until set -- *; [ $# -ge {many} ]; do sleep 0.1; done; echo $$"
-    actions = await asyncio.gather(*(shell.run(meet) for shell in shells))
-    assert len({action.output for action in actions}) == many
-    await asyncio.gather(*(shell.close() for shell in shells))
-
-
 HOSTILE = [
     "builtin() { :; }; printf() { :; }; command() { :; }; cd() { :; }",
     "exec </dev/null",
@@ -437,7 +351,7 @@ HOSTILE = [
 
 
 async def test_whatever_a_command_does_to_its_shell_the_next_one_is_told_the_truth(container: Container) -> None:
-    """It goes on, or it is said to have ended and can be started again; nothing is out of step."""
+    """The shell keeps working, or reports its end and can be restarted."""
 
     async def attack(command: str) -> None:
         async with await Shell.start(container) as shell:
@@ -448,10 +362,10 @@ async def test_whatever_a_command_does_to_its_shell_the_next_one_is_told_the_tru
                 try:
                     done = await shell.run('echo "a$((40 + 2))b"; (exit 3)', timeout_s=3, silence_s=None)
                 except (SandboxBroken, SandboxLost):
-                    # It ended after the last command's end had been told.
+                    # Bash ended after it had reported the last command's end.
                     await shell.restart()
                     continue
-                # A bash that was told to know no eval says so, and nothing else is wrong with it.
+                # A bash without ``eval`` reports that.
                 honest = ("a42b" in done.output and done.exit_code == 3) or "eval: command not found" in done.output
                 assert done.exited or honest, (command, done)
             await shell.restart()

@@ -19,8 +19,8 @@ from nemo_gym_prorl.sandbox.isolation.privilege import has_one_id, is_machine_ro
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor import client, state_dir
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxExhausted, SandboxRefused
 from tests.sandbox.without import Off, Without
 
 
@@ -82,7 +82,7 @@ async def test_processes_of_all_users_together_are_bounded(image: Path, runtime:
     async with await Container.start(spec, runtime) as container, await Container.start(spec, runtime) as neighbour:
         await container.run(f"cat > /tmp/many.py << 'END'\n{MANY}\nEND\nsetsid python3 /tmp/many.py >/dev/null 2>&1 &")
         await asyncio.sleep(1)
-        space = int((container.folder / state_dir.SPACE_FILE).read_text().split()[2])
+        space = int((container.folder / state_dir.PID_NAMESPACE_FILE).read_text().split()[2])
         assert 20 < usage.threads_in(space) <= 50
         for user in (None, 33):
             with pytest.raises(SandboxExhausted) as full:
@@ -103,8 +103,8 @@ async def test_what_they_wrote_goes_with_the_sandbox(image: Path, runtime: Runti
     assert (await container.run(CLOSED, user=33)).exit_code == 0
     folder = container.folder
     if killed:
-        assert own_supervisor._current
-        os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+        assert client.own_supervisor
+        os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
     await container.close()
     async with asyncio.timeout(20):
         while folder.exists():
@@ -162,7 +162,7 @@ def test_where_ids_of_a_sandbox_lie(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MOMENT = "from nemo_gym_prorl.sandbox.limits import cgroups, usage\n"
 MOMENT += "usage.threads_in, cgroups.Group.full = lambda space: 1, lambda group: False\n"
-NO_ROOM = "from nemo_gym_prorl.sandbox.supervisor.processes import Children\n"
+NO_ROOM = "from nemo_gym_prorl.sandbox.supervisor.children import Children\n"
 NO_ROOM += "Children.can_fork = lambda children: False\n"
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is tried in sandboxes of both ways though it begins after their first process.
+"""Tests that run with both start methods although they test code after the start.
 
 From there on both ways are the same code: one way to join a sandbox, to start something in it and to end that. So of
 the files about commands and sessions only these tests are run by the runtime, too, where one may see what
@@ -14,7 +14,6 @@ BY_THE_RUNTIME_TOO = {
     "container": (
         "output_errors_and_exit_code",
         "variables_and_folders",
-        "the_time_limit_ends_the_command_and_keeps_its_output",
         "a_cancelled_command_is_ended",
         "links_lead_nowhere_outside",
         "without_root",

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Supervisors that lack a wall: started with one step of theirs, or of their launcher's source, replaced.
+"""Supervisors that lack a protection: a step of the supervisor or its launcher is replaced.
 
 Nothing in the product can switch a wall off, and a test of one that would pass without it says nothing.
 """
@@ -18,7 +18,7 @@ import pytest
 
 from nemo_gym_prorl.sandbox.launcher import program
 from nemo_gym_prorl.sandbox.launcher.compiling import compile_for
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor import client
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Supervisors:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._started: dict[frozenset[Off], own_supervisor.Supervisor] = {}
+        self._started: dict[frozenset[Off], client.SupervisorProcess] = {}
 
-    def lacking(self, offs: Iterable[Off]) -> own_supervisor.Supervisor:
+    def lacking(self, offs: Iterable[Off]) -> client.SupervisorProcess:
         """The supervisor that lacks all of these."""
         key = frozenset(offs)
         if key not in self._started or self._started[key].popen.poll() is not None:
@@ -57,7 +57,7 @@ class Supervisors:
             supervisor.owner.close()
         assert {supervisor.popen.wait(20) for supervisor in self._started.values()} <= {0, -9}
 
-    def _start(self, offs: Iterable[Off]) -> own_supervisor.Supervisor:
+    def _start(self, offs: Iterable[Off]) -> client.SupervisorProcess:
         real = subprocess.Popen
         steps = [off.supervisor for off in offs]
         if changes := [change for off in offs for change in off.launcher]:
@@ -77,10 +77,10 @@ class Supervisors:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(subprocess, "Popen", popen)
-            patch.setattr(own_supervisor, "_current", None)
-            own_supervisor.running_supervisor()
-            assert own_supervisor._current
-            return own_supervisor._current
+            patch.setattr(client, "own_supervisor", None)
+            client.running_supervisor()
+            assert client.own_supervisor
+            return client.own_supervisor
 
 
 def compiled_with(changes: Iterable[tuple[str, str]], target: Path) -> None:

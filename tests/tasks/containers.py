@@ -13,10 +13,10 @@ from typing import Any
 from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.sandbox import started
+from nemo_gym_prorl.sandbox.factory import SandboxFactory, SandboxWithSessions, StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.sandbox.supervisor.state_dir import SPACE_FILE, state_root
+from nemo_gym_prorl.sandbox.supervisor.state_dir import PID_NAMESPACE_FILE, state_root
 
 
 CONFIG_FILE = "resources_servers/prorl_code/configs/prorl_code.yaml"
@@ -38,10 +38,10 @@ def shipped_config() -> dict[str, Any]:
     return config
 
 
-async def start_with_sessions(image_path: str | None = None, **options: Any) -> started.StartedSandbox:
+async def start_with_sessions(image_path: str | None = None, **options: Any) -> StartedSandbox:
     """Start a sandbox like the server, with changed provider options."""
     [(provider, shipped)] = shipped_config()["sandbox"].items()
-    starter = started.Starter({provider: shipped | options})
+    starter = SandboxFactory({provider: shipped | options})
     return await starter.start(SandboxSpec(image=image_path or image(), workdir="/"))
 
 
@@ -62,10 +62,10 @@ async def running(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncIterator[Asyn
 
 
 @asynccontextmanager
-async def running_ours(**options: Any) -> AsyncIterator[started.SandboxWithSessions]:
+async def running_ours(**options: Any) -> AsyncIterator[SandboxWithSessions]:
     """Yield a sandbox with sessions."""
     sandbox = await start_with_sessions(**options)
-    assert isinstance(sandbox, started.SandboxWithSessions)
+    assert isinstance(sandbox, SandboxWithSessions)
     try:
         yield sandbox
     finally:
@@ -95,4 +95,4 @@ def kill_instance(name: str) -> None:
 
 
 def _spaces() -> list[Path]:
-    return list(state_root().glob(f"*/*/{SPACE_FILE}"))
+    return list(state_root().glob(f"*/*/{PID_NAMESPACE_FILE}"))

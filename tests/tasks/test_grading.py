@@ -14,8 +14,8 @@ import pytest
 from nemo_gym.sandbox import AsyncSandbox
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.started import SandboxWithSessions
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor
+from nemo_gym_prorl.sandbox.factory import SandboxWithSessions
+from nemo_gym_prorl.sandbox.supervisor import client
 from nemo_gym_prorl.tasks.code.code_rows import (
     CodeProblem,
     HumanEvalProblem,
@@ -167,8 +167,8 @@ async def test_machine_failure_during_a_solution_is_no_verdict(killed: str) -> N
         if killed == "sandbox":
             containers.kill_instance(sandbox.sandbox_id)
         else:
-            assert own_supervisor._current
-            os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+            assert client.own_supervisor
+            os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
 
     with pytest.raises(InfrastructureError) as caught:
         await grade(lambda: attacked(kill_when_begun), problem_of(TRUNCATE), NEVER, LIMITS, containers.ROOT)

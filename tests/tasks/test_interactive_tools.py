@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.sandbox.factory import StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import default_image_path
-from nemo_gym_prorl.sandbox.started import StartedSandbox
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor import client
 from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE
 from nemo_gym_prorl.tasks.workbench.workspace import (
     ExtractedFile,
@@ -250,8 +250,8 @@ async def _kill_sandbox(agent: Agent) -> None:
 
 
 async def _kill_supervisor(_agent: Agent) -> None:
-    assert own_supervisor._current
-    os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+    assert client.own_supervisor
+    os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kill", [_kill_sandbox, _kill_supervisor])

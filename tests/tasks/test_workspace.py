@@ -12,7 +12,7 @@ import pytest
 from nemo_gym.sandbox import AsyncSandbox
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.started import SandboxWithSessions
+from nemo_gym_prorl.sandbox.factory import SandboxWithSessions
 from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE
 from nemo_gym_prorl.tasks.workbench.workspace import ExtractedFile, ToolLimits, Workspace
 from tests.tasks import containers

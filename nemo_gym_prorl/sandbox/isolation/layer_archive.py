@@ -30,7 +30,7 @@ from nemo_gym_prorl.sandbox.limits.usage import DiskUsage, scan
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
+    from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest
 
 
 HEADER = "PRORL.snapshot"

@@ -36,7 +36,7 @@ from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
+    from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest
 
 
 FRESH = os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP

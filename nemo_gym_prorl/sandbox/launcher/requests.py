@@ -30,8 +30,8 @@ from nemo_gym_prorl.sandbox.supervisor.connection import Message, Packet, PeerGo
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest, SpawnRequest
-from nemo_gym_prorl.sandbox.supervisor.errors import KILLED, exhausted
+    from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest, SpawnRequest
+from nemo_gym_prorl.sandbox.supervisor.protocol import HELPER_KILLED, exhausted
 
 
 class Kind(IntEnum):
@@ -264,7 +264,7 @@ class Answer:
             case Said.EXHAUSTED:
                 return exhausted(self.words)
             case Said.KILLED:
-                return KILLED
+                return HELPER_KILLED
             case Said.NO_USER:
                 return {"error": f"there is no user {self.words!r} in this sandbox", "errno": self.number}
             case Said.OTHER_USER:

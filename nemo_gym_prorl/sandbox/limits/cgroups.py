@@ -47,6 +47,9 @@ LEAST_CPU_US = 1000
 _UNITS = frozenset({".scope", ".service", ".slice"})
 """Ends of the names of systemd's groups."""
 
+STALE_PROBE_S = 60.0
+"""Age of a probe group whose maker is dead; a probe takes milliseconds."""
+
 REMOVE_S = 1.0
 """How long processes that are ending may keep a group from being removed."""
 
@@ -104,6 +107,7 @@ def delegation() -> Delegation | None:
     base = base_of(group)
     if not os.access(base / "cgroup.procs", os.W_OK) or not is_ours(base):
         return None
+    _remove_stale_probes(base)
     probe = Group(base / f"{PREFIX}probe-{secrets.token_hex(4)}", frozenset())
     try:
         probe.path.mkdir()
@@ -115,6 +119,15 @@ def delegation() -> Delegation | None:
         return Delegation(base, CONTROLLERS & set((base / "cgroup.controllers").read_text().split()))
     finally:
         probe.remove()
+
+
+def _remove_stale_probes(base: Path) -> None:
+    """Remove the empty probe groups of processes that were killed during their probe."""
+    for left in base.glob(f"{PREFIX}probe-*"):
+        # Not a group with processes, which rmdir refuses, nor a new one, which another process may be probing.
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > STALE_PROBE_S:
+                left.rmdir()
 
 
 def is_ours(base: Path) -> bool:

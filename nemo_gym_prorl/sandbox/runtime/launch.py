@@ -31,7 +31,7 @@ from nemo_gym_prorl.sandbox.supervisor.state_dir import OWNER_VARIABLE
 
 
 if TYPE_CHECKING:
-    from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
+    from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest
 
 
 IDLE = "exec 3<&0 2>/dev/null; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"

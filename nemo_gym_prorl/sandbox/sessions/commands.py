@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Commands without a terminal: their output collected up to a limit, their time limit kept.
+"""Run a command without a terminal, with a time limit, and collect its output up to a size limit.
 
-:class:`HeadTail` holds output of any size in bounded memory: the beginning and the end are kept, what is between is
-counted. Shells and kernels use it too.
+:class:`HeadTail` keeps the beginning and the end of output of any size, and counts the rest. Shells and kernels use
+it, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nemo_gym_prorl.sandbox.supervisor.client import Process
 
 
 class HeadTail:
-    """Keeps the first and the last bytes of a stream, half of ``limit`` each, and knows how many there were."""
+    """Buffer of the first and the last bytes of a stream, half of ``limit`` each."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -33,14 +33,14 @@ class HeadTail:
         self.total = 0
 
     def add(self, data: bytes) -> None:
-        """Take the next bytes."""
+        """Append received bytes."""
         self.total += len(data)
         room = self._half - len(self._head)
         if room > 0:
             self._head += data[:room]
             data = data[room:]
         if data:
-            # Not what can't be among the last bytes: it would be held with them.
+            # A slice, since a large piece would stay in memory as a whole.
             self._tail.append(data[-self._half :])
             self._tail_size += len(self._tail[-1])
             while self._tail_size - len(self._tail[0]) >= self._half:
@@ -48,12 +48,12 @@ class HeadTail:
 
     @property
     def omitted(self) -> int:
-        """Bytes that were not kept, or of which a part was not kept."""
+        """Number of bytes that :meth:`text` omits, with the rest of a cut character."""
         head, tail = self._ends()
         return self.total - len(head) - len(tail)
 
     def text(self) -> str:
-        """What was kept, invalid UTF-8 replaced, with one line that says how many bytes are left out."""
+        """Return the kept text, with invalid UTF-8 replaced and one line for the omitted bytes."""
         head, tail = self._ends()
         omitted = self.total - len(head) - len(tail)
         if not omitted:
@@ -62,7 +62,7 @@ class HeadTail:
         return head.decode("utf-8", "replace") + between + tail.decode("utf-8", "replace")
 
     def _ends(self) -> tuple[bytes, bytes]:
-        """Beginning and end; if something is missing between them, without the halves of a character that was cut."""
+        """Return beginning and end; if bytes are missing between them, without partial characters at the cut."""
         head, tail = bytes(self._head), b"".join(self._tail)[-self._half :]
         if len(head) + len(tail) == self.total:
             return head, tail
@@ -74,27 +74,27 @@ class HeadTail:
 
 
 OUTPUT_LIMIT = 1 << 20
-"""Bytes kept of each output stream of a command, half from its beginning and half from its end."""
+"""Bytes kept of each output stream of a command, half from its beginning and half from its end; logs are longer."""
 
-DEFAULT_EXEC_TIMEOUT_S = 180.0
+DEFAULT_EXEC_TIMEOUT_S = 180.0  # Gym's default for a command
 
 DEATH_S = 1.0
-"""How long a killed process is waited for."""
+"""Time to wait for the end of a killed process, which takes milliseconds unless the process is in I/O or traced."""
 
-LARGEST_ARGUMENT = 100_000
-"""Bytes. A longer command travels as a file; the kernel takes no argument beyond 128 KiB."""
+MAX_ARGUMENT_BYTES = 100_000
+"""A longer command travels as a file; the kernel's limit for one argument is 128 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """What became of a command.
+    """Result of a command.
 
     Attributes:
-        stdout: its output, at most the limit, with one line in place of what is left out.
-        stderr: the same of its errors.
-        exit_code: as a shell would say: 128 + N after signal N.
-        timed_out: it was killed because its time was up.
-        omitted: bytes of output left out.
+        stdout: standard output within the limit, with one line in place of omitted bytes.
+        stderr: standard error, likewise.
+        exit_code: exit code as a shell reports it: 128 + N after signal N.
+        timed_out: whether the command was killed at its time limit.
+        omitted: number of omitted bytes of both streams.
     """
 
     stdout: str
@@ -106,14 +106,14 @@ class Completed:
 
 @contextlib.contextmanager
 def shell_command(command: str) -> Iterator[tuple[list[str], list[int]]]:
-    """What to execute for a command of ``/bin/sh`` of any length: arguments, and open files from 3 on.
+    """Yield arguments, and open files from 3 on, that run a command of any length with ``/bin/sh``.
 
     Raises:
-        CallerError: it can't be one.
+        CallerError: the command is not valid text, or too long.
     """
     checked(command, Command, "command")
     encoded = command.encode("utf-8", "surrogateescape")
-    if len(encoded) < LARGEST_ARGUMENT:
+    if len(encoded) < MAX_ARGUMENT_BYTES:
         yield ["/bin/sh", "-c", command], []
         return
     script = os.memfd_create("command", os.MFD_CLOEXEC)
@@ -132,15 +132,15 @@ async def complete(
     timeout_s: float | None,
     output_limit: int,
 ) -> Completed:
-    """Start a process and wait for its end, or make it end when its time is up or the caller goes away.
+    """Start a process and wait for its end. The process is killed at its time limit or if the call is cancelled.
 
-    Its time begins before it is asked for: what runs inside already can hold up those who come.
+    The time limit includes the start, which running programs of the sandbox can delay.
 
     Args:
-        spawn: starts it with these open files from 0 on: empty input, and its two output streams. Cancelled, it sees
-            to it that nothing runs.
-        kill: kills its process group.
-        timeout_s: how long it may run.
+        spawn: starts the process with these open files from 0 on: empty input and two output streams. If cancelled,
+            ``spawn`` leaves nothing running.
+        kill: kills the process group.
+        timeout_s: time limit; ``None`` for no limit.
         output_limit: bytes to keep of each stream.
     """
     null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
@@ -161,7 +161,7 @@ async def complete(
             timed_out = True
             if process:
                 kill(process)
-                # One that waits for a device does not even die then; its caller need not wait for that.
+                # Bounded: a process in uninterruptible I/O survives SIGKILL.
                 await asyncio.wait([process.ended], timeout=DEATH_S)
         except asyncio.CancelledError:
             if process:
@@ -181,7 +181,7 @@ async def complete(
 
 
 class _Stream:
-    """One output stream of a command: the writing end is the command's, the reading end is drained by the loop."""
+    """One output stream of a command: a pipe whose reading end the event loop drains."""
 
     def __init__(self, limit: int) -> None:
         self.kept = HeadTail(limit)
@@ -201,7 +201,7 @@ class _Stream:
         return bool(data)
 
     def finish(self) -> None:
-        """Take what is there, and close. Bounded, since what runs on in the background may write for ever."""
+        """Read the available output and close. Bounded: background processes may write for ever."""
         for _ in range(64):
             if not self._read():
                 break

@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""An IPython shell in a sandbox that takes cells over pipes.
+"""An IPython kernel in a sandbox that receives cells over pipes.
 
-The sandbox's ``python3`` runs :mod:`.kernel_driver`, :class:`.kernel_pipes.KernelPipes` is the server's end. Nothing
-listens anywhere and no file of the sandbox is involved, so a sandbox without network can have a kernel.
+The sandbox's ``python3`` runs :mod:`.kernel_driver`; :class:`.kernel_pipes.KernelPipes` is the server's end. The
+kernel needs no port and no file of the sandbox, so a sandbox without network can have a kernel.
 
-Every wait ends with the kernel: a dead one is reported, not waited for.
+Every wait for a kernel also ends with the kernel's process.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ from typing import Any
 from nemo_gym_prorl.background import run_uncancellable
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container
-from nemo_gym_prorl.sandbox.sessions.broken import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.sessions.commands import DEATH_S, HeadTail
 from nemo_gym_prorl.sandbox.sessions.kernel_pipes import OUTPUT_LIMIT, CellOutput, KernelPipes
-from nemo_gym_prorl.sandbox.supervisor.client import Process, SandboxLost
-from nemo_gym_prorl.session_results import Cell
+from nemo_gym_prorl.sandbox.sessions.session_errors import blame_agent, session_end_error
+from nemo_gym_prorl.sandbox.supervisor.client import Process
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost
+from nemo_gym_prorl.session_results import CellResult
 
 
-START_TIMEOUT_S = 60.0
-CELL_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 60.0  # importing IPython takes seconds on a busy machine
+CELL_TIMEOUT_S = 180.0  # Gym's default for a command
 INTERRUPT_GRACE_S = 2.0
-"""How long a cell may take to end after it was interrupted; then the kernel is killed."""
+"""Time for a cell to end after an interrupt, before the kernel is killed; Python handles a signal between opcodes."""
 
 DRIVER = ("python3", "-c", Path(__file__).with_name("kernel_driver.py").read_text())
 """Command that starts a kernel."""
 
 PROGRAM = "IPython"
 
-_LOG_CHARS = 2000
+_LOG_CHARS = 2000  # of a failed start's output; enough for a traceback
 
 
 class KernelBroken(AgentError):
-    """What speaks as the kernel does not speak as one, and was ended: what runs in the sandbox has taken its place."""
+    """The kernel's process broke the protocol and was killed: programs in the sandbox have replaced the kernel."""
 
 
 class Kernel:
-    """One kernel. Belongs to one event loop. Cells run one after the other, as they were asked for."""
+    """One kernel. Belongs to one event loop. Cells run one at a time (FIFO)."""
 
     def __init__(self, container: Container) -> None:
         self._container = container
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._process: Process | None = None
         self._pipes: KernelPipes | None = None
         self._broken = ""
@@ -57,22 +58,22 @@ class Kernel:
 
     @classmethod
     async def start(cls, container: Container, *, timeout_s: float = START_TIMEOUT_S) -> Kernel:
-        """Start a kernel and wait until it takes cells; best done while the job waits for something else.
+        """Start a kernel and wait until it accepts cells.
 
         Raises:
-            InfrastructureError: the image has no IPython, or it does not start; says what it said.
-            KernelBroken: what answers is no kernel.
-            SandboxBroken: there was one in that sandbox, and what ran there broke it.
+            InfrastructureError: the image has no IPython, or the kernel does not start; has the kernel's output.
+            KernelBroken: the started process breaks the kernel's protocol.
+            SandboxBroken: a kernel worked in the sandbox before, or the image has one, and programs broke it.
         """
         kernel = cls(container)
         await kernel.restart(timeout_s=timeout_s)
         return kernel
 
     async def restart(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
-        """End the kernel, if it lives, and start a fresh one."""
+        """End the kernel, if it lives, and start a new one."""
         await self.close()
         self._broken, self._killed = "", False
-        pipes = self._pipes = KernelPipes(self._on_lost)
+        pipes = self._pipes = KernelPipes(self._on_unusable)
         try:
             async with asyncio.timeout(timeout_s):
                 self._container.give(pipes.driver_ends[0])
@@ -81,7 +82,7 @@ class Kernel:
                     self._process = await self._container.spawn(DRIVER, [null, *pipes.driver_ends])
                 finally:
                     os.close(null)
-                pipes.handed_over()
+                pipes.close_driver_ends()
                 if self._broken:
                     self._container.kill(self._process)
                 ends: list[asyncio.Future[Any]] = [pipes.over, self._process.ended]
@@ -89,33 +90,35 @@ class Kernel:
                 if not pipes.over.done():
                     raise SandboxLost("the kernel has ended")
         except (TimeoutError, SandboxLost, CallerError) as error:
-            process, said = self._process, pipes.drain().text.text().strip()[-_LOG_CHARS:] or str(error)
+            process, output = self._process, pipes.drain().text.text().strip()[-_LOG_CHARS:] or str(error)
             await self.close()
-            await self._judge(error, process, said)
+            await self._raise_cause(error, process, output)
             raise InfrastructureError(
-                f"no kernel answers in the sandbox; it needs python3 with IPython in the image: {said}",
+                f"no kernel answers in the sandbox; it needs python3 with IPython in the image: {output}",
                 kind=FailureKind.PROVIDER_UNAVAILABLE,
             ) from error
         except BaseException:
             await self.close()
             raise
-        self._container.worked.add(PROGRAM)
+        self._container.sessions_started.add(PROGRAM)
 
-    async def run(self, code: str, *, timeout_s: float = CELL_TIMEOUT_S, output_limit: int = OUTPUT_LIMIT) -> Cell:
-        """Run one cell. If the caller goes away meanwhile, the cell is interrupted.
+    async def run(
+        self, code: str, *, timeout_s: float = CELL_TIMEOUT_S, output_limit: int = OUTPUT_LIMIT
+    ) -> CellResult:
+        """Run one cell. A cancelled call interrupts the cell.
 
         Args:
-            code: the source.
-            timeout_s: then it is interrupted, and if it goes on all the same, the kernel is killed.
+            code: Python source.
+            timeout_s: time limit. The cell is then interrupted, and the kernel is killed if the cell does not end.
             output_limit: bytes of text to keep.
 
         Raises:
-            SandboxBroken: what ran in the kernel has ended it, and :meth:`restart` starts another.
+            SandboxBroken: programs in the kernel have ended the kernel; :meth:`restart` starts another.
             SandboxLost: the sandbox ended, or the kernel was killed.
-            CallerError: it is closed.
-            KernelBroken: it was ended before, since it did not speak as one.
+            CallerError: the kernel is closed.
+            KernelBroken: the kernel was killed before, after it broke the protocol.
         """
-        async with self._turn:
+        async with self._lock:
             process, pipes = self._process, self._pipes
             if self._broken:
                 raise KernelBroken(self._broken)
@@ -125,23 +128,23 @@ class Kernel:
             try:
                 timed_out = await self._ends_within(over, process, timeout_s)
             except asyncio.CancelledError:
-                # The turn ends with the cell, else the next cell would wait inside the kernel.
+                # The lock is held until the cell has ended, or the next cell would wait inside the kernel.
                 await run_uncancellable(self._ends_within(over, process, 0.0))
                 raise
             output = over.result() if over.done() else pipes.drain()
             died = bool(self._broken) or not over.done()
             if died and not timed_out and not self._broken and process.ended.result() == -signal.SIGKILL:
-                # It may have gone with its sandbox.
+                # The kill may be the end of the sandbox, which is reported later.
                 await self._container.check_living()
             return _cell(output, output_limit, timed_out=timed_out, died=died, broken=self._broken)
 
     async def interrupt(self) -> None:
-        """Interrupt the cell that runs, as Ctrl-C does."""
+        """Interrupt the running cell, as Ctrl-C does."""
         if self._process is not None:
             await self._container.signal(self._process, signal.SIGINT)
 
     async def close(self) -> None:
-        """End the kernel. Harmless when it has ended."""
+        """End the kernel. Idempotent."""
         if self._pipes is not None:
             self._pipes.close()
         if self._process is not None:
@@ -155,9 +158,8 @@ class Kernel:
         await self.close()
 
     async def _ends_within(self, over: asyncio.Future[CellOutput], process: Process, timeout_s: float) -> bool:
-        """Wait for a cell's end, or for the kernel's; whether the cell had to be stopped."""
+        """Wait for the end of a cell or its kernel, interrupt and then kill; return whether a signal was needed."""
         ends: list[asyncio.Future[Any]] = [over, process.ended]
-        # First it is asked to stop, then it is made to.
         for number, limit in ((signal.SIGINT, timeout_s), (signal.SIGKILL, INTERRUPT_GRACE_S)):
             await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if over.done() or process.ended.done():
@@ -167,30 +169,29 @@ class Kernel:
         await asyncio.wait(ends, timeout=DEATH_S, return_when=asyncio.FIRST_COMPLETED)
         return True
 
-    async def _judge(self, error: Exception, process: Process | None, said: str) -> None:
-        """Raise what it is if a kernel does not start for another reason than its image."""
+    async def _raise_cause(self, error: Exception, process: Process | None, output: str) -> None:
+        """Raise the cause of a failed start, unless the image is the cause."""
         if self._broken:
             raise KernelBroken(self._broken) from error
         if not self._container.alive:
             with contextlib.suppress(SandboxLost):
                 self._container.check_alive()
-            raise SandboxLost(f"the sandbox ended while its kernel started: {said}") from error
-        # What is late is no agent's for sure: the machine may be busy.
+            raise SandboxLost(f"the sandbox ended while its kernel started: {output}") from error
+        # A timeout is not blamed on the agent: the machine may be busy.
         if not isinstance(error, TimeoutError):
-            await blame_agent(self._container, PROGRAM, process, said)
+            await blame_agent(self._container, PROGRAM, process, output)
 
-    def _on_lost(self, reason: str) -> None:
+    def _on_unusable(self, reason: str) -> None:
         process = self._process
         if process is None or not process.ended.done():
-            self._broken = f"the kernel was ended, since it does not speak as one: {reason}"
+            self._broken = f"the kernel was ended because it broke its protocol: {reason}; restart it"
             if process is not None:
                 self._container.kill(process)
 
 
-def _cell(output: CellOutput, limit: int, *, timed_out: bool, died: bool, broken: str) -> Cell:
-    """Return the result."""
+def _cell(output: CellOutput, limit: int, *, timed_out: bool, died: bool, broken: str) -> CellResult:
     trouble = HeadTail(limit)
-    trouble.add(output.shown.error)
-    omitted = output.text.omitted + output.shown.omitted + trouble.omitted
+    trouble.add(output.results.error)
+    omitted = output.text.omitted + output.results.omitted + trouble.omitted
     error = broken or trouble.text() or None
-    return Cell(output.text.text(), output.shown.data, error, timed_out, died, omitted)
+    return CellResult(output.text.text(), output.results.data, error, timed_out, died, omitted)

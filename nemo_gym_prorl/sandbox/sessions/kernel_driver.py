@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Program of a kernel process: an IPython shell that takes cells from a pipe.
+"""Program of a kernel process: an IPython shell that receives cells over a pipe.
 
 The image's own Python (3.7 or later, with IPython 7.34 or later) runs the text of this module with ``python3 -c``;
-nothing of this package is in the image. :mod:`.kernel_pipes` has the other ends of its pipes:
+the image has nothing of this package. :mod:`.kernel_pipes` has the other ends of the pipes, by descriptor:
 
-- 1 and 2: *text*. Whatever the process, its threads and its children print, in the order of their writes. Marks in
-  between, each of one atomic write, say where a cell's text ends and where it was cleared.
-- 3: *requests*. A length and so many bytes each: first the mark, then cells.
-- 4: *events*. What cells show and raise, and their ends. Each event travels in records of one atomic write, so that an
-  interrupt between two records leaves no broken record: the reader drops the event that lacks its last one.
+- 1 and 2: *text*. Output of the process, its threads and its children, in the order of their writes. Marks, each
+  written atomically, separate the text of cells and say where the text was cleared.
+- 3: *requests*. A length and that many bytes each: first the mark, then cells.
+- 4: *events*. Rich results, tracebacks and ends of cells. Each event is a sequence of records that are written
+  atomically. An interrupt between two records leaves no partial record, and the reader drops the incomplete event.
 
-One event loop runs during cells and between them, so tasks of earlier cells go on, and cells may ``await``.
+One event loop runs during cells and between them, so tasks of earlier cells continue, and cells may ``await``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 
 
-# The working folder is the agent's: a ``random.py`` there is for its cells alone, which look for it there again.
+# The agent's working folder may have a ``random.py``, which only its cells must import; see ``sys.path.insert`` below.
 sys.path[:] = filter(None, sys.path)
 
 # ruff: noqa: E402
@@ -54,16 +54,16 @@ except ImportError as missing:
 
 TEXT, REQUESTS, EVENTS = 1, 3, 4
 FIRST_OWN = 100
-"""The driver's copies have numbers from here on: programs close or replace the low ones."""
+"""First descriptor of the driver's copies: programs close or replace the low ones."""
 
-LARGEST_RESULT = 8 << 20
-"""Bytes; of a larger result only its size is told."""
+MAX_RESULT_BYTES = 8 << 20
+"""Of a larger result only the size is sent; the server keeps no more."""
 
-LARGEST_TRACEBACK = 1 << 20
-"""Characters; of a longer one beginning and end are sent."""
+MAX_TRACEBACK_CHARS = 1 << 20
+"""Of a longer traceback the beginning and the end are sent; the server keeps less."""
 
-MOST_TYPES = 100
-"""MIME types of one result that are sent."""
+MAX_MIME_TYPES = 100
+"""MIME types of one result that are sent; the server's limit of parts allows more."""
 
 SIZE = struct.Struct("!I")
 RECORD = struct.Struct("!HB")
@@ -74,7 +74,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Text(io.FileIO):
-    """The text pipe, for Python's own prints: writes all of what it is given, and clears before it if that is due."""
+    """The text pipe as a file, for Python's own output: writes completely, after a pending clear."""
 
     def __init__(self) -> None:
         super().__init__(fcntl.fcntl(TEXT, fcntl.F_DUPFD_CLOEXEC, FIRST_OWN), "w", closefd=False)
@@ -86,10 +86,10 @@ class Text(io.FileIO):
         return self.put(data)
 
     def close(self) -> None:
-        """Nothing: a wrapper that a cell makes of it closes it as it is collected."""
+        """Do nothing: a wrapper that a cell makes of the file closes the file when it is collected."""
 
     def put(self, data: Any) -> int:
-        """Write without clearing first."""
+        """Write without a pending clear."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
@@ -103,7 +103,7 @@ class Text(io.FileIO):
 
 
 class Channel:
-    """Both pipes to the server, with the one rule that they share: clearing is for both."""
+    """Both output pipes to the server; a clear applies to both."""
 
     def __init__(self) -> None:
         self.text = Text()
@@ -119,7 +119,7 @@ class Channel:
         if os.getpid() != self._process:
             return
         size = sum(map(len, parts))
-        if size > LARGEST_RESULT:
+        if size > MAX_RESULT_BYTES:
             kind, parts = b"omitted", (b"%d" % size,)
         event = b"".join(SIZE.pack(len(part)) + part for part in (kind, *parts))
         with self._lock:
@@ -129,10 +129,10 @@ class Channel:
                 os.write(self._events, RECORD.pack(len(part), flags) + part)
 
     def show(self, data: Mapping[str, Any], transient: Any = None, *, update: bool = False) -> None:
-        """Send a rich result: MIME types and what is of them."""
+        """Send a rich result: pairs of MIME type and content."""
         self._before_output()
         parts = [encoded((transient or {}).get("display_id") or "")]
-        for kind, value in list(data.items())[:MOST_TYPES]:
+        for kind, value in list(data.items())[:MAX_MIME_TYPES]:
             if isinstance(value, bytes):
                 value = base64.b64encode(value).decode()
             elif not isinstance(value, str):
@@ -141,13 +141,13 @@ class Channel:
         self.send(b"update" if update else b"data", *parts)
 
     def clear(self) -> None:
-        """Have all output of the cell so far forgotten."""
+        """Drop all output of the cell so far."""
         self.clears = False
         self._put_mark(b"clear")
         self.send(b"clear")
 
     def end(self, number: int) -> None:
-        """Tell the end of a cell, after all that it has written."""
+        """Report the end of a cell, after all of its output."""
         self._put_mark(b"%d" % number)
         self.send(b"end", b"%d" % number)
 
@@ -160,7 +160,7 @@ class Channel:
 
 
 class Results(DisplayHook):  # type: ignore[misc]
-    """Sends the value of a cell's last expression."""
+    """Display hook that sends the value of a cell's last expression."""
 
     def write_output_prompt(self) -> None:
         pass
@@ -173,7 +173,7 @@ class Results(DisplayHook):  # type: ignore[misc]
 
 
 class Displays(DisplayPublisher):  # type: ignore[misc]
-    """Sends what ``display`` shows."""
+    """Display publisher that sends the results of ``display``."""
 
     def publish(
         self, data: Mapping[str, Any], *_described: Any, transient: Any = None, update: bool = False, **_named: Any
@@ -193,40 +193,40 @@ class Shell(InteractiveShell):  # type: ignore[misc]
     displayhook_class = Type(Results)
     display_pub_class = Type(Displays)
     channel: Channel
-    told = False
+    error_sent = False
     interrupted = False
 
     def enable_gui(self, gui: Any = None) -> None:
-        """Nothing: there is no screen, and asyncio's loop runs anyway."""
+        """Do nothing: there is no screen, and asyncio's loop runs anyway."""
 
     def ask_exit(self) -> None:
         self.exit_now = True
 
     def system(self, cmd: str) -> None:
-        """Run a command that prints into the pipe itself, after what the cell has printed."""
+        """Run a command that writes to the text pipe itself, after the cell's own output."""
         flush()
         self.system_raw(cmd)
 
     def _showtraceback(self, etype: type[BaseException], evalue: BaseException, stb: list[str]) -> None:
-        self.told = True
+        self.error_sent = True
         if self.interrupted and issubclass(etype, asyncio.CancelledError):
             stb = [*stb, "KeyboardInterrupt"]
         text = _COLOURS.sub("", "\n".join(stb))
-        if len(text) > LARGEST_TRACEBACK:
-            self.channel.send(b"omitted", b"%d" % (len(text) - LARGEST_TRACEBACK))
-            text = text[: LARGEST_TRACEBACK // 2] + text[-LARGEST_TRACEBACK // 2 :]
+        if len(text) > MAX_TRACEBACK_CHARS:
+            self.channel.send(b"omitted", b"%d" % (len(text) - MAX_TRACEBACK_CHARS))
+            text = text[: MAX_TRACEBACK_CHARS // 2] + text[-MAX_TRACEBACK_CHARS // 2 :]
         self.channel.send(b"error", encoded(text))
 
 
 class Driver:
-    """Runs cells one after the other, on a loop that goes on between them."""
+    """Runs cells one after the other, on an event loop that also runs between them."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self.loop)
         self.channel = Channel()
         for name, errors in (("stdout", "surrogateescape"), ("stderr", "backslashreplace")):
-            # Whole lines, so that those of several processes do not mix.
+            # Line buffering keeps the lines of several processes apart.
             stream = io.TextIOWrapper(self.channel.text, "utf-8", errors, line_buffering=True)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
@@ -235,7 +235,7 @@ class Driver:
         os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
         os.environ.update(PAGER="cat", GIT_PAGER="cat")
         sys.argv[:] = [""]
-        # A database on disk that is written for each cell takes longer than the cell.
+        # IPython's history is a database on disk, written after each cell.
         config = Config(HistoryManager={"enabled": False}, InteractiveShell={"colors": "NoColor"})
         self.shell = Shell.instance(config=config)
         self.shell.channel = self.channel
@@ -253,8 +253,8 @@ class Driver:
         self.channel.mark = await self._next_request() or b""
         number = 0
         while True:
-            # The start counts as cell 0. A cell that asks for the end is told to have ended the kernel, as with
-            # ``os._exit``: the next one would else be lost with it.
+            # The start counts as cell 0. A cell that calls ``exit`` gets no end, as with ``os._exit``, so that the
+            # server does not send another cell to a kernel that is ending.
             flush()
             if self.shell.exit_now:
                 return
@@ -263,12 +263,12 @@ class Driver:
             if request is None:
                 return
             number += 1
-            self.shell.told = self.shell.interrupted = False
+            self.shell.error_sent = self.shell.interrupted = False
             self._cell = self.loop.create_task(self._run(request.decode("utf-8", "surrogatepass")))
             try:
                 await self._cell
             except BaseException as error:
-                self._tell(error)
+                self._send_error(error)
             self._cell = None
             signal.signal(signal.SIGINT, self._interrupt)
 
@@ -292,25 +292,25 @@ class Driver:
             result = shell.run_cell(code, store_history=True)
         error = result.error_before_exec or result.error_in_exec
         if os.getpid() != process:
-            # A forked child that came back: the loop and the pipes are its parent's.
+            # A child that the cell has forked must not use the parent's loop and pipes.
             flush()
             status = error.code if isinstance(error, SystemExit) else None
             os._exit(status if isinstance(status, int) else error is not None)
-        self._tell(error)
+        self._send_error(error)
 
-    def _tell(self, error: BaseException | None) -> None:
-        """Send a cell's error, unless IPython has."""
-        if error is not None and not self.shell.told:
+    def _send_error(self, error: BaseException | None) -> None:
+        """Send a cell's error, unless IPython has sent a traceback."""
+        if error is not None and not self.shell.error_sent:
             try:
-                said = f"{type(error).__name__}: {error}"
+                text = f"{type(error).__name__}: {error}"
             except BaseException:
-                said = type(error).__name__
-            self.channel.send(b"error", encoded(said))
+                text = type(error).__name__
+            self.channel.send(b"error", encoded(text))
 
     def _interrupt(self, *_signal: Any) -> None:
-        """Stop a cell with ``await`` where it runs, or where it waits; between cells there is nothing to stop."""
+        """Interrupt a running or waiting cell with ``await``; do nothing between cells."""
         cell = self._cell
-        if cell is None or cell.done():  # as between two cells
+        if cell is None or cell.done():
             return
         self.shell.interrupted = True
         if asyncio.current_task(self.loop) is cell:
@@ -318,7 +318,7 @@ class Driver:
         self.loop.call_soon_threadsafe(cell.cancel)
 
     async def _next_request(self) -> bytes | None:
-        """Return the next request, or ``None`` once there will be no more."""
+        """Return the next request, or ``None`` when the server has closed the pipe."""
         received = self._received
         while len(received) < SIZE.size or len(received) < SIZE.size + SIZE.unpack_from(received)[0]:
             ready = asyncio.Event()
@@ -335,20 +335,20 @@ class Driver:
         return request
 
     def _page(self, _shell: Any, data: Any, start: Any = 0, screen_lines: Any = 0) -> None:
-        """Print what IPython would page, as the answer to ``len?``."""
+        """Print text that IPython would show in a pager, such as for ``len?``."""
         text = data.get("text/plain", "") if isinstance(data, dict) else data
         print(_COLOURS.sub("", text))
 
 
 def flush() -> None:
-    """Write what Python has not written yet, whatever a cell has put in the place of its streams."""
+    """Flush Python's streams, also those that a cell has replaced."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__):
         with contextlib.suppress(Exception):
             stream.flush()  # type: ignore[union-attr]
 
 
 def encoded(text: str) -> bytes:
-    """Text as bytes; what Python reads of bytes that are no UTF-8 becomes those bytes again."""
+    """Encode text; surrogates that stand for bytes that are not UTF-8 become those bytes."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:  # half a surrogate pair that is no byte
@@ -356,12 +356,12 @@ def encoded(text: str) -> bytes:
 
 
 def refuse_input(*_arguments: Any, **_named: Any) -> str:
-    """In place of ``input``.
+    """Refuse ``input`` and ``getpass``.
 
     Raises:
         StdinNotImplementedError: always.
     """
-    raise StdinNotImplementedError("input() has nobody to ask here: put the value into the code")
+    raise StdinNotImplementedError("input() is not available in this kernel: put the value into the code")
 
 
 def main() -> None:
@@ -369,7 +369,7 @@ def main() -> None:
     driver = Driver()
     serving = driver.loop.create_task(driver.serve())
     while not serving.done() and not driver.loop.is_closed():
-        # What a task of the agent's raises, and what stops the loop, ends neither the loop nor the kernel.
+        # An exception of an agent's task, or a stopped loop, must not end the kernel.
         with contextlib.suppress(KeyboardInterrupt, SystemExit, RuntimeError):
             driver.loop.run_until_complete(serving)
 

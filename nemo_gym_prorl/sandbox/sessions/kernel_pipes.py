@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The server's ends of a kernel's pipes; :mod:`.kernel_driver` has the others and says what travels on them.
+"""The server's ends of a kernel's pipes. :mod:`.kernel_driver` has the other ends and describes the protocol.
 
-Everything that arrives is untrusted: any program inside can write to these pipes. Text is kept up to a limit, rich
-results up to :data:`DATA_LIMIT`, and what is more is counted. Beside that one event is held, of bounded size. What no
-driver sends is a :class:`Violation`. One turn of the event loop reads one piece of each pipe; the rest waits there and
-holds up its own writer.
+All input is untrusted: any program inside can write to these pipes. Text is kept up to a limit, rich results up to
+:data:`DATA_LIMIT`, and the rest is counted. In addition one event of bounded size is buffered. Input that no driver
+sends raises :class:`Violation`. Each callback of the event loop reads one piece of a pipe; unread data blocks the
+writer (backpressure).
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from nemo_gym_prorl.sandbox.sessions.commands import HeadTail
 
 
 OUTPUT_LIMIT = 64 << 10
-"""Bytes of a cell's text, and of its traceback, that are kept."""
+"""Bytes kept of a cell's text, and of its traceback; a model reads about 16k tokens."""
 
 DATA_LIMIT = 8 << 20
-"""Bytes of a cell's rich results that are kept: some large images."""
+"""Bytes kept of a cell's rich results: several large images."""
 
 RESULT_COST = 1 << 10
-"""Bytes that a result takes, and each MIME type of it, however short it is."""
+"""Bytes charged per result and per MIME type, so that many short results are bounded, too."""
 
-LARGEST_EVENT = DATA_LIMIT + (64 << 10)
-"""Bytes. The driver sends of a result no more than :data:`DATA_LIMIT`; the rest is names and lengths."""
+MAX_EVENT_BYTES = DATA_LIMIT + (64 << 10)
+"""The driver sends at most :data:`DATA_LIMIT` of a result; the rest is for names and lengths."""
 
-MOST_PARTS = 256
-"""Of one event; a result with 100 MIME types has 202."""
+MAX_PARTS = 256
+"""Parts of one event; a result with 100 MIME types has 202."""
 
 TEXT_BYTES = 64 << 10
 EVENT_BYTES = 4 << 10
-"""Read at once. So many bytes of the shortest events take a millisecond to read."""
+"""Bytes per read; decoding the shortest events of so many bytes takes about a millisecond."""
 
 DRAINED_READS = 64
-"""Pieces of each pipe that are read at most once the kernel has ended; a process that it left may write for ever."""
+"""Reads of each pipe after the kernel's end; a process that the kernel has started may write for ever."""
 
 CLOSED_GRACE_S = 1.0
-"""How long a kernel may live without its pipes: one that ends closes them a little before its end is told."""
+"""Time for a kernel to end after closing its pipes; an ending kernel closes them before its end is reported."""
 
 WORD_BYTES = 8
-"""Length of what follows the mark: ``clear``, or the number of the cell that has ended."""
+"""Length of the word after a mark: ``clear``, or the number of the cell that has ended."""
 
 SIZE = struct.Struct("!I")
 RECORD = struct.Struct("!HB")
@@ -56,16 +56,16 @@ BEGINS, ENDS = 1, 2
 
 
 class Violation(Exception):
-    """What came is no driver's; says what."""
+    """Input that breaks the driver's protocol."""
 
 
 class MarkedText:
-    """Splits a stream of text at its marks. Holds back what may be the beginning of a mark, and nothing else.
+    """Splits a stream of text at its marks. Buffers only bytes that may be the beginning of a mark.
 
     Args:
         mark: begins with a NUL byte.
-        on_text: gets all text.
-        on_mark: gets the word of each mark, after the text before it.
+        on_text: called with all text.
+        on_mark: called with the word of each mark, after the text before the mark.
     """
 
     def __init__(self, mark: bytes, on_text: Callable[[bytes], None], on_mark: Callable[[bytes], None]) -> None:
@@ -75,7 +75,7 @@ class MarkedText:
         self._held = b""
 
     def feed(self, data: bytes) -> None:
-        """Take what came."""
+        """Process received bytes."""
         data, self._held = self._held + data, b""
         begin = 0
         while (at := data.find(self._mark, begin)) >= 0 and at + self._size <= len(data):
@@ -88,16 +88,16 @@ class MarkedText:
         self._on_text(data[begin:end])
 
     def flush(self) -> None:
-        """Give what was held back: there will be no more."""
+        """Pass on buffered bytes at the end of the stream."""
         held, self._held = self._held, b""
         self._on_text(held)
 
 
 class EventReader:
-    """Puts events together from a stream of records; holds one event at most.
+    """Assembles events from a stream of records; buffers at most one event.
 
     Args:
-        listener: gets each event: its kind, and its other parts.
+        listener: called with the kind and the other parts of each event.
     """
 
     def __init__(self, listener: Callable[[str, list[bytes]], None]) -> None:
@@ -106,10 +106,10 @@ class EventReader:
         self._event: bytearray | None = None
 
     def feed(self, data: bytes) -> None:
-        """Take what came.
+        """Process received bytes.
 
         Raises:
-            Violation: then nothing more is to be fed.
+            Violation: the stream is not the driver's; the reader must not be used again.
         """
         data, begin = self._rest + data, 0
         while (body := begin + RECORD.size) <= len(data):
@@ -123,11 +123,11 @@ class EventReader:
     def _take(self, piece: bytes, flags: int) -> None:
         if flags & BEGINS:
             self._event = bytearray()
-        if self._event is None:  # the driver was interrupted between two records of this one
+        if self._event is None:  # an interrupt of the driver dropped the first record of this event
             return
         self._event += piece
-        if len(self._event) > LARGEST_EVENT:
-            raise Violation(f"an event of more than {LARGEST_EVENT} bytes")
+        if len(self._event) > MAX_EVENT_BYTES:
+            raise Violation(f"an event of more than {MAX_EVENT_BYTES} bytes")
         if flags & ENDS:
             event, self._event = self._event, None
             kind, *parts = _parts(event)
@@ -135,26 +135,26 @@ class EventReader:
 
 
 def _parts(event: bytearray) -> list[bytes]:
-    """Return what is in an event: its kind, and whatever follows."""
+    """Return the parts of an event, the kind first."""
     parts: list[bytes] = []
     begin = 0
     while not parts or begin < len(event):
         body = begin + SIZE.size
         begin = body + SIZE.unpack_from(event, begin)[0] if body <= len(event) else body
-        if begin > len(event) or len(parts) == MOST_PARTS:
-            raise Violation("an event that is none")
+        if begin > len(event) or len(parts) == MAX_PARTS:
+            raise Violation("a malformed event")
         parts.append(bytes(event[body:begin]))
     return parts
 
 
 def _number(text: bytes) -> int:
     if not text.isdigit() or len(text) > WORD_BYTES:
-        raise Violation("an event with a number that is none")
+        raise Violation("an event with a malformed number")
     return int(text)
 
 
-class Shown:
-    """What a cell has shown and raised."""
+class RichResults:
+    """Rich results and traceback of a cell."""
 
     def __init__(self) -> None:
         self.error = b""
@@ -162,10 +162,10 @@ class Shown:
         self._clear()
 
     def take(self, kind: str, parts: list[bytes]) -> None:
-        """Take an event.
+        """Apply an event.
 
         Raises:
-            Violation: it is none.
+            Violation: the event is malformed.
         """
         match kind, parts:
             case "data" | "update", [name, *pairs] if len(pairs) % 2 == 0:
@@ -177,7 +177,7 @@ class Shown:
             case "omitted", [size]:
                 self.omitted += _number(size)
             case _:
-                raise Violation("an event that is none")
+                raise Violation("a malformed event")
 
     def _clear(self) -> None:
         self.data: list[dict[str, str]] = []
@@ -215,33 +215,33 @@ def _pipes(count: int) -> list[tuple[int, int]]:
 
 
 class CellOutput(NamedTuple):
-    """All of a cell."""
+    """Text and results of a cell."""
 
     text: HeadTail
-    shown: Shown
+    results: RichResults
 
 
 class KernelPipes:
     """Pipes to one kernel. Belongs to one event loop.
 
-    What comes between two cells, as of threads and tasks of earlier ones, is of the next cell.
+    Output between two cells, from threads and tasks of earlier cells, belongs to the next cell.
 
     Args:
-        lost: told the reason if the kernel is of no use any more.
+        on_unusable: called with the reason when the kernel cannot run cells any more.
 
     Attributes:
-        driver_ends: descriptors of the kernel's ends, in the order that the driver has them from 1 on.
-        over: done once the kernel has told the end of the cell that runs; at first, once the kernel has started.
+        driver_ends: descriptors of the kernel's ends, in the order of the driver's descriptors from 1 on.
+        over: resolved when the running cell has ended; for the start, when the kernel is ready.
     """
 
-    def __init__(self, lost: Callable[[str], None]) -> None:
+    def __init__(self, on_unusable: Callable[[str], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lost = lost
+        self._on_unusable = on_unusable
         mark = b"\0" + secrets.token_hex(8).encode()
         self._marked = MarkedText(mark, lambda text: self._text.add(text), self._on_mark)
         self._events = EventReader(self._on_event)
         self._number = -1
-        self._text, self._shown, self._unsent = HeadTail(OUTPUT_LIMIT), Shown(), bytearray()
+        self._text, self._results, self._unsent = HeadTail(OUTPUT_LIMIT), RichResults(), bytearray()
         (self._text_pipe, text), (requests, self._request_pipe), (self._event_pipe, events) = _pipes(3)
         self.driver_ends = [text, text, requests, events]
         self._ours = [self._text_pipe, self._request_pipe, self._event_pipe]
@@ -251,31 +251,31 @@ class KernelPipes:
         self._loop.add_reader(self._event_pipe, self._read_events)
         self._begin(mark)
 
-    def handed_over(self) -> None:
-        """Close the driver's ends here: the kernel has them, or never will."""
+    def close_driver_ends(self) -> None:
+        """Close this process's copies of the driver's ends, once the kernel has them or has failed to start."""
         for descriptor in set(self.driver_ends):
             os.close(descriptor)
         self.driver_ends = []
 
     def begin(self, code: str, limit: int) -> asyncio.Future[CellOutput]:
-        """Send a cell, of whose text ``limit`` bytes are to be kept; returns :attr:`over`."""
+        """Send a cell and return :attr:`over`; ``limit`` bytes of the cell's text are kept."""
         late, self._text = self._text, HeadTail(limit)
         if late.total:
             self._text.add(late.text().encode())
         return self._begin(code.encode("utf-8", "surrogatepass"))
 
     def drain(self) -> CellOutput:
-        """Read what a kernel that has ended left in its pipes, and return what there is of the cell that ran."""
+        """Read the rest of an ended kernel's output, and return the output of the cell that ran."""
         for read in (self._read_text, self._read_events) if self._ours else ():
             for _ in range(DRAINED_READS):
                 if not read():
                     break
         self._marked.flush()
-        return self.over.result() if self.over.done() else CellOutput(self._ended_text or self._text, self._shown)
+        return self.over.result() if self.over.done() else CellOutput(self._ended_text or self._text, self._results)
 
     def close(self) -> None:
-        """Close all ends; nothing is told any more."""
-        self.handed_over()
+        """Close all ends. No callback runs afterwards."""
+        self.close_driver_ends()
         for descriptor in self._ours:
             self._loop.remove_reader(descriptor)
             self._loop.remove_writer(descriptor)
@@ -285,10 +285,10 @@ class KernelPipes:
     def _begin(self, request: bytes) -> asyncio.Future[CellOutput]:
         self._number += 1
         self._ended_text: HeadTail | None = None
-        self._ended_shown: Shown | None = None
+        self._ended_results: RichResults | None = None
         self.over: asyncio.Future[CellOutput] = self._loop.create_future()
         if self._unsent:
-            self._lose("it does not take what it is sent")
+            self._lose("it does not read its cells")
         self._unsent += SIZE.pack(len(request)) + request
         self._send()
         return self.over
@@ -296,7 +296,7 @@ class KernelPipes:
     def _lose(self, reason: str) -> None:
         if self._ours:
             self._loop.remove_reader(self._event_pipe)
-            self._lost(reason)
+            self._on_unusable(reason)
 
     def _read_text(self) -> bool:
         try:
@@ -331,18 +331,18 @@ class KernelPipes:
 
     def _on_event(self, kind: str, parts: list[bytes]) -> None:
         if kind != "end" or len(parts) != 1:
-            self._shown.take(kind, parts)
-        elif _number(parts[0]) == self._number and self._ended_shown is None:
-            self._ended_shown, self._shown = self._shown, Shown()
+            self._results.take(kind, parts)
+        elif _number(parts[0]) == self._number and self._ended_results is None:
+            self._ended_results, self._results = self._results, RichResults()
             self._end_if_complete()
 
     def _end_if_complete(self) -> None:
-        if self._ended_text is not None and self._ended_shown is not None and not self.over.done():
-            self.over.set_result(CellOutput(self._ended_text, self._ended_shown))
+        if self._ended_text is not None and self._ended_results is not None and not self.over.done():
+            self.over.set_result(CellOutput(self._ended_text, self._ended_results))
 
     def _send(self) -> None:
         self._loop.remove_writer(self._request_pipe)
-        # What a kernel that has ended does not take is nobody's.
+        # The kernel's end is reported by its process.
         with contextlib.suppress(BrokenPipeError):
             try:
                 while self._unsent:

@@ -2,17 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A persistent bash on a terminal inside a sandbox.
 
-Three channels:
+A session has three channels:
 
-- *commands* and *exit codes* travel through two private sockets (:mod:`.bash_channel`): nothing is typed, so nothing
-  is echoed, cut at 4,096 characters or read by a program that reads its input;
-- *input* for programs, and Ctrl-C, go through the terminal;
-- *output* comes from the terminal unchanged.
+- *Commands* and *exit codes* travel through two private sockets (:mod:`.bash_channel`). Commands are not typed, so
+  the terminal neither echoes them nor cuts them at 4,096 characters, and no program reads them as input.
+- *Input* for programs, and Ctrl-C, go through the terminal.
+- *Output* comes from the terminal unchanged.
 
-The output of a command is complete before its end is reported: a read that finds a terminal empty makes the kernel
-first hand over all that was written to the other side. The folder is read from the kernel.
+The output of a command is complete when its end is reported: before the kernel reports a terminal as empty, it
+delivers everything that was written to the other end. The working folder is read from the kernel.
 
-Only the interruption of a command polls, until the command has begun or, after its time limit, until it has ended.
+Interrupting a command polls, until the command has begun or, after its time limit, until it has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import signal
 from collections.abc import Mapping
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.sandbox.container import KILLED, Container
+from nemo_gym_prorl.sandbox.container import SIGKILL_EXIT_CODE, Container
 from nemo_gym_prorl.sandbox.sessions.bash_channel import (
     PROMPT,
     BashChannel,
@@ -31,38 +31,38 @@ from nemo_gym_prorl.sandbox.sessions.bash_channel import (
     Outcome,
     TerminalOutput,
 )
-from nemo_gym_prorl.sandbox.sessions.broken import blame_agent, session_end_error
-from nemo_gym_prorl.sandbox.supervisor.client import Process, SandboxLost
+from nemo_gym_prorl.sandbox.sessions.session_errors import blame_agent, session_end_error
+from nemo_gym_prorl.sandbox.supervisor.client import Process
 from nemo_gym_prorl.sandbox.supervisor.connection import ready
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
-from nemo_gym_prorl.session_results import Action
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
+from nemo_gym_prorl.session_results import ShellResult
 
 
 OUTPUT_LIMIT = 64 << 10
-"""Bytes of an action's output that are kept, half from its beginning and half from its end."""
+"""Bytes kept of a command's output, half from its beginning and half from its end; a model reads about 16k tokens."""
 
-HARD_TIMEOUT_S = 180.0
-SOFT_TIMEOUT_S = 60.0
+HARD_TIMEOUT_S = 180.0  # Gym's default for a command
+SOFT_TIMEOUT_S = 60.0  # most silent commands wait for input by then
 
 INTERRUPT_GRACE_S = 1.0
-"""How long a program may take to end after Ctrl-C; then it is killed."""
+"""Time for a program to end after Ctrl-C, before it is killed; programs that clean up take less."""
 
 ENDING_S = 3.0
-"""How long it may take until nothing of a command comes any more; then bash is killed."""
+"""Time to end all programs of a command, which may start one after the other, before bash is killed."""
 
 ARRIVAL_S = 1.0
-"""How long bash may read nothing of a command before it counts as busy with something else."""
+"""Time without progress in reading a command, after which bash counts as busy with another program."""
 
-_LOOK_S = 0.002
-"""Between two looks whether a command that is to be interrupted has begun."""
+_BEGIN_POLL_S = 0.002
+"""Interval of checking whether a command that is to be interrupted has begun, which takes about a millisecond."""
 
-_AGAIN_S = 0.02
-"""Between two looks whether a command that was interrupted goes on with another program."""
+_FOREGROUND_POLL_S = 0.02
+"""Interval of checking whether an interrupted command continues with another program."""
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 20.0  # a start takes milliseconds; a busy machine is slower
 
 ROWS, COLUMNS = 50, 200
-"""Size of the terminal: wide, since what is folded is harder to read for a model."""
+"""Size of the terminal: wide, because folded lines are harder to read for a model."""
 
 VARIABLES = {"PS1": PROMPT, "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
 
@@ -87,18 +87,18 @@ class Shell:
         self._code: int | None = None
         self._killing: asyncio.Future[None] | None = None
         self.running = False
-        """Whether a command has not ended yet."""
+        """Whether the last command has not ended."""
         self.cwd = ""
 
     @classmethod
     async def start(
         cls, container: Container, *, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> Shell:
-        """Start bash in a sandbox; a few milliseconds.
+        """Start bash in a sandbox.
 
         Raises:
-            InfrastructureError: the image has no bash, or it does not answer.
-            SandboxBroken: the image has, and what ran in the sandbox broke it.
+            InfrastructureError: the image has no bash, or bash does not answer.
+            SandboxBroken: the image has bash, and programs in the sandbox broke it.
         """
         shell = cls(container, {**VARIABLES, **(env or {})}, cwd)
         await shell.restart()
@@ -110,12 +110,12 @@ class Shell:
         return self._bash is None or self._bash.ended.done()
 
     async def restart(self) -> None:
-        """End bash, if it lives, with everything that runs in its session, and start a fresh one."""
+        """Kill bash with all programs of its session, and start a new bash."""
         await self.close()
         self._killed = False
         self._channel = BashChannel(self._on_end, self._on_unusable)
         try:
-            # Those inside may stop it on its way in, for ever.
+            # Programs inside may stop a starting process for ever.
             async with asyncio.timeout(START_TIMEOUT_S):
                 self._bash = await self._container.spawn(
                     ["/bin/sh", "-c", "exec bash --noprofile --norc --noediting -i <&3 3<&-"],
@@ -126,14 +126,14 @@ class Shell:
                 )
             trouble = await self._prepare(self._bash, self._channel)
         except TimeoutError as error:
-            self._let_go()
+            self._close_files()
             raise InfrastructureError(
                 f"no shell starts in the sandbox within {START_TIMEOUT_S:g} s", kind=FailureKind.PROVIDER_UNAVAILABLE
             ) from error
         except BaseException:
             if self._bash:
                 self._container.kill(self._bash)
-            self._let_go()
+            self._close_files()
             raise
         if trouble:
             bash, trouble = self._bash, trouble.strip()[-400:]
@@ -142,10 +142,10 @@ class Shell:
             raise InfrastructureError(
                 f"a shell session needs bash in the image: {trouble}", kind=FailureKind.PROVIDER_UNAVAILABLE
             )
-        self._container.worked.add("bash")
+        self._container.sessions_started.add("bash")
 
     async def _prepare(self, bash: Process, channel: BashChannel) -> str:
-        """Make a fresh bash ready for commands; return what is wrong with it, if anything is."""
+        """Prepare a new bash for commands; return what is wrong, or an empty text."""
         assert bash.terminal is not None
         self._terminal = ContainerTerminal(bash.pid, bash.terminal)
         bash.ended.add_done_callback(lambda _future: self._output.notify())
@@ -157,7 +157,7 @@ class Shell:
         except (SandboxLost, SandboxBroken):
             if not self._container.alive:
                 raise
-            return "it ended at once"
+            return "bash ended at once"
 
     async def run(
         self,
@@ -166,29 +166,29 @@ class Shell:
         timeout_s: float = HARD_TIMEOUT_S,
         silence_s: float | None = SOFT_TIMEOUT_S,
         output_limit: int = OUTPUT_LIMIT,
-    ) -> Action:
+    ) -> ShellResult:
         """Run a command, of one line or many, in the shell.
 
         Args:
             command: bash source.
-            timeout_s: hard limit. Then each program of the command gets Ctrl-C, after a second SIGKILL, and the shell
-                is usable again; if it is not after three, bash is ended (``exited``).
-            silence_s: soft limit: give back control when there was no output for so long; the command goes on, and
-                :meth:`wait`, :meth:`send` or :meth:`interrupt` follow. ``None`` to wait for the hard limit only.
+            timeout_s: hard limit. Afterwards each program of the command gets Ctrl-C, and SIGKILL one second later.
+                If the shell is not usable after three seconds, bash is killed (``exited``).
+            silence_s: soft limit: return after this time without output. The command keeps running; :meth:`wait`,
+                :meth:`send` or :meth:`interrupt` may follow. ``None`` for the hard limit only.
             output_limit: bytes of output to keep.
 
         Raises:
-            ShellBusy: the command before has not ended.
-            CallerError: there is a NUL in the command.
-            SandboxBroken: what ran in the shell has ended it, and :meth:`restart` starts another.
-            SandboxLost: the sandbox ended, or the shell was killed.
+            ShellBusy: the last command has not ended.
+            CallerError: the command has a NUL.
+            SandboxBroken: programs in the shell have ended bash; :meth:`restart` starts another.
+            SandboxLost: the sandbox ended, or bash was killed.
         """
         if self.running:
             raise ShellBusy("a command still runs in this shell: wait for it, interrupt it or restart the shell")
         if "\0" in command:
             raise CallerError("must not hold a NUL character", field="command")
         if self.exited:
-            raise self._over()
+            raise self._ended_error()
         assert self._channel
         self.running, self._code = True, None
         try:
@@ -197,12 +197,12 @@ class Shell:
             self.running = False
             if self._bash:
                 await asyncio.wait([self._bash.ended], timeout=INTERRUPT_GRACE_S)
-            raise self._over() from error
+            raise self._ended_error() from error
         self._output.limit_to(output_limit)
         return await self.wait(timeout_s=timeout_s, silence_s=silence_s)
 
-    async def aside(self, command: str, *, timeout_s: float, output_limit: int = OUTPUT_LIMIT) -> Action:
-        """As :meth:`run`, for a command of ours, of whose outcome the next one finds nothing."""
+    async def aside(self, command: str, *, timeout_s: float, output_limit: int = OUTPUT_LIMIT) -> ShellResult:
+        """Run an internal command, as :meth:`run`, that leaves ``$?``, ``PIPESTATUS`` and ``$_`` unchanged."""
         before = self._channel.last if self._channel else Outcome()
         try:
             return await self.run(command, timeout_s=timeout_s, silence_s=None, output_limit=output_limit)
@@ -210,11 +210,13 @@ class Shell:
             if self._channel:
                 self._channel.last = before
 
-    async def wait(self, *, timeout_s: float = HARD_TIMEOUT_S, silence_s: float | None = SOFT_TIMEOUT_S) -> Action:
-        """Wait for the command that runs; as :meth:`run` otherwise, with all of its output so far."""
+    async def wait(
+        self, *, timeout_s: float = HARD_TIMEOUT_S, silence_s: float | None = SOFT_TIMEOUT_S
+    ) -> ShellResult:
+        """Wait for the running command, as :meth:`run`; the result has all of its output so far."""
         output = self._output
         begin = output.heard = self._loop.time()
-        while not self._over_with():
+        while not self._has_ended():
             now = self._loop.time()
             if now - begin >= timeout_s:
                 return await self._time_out(begin)
@@ -225,7 +227,7 @@ class Shell:
         return await self._action(begin)
 
     async def send(self, text: str) -> None:
-        """Type ``text`` at the terminal, for the program that runs to read; end a line with a newline."""
+        """Type ``text`` at the terminal, as input of the running program; end a line with a newline."""
         descriptor, data = self.terminal.fd, text.encode("utf-8", "surrogateescape")
         while data:
             try:
@@ -233,39 +235,41 @@ class Shell:
             except BlockingIOError:
                 await ready(descriptor, write=True)
             except OSError as error:
-                raise self._over() from error
+                raise self._ended_error() from error
 
     async def interrupt(self) -> None:
-        """Press Ctrl-C, if a command runs. One that is on its way begins first, or what it says could be taken for
-        commands: bash forgets what it has read of a line, and goes on with the rest."""
-        await self._arrival()
-        if self.running and not self._over_with():
+        """Press Ctrl-C, if a command runs.
+
+        A command that bash is still reading begins first: an interrupted bash drops what it has read of the line, and
+        would run the rest as a command.
+        """
+        await self._wait_begun()
+        if self.running and not self._has_ended():
             self._press()
 
     @property
     def terminal(self) -> ContainerTerminal:
-        """Its terminal, for ptyprocess's ``setwinsize``, ``setecho`` and so on.
+        """The shell's terminal, with ptyprocess's ``setwinsize``, ``setecho`` and so on.
 
         Raises:
             CallerError: the shell is closed.
         """
         if self._terminal is None:
-            raise self._over()
+            raise self._ended_error()
         return self._terminal
 
     async def close(self) -> None:
-        """End bash and what runs in the foreground. Harmless when it has ended."""
-        self._let_go()
+        """Kill bash and the foreground programs. Idempotent."""
+        self._close_files()
         if self._bash is not None:
             await self._container.end(self._bash)
         self._bash = None
         self.running = False
 
-    def _over(self) -> RolloutError:
+    def _ended_error(self) -> RolloutError:
         return session_end_error(self._container, "shell", self._bash, ours=self._killed)
 
-    def _let_go(self) -> None:
-        """Close every file."""
+    def _close_files(self) -> None:
         self._output.stop()
         if self._terminal:
             self._terminal.close()
@@ -280,49 +284,48 @@ class Shell:
     async def __aexit__(self, *_exception: object) -> None:
         await self.close()
 
-    async def _time_out(self, begin: float) -> Action:
-        """End the command by and by more forcefully, until the shell answers or is gone."""
-        await self._arrival()
-        # One that has not begun would begin, after its time, once what holds bash up is interrupted.
+    async def _time_out(self, begin: float) -> ShellResult:
+        """End the command with increasing force, until the shell answers or is killed."""
+        await self._wait_begun()
+        # A command that has not begun would begin, after its time limit, once the program before it is interrupted.
         if self._channel and self._channel.begun:
             await self._end_foreground()
-        if not self._over_with():
+        if not self._has_ended():
             await self._kill_shell()
-            await self._settled(INTERRUPT_GRACE_S)
+            await self._wait_ended(INTERRUPT_GRACE_S)
         return await self._action(begin, timed_out=True)
 
-    def _over_with(self) -> bool:
+    def _has_ended(self) -> bool:
         """Whether the command has ended, or bash has."""
         return self._code is not None or self.exited
 
-    async def _settled(self, patience_s: float) -> None:
-        """Wait until it is over with the command, or for so long."""
+    async def _wait_ended(self, patience_s: float) -> None:
+        """Wait until the command or bash has ended, at most ``patience_s``."""
         deadline = self._loop.time() + patience_s
-        while not self._over_with() and self._loop.time() < deadline:
+        while not self._has_ended() and self._loop.time() < deadline:
             await self._output.change(deadline)
 
-    async def _arrival(self) -> None:
-        """Wait until the command has begun, as long as bash reads, and for a moment where it doesn't."""
+    async def _wait_begun(self) -> None:
+        """Wait until the command has begun, or bash has read nothing of it for :data:`ARRIVAL_S`."""
         unread, until = -1, 0.0
         while self.running and self._channel and not self._channel.begun and not self.exited:
             if self._channel.unread != unread:
                 unread, until = self._channel.unread, self._loop.time() + ARRIVAL_S
             elif self._loop.time() >= until:
                 return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_BEGIN_POLL_S)
 
     async def _end_foreground(self) -> None:
-        """Ctrl-C, SIGKILL a second later, and so on for what comes next, until bash is back, or for :data:`ENDING_S`.
+        """Press Ctrl-C, kill after a grace, and repeat for each next program, at most for :data:`ENDING_S`.
 
-        Bash goes on with a loop if the program in it ended by itself just as it was interrupted, and with a list if
-        the program had to be killed. So Ctrl-C is pressed again for each program that comes after, and once for each:
-        many clean up at the first, and die of a second.
+        Bash continues a loop if its program ended by itself just as it was interrupted, and a list if its program had
+        to be killed. Ctrl-C is pressed once per program: many clean up after the first, and die of a second.
         """
         until = self._loop.time() + ENDING_S
         pressed, kill_at = self._press(), self._loop.time() + INTERRUPT_GRACE_S
-        while not self._over_with() and self._loop.time() < until:
-            await self._settled(_AGAIN_S)
-            if self._over_with():
+        while not self._has_ended() and self._loop.time() < until:
+            await self._wait_ended(_FOREGROUND_POLL_S)
+            if self._has_ended():
                 return
             if self.terminal.foreground() not in (None, pressed):
                 pressed, kill_at = self._press(), self._loop.time() + INTERRUPT_GRACE_S
@@ -331,7 +334,7 @@ class Shell:
                 kill_at += INTERRUPT_GRACE_S
 
     def _press(self) -> int | None:
-        """Press Ctrl-C; return the process group that was in the foreground."""
+        """Press Ctrl-C; return the foreground process group."""
         running = self.terminal.foreground()
         self.terminal.press_control("c")
         if self._channel:
@@ -343,10 +346,10 @@ class Shell:
             self._killed = True
             await self._container.signal(self._bash, signal.SIGKILL)
 
-    async def _action(self, begin: float, *, waiting: bool = False, timed_out: bool = False) -> Action:
+    async def _action(self, begin: float, *, waiting: bool = False, timed_out: bool = False) -> ShellResult:
         code = self._code
         if code is None and self._bash is not None and self._bash.ended.done():
-            # Raises if the whole sandbox was lost.
+            # The result raises if the sandbox was lost.
             status = self._bash.ended.result()
             code = status if status >= 0 else 128 - status
             self._output.take_last()
@@ -354,16 +357,16 @@ class Shell:
         if not waiting:
             self.running = False
             self._output.clear()
-        if code == KILLED and not timed_out:
-            # It may have gone with its sandbox.
+        if code == SIGKILL_EXIT_CODE and not timed_out:
+            # The kill may be the end of the sandbox, which is reported later.
             await self._container.check_living()
-        return Action(
+        return ShellResult(
             output=kept.text(),
             exit_code=code,
             cwd=self.cwd,
             waiting=waiting,
             timed_out=timed_out,
-            # Its end may be told to nobody, where somebody inside traces it.
+            # A tracer inside may delay the report of bash's end.
             exited=self.exited or self._killed,
             omitted=kept.omitted,
             seconds=self._loop.time() - begin,

@@ -1,8 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A server's end of its supervisor: asks it, is told of ends, and notices when it dies.
+"""A server's end of its sandbox supervisor: start the supervisor, send requests, receive events, notice its death.
 
-Each event loop has a connection of its own to the one supervisor that a process has (:mod:`.own_supervisor`).
+A process has one supervisor, however many event loops and provider objects it has. The supervisor starts with the
+first sandbox and lives as long as the process: its lifetime is tied to one socket that this module keeps open. Each
+event loop has its own :class:`SupervisorConnection`.
 """
 
 from __future__ import annotations
@@ -14,31 +16,48 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
-from nemo_gym_prorl.sandbox.supervisor import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message, PeerGone, close_all, pack
-from nemo_gym_prorl.sandbox.supervisor.errors import (
+import nemo_gym_prorl
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.processes import interpreter_environ
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor.connection import (
+    Connection,
+    Message,
+    PeerGone,
+    close_all,
+    pack,
+    socket_pair,
+)
+from nemo_gym_prorl.sandbox.supervisor.protocol import (
     SHORTAGES,
+    Request,
     SandboxExhausted,
     SandboxLost,
     SandboxRefused,
+    SignalRequest,
+    SpawnRequest,
+    encode,
 )
-from nemo_gym_prorl.sandbox.supervisor.messages import Request, SignalRequest, SpawnRequest, encode
 
 
-__all__ = ["Link", "Process", "SandboxExhausted", "SandboxLost", "SandboxRefused"]
+SEND_RETRY_S = 0.05
+"""Pause before a message is sent again after ``ETOOMANYREFS``; descriptors in transit are received within it."""
 
+SEND_RETRIES = 20
+"""One second in all, after which the shortage is reported to the caller."""
 
-RETRY_S = 0.05
-"""Pause before a message is sent again that the kernel did not take for now."""
-
-RETRIES = 20
+CLEANUP_S = 5.0
+"""Time to remove the state of a dead supervisor; the next supervisor's sweep removes the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +65,10 @@ class Process:
     """A process that was started inside a sandbox.
 
     Attributes:
-        name: what the supervisor knows it by.
-        pid: its number on the host, which is also that of its process group.
-        ended: its exit code once it has ended, negative for a signal. Shared: shield it when waiting.
-        terminal: the controlling end of its terminal, the caller's to close; ``None`` if it has none.
+        name: identifies the process in requests to the supervisor.
+        pid: process id on the host, also the id of its process group.
+        ended: exit code, negative for a signal. Shared between waiters, so shield it.
+        terminal: controlling end of the process's terminal, owned by the caller; ``None`` without a terminal.
     """
 
     name: str
@@ -58,21 +77,23 @@ class Process:
     terminal: int | None
 
 
-_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Path, Link]] = weakref.WeakKeyDictionary()
-# A forked copy of the server has none of the original's connections.
-os.register_at_fork(after_in_child=_links.clear)
+_connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Path, SupervisorConnection]] = (
+    weakref.WeakKeyDictionary()
+)
+# A forked copy of the server must not use the connections of the original.
+os.register_at_fork(after_in_child=_connections.clear)
 
 
-class Link:
-    """One event loop's connection. Everything here belongs to that loop."""
+class SupervisorConnection:
+    """One event loop's connection to a supervisor. Not thread-safe: use it in that loop only."""
 
     def __init__(self, connection: socket.socket, folder: Path) -> None:
         self.folder = folder
-        self._connection = Connection(connection, self._heard, self._lose)
+        self._connection = Connection(connection, self._on_message, self._on_lost)
         self._loop = asyncio.get_running_loop()
         self._number = 0
         self._name = secrets.token_hex(6)
-        self._answers: dict[int, asyncio.Future[tuple[Message, list[int]]]] = {}
+        self._replies: dict[int, asyncio.Future[tuple[Message, list[int]]]] = {}
         self._exits: dict[str, asyncio.Future[int]] = {}
         self._watchers: dict[str, Callable[[Message], None]] = {}
 
@@ -82,25 +103,25 @@ class Link:
         return self._connection.closed
 
     @classmethod
-    async def get(cls) -> Link:
-        """The running loop's connection to this process's own supervisor.
+    async def get(cls) -> SupervisorConnection:
+        """Return the running loop's connection to this process's own supervisor, starting the supervisor if needed.
 
         Raises:
-            InfrastructureError: no supervisor can be started here; the message says why.
+            InfrastructureError: the supervisor cannot be started; the message says why.
         """
-        return await cls.to(await asyncio.to_thread(own_supervisor.running_supervisor))
+        return await cls.to(await asyncio.to_thread(running_supervisor))
 
     @classmethod
-    async def to(cls, folder: Path) -> Link:
-        """The running loop's connection to the supervisor of ``folder``, which may be another process's."""
-        links = _links.setdefault(asyncio.get_running_loop(), {})
-        if folder not in links or links[folder].lost:
+    async def to(cls, folder: Path) -> SupervisorConnection:
+        """Return the running loop's connection to the supervisor of ``folder``, which may be another process's."""
+        connections = _connections.setdefault(asyncio.get_running_loop(), {})
+        if folder not in connections or connections[folder].lost:
             connection = await cls._connect(folder)
-            if folder in links and not links[folder].lost:
+            if folder in connections and not connections[folder].lost:
                 connection.close()
             else:
-                links[folder] = cls(connection, folder)
-        return links[folder]
+                connections[folder] = cls(connection, folder)
+        return connections[folder]
 
     @staticmethod
     async def _connect(folder: Path) -> socket.socket:
@@ -114,79 +135,79 @@ class Link:
         return connection
 
     async def ask(self, request: Request, files: Sequence[int] = ()) -> tuple[Message, list[int]]:
-        """Send a request and wait for its answer, with the files that came with it, which are the caller's to close.
+        """Send a request and return its reply, with the received files, which the caller closes.
 
-        Who is cancelled leaves nothing that others notice: what was not sent is not sent any more.
+        A cancelled caller has no side effect: a request that is not sent yet is dropped.
 
         Raises:
-            SandboxRefused: it could not be done.
-            SandboxExhausted: not with what the sandbox may use.
+            SandboxRefused: the request could not be carried out.
+            SandboxExhausted: the sandbox is at one of its own limits.
             SandboxLost: the supervisor is gone.
         """
-        for _ in range(RETRIES):
-            with contextlib.suppress(_TooManyOnTheWay):
+        for _ in range(SEND_RETRIES):
+            with contextlib.suppress(_TooManyFilesInTransit):
                 return await self._ask(request, files)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(SEND_RETRY_S)
         return await self._ask(request, files)
 
     async def _ask(self, request: Request, files: Sequence[int]) -> tuple[Message, list[int]]:
         self._number += 1
         number = self._number
-        future = self._answers[number] = self._loop.create_future()
+        future = self._replies[number] = self._loop.create_future()
         try:
             await self._connection.send_packet(pack({**encode(request), "id": number}, files))
-            answer, received = await future
+            reply, received = await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and not future.exception():
-                # It was heard in the very turn of the loop.
+                # The reply arrived in the same iteration of the loop as the cancellation.
                 close_all(future.result()[1])
             raise
         except PeerGone as error:
             raise SandboxLost("the sandbox supervisor is gone, and its sandboxes with it") from error
         except OSError as error:
-            raise _not_asked(error) from error
+            raise _send_error(error) from error
         finally:
-            self._answers.pop(number, None)
-        if "error" in answer:
-            raise _refusal(answer)
-        del answer["id"]
-        return answer, received
+            self._replies.pop(number, None)
+        if "error" in reply:
+            raise _reply_error(reply)
+        del reply["id"]
+        return reply, received
 
     def post(self, request: Request) -> None:
-        """Have something done, and wait for nothing; if the supervisor is gone, so is what it was to be done to."""
+        """Send a request without waiting for a reply; a dead supervisor makes this a no-op."""
         self._connection.post(encode(request))
 
     def new_name(self) -> str:
-        """Return a name for a program that no other has."""
+        """Return a unique name for a program."""
         self._number += 1
         return f"{self._name}-{self._number}"
 
     async def spawn(self, request: SpawnRequest, files: Sequence[int]) -> Process:
-        """As :meth:`ask`, for what starts a process. If this is cancelled, it will not run."""
+        """Start a process, as :meth:`ask`. If the call is cancelled, the process does not run."""
         name = request.spawn
         ended = self._exits[name] = self._loop.create_future()
         try:
-            answer, received = await self.ask(request, files)
+            reply, received = await self.ask(request, files)
         except BaseException as error:
-            # Losing the supervisor has cleared them already.
+            # A lost supervisor has cleared the exits already.
             self._exits.pop(name, None)
             if isinstance(error, asyncio.CancelledError):
                 self.kill(name)
             raise
-        return Process(name, answer["pid"], ended, received[0] if received else None)
+        return Process(name, reply["pid"], ended, received[0] if received else None)
 
     def kill(self, name: str) -> None:
-        """End a process, with its group, wherever it is on its way."""
+        """Kill a process and its group, also while the process is still starting."""
         self.post(SignalRequest(name, int(signal.SIGKILL)))
 
     def watch(self, sandbox: str, watcher: Callable[[Message], None] | None) -> None:
-        """Have the events of a sandbox told to ``watcher``."""
+        """Pass the events of a sandbox to ``watcher``; ``None`` stops that."""
         if watcher:
             self._watchers[sandbox] = watcher
         else:
             self._watchers.pop(sandbox, None)
 
-    def _heard(self, message: Message, files: list[int]) -> None:
+    def _on_message(self, message: Message, files: list[int]) -> None:
         if message.get("event") == "exit":
             future = self._exits.pop(message["spawn"], None)
             if future and not future.done():
@@ -195,58 +216,163 @@ class Link:
             if watcher := self._watchers.get(message["sandbox"]):
                 watcher(message)
         else:
-            self._settle(message, files)
+            self._on_reply(message, files)
 
-    def _settle(self, message: Message, files: list[int]) -> None:
+    def _on_reply(self, message: Message, files: list[int]) -> None:
         if message.get("torn"):
             message["error"] = "this process may open no more files; raise its limit (ulimit -n)"
             message["errno"] = errno.EMFILE
-        future = self._answers.get(message["id"])
+        future = self._replies.get(message["id"])
         if future and not future.done():
             future.set_result((message, files))
             return
         close_all(files)
 
-    def _lose(self) -> None:
+    def _on_lost(self) -> None:
         reason = SandboxLost("the sandbox supervisor died, and its sandboxes with it")
-        futures: list[asyncio.Future[Any]] = [*self._answers.values(), *self._exits.values()]
+        futures: list[asyncio.Future[Any]] = [*self._replies.values(), *self._exits.values()]
         for future in futures:
             if not future.done():
                 future.set_exception(reason)
-                # Nobody may be waiting for the end of a process.
+                # Mark the exception as retrieved: a process's end may have no waiter.
                 future.exception()
         self._exits.clear()
         for watcher in list(self._watchers.values()):
             watcher({"event": "gone"})
-        self._loop.run_in_executor(None, own_supervisor.bury, self.folder)
+        self._loop.run_in_executor(None, cleanup_dead_supervisor, self.folder)
 
 
-class _TooManyOnTheWay(SandboxRefused):
-    """The kernel takes no more open files now, on behalf of anybody of this user."""
+class _TooManyFilesInTransit(SandboxRefused):
+    """``ETOOMANYREFS``: this user's processes have too many descriptors in transit over sockets."""
 
 
-def _not_asked(error: OSError) -> SandboxRefused:
-    """What did not even get as far as the supervisor."""
+def _send_error(error: OSError) -> SandboxRefused:
     if error.errno == errno.ETOOMANYREFS:
-        return _TooManyOnTheWay(SHORTAGES[errno.ETOOMANYREFS], kind=FailureKind.PROVIDER_UNAVAILABLE)
-    return SandboxRefused(f"it can't be asked for: {error.strerror}", error.errno or 0)
+        return _TooManyFilesInTransit(SHORTAGES[errno.ETOOMANYREFS], kind=FailureKind.PROVIDER_UNAVAILABLE)
+    return SandboxRefused(f"the request can't be sent: {error.strerror}", error.errno or 0)
 
 
-def _refusal(answer: Message) -> RolloutError:
-    """The error that an answer stands for."""
-    if answer.get("lost"):
-        return SandboxLost(answer["error"])
-    if answer.get("exhausted"):
-        return SandboxExhausted(answer["error"], answer["exhausted"])
-    if answer.get("field"):
-        return CallerError(answer["error"], field=answer["field"])
-    # Nothing of the agent's kills the helper, which is the machine's.
-    kind = FailureKind.PROVIDER_UNAVAILABLE if answer.get("killed") else None
-    if answer.get("quota"):
+def _reply_error(reply: Message) -> RolloutError:
+    """Return the exception for an error reply."""
+    if reply.get("lost"):
+        return SandboxLost(reply["error"])
+    if reply.get("exhausted"):
+        return SandboxExhausted(reply["error"], reply["exhausted"])
+    if reply.get("field"):
+        return CallerError(reply["error"], field=reply["field"])
+    # Sandboxed processes cannot kill the supervisor's helper, so its death is the machine's doing.
+    kind = FailureKind.PROVIDER_UNAVAILABLE if reply.get("killed") else None
+    if reply.get("quota"):
         kind = FailureKind.PROVIDER_QUOTA_EXHAUSTED
-    if shortage := SHORTAGES.get(answer.get("errno") or 0):
-        if answer["errno"] in (errno.EMFILE, errno.ENFILE):
+    if shortage := SHORTAGES.get(reply.get("errno") or 0):
+        if reply["errno"] in (errno.EMFILE, errno.ENFILE):
             kind = FailureKind.PROVIDER_QUOTA_EXHAUSTED
-        # No number: that would be the request's fault.
-        return SandboxRefused(f"{answer['error']}: {shortage}", kind=kind or FailureKind.PROVIDER_UNAVAILABLE)
-    return SandboxRefused(answer["error"], answer.get("errno") or 0, answer.get("log", ""), kind=kind)
+        # Without an errno: callers take an errno as a fault of the request.
+        return SandboxRefused(f"{reply['error']}: {shortage}", kind=kind or FailureKind.PROVIDER_UNAVAILABLE)
+    return SandboxRefused(reply["error"], reply.get("errno") or 0, reply.get("log", ""), kind=kind)
+
+
+@dataclass(slots=True)
+class SupervisorProcess:
+    """The supervisor of this process.
+
+    Attributes:
+        popen: the process.
+        folder: its state folder (:mod:`.state_dir`).
+        owner: the supervisor ends when this socket closes.
+    """
+
+    popen: subprocess.Popen[bytes]
+    folder: Path
+    owner: socket.socket
+
+
+_lock = threading.Lock()
+own_supervisor: SupervisorProcess | None = None
+"""The supervisor of this process, once :func:`running_supervisor` has started it."""
+
+
+def _forget_after_fork() -> None:
+    """Close a forked copy's socket, which would keep the original's supervisor alive."""
+    global own_supervisor, _lock
+    _lock = threading.Lock()
+    if own_supervisor:
+        own_supervisor.owner.close()
+        own_supervisor = None
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def running_supervisor() -> Path:
+    """Return the state folder of this process's supervisor, which is started unless it runs. Blocks."""
+    global own_supervisor
+    with _lock:
+        if own_supervisor and own_supervisor.popen.poll() is None:
+            return own_supervisor.folder
+        if own_supervisor:
+            own_supervisor.owner.close()
+            cleanup_dead_supervisor(own_supervisor.folder)
+        folder, lock, listener = _make_state_folder()
+        owner, theirs = socket_pair()
+        package = str(Path(nemo_gym_prorl.__file__).parents[1])
+        program = (
+            "import sys; sys.path.insert(0, sys.argv.pop(1)); from nemo_gym_prorl.sandbox.supervisor import server; "
+        )
+        popen = subprocess.Popen(
+            [
+                *(sys.executable, "-ISc", program + "server.main()", package),
+                *(str(folder), str(theirs.fileno()), str(listener.fileno())),
+            ],
+            pass_fds=[theirs.fileno(), listener.fileno(), lock],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # Its own session: Ctrl-C at a terminal must not reach the supervisor before the server has ended.
+            start_new_session=True,
+            cwd="/",
+            env=interpreter_environ(),
+        )
+        theirs.close()
+        listener.close()
+        os.close(lock)
+        own_supervisor = SupervisorProcess(popen, folder, owner)
+        return folder
+
+
+def _make_state_folder() -> tuple[Path, int, socket.socket]:
+    """Make the folder of a new supervisor; return the folder, its lock and its listening socket.
+
+    The server does this, not the supervisor, so that a wrong folder is the server's own error.
+
+    Raises:
+        InfrastructureError: the folder cannot be made; the message names the setting.
+    """
+    folder: Path | None = None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        root = state_dir.state_root()
+        folder, lock = state_dir.take(root)
+        listener.bind(str(folder / "socket"))
+        (folder / "socket").chmod(0o600)
+        listener.listen(128)
+        return folder, lock, listener
+    except OSError as error:
+        listener.close()
+        if folder:
+            os.close(lock)
+            state_dir.remove_tree(folder)
+        raise InfrastructureError(
+            f"sandboxes can't be kept in {os.environ.get('PRORL_STATE') or 'the folder for temporary files'}: "
+            f"{error.strerror or error}; set PRORL_STATE to a folder of yours with a short path, on a local disk "
+            "that has room"
+        ) from error
+
+
+def cleanup_dead_supervisor(folder: Path) -> None:
+    """Remove the processes and files of a dead supervisor. Blocks up to :data:`CLEANUP_S`.
+
+    The supervisor's last forked child may hold the folder's lock for a moment longer.
+    """
+    deadline = time.monotonic() + CLEANUP_S
+    while not state_dir.remove_if_dead(folder, patience_s=1.0) and time.monotonic() < deadline:
+        time.sleep(0.1)

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a server, its supervisor and that one's helpers: one packet each, JSON, with open files beside it.
+"""Message framing between a server, its supervisor and the supervisor's helpers: JSON packets with open files.
 
-The socket keeps packets apart (``SOCK_SEQPACKET``): one is sent whole or not at all, so a sender that is cancelled or
-killed leaves nothing that others could trip over. A message that no packet holds travels as a file of memory
-(:data:`LARGEST_INLINE`), and the packet says only whose it is.
+The socket is a ``SOCK_SEQPACKET``: the kernel sends a packet whole or not at all, so a cancelled or killed sender
+leaves no partial message. A message above :data:`MAX_INLINE_BYTES` travels as a memory file, and its packet holds only
+the id and the size.
 
-:class:`Connection` is one end of such a socket in an event loop: what is sent waits for room, in order; what comes is
-told.
+:class:`Connection` is one end of such a socket in an event loop: it queues outgoing packets in order and passes
+incoming ones to a callback.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from typing import Any
 Message = dict[str, Any]
 
 MAX_FILES = 8
-"""Most open files beside one message."""
+"""Open files per message; the largest request needs fewer."""
 
-LARGEST_INLINE = 60_000
-"""Bytes of a message that goes into a packet: some fit into a socket's buffer, of 208 KiB by default, at a time."""
+MAX_INLINE_BYTES = 60_000
+"""Bytes of a message that fits into a packet; a socket's default buffer of 208 KiB holds three such packets."""
 
-LARGEST_MESSAGE = 16 << 20
-"""Bytes; the kernel takes less for the arguments and variables of a program."""
+MAX_MESSAGE_BYTES = 16 << 20
+"""Bytes; the kernel accepts less for the arguments and variables of a program."""
 
 _ENVELOPE = 256
-"""Bytes more that a packet may have."""
+"""Bytes that a packet may be larger than its message."""
 
 _ROOM_FOR_FILES = socket.CMSG_LEN((MAX_FILES + 1) * array("i").itemsize)
 
 
 class PeerGone(ConnectionError):
-    """The other end is closed, or sends what is no message."""
+    """The other end is closed, or has sent something that is not a message."""
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends over which messages can go; neither blocks."""
+    """Return two connected, non-blocking ends for messages."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setblocking(False)
@@ -56,14 +56,14 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 @dataclass(slots=True, eq=False)
 class Packet:
-    """A message on its way.
+    """A message that is ready to send.
 
     Attributes:
-        data: its packet.
-        files: to go with it.
-        own: those of them that are closed here once it is sent, or will not be.
-        sent: whether it is.
-        waiter: who waits for that.
+        data: the bytes of the packet.
+        files: open files that travel with the packet.
+        own: files that the packet owns; closed once it is sent or dropped.
+        sent: whether the kernel has taken the packet.
+        waiter: resolved when the packet is sent or has failed.
     """
 
     data: bytes
@@ -73,22 +73,22 @@ class Packet:
     waiter: asyncio.Future[None] | None = None
 
     def close(self) -> None:
-        """Close the files that are ours to close."""
+        """Close the files that the packet owns."""
         while self.own:
             os.close(self.own.pop())
 
 
 def pack(message: Message, files: Sequence[int] = ()) -> Packet:
-    """A message with its files, ready to send.
+    """Encode a message with its files.
 
     Raises:
-        OSError: it is too large, or there is no memory for it.
+        OSError: the message is too large, or there is no memory for it.
     """
     body = json.dumps(message, separators=(",", ":")).encode()
     packet = Packet(body, list(files))
-    if len(body) > LARGEST_INLINE:
-        if len(body) > LARGEST_MESSAGE:
-            raise OSError(errno.E2BIG, f"a request of {len(body)} bytes; {LARGEST_MESSAGE} at most")
+    if len(body) > MAX_INLINE_BYTES:
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise OSError(errno.E2BIG, f"a request of {len(body)} bytes; {MAX_MESSAGE_BYTES} at most")
         memory = os.memfd_create("message", os.MFD_CLOEXEC)
         packet.own.append(memory)
         packet.files.append(memory)
@@ -102,9 +102,9 @@ def send(connection: socket.socket, packet: Packet) -> None:
     """Send a packet.
 
     Raises:
-        BlockingIOError: there is no room now.
-        PeerGone: nobody will ever take it.
-        OSError: the kernel refuses this one.
+        BlockingIOError: the socket's buffer is full.
+        PeerGone: the other end is closed.
+        OSError: the kernel refuses this packet.
     """
     try:
         if packet.files:
@@ -116,24 +116,24 @@ def send(connection: socket.socket, packet: Packet) -> None:
 
 
 def receive_packet(connection: socket.socket, largest: int) -> tuple[bytes, list[int], bool]:
-    """Take the next packet, of ``largest`` bytes at most, with its files, which are the caller's to close.
+    """Receive the next packet, of ``largest`` bytes at most, with its files, which the caller closes.
 
     Returns:
-        The packet, the files, and whether those are all: this process may not be allowed to open more.
+        The packet, the files, and whether the files are complete; this process's limit of open files may cut them.
 
     Raises:
-        BlockingIOError: there is none now.
-        PeerGone: there never will be.
+        BlockingIOError: no packet has arrived.
+        PeerGone: the other end is closed.
     """
     try:
-        # Not socket.recv_fds, which ignores its flags: every program that is executed would inherit the files.
+        # Not socket.recv_fds: it ignores its flags, and without CLOEXEC executed programs would inherit the files.
         data, ancillary, flags, _address = connection.recvmsg(largest, _ROOM_FOR_FILES, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError as error:
         raise PeerGone(*error.args) from None
     numbers = array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            # Of one that was cut off there may be a part.
+            # A truncated control message may end within a number.
             numbers.frombytes(content[: len(content) // numbers.itemsize * numbers.itemsize])
     files = list(numbers)
     if not data or flags & socket.MSG_TRUNC:
@@ -143,15 +143,15 @@ def receive_packet(connection: socket.socket, largest: int) -> tuple[bytes, list
 
 
 def receive(connection: socket.socket) -> tuple[Message, list[int]]:
-    """Take the next message, with its files, which are the caller's to close.
+    """Receive the next message, with its files, which the caller closes.
 
-    One whose files could not be received, since this process may open no more, has the key ``torn``.
+    A message has the key ``torn`` if its files were lost because this process may open no more.
 
     Raises:
-        BlockingIOError: there is none now.
-        PeerGone: there never will be.
+        BlockingIOError: no message has arrived.
+        PeerGone: the other end is closed, or has sent something else.
     """
-    data, files, whole = receive_packet(connection, LARGEST_INLINE + _ENVELOPE)
+    data, files, whole = receive_packet(connection, MAX_INLINE_BYTES + _ENVELOPE)
     try:
         message = json.loads(data)
         if not whole:
@@ -162,118 +162,118 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]]:
         if not isinstance(message, dict):
             raise TypeError(type(message).__name__)
     except Exception as error:
-        # Whatever was sent in place of one, such as a pipe for a file of memory.
+        # Also an untrusted file in place of the memory file, such as a pipe.
         close_all(files)
-        raise PeerGone(errno.EPROTO, f"no message: {error}") from error
+        raise PeerGone(errno.EPROTO, f"not a message: {error}") from error
     if "torn" in message:
         close_all(files)
     return message, files
 
 
 def _read(memory: int, size: int) -> bytes:
-    if size > LARGEST_MESSAGE:
+    if size > MAX_MESSAGE_BYTES:
         raise ValueError(f"{size} bytes")
     return os.pread(memory, size, 0)
 
 
 def close_all(files: list[int]) -> None:
-    """Close open files, and forget them."""
+    """Close the files and empty the list."""
     while files:
         os.close(files.pop())
 
 
-MOST_WAITING = 256
-"""Packets that wait for a client. One that takes no answers is asked for no more requests meanwhile."""
+MAX_UNSENT_PACKETS = 256
+"""Packets queued for a client before its requests are no longer read (backpressure)."""
 
-READS_A_TURN = 16
-"""Packets that are read before others of the loop get their turn."""
+READS_PER_CALLBACK = 16
+"""Packets read before the loop runs its other callbacks, so that a flood starves no connection."""
 
 PAUSE_S = 0.5
-"""For so long a file that can't be read is not looked at: it would be ready again at once, and fail again."""
+"""Pause before reading again after an unexpected error, which would repeat at once and keep the loop busy."""
 
 File = socket.socket | FileIO
 
 
-class Connection[*Taken]:
-    """See the module.
+class Connection[*Received]:
+    """One end of a packet socket in an event loop.
 
     Args:
-        ours: the end; closed with this.
-        heard: told what each packet says. Its exceptions are the loop's to report, and end nothing.
-        gone: told once that the other end is closed; not from within a call of this object's.
-        take: reads a packet.
-        bounded: read nothing as long as :data:`MOST_WAITING` packets wait to be sent.
+        ours: the socket; closed with the connection.
+        on_message: called with each message. The loop reports its exceptions; the connection continues.
+        on_gone: called once when the other end is closed, never from within a call of this object.
+        take: reads and decodes one packet.
+        bounded: read nothing while :data:`MAX_UNSENT_PACKETS` packets wait to be sent.
     """
 
     def __init__(
         self,
         ours: socket.socket,
-        heard: Callable[[*Taken], object],
-        gone: Callable[[], object],
-        take: Callable[[socket.socket], tuple[*Taken]] = receive,  # type: ignore[assignment]
+        on_message: Callable[[*Received], object],
+        on_gone: Callable[[], object],
+        take: Callable[[socket.socket], tuple[*Received]] = receive,  # type: ignore[assignment]
         *,
         bounded: bool = False,
     ) -> None:
         ours.setblocking(False)
         self._ours = ours
-        # Its number, since the loop asks the kernel for a socket's addresses to say that it does not know it.
+        # The loop gets the descriptor: with a socket object it would make two more system calls per registration.
         self._number = ours.fileno()
-        self._heard = heard
-        self._gone = gone
+        self._on_message = on_message
+        self._on_gone = on_gone
         self._take = take
         self._bounded = bounded
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[Packet] = deque()
-        self._reads = True
-        self._writes = False
+        self._unsent: deque[Packet] = deque()
+        self._reading = True
+        self._writing = False
         self.closed = False
         self._loop.add_reader(self._number, self._read)
 
     def post(self, message: Message) -> None:
-        """Send a message as soon as there is room; nobody is told if that never happens."""
+        """Queue a message without waiting; a lost message is not reported."""
         if not self.closed:
-            self._put(pack(message))
+            self._enqueue(pack(message))
 
     async def send(self, message: Message, files: Sequence[int] = ()) -> None:
-        """Send a message, which waits for room; who is cancelled meanwhile has not sent it.
+        """Send a message, waiting for room. A cancelled call has not sent it.
 
         Raises:
-            PeerGone: nobody will take it.
-            OSError: the kernel refuses this one.
+            PeerGone: the other end is closed.
+            OSError: the kernel refuses this message.
         """
         await self.send_packet(pack(message, files))
 
     async def send_packet(self, packet: Packet) -> None:
-        """As :meth:`send`."""
+        """Send an encoded message, as :meth:`send`."""
         if self.closed:
             packet.close()
             raise PeerGone
         waiter = packet.waiter = self._loop.create_future()
-        self._put(packet)
+        self._enqueue(packet)
         try:
             await waiter
         finally:
-            if packet in self._waiting:
-                self._waiting.remove(packet)
+            if packet in self._unsent:
+                self._unsent.remove(packet)
                 packet.close()
 
     def close(self) -> None:
-        """Let go of it; nothing more is told. What waits is not sent."""
+        """Close the socket and drop unsent packets. No callback runs afterwards."""
         if not self.closed:
             self.closed = True
             self._loop.remove_reader(self._number)
             self._loop.remove_writer(self._number)
             self._ours.close()
-            while self._waiting:
-                self._done(PeerGone())
+            while self._unsent:
+                self._finish_first(PeerGone())
 
-    def _put(self, packet: Packet) -> None:
-        self._waiting.append(packet)
-        if len(self._waiting) == 1:
+    def _enqueue(self, packet: Packet) -> None:
+        self._unsent.append(packet)
+        if len(self._unsent) == 1:
             self._flush()
 
-    def _done(self, error: OSError | None = None) -> None:
-        packet = self._waiting.popleft()
+    def _finish_first(self, error: OSError | None = None) -> None:
+        packet = self._unsent.popleft()
         packet.close()
         packet.sent = error is None
         if packet.waiter and not packet.waiter.done():
@@ -283,42 +283,42 @@ class Connection[*Taken]:
                 packet.waiter.set_result(None)
 
     def _flush(self) -> None:
-        while self._waiting:
+        while self._unsent:
             try:
-                send(self._ours, self._waiting[0])
+                send(self._ours, self._unsent[0])
             except BlockingIOError:
-                self._writes = True
+                self._writing = True
                 self._loop.add_writer(self._number, self._flush)
                 return
             except PeerGone:
-                # Whoever asks for this is told later.
+                # Not within the caller's call: see ``on_gone``.
                 self._loop.call_soon(self._end)
                 return
             except OSError as error:
-                self._done(error)
+                self._finish_first(error)
             else:
-                self._done()
-        if self._writes:
-            self._writes = False
+                self._finish_first()
+        if self._writing:
+            self._writing = False
             self._loop.remove_writer(self._number)
-        if not self._reads:
+        if not self._reading:
             self._listen()
 
     def _listen(self) -> None:
         if not self.closed:
-            self._reads = True
+            self._reading = True
             self._loop.add_reader(self._number, self._read)
 
     def _read(self) -> None:
-        for _ in range(READS_A_TURN):
+        for _ in range(READS_PER_CALLBACK):
             if self.closed:
                 return
-            if self._bounded and len(self._waiting) > MOST_WAITING:
-                self._reads = False
+            if self._bounded and len(self._unsent) > MAX_UNSENT_PACKETS:
+                self._reading = False
                 self._loop.remove_reader(self._number)
                 return
             try:
-                taken = self._take(self._ours)
+                received = self._take(self._ours)
             except BlockingIOError:
                 return
             except PeerGone:
@@ -328,17 +328,16 @@ class Connection[*Taken]:
                 self._loop.remove_reader(self._number)
                 self._loop.call_later(PAUSE_S, self._listen)
                 raise
-            self._heard(*taken)
+            self._on_message(*received)
 
     def _end(self) -> None:
         if not self.closed:
             self.close()
-            self._gone()
+            self._on_gone()
 
 
 async def ready(file: File | int, *, write: bool = False, unless: asyncio.Future[int] | None = None) -> None:
-    """Wait until a file can be read, or takes more; or until something else has happened, which is only waited for
-    here."""
+    """Wait until a file is readable, or with ``write`` writable, or until ``unless`` is done; cancel ``unless``."""
     loop, number = asyncio.get_running_loop(), file if isinstance(file, int) else file.fileno()
     waiter = loop.create_future()
 
@@ -359,7 +358,7 @@ async def ready(file: File | int, *, write: bool = False, unless: asyncio.Future
 
 
 def drop(file: File) -> None:
-    """Attend to a file no longer, and close it."""
+    """Unregister a file from the loop and close it."""
     loop = asyncio.get_running_loop()
     loop.remove_reader(file.fileno())
     loop.remove_writer(file.fileno())

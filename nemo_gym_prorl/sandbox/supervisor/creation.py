@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start a sandbox: directly from its prepared image, or by the container runtime.
 
-Either way, the first process reports on the sandbox's channel, its namespace is noted, and limits are set.
-``start: auto`` is decided once for the supervisor, by the first sandbox: directly if that works, else by the runtime.
+With both methods the first process reports on the sandbox's channel, its PID namespace is recorded, and limits are
+set. ``start: auto`` is decided once per supervisor, by the first sandbox: directly if that works, else by the runtime.
 
-At most :data:`AT_ONCE` sandboxes start at a time, and as many again of which each is the only one of its image: an
-image whose sandboxes start slowly, or never, does not delay those of others.
+At most :data:`MAX_CONCURRENT_STARTS` sandboxes start at a time, and as many again that are the only one of their
+image. So an image whose sandboxes start slowly, or never, does not delay the sandboxes of other images.
 
-An image is prepared when a sandbox of it is first asked for; later requests for it wait for that one. An image is
-identified by its path and by what changes when it is replaced (``image_identity`` of the request).
+The first request for an image prepares the image; concurrent requests wait for the same preparation. The key is
+``image_identity``, which changes when the image is replaced.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_task
 from nemo_gym_prorl.failures import MACHINE_ERRNOS
+from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.isolation import joining, layer_archive, mounts
 from nemo_gym_prorl.sandbox.isolation.prepared_image import (
     PreparedImage,
@@ -41,50 +42,48 @@ from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import launch
 from nemo_gym_prorl.sandbox.runtime.launch import become_runtime, read_environment, runtime_command
-from nemo_gym_prorl.sandbox.supervisor import signals, state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor.children import LAUNCHER_TRIES, Child, Children, Launcher, LauncherLost, Reply
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone, close_all, drop, ready
-from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES, Refused, failure, in_words
-from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
-from nemo_gym_prorl.sandbox.supervisor.processes import TRIES, Answer, Child, Children, Launcher, LauncherLost
+from nemo_gym_prorl.sandbox.supervisor.protocol import SHORTAGES, CreateRequest, Refused, error_text, failure
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Sandbox
 
 
-AT_ONCE = 2 * (os.cpu_count() or 1)
-"""Sandboxes that are created at a time: more would only slow each other, and whoever waits for a command. Beyond them
-as many again may be, each the only one of its image."""
+MAX_CONCURRENT_STARTS = 2 * (os.cpu_count() or 1)
+"""Concurrent starts, two per core: more would only delay each other and the commands of running sandboxes."""
 
 
 class StartLimiter:
-    """Limits concurrent sandbox starts, first come, first served."""
+    """Limits concurrent sandbox starts (FIFO)."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
-        self._having: list[str] = []
+        self._starting: list[str] = []
 
     @contextlib.asynccontextmanager
-    async def of(self, image: str) -> AsyncIterator[None]:
-        """Wait for the turn of a sandbox of that image, which it has within the block."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((image, turn))
-        self._next()
+    async def slot(self, image: str) -> AsyncIterator[None]:
+        """Hold a start slot for a sandbox of ``image`` within the block; wait until one is free."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((image, granted))
+        self._grant()
         try:
-            await turn
+            await granted
             yield
         finally:
-            if (image, turn) in self._waiting:
-                self._waiting.remove((image, turn))
+            if (image, granted) in self._waiting:
+                self._waiting.remove((image, granted))
             else:
-                self._having.remove(image)
-            self._next()
+                self._starting.remove(image)
+            self._grant()
 
-    def _next(self) -> None:
-        while len(self._having) < 2 * AT_ONCE:
-            late = self._having if len(self._having) >= AT_ONCE else []
-            found = next((waiting for waiting in self._waiting if waiting[0] not in late), None)
+    def _grant(self) -> None:
+        while len(self._starting) < 2 * MAX_CONCURRENT_STARTS:
+            blocked = self._starting if len(self._starting) >= MAX_CONCURRENT_STARTS else []
+            found = next((waiting for waiting in self._waiting if waiting[0] not in blocked), None)
             if found is None:
                 return
             self._waiting.remove(found)
-            self._having.append(found[0])
+            self._starting.append(found[0])
             if not found[1].done():
                 found[1].set_result(None)
 
@@ -93,11 +92,11 @@ class Creation:
     """Creates the sandboxes of one supervisor.
 
     Args:
-        folder: the supervisor's.
-        children: its children.
-        groups: where control groups are made, if they can be.
-        launcher: what starts first processes.
-        held: the prepared images of all sandboxes that are not gone yet.
+        folder: the supervisor's state folder.
+        children: the supervisor's children.
+        groups: parent of the sandboxes' control groups; ``None`` without control groups.
+        launcher: starts first processes.
+        in_use: returns the prepared images of all sandboxes that are not gone yet.
     """
 
     def __init__(
@@ -106,198 +105,192 @@ class Creation:
         children: Children,
         groups: Path | None,
         launcher: Launcher,
-        held: Callable[[], Iterable[PreparedImage | None]],
+        in_use: Callable[[], Iterable[PreparedImage | None]],
     ) -> None:
         self._children = children
         self._groups = groups
         self._launcher = launcher
-        self._prepared = PreparedImages(folder, children, launcher, held)
+        self._prepared = PreparedImages(folder, children, launcher, in_use)
         self._direct_works = False
-        self._why_not_direct = ""
+        self._fallback_reason = ""
 
     async def create(self, sandbox: Sandbox) -> None:
-        """Have a sandbox come up. Who is cancelled, or fails, leaves ``starter`` and ``space`` to be ended.
+        """Start a sandbox. After a failure or cancellation, the caller ends ``starter`` and ``pid_namespace``.
 
         Raises:
-            Refused: it does not; says why.
-            OSError: something on disk could not be made.
+            Refused: the sandbox does not start; says why.
+            OSError: a file or folder of the sandbox could not be made.
         """
-        order = sandbox.order
+        request = sandbox.request
         with sandbox.step("folder"):
-            make_folder(sandbox.folder, order)
+            make_folder(sandbox.folder, request)
             if self._groups:
                 path = self._groups / cgroups.name_of(sandbox.folder)
-                state_dir.note_group(sandbox.folder, path)
+                state_dir.record_group(sandbox.folder, path)
                 sandbox.group = cgroups.Group.make(path)
-            await self._lay_out(sandbox)
-        if order.start == "runtime" or (order.start == "auto" and self._why_not_direct):
-            sandbox.fallback_reason = self._why_not_direct if order.start == "auto" else ""
-            await self._by_runtime(sandbox)
-        elif order.start == "direct" or self._direct_works:
-            await self._directly(sandbox)
+            await self._make_layer(sandbox)
+        if request.start == "runtime" or (request.start == "auto" and self._fallback_reason):
+            sandbox.fallback_reason = self._fallback_reason if request.start == "auto" else ""
+            await self._start_by_runtime(sandbox)
+        elif request.start == "direct" or self._direct_works:
+            await self._start_directly(sandbox)
         else:
-            await self._try_both(sandbox)
-        with sandbox.step("limits"), _setting_up():
-            sandbox.bound()
+            await self._choose_method(sandbox)
+        with sandbox.step("limits"), _setup_errors():
+            sandbox.apply_limits()
 
-    async def _try_both(self, sandbox: Sandbox) -> None:
+    async def _choose_method(self, sandbox: Sandbox) -> None:
         """Decide how ``start: auto`` starts sandboxes on this machine: directly, else by the runtime."""
         try:
-            await self._directly(sandbox)
+            await self._start_directly(sandbox)
             self._direct_works = True
         except (Refused, OSError) as error:
-            if _of_the_machine(failure(error)):
+            if _is_transient(failure(error)):
                 raise
-            trouble = error.answer if isinstance(error, Refused) else {"error": in_words(error)}
+            trouble = error.reply if isinstance(error, Refused) else {"error": error_text(error)}
             sandbox.fallback_reason = str(trouble.get("log") or trouble["error"])
             with sandbox.step("undoing"):
-                await self._undo(sandbox)
-            await self._by_runtime(sandbox)
-            # An image that cannot be started by the runtime either says nothing of the machine.
-            self._why_not_direct = sandbox.fallback_reason
+                await self._undo_direct_start(sandbox)
+            await self._start_by_runtime(sandbox)
+            # Only now: an image that the runtime cannot start either proves nothing about the machine.
+            self._fallback_reason = sandbox.fallback_reason
 
-    # Directly
+    # Direct start
 
-    async def _directly(self, sandbox: Sandbox) -> None:
-        sandbox.start_method, order = "direct", sandbox.order
+    async def _start_directly(self, sandbox: Sandbox) -> None:
+        sandbox.start_method, request = "direct", sandbox.request
         with sandbox.step("direct"):
-            prepared = sandbox.prepared = await self._prepared.get(order)
+            prepared = sandbox.prepared = await self._prepared.get(request)
         sandbox.environment = prepared.environment
-        answer: Message = {}
+        reply: Message = {}
         files: list[int] = []
-        if action := preliminaries(prepared, order):
+        if action := preliminaries(prepared, request):
             with sandbox.step("ids and binds"):
-                answer, files = await self._children.run(action, [prepared.image, prepared.parent_namespace])
-        owners = [files.pop(0)] if answer.get("owners") else []
+                reply, files = await self._children.run(action, [prepared.image, prepared.parent_namespace])
+        owners = [files.pop(0)] if reply.get("owners") else []
         try:
             with sandbox.step("first process"):
                 first = await run_uncancellable(self._start_first(sandbox, prepared, files))
                 try:
-                    self._note(sandbox, first.pid)
-                    _hand_over(sandbox, prepared, owners[0] if owners else None)
+                    self._record_first_process(sandbox, first.pid)
+                    _send_image(sandbox, prepared, owners[0] if owners else None)
                 except OSError as error:
                     if first.alive and not signals.is_exiting(first.pid):
                         raise
-                    raise await _end_of(first) from error
+                    raise await _first_process_error(first) from error
         finally:
             close_all(owners)
             close_all(files)
         with sandbox.step("its own setup"):
-            await _until_ready(sandbox, first)
+            await _wait_ready(sandbox, first)
 
     async def _start_first(self, sandbox: Sandbox, prepared: PreparedImage, files: list[int]) -> Child:
-        """Have its first process started, which waits for the image then."""
-        request = make(prepared, sandbox.order, str(sandbox.folder))
-        parent, *shown = files if sandbox.order.users else [prepared.parent_namespace, *files]
-        for left in reversed(range(TRIES)):
+        """Start the sandbox's first process, which then waits for its image."""
+        request = make(prepared, sandbox.request, str(sandbox.folder))
+        parent, *shown = files if sandbox.request.users else [prepared.parent_namespace, *files]
+        for left in reversed(range(LAUNCHER_TRIES)):
             with (
                 open_channel(sandbox, socket.SOCK_SEQPACKET) as channel,
                 self._children.starting() as adopt,
             ):
                 given = [parent, channel.fileno(), self._launcher.program(), *shown, *mounts.uncovered()]
                 try:
-                    answer, _files = await self._launcher.run_once(request, given, sandbox.group)
+                    reply, _files = await self._launcher.run_once(request, given, sandbox.group)
                 except LauncherLost:
-                    # Of what it may have begun nothing goes on: that channel of the sandbox's is closed.
+                    # A first process of the lost launcher ends: its channel is closed.
                     if not left:
                         raise
                 else:
-                    sandbox.starter = adopt(answer["pid"])
+                    sandbox.starter = adopt(reply["pid"])
                     return sandbox.starter
         raise AssertionError
 
-    async def _undo(self, sandbox: Sandbox) -> None:
-        """Have nothing left of a direct try."""
+    async def _undo_direct_start(self, sandbox: Sandbox) -> None:
+        """Remove the process and files of a failed direct start."""
         if sandbox.starter:
             sandbox.starter.kill()
             await sandbox.starter.wait()
         sandbox.starter = None
-        sandbox.place = sandbox.space = None
-        (sandbox.folder / state_dir.SPACE_FILE).unlink(missing_ok=True)
+        sandbox.place = sandbox.pid_namespace = None
+        (sandbox.folder / state_dir.PID_NAMESPACE_FILE).unlink(missing_ok=True)
         for entry in sandbox.folder.iterdir():
             if entry.is_dir():
                 await self._launcher.run(requests.erase(entry, None))
-        await self._lay_out(sandbox)
+        await self._make_layer(sandbox)
 
-    async def _lay_out(self, sandbox: Sandbox) -> None:
-        """Make what is on disk of it: an empty layer, or one that is filled from a snapshot.
-
-        The time in which a sandbox has to come up does not include filling its layer.
-        """
-        lay_out(sandbox)
-        order = sandbox.order
-        if not order.snapshot:
+    async def _make_layer(self, sandbox: Sandbox) -> None:
+        """Make the writable layer, empty or restored from a snapshot. The start timeout excludes the restore."""
+        make_overlay(sandbox)
+        request = sandbox.request
+        if not request.snapshot:
             return
-        action = partial(layer_archive.unpack, order.snapshot, sandbox.folder / "overlay" / "upper", order)
-        sandbox.wanted.reschedule(None)
+        action = partial(layer_archive.unpack, request.snapshot, sandbox.folder / "overlay" / "upper", request)
+        sandbox.start_timeout.reschedule(None)
         try:
             await self._children.run(action)
         except Refused as error:
-            if error.answer.get("errno") in MACHINE_ERRNOS or error.answer.get("killed"):
+            if error.reply.get("errno") in MACHINE_ERRNOS or error.reply.get("killed"):
                 raise
-            reason = f"{order.snapshot} can't be restored: {error.answer['error']}"
+            reason = f"{request.snapshot} can't be restored: {error.reply['error']}"
             raise Refused({"error": reason, "field": "snapshot_id"}) from error
-        sandbox.wanted.reschedule(asyncio.get_running_loop().time() + order.start_timeout_s)
+        sandbox.start_timeout.reschedule(asyncio.get_running_loop().time() + request.start_timeout_s)
 
-    # By the container runtime
+    # Start by the container runtime
 
-    async def _by_runtime(self, sandbox: Sandbox) -> None:
+    async def _start_by_runtime(self, sandbox: Sandbox) -> None:
         sandbox.start_method, sandbox.prepared = "runtime", None
-        if sandbox.order.uid:
+        if sandbox.request.uid:
             # Apptainer starts only as a user with an account on the host, which an image's own user need not have.
-            sandbox.order = replace(sandbox.order, uid=mounts.SANDBOX_UID)
+            sandbox.request = replace(sandbox.request, uid=mounts.SANDBOX_UID)
         with sandbox.step("runtime"):
-            space = await start_by_runtime(self._children, sandbox)
-        with sandbox.step("setup inside"), _setting_up():
-            self._note(sandbox, space.init)
+            namespace = await start_by_runtime(self._children, sandbox)
+        with sandbox.step("setup inside"), _setup_errors():
+            self._record_first_process(sandbox, namespace.init)
             assert sandbox.place
-            sandbox.environment = await self._prepare(sandbox.place, sandbox.order)
+            sandbox.environment = await self._set_up_inside(sandbox.place, sandbox.request)
         sandbox.take_log()
 
-    async def _prepare(self, place: joining.Place, order: CreateRequest) -> dict[str, str]:
-        """Have it made as others are; the variables that its image sets."""
+    async def _set_up_inside(self, place: joining.Place, request: CreateRequest) -> dict[str, str]:
+        """Give a sandbox of the runtime the setup of a direct start; return the variables that its image sets."""
         variables = os.memfd_create("variables", os.MFD_CLOEXEC)
         try:
-            await self._launcher.run(requests.prepare(place, order), [variables])
+            await self._launcher.run(requests.prepare(place, request), [variables])
             return read_environment(f"/proc/self/fd/{variables}")
         finally:
             os.close(variables)
 
-    def _note(self, sandbox: Sandbox, pid: int) -> None:
-        """Its first process is known."""
+    def _record_first_process(self, sandbox: Sandbox, pid: int) -> None:
         process = joining.ProcessFolder(pid)
-        space = state_dir.Space.of(pid)
-        if sandbox.space not in (space, None):
+        namespace = state_dir.PidNamespace.of(pid)
+        if sandbox.pid_namespace not in (namespace, None):
             raise OSError(f"process {pid} has ended")
-        if space.number == os.stat("/proc/self/ns/pid").st_ino:
-            raise OSError(f"process {pid} is none of a sandbox's")
-        sandbox.space = space
-        space.note(sandbox.folder)
+        if namespace.number == os.stat("/proc/self/ns/pid").st_ino:
+            raise OSError(f"process {pid} is in the supervisor's own PID namespace, not a sandbox's")
+        sandbox.pid_namespace = namespace
+        namespace.record(sandbox.folder)
         spaces = joining.spaces_of(process)
-        added = frozenset(sandbox.order.capabilities)
+        added = frozenset(sandbox.request.capabilities)
         rooted = sandbox.start_method == "direct"
         sandbox.place = joining.Place(
-            process, sandbox.order.uid, sandbox.order.limits, spaces, rooted=rooted, capabilities=added
+            process, sandbox.request.uid, sandbox.request.limits, spaces, rooted=rooted, capabilities=added
         )
 
 
-def _of_the_machine(trouble: Message) -> bool:
-    """Whether something was killed, or could not be had for now: that says nothing about the image, from which others
-    are made."""
+def _is_transient(trouble: Message) -> bool:
+    """Return whether a failure says nothing about direct starts: a killed process, or a shortage of the machine."""
     return bool(trouble.get("killed")) or trouble.get("errno") in SHORTAGES
 
 
 @contextlib.contextmanager
-def _setting_up() -> Iterator[None]:
-    """What goes wrong in the block is told as what it is."""
+def _setup_errors() -> Iterator[None]:
     try:
         yield
     except (Refused, OSError) as error:
-        raise Refused({"error": f"it can't be set up: {failure(error)['error']}"}) from error
+        raise Refused({"error": f"the sandbox can't be set up: {failure(error)['error']}"}) from error
 
 
-def _hand_over(sandbox: Sandbox, prepared: PreparedImage, owners: int | None) -> None:
-    """Send the first process its word, by root with the image."""
+def _send_image(sandbox: Sandbox, prepared: PreparedImage, owners: int | None) -> None:
+    """Let the first process continue; root's also gets the image, mounted with its user ids."""
     assert sandbox.channel
     assert sandbox.starter
     image = image_for(prepared, sandbox.starter.pid, owners)
@@ -308,143 +301,146 @@ def _hand_over(sandbox: Sandbox, prepared: PreparedImage, owners: int | None) ->
             os.close(image)
 
 
-async def _until_ready(sandbox: Sandbox, first: Child) -> None:
-    """It is up once its channel is closed, if nothing but the word was said."""
+async def _wait_ready(sandbox: Sandbox, first: Child) -> None:
+    """Wait until the first process has sent ``ready`` and closed its channel by executing the sandbox's init."""
     assert sandbox.channel
-    said: Message = {}
-    while "error" not in said:
+    message: Message = {}
+    while "error" not in message:
         await ready(sandbox.channel)
         try:
-            said, _files = requests.receive(sandbox.channel)
+            message, _files = requests.receive(sandbox.channel)
         except PeerGone:
-            if "ready" in said:
+            if "ready" in message:
                 return
-            raise await _end_of(first) from None
-    raise Refused({"error": "it can't be made", "log": said["error"]})
+            raise await _first_process_error(first) from None
+    raise Refused({"error": "the sandbox can't be made", "log": message["error"]})
 
 
-async def _end_of(first: Child) -> Refused:
-    """How a first process ended that never was ready, as it is told."""
+async def _first_process_error(first: Child) -> Refused:
     code = await first.wait()
-    return Refused({"error": f"its first process ended with {code}", "killed": code == -signal.SIGKILL})
+    return Refused({"error": f"the sandbox's first process ended with {code}", "killed": code == -signal.SIGKILL})
 
 
-MOST_PREPARED = 256
-"""Prepared images that are kept. The least recently used one goes first, of those of which no sandbox is left."""
+MAX_PREPARED_IMAGES = 256
+"""Prepared images that are kept, each with two open files; unused ones are evicted in LRU order."""
 
 
 class PreparedImages:
-    """See the module.
+    """LRU cache of prepared images.
 
     Args:
-        folder: the owner's.
-        children: its children.
-        launcher: what erases for it.
-        held: those from which sandboxes were made that are not gone yet.
+        folder: the supervisor's state folder.
+        children: the supervisor's children.
+        launcher: erases folders.
+        in_use: returns the prepared images of sandboxes that are not gone yet.
     """
 
     def __init__(
-        self, folder: Path, children: Children, launcher: Launcher, held: Callable[[], Iterable[PreparedImage | None]]
+        self,
+        folder: Path,
+        children: Children,
+        launcher: Launcher,
+        in_use: Callable[[], Iterable[PreparedImage | None]],
     ) -> None:
         self._folder = folder
         self._children = children
         self._launcher = launcher
-        self._held = held
+        self._in_use = in_use
         self._made: dict[str, PreparedImage] = {}
-        """The last in order is the last used."""
+        """In order of use, the most recent last."""
         self._making: dict[str, asyncio.Task[PreparedImage]] = {}
 
-    async def get(self, order: CreateRequest) -> PreparedImage:
-        """The prepared image for an order.
+    async def get(self, request: CreateRequest) -> PreparedImage:
+        """Return the prepared image for a request.
 
         Raises:
-            Refused: there is none; says why.
+            Refused: the image cannot be prepared; says why.
         """
-        key = order.image_identity
+        key = request.image_identity
         if prepared := self._made.pop(key, None):
             self._made[key] = prepared
             return prepared
         if key not in self._making:
-            self._making[key] = spawn_task(self._make(key, order), expected=Refused)
+            self._making[key] = spawn_task(self._make(key, request), expected=Refused)
             self._making[key].add_done_callback(lambda _task: self._making.pop(key))
         return await asyncio.shield(self._making[key])
 
-    async def _make(self, key: str, order: CreateRequest) -> PreparedImage:
-        environment = await self._variables(order) if order.scripted else {}
-        made = received(environment, *await self._children.run(partial(open_image, order.image)))
+    async def _make(self, key: str, request: CreateRequest) -> PreparedImage:
+        environment = await self._script_variables(request) if request.scripted else {}
+        made = received(environment, *await self._children.run(partial(open_image, request.image)))
         self._made[key] = made
-        self._forget_oldest()
+        self._evict()
         return made
 
-    async def _variables(self, order: CreateRequest) -> dict[str, str]:
-        """What scripts of the image's own set, as only its runtime knows.
+    async def _script_variables(self, request: CreateRequest) -> dict[str, str]:
+        """Return the variables that the image's scripts set, which only its runtime can evaluate.
 
-        It is started once, with no network, no file of the host, and nothing in it but the waiting shell, whose
-        variables are read.
+        The runtime starts the image once, without network, binds or limits, and the variables of the waiting shell
+        are read from ``/proc``.
         """
         folder = self._folder / f"m-{secrets.token_hex(6)}"
-        alone = replace(order, uid=0, network=False, binds=[])
-        asked = Sandbox(folder.name, folder, alone, [], [])
+        isolated = replace(request, uid=0, network=False, binds=[])
+        probe = Sandbox(folder.name, folder, isolated, [], [])
         try:
-            async with asyncio.timeout(order.start_timeout_s):
-                make_folder(folder, order)
-                lay_out(asked)
-                space = await start_by_runtime(self._children, asked)
-                return (await self._children.run(partial(_read, space.init)))[0]
+            async with asyncio.timeout(request.start_timeout_s):
+                make_folder(folder, request)
+                make_overlay(probe)
+                namespace = await start_by_runtime(self._children, probe)
+                return (await self._children.run(partial(_read_variables, namespace.init)))[0]
         except TimeoutError:
             raise Refused(
-                {"error": f"the runtime did not start the image within {order.start_timeout_s:g} s"}
+                {"error": f"the runtime did not start the image within {request.start_timeout_s:g} s"}
             ) from None
         finally:
             with log_exceptions():
-                await run_uncancellable(self._end(asked))
+                await run_uncancellable(self._end_probe(probe))
 
-    async def _end(self, asked: Sandbox) -> None:
-        """An honest shell ends with its socket, and the runtime with that; neither is asked whether it would."""
-        if asked.channel:
-            drop(asked.channel)
-        look_for_first(asked)
+    async def _end_probe(self, probe: Sandbox) -> None:
+        """Kill the probe's processes, which are untrusted, and erase its folder."""
+        if probe.channel:
+            drop(probe.channel)
+        find_pid_namespace(probe)
         async with asyncio.timeout(STUCK_S):
-            while asked.space and asked.space.alive:  # only the kernel knows
-                asked.space.kill()
-                await asyncio.sleep(state_dir.LOOK_S)
-        if asked.starter:
-            asked.starter.kill()
-            await asked.starter.wait()
-        asked.take_log()
-        await self._launcher.run(requests.erase(asked.folder, None))
+            while probe.pid_namespace and probe.pid_namespace.alive:  # only the kernel knows
+                probe.pid_namespace.kill()
+                await asyncio.sleep(state_dir.POLL_S)
+        if probe.starter:
+            probe.starter.kill()
+            await probe.starter.wait()
+        probe.take_log()
+        await self._launcher.run(requests.erase(probe.folder, None))
 
-    def _forget_oldest(self) -> None:
-        held = {id(prepared) for prepared in self._held()}
-        for key, prepared in list(self._made.items())[:-MOST_PREPARED]:
-            if id(prepared) not in held:
+    def _evict(self) -> None:
+        in_use = {id(prepared) for prepared in self._in_use()}
+        for key, prepared in list(self._made.items())[:-MAX_PREPARED_IMAGES]:
+            if id(prepared) not in in_use:
                 os.close(prepared.image)
                 os.close(prepared.parent_namespace)
                 del self._made[key]
 
 
-def _read(first: int) -> Answer:
-    """In a child forked for it: the shell may say of any part of its memory that they are there."""
+def _read_variables(first: int) -> Reply:
+    """Read a process's variables in a forked child: the process controls the address range, and so the size."""
     return read_environment(f"/proc/{first}/environ"), []
 
 
-def make_folder(path: Path, order: CreateRequest) -> None:
-    """Make a folder of a sandbox's user."""
+def make_folder(path: Path, request: CreateRequest) -> None:
+    """Make a folder that belongs to the sandbox's host user."""
     path.mkdir(mode=0o700)
     if is_machine_root():
-        os.chown(path, order.host_uid, order.host_gid)
+        os.chown(path, request.host_uid, request.host_gid)
 
 
-def lay_out(sandbox: Sandbox) -> None:
-    """Make what is on disk of it."""
+def make_overlay(sandbox: Sandbox) -> None:
+    """Make the folders of the writable layer."""
     overlay = sandbox.folder / "overlay"
     for path in (overlay, overlay / "upper", overlay / "work"):
-        make_folder(path, sandbox.order)
+        make_folder(path, sandbox.request)
     (overlay / "upper").chmod(0o755)
 
 
 def open_channel(sandbox: Sandbox, kind: int) -> socket.socket:
-    """Make its channel, in place of one that there may be; returns the first process's end."""
+    """Make or replace the sandbox's channel; return the first process's end."""
     if sandbox.channel:
         drop(sandbox.channel)
     sandbox.channel, theirs = socket.socketpair(socket.AF_UNIX, kind)
@@ -452,34 +448,35 @@ def open_channel(sandbox: Sandbox, kind: int) -> socket.socket:
     return theirs
 
 
-async def start_by_runtime(children: Children, sandbox: Sandbox) -> state_dir.Space:
-    """Have the runtime start it; who is cancelled, or fails, leaves ``starter`` and ``space`` to be ended.
+async def start_by_runtime(children: Children, sandbox: Sandbox) -> state_dir.PidNamespace:
+    """Start a sandbox by the runtime. After a failure or cancellation, the caller ends its processes.
 
     Raises:
-        Refused: it does not; says why.
+        Refused: the runtime does not start the image; says why.
     """
     with open_channel(sandbox, socket.SOCK_STREAM) as theirs:
         sandbox.log = launch.create_log()
-        command = runtime_command(sandbox.order, sandbox.folder)
+        command = runtime_command(sandbox.request, sandbox.folder)
         uncovered = mounts.uncovered()
-        program = partial(become_runtime, sandbox.order, command, sandbox.folder, theirs, sandbox.log, uncovered)
+        program = partial(become_runtime, sandbox.request, command, sandbox.folder, theirs, sandbox.log, uncovered)
         starter = sandbox.starter = children.fork(program, [theirs.fileno(), sandbox.log, *uncovered], sandbox.group)
-    state_dir.note_starter(sandbox.folder, starter.pid)
-    # What the image runs may never say a word.
-    while starter.alive and not look_for_first(sandbox):  # noqa: ASYNC110  # only the kernel knows
-        await asyncio.sleep(state_dir.LOOK_S)
+    state_dir.record_starter(sandbox.folder, starter.pid)
+    # Found in /proc, since an image's own program may never report.
+    while starter.alive and not find_pid_namespace(sandbox):  # noqa: ASYNC110  # only the kernel knows
+        await asyncio.sleep(state_dir.POLL_S)
     assert sandbox.channel
     await ready(sandbox.channel, unless=starter.wait())
-    if sandbox.space is None or not starter.alive or not sandbox.channel.recv(64):
+    if sandbox.pid_namespace is None or not starter.alive or not sandbox.channel.recv(64):
         code = await starter.wait()
         raise Refused({"error": f"the runtime ended with {code}", "log": sandbox.take_log()})
-    return sandbox.space
+    return sandbox.pid_namespace
 
 
-def look_for_first(sandbox: Sandbox) -> bool:
-    """Note the namespace that the runtime has made down, if it has."""
-    if sandbox.start_method == "runtime" and sandbox.starter and sandbox.starter.alive and sandbox.space is None:
-        sandbox.space = state_dir.Space.below(sandbox.starter.pid)
-        if sandbox.space:
-            sandbox.space.note(sandbox.folder)
-    return sandbox.space is not None
+def find_pid_namespace(sandbox: Sandbox) -> bool:
+    """Record the PID namespace that the runtime has made; return whether it is known."""
+    starter = sandbox.starter if sandbox.start_method == "runtime" else None
+    if starter and starter.alive and sandbox.pid_namespace is None:
+        sandbox.pid_namespace = state_dir.PidNamespace.below(starter.pid)
+        if sandbox.pid_namespace:
+            sandbox.pid_namespace.record(sandbox.folder)
+    return sandbox.pid_namespace is not None

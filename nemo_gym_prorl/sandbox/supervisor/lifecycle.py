@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a sandbox, as its supervisor sees it: waiting, creating, up, closing, gone.
+"""Life cycle of a sandbox in its supervisor: waiting, creating, up, closing, gone.
 
-- *waiting*: as many others as may are being created.
-- *creating*: its first process is being made (:mod:`.creation`); whoever asked waits.
-- *up*: its first process has said so, and its limits are set. Only now can it be joined.
-- *closing*: somebody asked for its end, or its first process ended, or it ran into a limit. There is no way back.
-- *gone*: our child for it is reaped *and* its first process has ended, which the kernel lets happen only after all
-  others inside, *and* its control group and its folder are removed. Whoever asked for the end is told now and not
-  before; who asked for its creation, too, if it failed.
+- *waiting*: the sandbox waits for a start slot.
+- *creating*: the first process is being made (:mod:`.creation`).
+- *up*: the first process has reported, and limits are set. Only now can the sandbox be joined.
+- *closing*: a client asked for the end, the first process ended, or the sandbox exceeded a limit. Irreversible.
+- *gone*: the supervisor's child for the sandbox is reaped, the first process has ended, and the control group and
+  the folder are removed. The kernel ends the first process after all others inside. Requests to end the sandbox, and
+  failed requests to create it, are answered now and not before.
 
-What to do on the way down is one pure function, :func:`.sandbox.step_down`, asked again whenever a process of it ends,
-and twice a second. It takes the same few system calls however many processes the machine has.
+The pure function :func:`.sandbox.step_down` decides each step of closing. It runs whenever a process of the sandbox
+ends, and twice a second; its cost does not depend on the number of processes on the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import errno
 import re
 import signal
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,23 +35,22 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import rlimits, usage
 from nemo_gym_prorl.sandbox.limits.rlimits import file_size_reached
-from nemo_gym_prorl.sandbox.supervisor import limit_watch, state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir, watchdog_process
+from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher, Reply
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, close_all, drop
-from nemo_gym_prorl.sandbox.supervisor.creation import Creation, StartLimiter, look_for_first
-from nemo_gym_prorl.sandbox.supervisor.errors import Refused, failure, in_words
-from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest, StartReply
-from nemo_gym_prorl.sandbox.supervisor.processes import Answer, Children, Launcher
+from nemo_gym_prorl.sandbox.supervisor.creation import Creation, StartLimiter, find_pid_namespace
+from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest, Refused, StartReply, error_text, failure
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, Stage, step_down
 
 
 TICK_S = 0.5
-"""How often unfinished ends are tried again."""
+"""Interval of retries while a sandbox closes: a tenth of :data:`.sandbox.STUCK_S`."""
 
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""How our child for a sandbox ends if its first process was killed: by the runtime's own word where it is that."""
+KILL_STATUSES = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit codes of the supervisor's child whose first process was killed: by the kernel, or as the runtime reports it."""
 
-SOON_S = 5.0
-"""A sandbox that dies so soon after it used too much memory died of that."""
+MEMORY_DEATH_WINDOW_S = 5.0
+"""A sandbox killed within this time of a memory violation counts as killed for it; the two reports may be apart."""
 
 NO_MEMORY = "the machine ran out of memory, and the kernel ended a process"
 
@@ -60,132 +58,143 @@ _NAME = re.compile(r"b-[0-9a-f]{12}")
 
 
 class Sandboxes:
-    """All sandboxes of one supervisor; each is here from its creation until it is gone."""
+    """All sandboxes of one supervisor, from the create request until they are gone.
+
+    Args:
+        folder: the supervisor's state folder.
+        children: the supervisor's children.
+        groups: parent of the sandboxes' control groups; ``None`` without control groups.
+        launcher: joins sandboxes and erases folders.
+    """
 
     def __init__(self, folder: Path, children: Children, groups: Path | None, launcher: Launcher) -> None:
-        """``groups`` is where control groups are made, if they can be."""
         self._folder = folder
         self._loop = asyncio.get_running_loop()
         self._all: dict[str, Sandbox] = {}
-        self._leaving = False
-        """All end, since their server has."""
+        self._server_gone = False
+        """Set when the server has ended, and so all sandboxes end."""
         self._inits: dict[int, Sandbox] = {}
-        """By the number of their first process, those that close."""
-        self.on_gone: list[Callable[[str], object]] = []
-        """Told the name of each sandbox that is gone."""
+        """Closing sandboxes by the pid of their first process."""
         self._starts = StartLimiter()
         self._creation = Creation(
             folder, children, groups, launcher, lambda: (sandbox.prepared for sandbox in self._all.values())
         )
         self._children = children
         self._launcher = launcher
-        self._watchdog = limit_watch.Watchdog(children, self._overran, self._watches)
-        # Later there may be no process to be had.
+        self._watchdog = watchdog_process.Watchdog(children, self._on_violation, self._watch_entries)
+        # Started before any sandbox, which may use up the processes of this user.
         PROCESS_LOOPS.start("limit-watch", self._watchdog.run_once)
         self._in_memory = in_memory(kind_under(folder))
         self._active: dict[str, list[int]] = {}
-        """Those in which something was started that the watchdog has not been told of, and what."""
+        """Pids started per sandbox since the last report to the watchdog."""
 
     def up(self, name: str) -> Sandbox:
-        """The sandbox of that name.
+        """Return a sandbox that is up.
 
         Raises:
-            NoSandbox: there is none, or none that is up.
+            NoSandbox: the sandbox does not exist or is not up.
         """
         sandbox = self._all.get(name)
         if sandbox is None or sandbox.stage is not Stage.UP:
             raise NoSandbox(f"sandbox {name} has ended")
         return sandbox
 
-    async def living(self, name: str) -> None:
-        """Whether it is up and stays so; the end of one that is about to end is waited for.
+    async def check_not_ending(self, name: str) -> None:
+        """Check that a sandbox is up and not about to end; wait for the end of one that is.
 
         Raises:
-            NoSandbox: it has ended.
+            NoSandbox: the sandbox has ended.
         """
         sandbox = self.up(name)
-        if sandbox.space and sandbox.space.ending:
-            await sandbox.gone()
+        if sandbox.pid_namespace and sandbox.pid_namespace.ending:
+            await sandbox.wait_gone()
             raise NoSandbox(f"sandbox {name} has ended")
 
-    async def check(self, client: Client, name: str, *, memory: bool) -> Answer:
-        """Answered if it is up; one that is about to end has ended. With ``memory``, only if nothing in it was ended
-        for want of the machine's memory."""
+    async def check(self, client: Client, name: str, *, memory: bool) -> Reply:
+        """Carry out a :class:`.protocol.CheckRequest`."""
         sandbox = self.up(name)
         if client not in sandbox.clients:
             sandbox.clients.append(client)
-        await self.living(name)
+        await self.check_not_ending(name)
         if memory and self._lacked_memory(sandbox):
             raise NoSandbox(f"sandbox {name}: {NO_MEMORY}")
         return {}, []
 
     @staticmethod
     def _lacked_memory(sandbox: Sandbox) -> bool:
-        """Whether the kernel may have ended something in it though it kept within its own limit."""
+        """Whether the kernel may have killed a process of a sandbox within its own memory limit."""
         group = sandbox.group
         if group and "memory" in group.controllers:
             return bool(group.oom_kills()) and not group.full_of_memory()
         return usage.oom_kills() > sandbox.machine_kills and not sandbox.over_memory
 
-    async def create(self, client: Client, order: CreateRequest, files: list[int]) -> Answer:
-        """Start one; answered with the variables of its image when it is up, or why it is not when nothing of it is
-        left. ``files`` are taken, and stay open until it is gone: the lock on its image."""
-        begun, timeout_s = self._loop.time(), order.start_timeout_s
-        sandbox = self._accepted(client, order, files)
+    async def create(self, client: Client, request: CreateRequest, files: list[int]) -> Reply:
+        """Start a sandbox and return its :class:`.protocol.StartReply`.
+
+        Args:
+            client: receives the sandbox's events.
+            request: the specification.
+            files: emptied; the files stay open until the sandbox is gone, such as the lock on its image.
+
+        Raises:
+            Refused: the sandbox does not start, and nothing of it is left.
+        """
+        begun, timeout_s = self._loop.time(), request.start_timeout_s
+        sandbox = self._admit(client, request, files)
         try:
-            async with sandbox.wanted, self._starts.of(order.image):
-                sandbox.took["turn"] = self._loop.time() - begun
-                # Its end may have been asked for in the very turn of the loop in which its own turn came.
+            async with sandbox.start_timeout, self._starts.slot(request.image):
+                sandbox.step_seconds["turn"] = self._loop.time() - begun
+                # The end may have been requested in the same iteration of the loop that granted the slot.
                 if sandbox.stage is Stage.WAITING:
-                    sandbox.wanted.reschedule(self._loop.time() + timeout_s)
+                    sandbox.start_timeout.reschedule(self._loop.time() + timeout_s)
                     sandbox.stage = Stage.CREATING
                     await self._creation.create(sandbox)
                 if sandbox.stage is Stage.CREATING:
-                    return vars(self._is_up(sandbox)), []
+                    return vars(self._mark_up(sandbox)), []
             trouble: Refused = NoSandbox(f"sandbox {sandbox.name} has ended")
         except Refused as error:
             trouble = error
         except TimeoutError:
             trouble = Refused({"error": f"the sandbox was not up within {timeout_s:g} s: {sandbox.steps()}"})
         except OSError as error:
-            trouble = Refused({"error": f"it can't be prepared: {in_words(error)}"})
+            trouble = Refused({"error": f"the sandbox can't be prepared: {error_text(error)}"})
         except Exception as error:
-            trouble = Refused({"error": f"its order is wrong: {type(error).__name__}: {error}"})
+            trouble = Refused({"error": f"the create request is wrong: {type(error).__name__}: {error}"})
         finally:
             sandbox.created.set()
         self._close(sandbox)
         with contextlib.suppress(Refused):
-            await sandbox.gone()
+            await sandbox.wait_gone()
         raise trouble
 
-    def _accepted(self, client: Client, order: CreateRequest, files: list[int]) -> Sandbox:
-        """A sandbox that may be made.
+    def _admit(self, client: Client, request: CreateRequest, files: list[int]) -> Sandbox:
+        """Register the sandbox of a valid request.
 
         Raises:
-            Refused: it may not; says why.
+            Refused: the request is wrong, or the machine's limits allow no further sandbox.
         """
-        if not _NAME.fullmatch(order.sandbox) or order.sandbox in self._all:
-            raise ValueError(f"no name for a sandbox: {order.sandbox}")
+        if not _NAME.fullmatch(request.sandbox) or request.sandbox in self._all:
+            raise ValueError(f"not a name for a sandbox, or in use: {request.sandbox}")
         if trouble := rlimits.shortage(len(self._all)):
             raise Refused({"error": trouble, "quota": True})
-        folder = self._folder / order.sandbox
+        folder = self._folder / request.sandbox
         try:
-            check_image_folder(order.image, self._folder.parent)
-            order = replace(order, binds=checked(order.binds, self._folder.parent, Path(order.image)))
+            check_image_folder(request.image, self._folder.parent)
+            request = replace(request, binds=checked(request.binds, self._folder.parent, Path(request.image)))
         except CallerError as error:
             raise Refused({"error": error.complaint, "field": error.field}) from error
-        sandbox = Sandbox(order.sandbox, folder, order, [client], files.copy())
+        sandbox = Sandbox(request.sandbox, folder, request, [client], files.copy())
         files.clear()
         self._all[sandbox.name] = sandbox
         return sandbox
 
-    def _is_up(self, sandbox: Sandbox) -> StartReply:
+    def _mark_up(self, sandbox: Sandbox) -> StartReply:
         sandbox.stage = Stage.UP
         sandbox.machine_kills = usage.oom_kills()
-        if ttl_s := sandbox.order.ttl_s:
+        if ttl_s := sandbox.request.ttl_s:
             sandbox.expiry = self._loop.call_later(ttl_s, self.end_early, sandbox, f"time to live: {ttl_s:g} s")
-        if order := limit_watch.order(sandbox, in_memory=self._in_memory):
-            self._watchdog.tell({"watch": order})
+        if entry := watchdog_process.watch_entry(sandbox, in_memory=self._in_memory):
+            self._watchdog.post({"watch": entry})
         spawn_task(self._watch_starter(sandbox), expected=Refused)
         return StartReply(
             sandbox.environment,
@@ -196,193 +205,205 @@ class Sandboxes:
             sandbox.steps(),
         )
 
-    def _watches(self) -> list[Message]:
-        """Whom the watchdog has to watch."""
+    def _watch_entries(self) -> list[Message]:
+        """Messages that make a new watchdog watch all sandboxes that are up."""
         up = (box for box in self._all.values() if box.stage is Stage.UP)
-        return [{"watch": order} for box in up if (order := limit_watch.order(box, in_memory=self._in_memory))]
+        entries = (watchdog_process.watch_entry(box, in_memory=self._in_memory) for box in up)
+        return [{"watch": entry} for entry in entries if entry]
 
     def process_started(self, name: str, pid: int) -> None:
-        """Something was started in a sandbox; the watchdog is told of all such once in a while."""
+        """Record a process for the next report to the watchdog, which is sent once per :data:`TICK_S`."""
         if not self._active:
-            self._loop.call_later(TICK_S, self._tell_active)
+            self._loop.call_later(TICK_S, self._report_active)
         self._active.setdefault(name, []).append(pid)
 
-    def _tell_active(self) -> None:
+    def _report_active(self) -> None:
         active, self._active = self._active, {}
         if any(box.stage is Stage.UP for name in active if (box := self._all.get(name))):
-            self._watchdog.tell({"active": active})
+            self._watchdog.post({"active": active})
 
-    def _overran(self, message: Message) -> None:
-        """The watchdog found that a sandbox uses too much."""
+    def _on_violation(self, message: Message) -> None:
+        """Handle the watchdog's report of a sandbox over one of its limits."""
         sandbox = self._all.get(message["sandbox"])
         if sandbox and sandbox.stage is Stage.UP:
             if message["ended"]:
                 self.end_early(sandbox, message["reason"], message["resource"])
             elif message["resource"] != "memory":
-                sandbox.note(message["reason"], message["resource"])
+                sandbox.report_limit(message["reason"], message["resource"])
             else:
                 self._over_memory(sandbox, message["reason"])
 
     def _over_memory(self, sandbox: Sandbox, reason: str) -> None:
         sandbox.over_memory, sandbox.over_memory_at = reason, self._loop.time()
-        sandbox.tell("limit", reason, "memory")
+        sandbox.send_event("limit", reason, "memory")
 
-    async def destroy(self, name: str) -> Answer:
-        """End one; answered when no process and no file of it is left. An unknown one is gone already."""
+    async def destroy(self, name: str) -> Reply:
+        """End a sandbox and wait until its processes and files are gone; an unknown one is gone already."""
         if sandbox := self._all.get(name):
             self._close(sandbox)
-            await sandbox.gone()
+            await sandbox.wait_gone()
         return {}, []
 
     async def close_all(self) -> None:
-        """End every one; returns when no process of any is left, nor a file that can be removed."""
-        self._leaving = True
+        """End every sandbox and wait until all are gone, except files that cannot be removed."""
+        self._server_gone = True
         while self._all:
             for sandbox in list(self._all.values()):
                 self._close(sandbox)
-            await asyncio.gather(*(sandbox.gone() for sandbox in self._all.values()), return_exceptions=True)
+            await asyncio.gather(*(sandbox.wait_gone() for sandbox in self._all.values()), return_exceptions=True)
 
     def orphan_ended(self, pid: int) -> None:
-        """A stranger was reaped, who may have been the first process of a sandbox that closes."""
+        """Continue closing a sandbox when its first process has been reaped."""
         if sandbox := self._inits.get(pid):
             sandbox.changed.set()
 
     def process_ended(self, name: str, code: int) -> None:
-        """Something that ran in it has ended: if it was the kernel's doing, who uses the sandbox is told first."""
+        """Report a limit that ended a program to the clients, before the program's exit is reported."""
         sandbox = self._all.get(name)
         if sandbox is None or sandbox.stage is not Stage.UP:
             return
         if code == -signal.SIGKILL:
-            self._look_at_kills(sandbox)
-        elif code in (-signal.SIGXFSZ, 128 + signal.SIGXFSZ) and sandbox.order.disk_mib:
-            # By its own word where it is a shell's.
-            sandbox.note(file_size_reached(sandbox.order.disk_mib), "file size")
+            self._check_oom_kills(sandbox)
+        elif code in (-signal.SIGXFSZ, 128 + signal.SIGXFSZ) and sandbox.request.disk_mib:
+            # 128 + n is a shell's report of a child's signal.
+            sandbox.report_limit(file_size_reached(sandbox.request.disk_mib), "file size")
 
-    def start_refused(self, name: str, resource: str) -> None:
-        """Nothing more could be started in it."""
+    def spawn_refused(self, name: str, resource: str) -> None:
+        """Report the limit that kept a program from starting."""
         if sandbox := self._all.get(name):
-            most = sandbox.order.processes if resource == "processes" else TERMINALS
-            sandbox.note(f"{resource}: all of {most} in use", resource)
+            most = sandbox.request.processes if resource == "processes" else TERMINALS
+            sandbox.report_limit(f"{resource}: all of {most} in use", resource)
 
-    def _look_at_kills(self, sandbox: Sandbox) -> None:
+    def _check_oom_kills(self, sandbox: Sandbox) -> None:
         if sandbox.group and "memory" in sandbox.group.controllers:
             kills = sandbox.group.oom_kills()
             if kills > sandbox.oom_kills:
                 sandbox.oom_kills = kills
                 if sandbox.group.full_of_memory():
-                    allowed = sandbox.order.memory_mib
+                    allowed = sandbox.request.memory_mib
                     self._over_memory(sandbox, f"memory: all of {allowed} MiB used, the kernel ended a process")
                 else:
-                    sandbox.tell("limit", NO_MEMORY)
+                    sandbox.send_event("limit", NO_MEMORY)
 
     async def _watch_starter(self, sandbox: Sandbox) -> None:
-        """One that is up ends when our child for it does."""
+        """End a sandbox that is up when the supervisor's child for it exits."""
         assert sandbox.starter
         code = await sandbox.starter.wait()
         if sandbox.stage is Stage.UP:
-            self._look_at_kills(sandbox)
-            if code in KILLED and sandbox.over_memory and self._loop.time() - sandbox.over_memory_at < SOON_S:
+            self._check_oom_kills(sandbox)
+            if (
+                code in KILL_STATUSES
+                and sandbox.over_memory
+                and self._loop.time() - sandbox.over_memory_at < MEMORY_DEATH_WINDOW_S
+            ):
                 self.end_early(sandbox, sandbox.over_memory, "memory")
             else:
                 self.end_early(sandbox, inside=not self._was_killed(sandbox, code))
 
     def _was_killed(self, sandbox: Sandbox, code: int) -> bool:
-        """Whether its first process was killed from outside: nothing inside can kill it, but by want of memory. It may
-        have been made to end as if, where commands have its rights: the runtime can't tell that from a kill."""
-        by_the_runtimes_word = code == 128 + signal.SIGKILL
-        return code in KILLED and (not by_the_runtimes_word or sandbox.order.uid == 0 or self._lacked_memory(sandbox))
+        """Whether the first process was killed from outside. Processes inside cannot kill it, except through the
+        memory limit. Commands with its user id can make it exit with 137, which the runtime reports as a kill."""
+        reported_by_runtime = code == 128 + signal.SIGKILL
+        return code in KILL_STATUSES and (
+            not reported_by_runtime or sandbox.request.uid == 0 or self._lacked_memory(sandbox)
+        )
 
     def end_early(self, sandbox: Sandbox, reason: str = "", resource: str = "", *, inside: bool = False) -> None:
-        """One that is up ends without having been asked to: who uses it is told, and whether from ``inside``."""
+        """End a sandbox that no client asked to end, and report that to its clients.
+
+        Args:
+            sandbox: ignored unless it is up.
+            reason: text of the limit that the sandbox exceeded; empty if it exceeded none.
+            resource: name of that limit.
+            inside: whether processes of the sandbox ended it.
+        """
         if sandbox.stage is not Stage.UP:
             return
         if reason:
-            sandbox.tell("limit", reason, resource)
-        sandbox.tell("gone", reason, resource, inside=inside)
+            sandbox.send_event("limit", reason, resource)
+        sandbox.send_event("gone", reason, resource, inside=inside)
         self._close(sandbox)
 
     def _close(self, sandbox: Sandbox) -> None:
-        """Begin to end a sandbox, if need be."""
+        """Start closing a sandbox, unless it is closing or gone."""
         if sandbox.stage in (Stage.CLOSING, Stage.GONE):
             return
         sandbox.stage = Stage.CLOSING
         if sandbox.expiry:
-            # Else it would keep all that is known of the sandbox until then.
+            # The timer would keep a reference to the sandbox until it fires.
             sandbox.expiry.cancel()
-        if not sandbox.created.is_set() and not sandbox.wanted.expired():
-            sandbox.wanted.reschedule(0.0)
+        if not sandbox.created.is_set() and not sandbox.start_timeout.expired():
+            sandbox.start_timeout.reschedule(0.0)
         spawn_task(self._end(sandbox))
 
     async def _end(self, sandbox: Sandbox) -> None:
-        """From the beginning of its end until nothing of it is left. Whatever fails is tried again."""
+        """Close a sandbox until nothing of it is left; retry whatever fails."""
         since = self._loop.time()
         with log_exceptions():
-            self._watchdog.tell({"forget": sandbox.name})
+            self._watchdog.post({"forget": sandbox.name})
         with log_exceptions():
             if sandbox.channel:
-                # A first process that we have not heard of yet ends by that.
+                # Ends a first process that is not recorded yet.
                 sandbox.channel.shutdown(socket.SHUT_RDWR)
         await sandbox.created.wait()
         with log_exceptions():
-            look_for_first(sandbox)
+            find_pid_namespace(sandbox)
         if sandbox.starter:
             sandbox.starter.wait().add_done_callback(lambda _status: sandbox.changed.set())
-        if sandbox.space:
-            self._inits[sandbox.space.init] = sandbox
+        if sandbox.pid_namespace:
+            self._inits[sandbox.pid_namespace.init] = sandbox
         ended = False
         while True:
             sandbox.changed.clear()
             with log_exceptions():
                 try:
-                    if ended := self._take_down(sandbox, self._loop.time() - since):
+                    if ended := self._kill_processes(sandbox, self._loop.time() - since):
                         await self._delete(sandbox)
                         break
                 except (Refused, OSError) as error:
                     trouble, late = failure(error), self._loop.time() - since > STUCK_S
-                    # As long as what removes what is left can't be had, or is killed, somebody may wait.
-                    passes = isinstance(error, OSError) or trouble.get("errno") == errno.EAGAIN
-                    if not (passes or trouble.get("killed")) or late:
-                        sandbox.tell_gone(Refused(trouble))
-                    if ended and late and self._leaving:
-                        break  # its files are left to the next start of a supervisor
+                    # A shortage, or a killed helper, is retried until STUCK_S before the waiters get an error.
+                    transient = isinstance(error, OSError) or trouble.get("errno") == errno.EAGAIN
+                    if not (transient or trouble.get("killed")) or late:
+                        sandbox.resolve_end_waiters(Refused(trouble))
+                    if ended and late and self._server_gone:
+                        break  # the next supervisor's sweep removes the files
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await sandbox.changed.wait()
         sandbox.stage = Stage.GONE
-        close_all(sandbox.held)
+        close_all(sandbox.held_files)
         del self._all[sandbox.name]
-        if sandbox.space:
-            self._inits.pop(sandbox.space.init, None)
-        for told in self.on_gone:
-            with log_exceptions():
-                told(sandbox.name)
-        sandbox.tell_gone()
+        if sandbox.pid_namespace:
+            self._inits.pop(sandbox.pid_namespace.init, None)
 
-    def _take_down(self, sandbox: Sandbox, closing_s: float) -> bool:
-        """Have its processes end; whether all have.
+        sandbox.resolve_end_waiters()
+
+    def _kill_processes(self, sandbox: Sandbox, closing_s: float) -> bool:
+        """Kill the sandbox's processes; return whether all have ended.
 
         Raises:
-            Refused: it takes too long.
+            Refused: processes survive for too long.
         """
-        group, space, starter = sandbox.group, sandbox.space, sandbox.starter
+        group, namespace, starter = sandbox.group, sandbox.pid_namespace, sandbox.starter
         if group:
             group.kill()
         step = step_down(
             starter=starter is not None and starter.alive,
-            init=space.alive if space else None,
+            init=namespace.alive if namespace else None,
             closing_s=closing_s,
         )
-        if step.kill_init and space:
-            space.kill()
+        if step.kill_init and namespace:
+            namespace.kill()
         if step.kill_starter and starter:
             starter.kill()
-        if step.report and sandbox.ends:
-            living = sorted({*(space.members() if space else ()), *(group.processes() if group else ())})
-            raise Refused({"error": f"processes {living} of {sandbox.name} do not die; tried again until they do"})
+        if step.report and sandbox.end_waiters:
+            living = sorted({*(namespace.members() if namespace else ()), *(group.processes() if group else ())})
+            raise Refused({"error": f"processes {living} of {sandbox.name} survive SIGKILL; retrying until they end"})
         return step.delete
 
     async def _delete(self, sandbox: Sandbox) -> None:
-        """Have its files removed, and its control group.
+        """Remove the sandbox's files and control group.
 
         Raises:
             Refused: something is left.
@@ -395,11 +416,11 @@ class Sandboxes:
         try:
             await self._launcher.run(request)
         except Refused as error:
-            if error.answer.get("errno") not in state_dir.OTHERS or is_machine_root():
+            if error.reply.get("errno") not in state_dir.OTHER_USERS_ERRORS or is_machine_root():
                 raise
             await self._children.run(partial(_remove_tree, sandbox.folder))
 
 
-def _remove_tree(folder: Path) -> Answer:
+def _remove_tree(folder: Path) -> Reply:
     state_dir.remove_tree(folder)
     return {}, []

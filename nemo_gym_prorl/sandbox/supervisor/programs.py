@@ -1,19 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Programs on their way into a sandbox, and in it: each can be killed at any stage, by the name that its asker chose.
+"""Start, signal, pause and resume programs in sandboxes. A program can be killed at any stage of its start.
 
-A *joiner* that the launcher forks enters the sandbox's namespaces, starts one process there as our own child, says
-which one it is, lets it begin, and ends. That process executes the program. Whatever is inside may stop it before
-(``kill -STOP -1``), for ever: only its asker waits for it. The channel tells what became of it: a complaint, or
-nothing when the program was executed and the channel so closed.
+The launcher forks a *joiner*, which enters the sandbox's namespaces, starts one process there as the supervisor's
+child, reports its pid, lets it begin, and exits. That process executes the program. Sandboxed processes may stop it
+before that (``kill -STOP -1``), for ever; only its client waits. The channel carries an error, or closes on ``exec``.
 
-So a kill is effective whenever it comes: the joiner is ended, and what it started, known or not, begins nothing
-without its joiner's word.
+A kill is effective at every stage: it ends the joiner, and a process that the joiner has started, reported or not,
+begins nothing without the joiner's message.
 
-:func:`pause` stops all that runs. A shell must not see that a program of its was stopped, or it takes it for a
-background job: parents have stopped before their children are told to, and continue after them. What forks faster than
-that is stopped by the kernel, which signals all processes of a namespace in one step, in which none is forked. The
-container's first process and the child by which it notices its supervisor's end are left alone.
+:func:`pause` stops all programs. A shell that sees a child stopped makes it a background job. So :func:`pause` stops
+parents before their children, and :func:`resume` continues parents after them. Programs that fork faster are stopped
+by the kernel, which signals all processes of a namespace in one step. The sandbox's own processes are not stopped: the
+first one, and the child by which it notices the supervisor's end.
 """
 
 from __future__ import annotations
@@ -30,17 +29,25 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from nemo_gym_prorl.background import log_exceptions
+from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
-from nemo_gym_prorl.sandbox.supervisor import signals, state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor.children import (
+    LAUNCHER_TRIES,
+    Adopt,
+    Child,
+    Children,
+    Launcher,
+    LauncherLost,
+    Reply,
+)
 from nemo_gym_prorl.sandbox.supervisor.connection import PeerGone, close_all, ready
-from nemo_gym_prorl.sandbox.supervisor.errors import EXHAUSTED, KILLED, Refused, no_process
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.messages import SpawnRequest
-from nemo_gym_prorl.sandbox.supervisor.processes import TRIES, Adopt, Answer, Child, Children, Launcher, LauncherLost
+from nemo_gym_prorl.sandbox.supervisor.protocol import EXHAUSTED, HELPER_KILLED, Refused, SpawnRequest, no_process
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 
 
@@ -48,35 +55,35 @@ class Program:
     """One program.
 
     Attributes:
-        joiner: what starts it.
-        process: it, once it is known.
-        wanted: the time in which it is started, which a kill ends; ``None`` when it has begun.
-        killed: whether it is to end; it may have begun in the moment in which that was said.
+        joiner: process that starts the program.
+        process: the program's process, once it is reported.
+        start_timeout: expired by a kill while the program is starting; ``None`` once it runs.
+        killed: whether a kill was requested; the program may have begun in the same moment.
     """
 
     def __init__(self) -> None:
         self.joiner: Child | None = None
         self.process: Child | None = None
-        self.wanted: asyncio.Timeout | None = asyncio.timeout(None)
+        self.start_timeout: asyncio.Timeout | None = asyncio.timeout(None)
         self.killed = False
 
     def kill(self) -> None:
-        """End it with its process group, or see that it does not begin."""
+        """Kill the program and its process group, or keep it from starting."""
         self.killed = True
-        if self.wanted is None:
-            self.strike()
-        elif not self.wanted.expired():
-            self.wanted.reschedule(0.0)
+        if self.start_timeout is None:
+            self.kill_process()
+        elif not self.start_timeout.expired():
+            self.start_timeout.reschedule(0.0)
 
-    def strike(self) -> None:
-        """Kill its process, if that is known; as long as it is in our session, it has no group."""
+    def kill_process(self) -> None:
+        """Kill the process and its group, if known; before its ``setsid`` the process has no group of its own."""
         if self.process:
             self.process.signal(signal.SIGKILL, group=True)
             self.process.kill()
 
 
 class Programs:
-    """All programs that run, or are to run, in the sandboxes of a supervisor."""
+    """All programs that are starting or running in the sandboxes of a supervisor."""
 
     def __init__(self, children: Children, launcher: Launcher, sandboxes: Sandboxes) -> None:
         self._children = children
@@ -85,57 +92,60 @@ class Programs:
         self._all: dict[str, Program] = {}
 
     async def start(
-        self, sandbox: Sandbox, order: SpawnRequest, files: list[int], ended: Callable[[int], object]
+        self, sandbox: Sandbox, spawn: SpawnRequest, files: list[int], on_exit: Callable[[int], object]
     ) -> tuple[int, list[int]]:
-        """Start a program; its number when it runs, with its terminal if it has one.
+        """Start a program.
 
         Args:
-            sandbox: where, which is told of it, and of its end.
-            order: as for :func:`.requests.spawn`.
-            files: its open files; the caller's.
-            ended: told its exit code, negative for a signal, after this.
+            sandbox: receives the start and the end of the program.
+            spawn: as for :func:`.requests.spawn`.
+            files: open files of the program; the caller closes its copies.
+            on_exit: called with the exit code, negative for a signal.
+
+        Returns:
+            The pid, and the controlling end of the program's terminal if it has one.
 
         Raises:
-            Refused: it does not run.
+            Refused: the program does not start.
         """
-        name = order.spawn
+        name = spawn.spawn
         if name in self._all:
-            raise OSError(f"there is a program {name} already")
+            raise OSError(f"a program {name} exists already")
         place = sandbox.place_to_join()
         program = self._all[name] = Program()
         try:
-            request = requests.spawn(place, order)
-            assert program.wanted
-            async with program.wanted:
+            request = requests.spawn(place, spawn)
+            assert program.start_timeout
+            async with program.start_timeout:
                 terminal = await self._start(program, request, files, sandbox.group)
         except BaseException as error:
             del self._all[name]
             refusal = self._refusal(error, program, place, sandbox.group)
-            if isinstance(refusal, Refused) and "exhausted" in refusal.answer:
-                self._sandboxes.start_refused(sandbox.name, refusal.answer["exhausted"])
-            if isinstance(refusal, Refused) and refusal.answer.get("killed"):
-                # Its sandbox's end may have done that, and is told first.
-                await self._sandboxes.living(sandbox.name)
+            if isinstance(refusal, Refused) and "exhausted" in refusal.reply:
+                self._sandboxes.spawn_refused(sandbox.name, refusal.reply["exhausted"])
+            if isinstance(refusal, Refused) and refusal.reply.get("killed"):
+                # The sandbox's end may have killed it, and is reported first.
+                await self._sandboxes.check_not_ending(sandbox.name)
             if refusal is error:
                 raise
             raise refusal from error
-        program.wanted = None
+        program.start_timeout = None
         if program.killed:
-            program.strike()
+            program.kill_process()
         assert program.process
         self._sandboxes.process_started(sandbox.name, program.process.pid)
 
-        def note(end: asyncio.Future[int]) -> None:
+        def finish(end: asyncio.Future[int]) -> None:
             del self._all[name]
             with log_exceptions():
                 self._sandboxes.process_ended(sandbox.name, end.result())
-            ended(end.result())
+            on_exit(end.result())
 
-        program.process.wait().add_done_callback(note)
+        program.process.wait().add_done_callback(finish)
         return program.process.pid, terminal
 
     def signal(self, name: str, number: int) -> None:
-        """Signal a program and its process group; nothing happens if it has ended. SIGKILL works before it runs."""
+        """Signal a program's process group; a no-op once it has ended. SIGKILL is also effective before it runs."""
         program = self._all.get(name)
         if program and number == signal.SIGKILL:
             program.kill()
@@ -145,66 +155,68 @@ class Programs:
     async def _start(
         self, program: Program, request: requests.Request, files: list[int], group: Group | None
     ) -> list[int]:
-        for _ in range(TRIES):
+        for _ in range(LAUNCHER_TRIES):
             with contextlib.suppress(LauncherLost):
                 return await self._begin(program, request, files, group)
-        raise Refused(KILLED)
+        raise Refused(HELPER_KILLED)
 
     async def _begin(
         self, program: Program, request: requests.Request, files: list[int], group: Group | None
     ) -> list[int]:
-        """Start a program by the launcher; return its terminal, if it has one."""
+        """Start a program through the launcher; return its terminal, if it has one."""
         with self._children.starting() as adopt:
             program.joiner, channel = await self._launcher.begin(request, files, group)
             with channel:
                 try:
-                    return await _until_it_runs(program, channel, adopt)
+                    return await _wait_started(program, channel, adopt)
                 except asyncio.CancelledError:
-                    await _give_up(program, channel, adopt)
+                    await _abort_start(program, channel, adopt)
                     raise
 
     def _refusal(self, error: BaseException, program: Program, place: Place, group: Group | None) -> BaseException:
-        """What a program's start failed by, as it is told."""
-        if program.wanted and program.wanted.expired():
-            return Refused(KILLED)
+        """Return the error to report for a failed start."""
+        if program.start_timeout and program.start_timeout.expired():
+            return Refused(HELPER_KILLED)
         if isinstance(error, OSError):
             return no_process(error, group)
-        if isinstance(error, Refused) and error.answer.get("errno") == errno.EAGAIN and self._is_full(place):
+        if isinstance(error, Refused) and error.reply.get("errno") == errno.EAGAIN and self._is_full(place):
             return Refused(EXHAUSTED)
         return error
 
     def _is_full(self, place: Place) -> bool:
-        """Whether it is the sandbox that had no room for a process: it may have some by now, as those inside like it.
-        Where its own are not counted apart, only if it has as many as it may."""
+        """Whether the sandbox, not the machine, was at its limit of processes. The sandbox may be below it again.
+
+        Kernels that do not count processes per namespace need the count of threads in the sandbox.
+        """
         if Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE:
             return self._children.can_fork()
         with contextlib.suppress(FileNotFoundError):
-            space = place.process.namespace("pid")
-            # With one left no command could be started that starts another.
-            return usage.threads_in(space) >= place.limits[resource.RLIMIT_NPROC] - 1
+            namespace = place.process.namespace("pid")
+            # One below: a command needs a process for itself and one for its child.
+            return usage.threads_in(namespace) >= place.limits[resource.RLIMIT_NPROC] - 1
         return False
 
 
-async def _give_up(program: Program, channel: socket.socket, adopt: Adopt) -> None:
-    """Have nothing run of it. It may lie there stopped until its sandbox ends."""
+async def _abort_start(program: Program, channel: socket.socket, adopt: Adopt) -> None:
+    """Keep a program from starting; its stopped process may remain until the sandbox ends."""
     assert program.joiner
     program.joiner.kill()
     await program.joiner.wait()
-    # It may have said what it started; what it has not said does not begin.
+    # The joiner may have reported a process; an unreported one does not begin.
     with contextlib.suppress(BlockingIOError, PeerGone):
         message, files = requests.receive(channel)
         close_all(files)
         if "pid" in message:
             program.process = adopt(message["pid"])
-    program.strike()
+    program.kill_process()
 
 
-async def _until_it_runs(program: Program, channel: socket.socket, adopt: Adopt) -> list[int]:
+async def _wait_started(program: Program, channel: socket.socket, adopt: Adopt) -> list[int]:
     await ready(channel)
     try:
         message, files = requests.receive(channel)
     except PeerGone:
-        raise Refused(KILLED) from None
+        raise Refused(HELPER_KILLED) from None
     if "error" in message:
         raise Refused(message)
     program.process = adopt(message["pid"])
@@ -220,46 +232,47 @@ async def _until_it_runs(program: Program, channel: socket.socket, adopt: Adopt)
     raise Refused(message)
 
 
-PATIENCE_S = 5.0
+STOP_TIMEOUT_S = 5.0
+"""Time to stop all programs; an ordinary sandbox takes milliseconds."""
 
-EACH_S = 1.0
-"""For how long they are stopped one after the other, before all are at once."""
+ONE_BY_ONE_S = 1.0
+"""Time to stop programs one by one, parents first, before the kernel stops all at once."""
 
 _STOPPED = "TtZX"
 
 
-async def pause(children: Children, launcher: Launcher, space: state_dir.Space, place: Place) -> Answer:
-    """Stop what runs, until nothing does: it may start more meanwhile.
+async def pause(children: Children, launcher: Launcher, namespace: state_dir.PidNamespace, place: Place) -> Reply:
+    """Stop all programs of a sandbox, also those that they start meanwhile.
 
     Raises:
-        Refused: it does not stop.
+        Refused: programs do not stop in time.
     """
-    deadline = time.monotonic() + PATIENCE_S
-    await children.run(partial(_stop_each, space, time.monotonic() + EACH_S))
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    await children.run(partial(_stop_each, namespace, time.monotonic() + ONE_BY_ONE_S))
     stopped = False
-    while space.alive and not stopped and time.monotonic() < deadline:
-        answer, _files = await launcher.run(requests.stop(place))
-        stopped = bool(answer["number"])
-    return await children.run(partial(_settle, space, deadline, stopped=stopped))
+    while namespace.alive and not stopped and time.monotonic() < deadline:
+        reply, _files = await launcher.run(requests.stop(place))
+        stopped = bool(reply["number"])
+    return await children.run(partial(_verify_stopped, namespace, deadline, stopped=stopped))
 
 
-def _settle(space: state_dir.Space, deadline: float, *, stopped: bool) -> Answer:
-    """Let go on what is the container's own, and stop what was not there yet."""
-    for pid, started in _own(space):
+def _verify_stopped(namespace: state_dir.PidNamespace, deadline: float, *, stopped: bool) -> Reply:
+    """Continue the sandbox's own processes, and stop programs that were started during the pause."""
+    for pid, started in _own(namespace):
         _send(pid, started, signal.SIGCONT)
-    answer, _files = _stop_each(space, deadline)
-    if answer["running"] or (space.alive and not stopped):
-        resume(space)
-        raise OSError(f"processes {answer['running'] or 'of it'} do not stop")
+    reply, _files = _stop_each(namespace, deadline)
+    if reply["running"] or (namespace.alive and not stopped):
+        resume(namespace)
+        raise OSError(f"processes {reply['running'] or 'of the sandbox'} do not stop")
     return {}, []
 
 
-def _stop_each(space: state_dir.Space, deadline: float) -> Answer:
-    """Stop what is seen to run, until nothing does; with the numbers of what still ran when time was up."""
-    while running := [(pid, started) for started, pid, state in _programs(space) if state not in _STOPPED]:
+def _stop_each(namespace: state_dir.PidNamespace, deadline: float) -> Reply:
+    """Stop running programs until none is seen; return the pids that still run at the deadline."""
+    while running := [(pid, started) for started, pid, state in _programs(namespace) if state not in _STOPPED]:
         for pid, started in running:
             _send(pid, started, signal.SIGSTOP)
-            # On a busy machine it takes some time to stop, in which it could still look after its children.
+            # A stop takes effect late on a busy machine; until then the parent could see its children stopped.
             while _runs(pid, started) and time.monotonic() < deadline:
                 time.sleep(0.0002)
         if time.monotonic() > deadline:
@@ -267,18 +280,20 @@ def _stop_each(space: state_dir.Space, deadline: float) -> Answer:
     return {"running": []}, []
 
 
-def resume(space: state_dir.Space) -> Answer:
-    """Let everything go on."""
-    for started, pid, _state in reversed(_programs(space)):
+def resume(namespace: state_dir.PidNamespace) -> Reply:
+    """Continue all programs of a sandbox, children first."""
+    for started, pid, _state in reversed(_programs(namespace)):
         _send(pid, started, signal.SIGCONT)
     return {}, []
 
 
-def not_started_by(space: state_dir.Space, pid: int) -> tuple[int, bool]:
-    """How many programs run that a process has not started itself, and whether one of those that it has may be doing
-    something: it does not wait, or has threads of which one may not."""
+def programs_not_of(namespace: state_dir.PidNamespace, pid: int) -> tuple[int, bool]:
+    """Return the number of programs that process ``pid`` has not started itself, and whether any program may be busy.
+
+    A program may be busy if it is not waiting, or has several threads.
+    """
     others, busy = 0, False
-    for _started, program, state in _programs(space):
+    for _started, program, state in _programs(namespace):
         with contextlib.suppress(OSError):
             found = usage.status(program)
             others += int(found[usage.PARENT]) != pid
@@ -286,23 +301,25 @@ def not_started_by(space: state_dir.Space, pid: int) -> tuple[int, bool]:
     return others, busy
 
 
-def _programs(space: state_dir.Space) -> list[tuple[int, int, str]]:
-    """Start time, number and state of every process but the container's own, parents first."""
-    return sorted((started, pid, state) for started, pid, state, own in _all(space) if not own)
+def _programs(namespace: state_dir.PidNamespace) -> list[tuple[int, int, str]]:
+    """Start time, pid and state of every process but the sandbox's own, parents first."""
+    return sorted((started, pid, state) for started, pid, state, own in _processes(namespace) if not own)
 
 
-def _own(space: state_dir.Space) -> list[tuple[int, int]]:
-    """Number and start time of what is the container's own beside its first process."""
-    return [(pid, started) for started, pid, _state, own in _all(space) if own and pid != space.init]
+def _own(namespace: state_dir.PidNamespace) -> list[tuple[int, int]]:
+    """Pid and start time of the sandbox's own processes, except the first."""
+    return [(pid, started) for started, pid, _state, own in _processes(namespace) if own and pid != namespace.init]
 
 
-def _all(space: state_dir.Space) -> Iterator[tuple[int, int, str, bool]]:
-    """Start time, number and state of every process, and whether it is the container's own."""
-    line = _line(space.init)
-    for pid in space.members():
+def _processes(namespace: state_dir.PidNamespace) -> Iterator[tuple[int, int, str, bool]]:
+    """Start time, pid and state of every process, and whether it is the sandbox's own."""
+    channel = _channel_of(namespace.init)
+    for pid in namespace.members():
         with contextlib.suppress(OSError):
             state, parent, *rest = usage.status(pid)
-            own = pid == space.init or (bool(line) and int(parent) == space.init and _line(pid) == line)
+            own = pid == namespace.init or (
+                bool(channel) and int(parent) == namespace.init and _channel_of(pid) == channel
+            )
             yield int(rest[17]), pid, state, own
 
 
@@ -314,8 +331,8 @@ def _runs(pid: int, started: int) -> bool:
     return state not in _STOPPED and int(rest[18]) == started
 
 
-def _line(pid: int) -> str:
-    """The socket on which a process hears of the supervisor's end, which no program inside gets hold of."""
+def _channel_of(pid: int) -> str:
+    """Identity of the socket on which a process notices the supervisor's end; programs inside cannot open it."""
     try:
         found = os.readlink(f"/proc/{pid}/fd/0")
     except OSError:

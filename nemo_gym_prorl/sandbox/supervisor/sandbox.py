@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""One sandbox, as its supervisor knows it, and what to do next on its way down."""
+"""State of one sandbox in its supervisor, and the pure decision about its next step while it closes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import launch
 from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor.children import Child
 from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message
-from nemo_gym_prorl.sandbox.supervisor.errors import Refused
-from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
-from nemo_gym_prorl.sandbox.supervisor.processes import Child
+from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest, Refused
 
 
 Client = Connection[Message, list[int]]
-"""A server that asks, and is told."""
+"""A server's connection: sends requests, receives replies and events."""
 
 STUCK_S = 5.0
-"""After this long a container that does not die is reported as such; it is tried again for ever."""
+"""Time after which processes that survive SIGKILL are reported; the kernel ends others within milliseconds. The
+supervisor keeps retrying."""
 
 
 class Stage(StrEnum):
@@ -45,13 +45,13 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do next with a sandbox that is to end.
+    """Next step for a sandbox that is closing.
 
     Attributes:
-        kill_init: its first process, and with it all that is inside.
-        kill_starter: the runtime's process outside.
-        delete: nothing of it lives: what is left can go.
-        report: it takes too long: those who wait are told.
+        kill_init: kill the first process, with which the kernel ends all others inside.
+        kill_starter: kill the runtime's process outside.
+        delete: every process has ended; delete the files.
+        report: report to the waiters that closing takes too long.
     """
 
     kill_init: bool = False
@@ -61,16 +61,16 @@ class Step:
 
 
 def step_down(*, starter: bool, init: bool | None, closing_s: float) -> Step:
-    """The next step towards a sandbox's end.
+    """Return the next step for a closing sandbox.
 
     Args:
-        starter: whether our child that was forked for it has not been reaped yet.
-        init: whether the first process inside lives; ``None`` if none was heard of. The kernel lets it end only after
-            all others of its process numbers.
-        closing_s: for how long it has been closing.
+        starter: whether the supervisor's child for the sandbox is not reaped yet.
+        init: whether the first process inside lives; ``None`` if it is unknown. The kernel ends it after all others
+            of its PID namespace.
+        closing_s: seconds since closing began.
     """
     late = closing_s > STUCK_S
-    # The runtime's process ends its own helpers once the inside is dead, so it is left alone unless that takes long.
+    # The runtime's process ends its own helpers after the inside is dead, so it gets STUCK_S to do that.
     kill_starter = starter and (init is None or late)
     if not starter and not init:
         return Step(delete=True)
@@ -78,7 +78,7 @@ def step_down(*, starter: bool, init: bool | None, closing_s: float) -> Step:
 
 
 class NoSandbox(Refused):
-    """There is no such sandbox, or it is not up."""
+    """The sandbox does not exist or is not up."""
 
     def __init__(self, reason: str) -> None:
         super().__init__({"error": reason, "lost": True})
@@ -86,40 +86,49 @@ class NoSandbox(Refused):
 
 @dataclass(slots=True, eq=False)
 class Sandbox:
-    """One container.
+    """One sandbox.
 
     Attributes:
-        name: as its asker chose it.
-        folder: with what it leaves on disk.
-        order: what it is to be, its binds resolved.
-        clients: who is told of it.
-        held: files that stay open until it is gone.
-        wanted: the time in which it is created, which its end cuts short.
-        took: seconds that each step of its creation took.
-        start_method: how it is made; ``prepared`` its image, if directly; ``fallback_reason`` why not.
-        channel: to its first process.
-        starter: our own child for it: the runtime's process outside of it, or its first process where that is ours.
-        group: its control group, if it can have one.
-        place: where it is joined, known once its first process has spoken; ``space`` the same for its end.
-        log: where the runtime complains until it is up.
-        environment: the variables that its image sets.
-        expiry: when its time to live is up.
-        machine_kills: what the machine's kernel had killed for want of memory when it came up.
-        over_memory: that it used more memory than it may, in words; and when that was last so.
-        changed: something that its end waits for has happened.
-        ends: who waits for its end.
+        name: chosen by the client.
+        folder: holds everything that the sandbox leaves on disk.
+        request: the specification, with resolved binds.
+        clients: connections that receive the sandbox's events.
+        held_files: files that stay open until the sandbox is gone.
+        stage: see :mod:`.lifecycle`.
+        start_timeout: bounds the creation; closing the sandbox expires it.
+        created: set when the creation has succeeded or failed.
+        step_seconds: duration of each step of the creation.
+        start_method: method that starts the sandbox.
+        prepared: the prepared image of a direct start.
+        fallback_reason: reason that a direct start was not possible.
+        channel: socket to the first process.
+        starter: the supervisor's child for the sandbox: the runtime's process outside, or the first process itself.
+        group: the control group, if there is one.
+        place: namespaces to join; set once the first process has reported.
+        pid_namespace: identity of the first process, by which the sandbox is ended.
+        log: output of the runtime until the sandbox is up.
+        environment: variables that the image sets.
+        expiry: timer of the time to live.
+        paused: whether programs are stopped and must not be started.
+        pausing: serialises pauses and resumes, so that the last request takes effect last.
+        reported_limits: limits that the clients know of already.
+        oom_kills: kills for memory in the control group that are handled already.
+        machine_kills: kills for memory on the whole machine when the sandbox came up.
+        over_memory: text of the last memory violation.
+        over_memory_at: loop time of the last memory violation.
+        changed: set when closing may continue.
+        end_waiters: resolved when the sandbox is gone.
     """
 
     name: str
     folder: Path
-    order: CreateRequest
+    request: CreateRequest
     clients: list[Client]
-    held: list[int]
+    held_files: list[int]
     stage: Stage = Stage.WAITING
-    wanted: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    start_timeout: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     created: asyncio.Event = field(default_factory=asyncio.Event)
-    """Or it never will be."""
-    took: dict[str, float] = field(default_factory=dict)
+    step_seconds: dict[str, float] = field(default_factory=dict)
     start_method: Literal["direct", "runtime"] = "runtime"
     prepared: PreparedImage | None = None
     fallback_reason: str = ""
@@ -127,48 +136,47 @@ class Sandbox:
     starter: Child | None = None
     group: cgroups.Group | None = None
     place: joining.Place | None = None
-    space: state_dir.Space | None = None
+    pid_namespace: state_dir.PidNamespace | None = None
     log: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
     expiry: asyncio.TimerHandle | None = None
     paused: bool = False
     pausing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Whoever pauses or resumes it: the one that was asked for last is done last."""
-    noted: set[str] = field(default_factory=set)
+    reported_limits: set[str] = field(default_factory=set)
     oom_kills: int = 0
     machine_kills: int = 0
     over_memory: str = ""
     over_memory_at: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    ends: list[asyncio.Future[None]] = field(default_factory=list)
+    end_waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """One step of its creation: how long it took is told with the sandbox."""
+        """Measure a step of the creation."""
         begin = time.monotonic()
         try:
             yield
         finally:
-            self.took[name] = self.took.get(name, 0.0) + time.monotonic() - begin
+            self.step_seconds[name] = self.step_seconds.get(name, 0.0) + time.monotonic() - begin
 
     def steps(self) -> str:
-        """How long what took, in words."""
-        return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.took.items())
+        """Return the duration of each step, for logs."""
+        return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.step_seconds.items())
 
-    async def gone(self) -> None:
-        """Wait until nothing of it is left.
+    async def wait_gone(self) -> None:
+        """Wait until the sandbox's processes and files are gone.
 
         Raises:
-            Refused: that takes too long; it is tried again until nothing is.
+            Refused: closing takes too long; the supervisor keeps retrying.
         """
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ends.append(end)
+        self.end_waiters.append(end)
         await end
 
-    def tell_gone(self, error: Refused | None = None) -> None:
-        """Tell those who wait for its end, or that it takes too long."""
-        ends, self.ends = self.ends, []
-        for end in ends:
+    def resolve_end_waiters(self, error: Refused | None = None) -> None:
+        """Wake those who wait for the end, or raise ``error`` in them."""
+        waiters, self.end_waiters = self.end_waiters, []
+        for end in waiters:
             if not end.done():
                 if error:
                     end.set_exception(error)
@@ -176,10 +184,10 @@ class Sandbox:
                     end.set_result(None)
 
     def place_to_join(self) -> joining.Place:
-        """Where to join it, when it is up.
+        """Return the namespaces to join of a sandbox that is up.
 
         Raises:
-            Refused: it is paused.
+            Refused: the sandbox is paused.
         """
         if self.paused:
             raise Refused({"error": "the sandbox is paused; resume it first"})
@@ -187,7 +195,7 @@ class Sandbox:
         return self.place
 
     def take_log(self) -> str:
-        """What the runtime has said; nobody reads what it says from now on."""
+        """Return the runtime's output so far, and close the log."""
         if self.log is None:
             return ""
         log, self.log = self.log, None
@@ -196,20 +204,20 @@ class Sandbox:
         finally:
             os.close(log)
 
-    def bound(self) -> None:
-        """Set the limits of its control group, if it has one."""
-        memory, processes, cpus = (self.order.memory_mib, self.order.processes, self.order.cpus)
+    def apply_limits(self) -> None:
+        """Set the limits of the control group, if there is one."""
+        memory, processes, cpus = (self.request.memory_mib, self.request.processes, self.request.cpus)
         if self.group:
             self.group.bound(memory=memory << 20, processes=processes, cpus=cpus)
 
-    def note(self, reason: str, resource: str) -> None:
-        """Have everybody know once that it ran into a limit."""
-        if reason not in self.noted:
-            self.noted.add(reason)
-            self.tell("limit", reason, resource)
+    def report_limit(self, reason: str, resource: str) -> None:
+        """Send each limit that the sandbox reached to all clients, once."""
+        if reason not in self.reported_limits:
+            self.reported_limits.add(reason)
+            self.send_event("limit", reason, resource)
 
-    def tell(self, event: str, reason: str = "", resource: str = "", *, inside: bool = False) -> None:
-        """Have everybody who uses the sandbox know."""
+    def send_event(self, event: str, reason: str = "", resource: str = "", *, inside: bool = False) -> None:
+        """Send an event to all clients of the sandbox."""
         for client in self.clients:
             message = {"event": event, "sandbox": self.name, "reason": reason, "resource": resource, "inside": inside}
             client.post(message)

@@ -1,22 +1,22 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The process that owns the containers of one server, and outlives it just long enough to leave nothing behind.
+"""The supervisor: a process that owns the sandboxes of one server and cleans up after it.
 
-It is a process of its own because a server may be killed with SIGKILL, and because joining a container needs a forked
-child of a small single-threaded process. It is started by :mod:`.own_supervisor`, with one socket, and ends with it:
+The supervisor is a separate process because a server may be killed with SIGKILL, and because joining a sandbox needs
+a forked child of a small single-threaded process. :mod:`.client` starts it with one socket, which bounds its life:
 
-- the *server* dies: the socket closes; every container is killed, proven gone, its files removed; then this ends too;
-- this process dies: each container's PID 1 sees its end of a socket close and exits, and the runtime's starter is
-  killed by the kernel; the server's :mod:`.client` removes the files;
-- both die at once: the same, and the files go with the next start of any supervisor (:func:`.state_dir.sweep`).
+- The *server* dies: the socket closes. The supervisor kills every sandbox, removes its files, and exits.
+- The *supervisor* dies: PID 1 of each sandbox sees its socket close and exits, and the kernel kills the runtime's
+  process. The server's :mod:`.client` removes the files.
+- *Both* die at once: the same, and the next start of any supervisor removes the files (:func:`.state_dir.sweep`).
 
-One loop, no threads, no blocking call: what may take long (joining, copying, deleting) happens in children.
-This module takes requests and answers each, with an error if need be. No request, and no failure of one sandbox, ends
-the others. The life of a sandbox is in :mod:`.lifecycle`.
+The supervisor has one event loop and no threads. Work that may block (joining, copying, deleting) runs in children.
+Every request gets a reply. No request, and no failure of one sandbox, ends another sandbox. The life cycle of a
+sandbox is in :mod:`.lifecycle`.
 
-Requests are accepted only from processes of the supervisor's own user in its own namespaces, since whoever can speak
-to a supervisor can have anything done as its user. Its socket lies in a folder that no sandbox is shown
-(:mod:`..binds`); this check is the second wall: a process inside a sandbox is in other namespaces.
+A client of the supervisor can run anything as its user. So the socket lies in a folder that no sandbox is shown
+(:mod:`..binds`). In addition, the supervisor accepts only processes of its own user in its own namespaces, which
+sandboxed processes are not in.
 """
 
 from __future__ import annotations
@@ -40,29 +40,36 @@ from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, rlimits
 from nemo_gym_prorl.sandbox.supervisor import programs, state_dir
+from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher, Reply
 from nemo_gym_prorl.sandbox.supervisor.connection import PAUSE_S, Connection, Message, PeerGone, close_all, ready
-from nemo_gym_prorl.sandbox.supervisor.errors import Refused, failure
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.messages import (
+from nemo_gym_prorl.sandbox.supervisor.programs import Programs
+from nemo_gym_prorl.sandbox.supervisor.protocol import (
     CheckRequest,
     CreateRequest,
     DestroyRequest,
     GetRequest,
     PauseRequest,
     PutRequest,
+    Refused,
     ResumeRequest,
     SignalRequest,
     SnapshotRequest,
     SpawnRequest,
     decode,
+    failure,
 )
-from nemo_gym_prorl.sandbox.supervisor.processes import Answer, Children, Launcher
-from nemo_gym_prorl.sandbox.supervisor.programs import Programs
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Client, Sandbox
 
 
 class Supervisor:
-    """See the module. ``folder`` is the owner's folder, which exists, and whose lock this process holds."""
+    """Serves the requests of one server.
+
+    Args:
+        folder: the supervisor's state folder; this process holds its lock.
+        owner: socket to the server; the supervisor ends when it closes.
+        listener: socket for further connections of the server.
+    """
 
     def __init__(self, folder: Path, owner: socket.socket, listener: socket.socket) -> None:
         self.folder = folder
@@ -75,14 +82,14 @@ class Supervisor:
         self._listener = listener
 
     async def run(self) -> None:
-        """Serve until the owner is gone and everything is cleaned up."""
+        """Serve until the owner is gone and all sandboxes are removed."""
         loop = asyncio.get_running_loop()
         signal.signal(signal.SIGTERM, lambda _number, _frame: loop.call_soon_threadsafe(self._ending.set))
         spawn_task(self._children.run(partial(_sweep, self.folder.parent)), expected=Refused)
         self._add_client(self._owner, self._ending.set)
         self._listener.setblocking(False)
         PROCESS_LOOPS.start("accept", partial(self._accept, peer(self._owner)[0]))
-        # What is there by now stays as it is: a forked child is to copy none of it for want of counting it.
+        # Frozen objects are not scanned, so their pages stay shared with forked children.
         gc.collect()
         gc.freeze()
         await self._ending.wait()
@@ -94,43 +101,43 @@ class Supervisor:
 
     # Clients
 
-    def _add_client(self, connection: socket.socket, gone: Callable[[], None]) -> None:
-        def heard(message: Message, files: list[int]) -> None:
-            spawn_task(self._answer(client, message, files))
+    def _add_client(self, connection: socket.socket, on_gone: Callable[[], None]) -> None:
+        def on_message(message: Message, files: list[int]) -> None:
+            spawn_task(self._reply(client, message, files))
 
-        client: Client = Connection(connection, heard, gone, bounded=True)
+        client: Client = Connection(connection, on_message, on_gone, bounded=True)
 
     async def _accept(self, owner: int) -> float:
-        """Take one client; returns the pause before the next one, where no more files may be open."""
+        """Accept one client; return the pause before the next one, which is not 0 at the limit of open files."""
         await ready(self._listener)
         try:
             connection, _address = self._listener.accept()
         except OSError:
             return PAUSE_S
-        with log_exceptions():  # a client's error must not slow the loop down for the others
+        with log_exceptions():  # an exception would pause the loop, and so delay other clients
             if trusted(connection, owner):
                 self._add_client(connection, lambda: None)
             else:
                 connection.close()
         return 0.0
 
-    async def _answer(self, client: Client, message: Message, files: list[int]) -> None:
-        """Answer one question of a client's, whatever happens; one without a number wants no answer."""
-        answer: Message
+    async def _reply(self, client: Client, message: Message, files: list[int]) -> None:
+        """Carry out a request and reply in every case; a request without an id gets no reply."""
+        reply: Message
         returned: list[int] = []
         try:
             try:
-                answer, returned = await self._do(client, message, files)
+                reply, returned = await self._do(client, message, files)
             except Exception as error:
-                answer = failure(error)
+                reply = failure(error)
             finally:
                 close_all(files)
             if isinstance(message.get("id"), int):
-                await _send(client, {**answer, "id": message["id"]}, returned)
+                await _send(client, {**reply, "id": message["id"]}, returned)
         finally:
             close_all(returned)
 
-    async def _do(self, client: Client, message: Message, files: list[int]) -> Answer:
+    async def _do(self, client: Client, message: Message, files: list[int]) -> Reply:
         if message.get("torn"):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         match decode(message):
@@ -160,68 +167,67 @@ class Supervisor:
             case SnapshotRequest() as request:
                 return await self._snapshot(self._sandboxes.up(request.sandbox), request, files[0])
 
-    async def _spawn(self, client: Client, request: SpawnRequest, files: list[int]) -> Answer:
-        """Answered with the process's number; its end is told by an ``exit`` event under the name that was chosen."""
+    async def _spawn(self, client: Client, request: SpawnRequest, files: list[int]) -> Reply:
+        """Start a program and return its pid; its end is an ``exit`` event with the program's name."""
 
-        def ended(code: int) -> None:
+        def on_exit(code: int) -> None:
             client.post({"event": "exit", "spawn": request.spawn, "status": code})
 
-        pid, terminal = await self._programs.start(self._sandboxes.up(request.sandbox), request, files, ended)
+        pid, terminal = await self._programs.start(self._sandboxes.up(request.sandbox), request, files, on_exit)
         return {"pid": pid}, terminal
 
     def _place(self, sandbox: str) -> Place:
         return self._sandboxes.up(sandbox).place_to_join()
 
-    async def _pause(self, sandbox: Sandbox) -> Answer:
-        assert sandbox.space
+    async def _pause(self, sandbox: Sandbox) -> Reply:
+        assert sandbox.pid_namespace
         assert sandbox.place
         async with sandbox.pausing:
-            # From now on, or what is started meanwhile would run on.
+            # Set first: a program that starts during the pause would keep running.
             sandbox.paused = True
             try:
-                return await programs.pause(self._children, self._launcher, sandbox.space, sandbox.place)
+                return await programs.pause(self._children, self._launcher, sandbox.pid_namespace, sandbox.place)
             except BaseException:
                 sandbox.paused = False
                 raise
 
-    async def _resume(self, sandbox: Sandbox) -> Answer:
-        assert sandbox.space
+    async def _resume(self, sandbox: Sandbox) -> Reply:
+        assert sandbox.pid_namespace
         async with sandbox.pausing:
             sandbox.paused = False
-            return await self._children.run(partial(programs.resume, sandbox.space))
+            return await self._children.run(partial(programs.resume, sandbox.pid_namespace))
 
-    async def _snapshot(self, sandbox: Sandbox, request: SnapshotRequest, file: int) -> Answer:
-        """Of a paused sandbox, or it would change meanwhile; or of one in which nothing runs but what was started from
-        here and waits. Where something else does, that is the answer."""
-        at_rest = not sandbox.paused and request.at_rest
-        if not (sandbox.paused or at_rest) or sandbox.place is None or sandbox.space is None:
-            raise OSError("only a sandbox that is paused can be copied")
+    async def _snapshot(self, sandbox: Sandbox, request: SnapshotRequest, file: int) -> Reply:
+        """Pack the writable layer of a sandbox that cannot change meanwhile: paused, or without busy programs."""
+        quiescent = not sandbox.paused and request.quiescent
+        if not (sandbox.paused or quiescent) or sandbox.place is None or sandbox.pid_namespace is None:
+            raise OSError("only a paused sandbox can be copied")
         layer = sandbox.folder / "overlay" / "upper"
-        ours, space = os.getpid(), sandbox.space
-        pack = partial(layer_archive.pack, sandbox.place, layer, sandbox.order, request.header, file)
+        ours, namespace = os.getpid(), sandbox.pid_namespace
+        pack = partial(layer_archive.pack, sandbox.place, layer, sandbox.request, request.header, file)
 
-        def action() -> Answer:
-            others, busy = programs.not_started_by(space, ours)
-            if at_rest and (others or busy):
+        def action() -> Reply:
+            others, busy = programs.programs_not_of(namespace, ours)
+            if quiescent and (others or busy):
                 return {"busy": True}, []
-            answer, none = pack()
-            return {**answer, "programs": others}, none
+            reply, none = pack()
+            return {**reply, "programs": others}, none
 
         return await self._children.run(action, [file, sandbox.place.process.number])
 
 
-async def _send(client: Client, answer: Message, files: list[int]) -> None:
+async def _send(client: Client, reply: Message, files: list[int]) -> None:
     try:
-        await client.send(answer, files)
+        await client.send(reply, files)
     except PeerGone:
-        # Nobody wants to know any more.
+        # The client disconnected: drop the reply.
         pass
     except OSError as error:
-        client.post({"id": answer["id"], "error": str(error), "errno": error.errno})
+        client.post({"id": reply["id"], "error": str(error), "errno": error.errno})
 
 
 def _groups() -> Path | None:
-    """Where sandboxes get their control groups; ``None`` if they can't have any."""
+    """Return the parent of the sandboxes' control groups; ``None`` without delegated control groups."""
     granted = cgroups.delegation()
     if granted is None:
         return None
@@ -229,30 +235,9 @@ def _groups() -> Path | None:
     return granted.base
 
 
-def _sweep(root: Path) -> Answer:
+def _sweep(root: Path) -> Reply:
     state_dir.sweep(root)
     return {}, []
-
-
-def main() -> None:
-    """``supervisor FOLDER OWNER LISTENER``: the numbers of the open socket to the owner, and of the one for others."""
-    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
-    # Nothing of ours is for the runtime: with the lock, what it leaves behind would seem to have a live owner.
-    rlimits.raise_limit()
-    for inherited in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            os.set_inheritable(int(inherited), int(inherited) <= 2)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    owner, listener = (socket.socket(fileno=int(number)) for number in sys.argv[2:])
-
-    async def serve() -> None:
-        await Supervisor(Path(sys.argv[1]), owner, listener).run()
-
-    asyncio.run(serve())
-
-
-if __name__ == "__main__":
-    main()
 
 
 _CREDENTIALS = struct.Struct("3i")
@@ -260,7 +245,7 @@ NAMESPACES = ("pid", "user")
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """Number and user of the process at the other end, as the kernel noted them down when it connected."""
+    """Return pid and user id of the process at the other end, as the kernel recorded them on ``connect``."""
     pid, uid, _gid = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -268,9 +253,9 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def trusted(connection: socket.socket, owner: int) -> bool:
-    """Whether the process that connected is a trusted one.
+    """Return whether the process at the other end may send requests.
 
-    The owner may have changed its user in a way that closes its part of /proc to us.
+    The owner is trusted by pid: a change of its user may have made its ``/proc`` folder unreadable.
     """
     pid, uid = peer(connection)
     if pid == owner:
@@ -286,3 +271,24 @@ def trusted(connection: socket.socket, owner: int) -> bool:
 
 def _own(name: str) -> os.stat_result:
     return os.stat(f"/proc/self/ns/{name}")
+
+
+def main() -> None:
+    """Run ``supervisor FOLDER OWNER LISTENER``, the last two being descriptors of open sockets."""
+    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+    # The runtime must not inherit the lock: its left-over processes would make the folder look owned.
+    rlimits.raise_limit()
+    for inherited in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            os.set_inheritable(int(inherited), int(inherited) <= 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    owner, listener = (socket.socket(fileno=int(number)) for number in sys.argv[2:])
+
+    async def serve() -> None:
+        await Supervisor(Path(sys.argv[1]), owner, listener).run()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

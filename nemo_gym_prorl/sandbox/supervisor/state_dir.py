@@ -1,19 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ownership of sandboxes on disk, and removal of what a dead owner left.
+"""State of sandboxes on disk: ownership by a lock, and removal of what a dead supervisor left.
 
-Each supervisor has one folder with everything its sandboxes leave on disk. The folder's ``lock`` file is locked for as
-long as the supervisor lives; the kernel releases it at its death, however it dies. So a folder whose lock can be taken
-is a dead owner's, with no doubt about reused process numbers or reboots, and can be removed. The server removes it as
-it notices its supervisor's end (:mod:`.own_supervisor`); where both died at once, the next supervisor of the same user
-does (:func:`sweep`).
+Each supervisor owns one folder with everything that its sandboxes leave on disk. The folder's ``lock`` file is locked
+while the supervisor lives; the kernel releases the lock on any death. So a folder whose lock can be taken belongs to
+a dead supervisor, whatever pids were reused and whenever the machine was rebooted. The server removes the folder when
+it notices its supervisor's death (:mod:`.client`). If both died, the next supervisor of the user does (:func:`sweep`).
 
-Processes are found by what was noted down (the runtime's parent), by a variable in their environment (its helpers, for
-file systems), by their PID namespace (everything inside) and by their control group, where there are any. A number
-alone is never trusted, since the kernel reuses them.
+Processes of a dead supervisor are found by four marks: recorded pids (the runtime's process), an environment variable
+(the runtime's file system helpers), PID namespaces (processes inside) and control groups. A pid is never trusted
+without its start time, since the kernel reuses pids.
 
-The launcher's program deletes files (``launcher/files.c``), however deep, long or closed they are. Files of users that
-exist only in a sandbox with several of them an ordinary user removes as the root of them all.
+The launcher's program deletes the files (``launcher/files.c``), at any depth, path length or permission. In a sandbox
+with several user ids, an ordinary user deletes files of those ids as root of a user namespace that maps them.
 """
 
 from __future__ import annotations
@@ -32,50 +31,49 @@ from pathlib import Path
 
 from nemo_gym_prorl.filesystems import on_shared_disk
 from nemo_gym_prorl.processes import process_variables
+from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, user_outside
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.launcher import program
 from nemo_gym_prorl.sandbox.limits import cgroups, usage
-from nemo_gym_prorl.sandbox.supervisor import signals
-from nemo_gym_prorl.sandbox.supervisor.signals import start_time
+from nemo_gym_prorl.sandbox.signals import start_time
 
 
 OWNER_VARIABLE = "PRORL_SANDBOX_OWNER"
-"""In the environment of every process of the runtime: the path of the folder of the supervisor that started it."""
+"""Environment variable of every process of the runtime: the state folder of the supervisor that started it."""
 
 STARTER_FILE = "starter"
-"""In the folder of each sandbox: number and start time of the process that became the runtime."""
+"""File in a sandbox's folder: pid and start time of the process that executed the runtime."""
 
-SPACE_FILE = "pid_namespace"
-"""In the folder of each sandbox: its :class:`Space`, as soon as it has processes."""
+PID_NAMESPACE_FILE = "pid_namespace"
+"""File in a sandbox's folder: its :class:`PidNamespace`, once its first process exists."""
 
 GROUP_FILE = "cgroup"
-"""In the folder of each sandbox that has a control group: the path of that, from before it is made."""
+"""File in a sandbox's folder: path of the control group, written before the group is made."""
 
 LOCK_FILE = "lock"
-"""In the folder of an owner: locked for as long as it lives."""
+"""File in a supervisor's folder: locked while the supervisor lives."""
 
-LONGEST_SOCKET = "s-12345678/socket"
-"""As long as the path of a supervisor's socket below :func:`state_root`."""
+LONGEST_SOCKET_NAME = "s-12345678/socket"
+"""A placeholder with the length of a supervisor's socket path below :func:`state_root`."""
 
 MAX_SOCKET_PATH = 107
-"""Bytes of the kernel's field for it, less one."""
+"""Bytes of ``sockaddr_un.sun_path`` without the final NUL."""
 
-LOOK_S = 0.01
-"""Between two looks whether the runtime has made its PID namespace yet, which is noted before the image runs."""
+POLL_S = 0.01
+"""Interval of looking for the runtime's PID namespace, which must be recorded before the image runs."""
 
 
 def state_root() -> Path:
-    """Where the folders of supervisors lie: ``$PRORL_STATE``, else ``$TMPDIR/prorl-UID``. Must be node-local.
+    """Return the folder of all supervisors' folders: ``$PRORL_STATE``, else ``$TMPDIR/prorl-UID``. Node-local.
 
-    Root's sandboxes run under ids that must be able to get there: from a private TMPDIR root falls back to ``/tmp``.
-
-    What can be known before it is made is checked before: who is refused finds nothing left of it.
+    Root's sandboxes run under unprivileged ids, which cannot enter a private TMPDIR; root then falls back to ``/tmp``.
+    All checks but ownership run before the folder is made.
 
     Raises:
-        PermissionError: the folder belongs to somebody else.
-        OSError: machines share it, its path is too long, or root's sandboxes can't get there.
+        PermissionError: the folder belongs to another user.
+        OSError: the folder is on a shared disk, its path is too long, or root's sandboxes cannot enter it.
     """
     temporary = Path(tempfile.gettempdir()).absolute()
     if is_machine_root() and not all(
@@ -83,8 +81,8 @@ def state_root() -> Path:
     ):
         temporary = Path("/tmp")
     root = Path(os.environ.get("PRORL_STATE") or temporary / f"prorl-{user_outside()}").absolute()
-    if (excess := len(os.fsencode(root / LONGEST_SOCKET)) - MAX_SOCKET_PATH) > 0:
-        raise OSError(f"its path is {excess} bytes too long for a Unix socket in it ({MAX_SOCKET_PATH} at most)")
+    if (excess := len(os.fsencode(root / LONGEST_SOCKET_NAME)) - MAX_SOCKET_PATH) > 0:
+        raise OSError(f"the path is {excess} bytes too long for a Unix socket in it ({MAX_SOCKET_PATH} at most)")
     present = next(path for path in (root, *root.parents) if path.exists())
     if on_shared_disk(present):
         raise OSError(f"{root} is on a file system that other machines may share")
@@ -93,14 +91,14 @@ def state_root() -> Path:
     root.mkdir(parents=True, exist_ok=True)
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise PermissionError(f"{root} belongs to somebody else; set PRORL_STATE to a folder of your own")
-    # Root's sandboxes run under unprivileged ids that must be able to pass, though not to look around.
+        raise PermissionError(f"{root} belongs to another user; set PRORL_STATE to a folder of your own")
+    # Unprivileged ids of root's sandboxes may traverse the folder but not list it.
     root.chmod(0o700 if os.geteuid() else 0o711)
     return root
 
 
 def take(root: Path) -> tuple[Path, int]:
-    """A new owner's folder, and the descriptor of its lock, which is held until all copies of it are closed."""
+    """Make a supervisor's folder; return it with the descriptor of its lock, held until all copies are closed."""
     folder = Path(tempfile.mkdtemp(prefix="s-", dir=root))
     folder.chmod(0o700 if os.geteuid() else 0o711)
     try:
@@ -113,12 +111,16 @@ def take(root: Path) -> tuple[Path, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
-    """A container's PID namespace.
+class PidNamespace:
+    """Identity of a sandbox's PID namespace.
 
-    The kernel gives the numbers of namespaces and processes away again. But a process's number *and* start time are
-    unique, and while its first process is there, so is the namespace; when that one ends, the kernel has ended all
-    others before.
+    The kernel reuses pids and namespace numbers, but pid and start time together are unique. The namespace exists as
+    long as its first process, which the kernel ends after all others.
+
+    Attributes:
+        init: pid of the first process on the host.
+        started: start time of the first process, in ticks since boot.
+        number: inode number of the namespace.
     """
 
     init: int
@@ -126,103 +128,103 @@ class Space:
     number: int
 
     @classmethod
-    def of(cls, init: int) -> Space:
-        """The namespace whose first process is ``init``, as the host numbers it."""
+    def of(cls, init: int) -> PidNamespace:
+        """Return the namespace whose first process has the host pid ``init``."""
         return cls(init, start_time(init) or 0, os.stat(f"/proc/{init}/ns/pid").st_ino)
 
     @classmethod
-    def below(cls, starter: int) -> Space | None:
-        """The namespace that the runtime made, whose process outside is ``starter``; ``None`` if there is none yet.
+    def below(cls, starter: int) -> PidNamespace | None:
+        """Return the namespace that the runtime's process ``starter`` has made; ``None`` if it does not exist yet.
 
-        By the kernel's word: whoever speaks from inside need not be the first process.
+        Read from ``/proc``, since a process inside that reports need not be the first one.
         """
         own = os.stat("/proc/self/ns/pid").st_ino
         todo = [starter]
         while todo:
             for child in usage.children(todo.pop()):
-                # It may have ended just now.
+                # A process may end at any time.
                 with contextlib.suppress(OSError):
-                    if (space := cls.of(child)).number != own:
-                        return space
+                    if (namespace := cls.of(child)).number != own:
+                        return namespace
                 todo.append(child)
         return None
 
-    def note(self, folder: Path) -> None:
-        """Note it down in a sandbox's folder."""
-        _note(folder / SPACE_FILE, self.init, self.started, self.number)
+    def record(self, folder: Path) -> None:
+        """Record the namespace in a sandbox's folder."""
+        _record(folder / PID_NAMESPACE_FILE, self.init, self.started, self.number)
 
     @property
     def alive(self) -> bool:
-        """Whether its first process lives. The kernel lets it end only after all others inside."""
+        """Whether the first process, and so the namespace, exists."""
         return start_time(self.init) == self.started
 
     @property
     def ending(self) -> bool:
-        """Whether its first process is about to end, or has: no other is left in it, or will be."""
+        """Whether the first process is exiting or has ended; the kernel has then ended all others."""
         return not self.alive or signals.is_exiting(self.init)
 
     def kill(self) -> None:
-        """Have the kernel end all that is inside."""
+        """Kill the first process; the kernel then kills all others."""
         signals.kill(self.init, self.started)
 
     def members(self) -> list[int]:
-        """The live processes in it, as the host numbers them; looks at every process of the machine."""
+        """Return the host pids of the live processes in it; reads every process of the machine."""
         if not self.alive:
             return []
         found = _processes(lambda pid: os.stat(f"/proc/{pid}/ns/pid").st_ino == self.number)
-        # Had it ended meanwhile, the number may be another's by now, and so may be those that bear it.
+        # If the namespace ended meanwhile, its number may belong to another one.
         return found if self.alive else []
 
 
-def spaces_of(folder: Path) -> list[Space]:
-    """The PID namespaces that an owner noted down and has not seen empty."""
-    return [Space(*numbers) for numbers in _notes(folder, SPACE_FILE)]
+def pid_namespaces_of(folder: Path) -> list[PidNamespace]:
+    """Return the recorded PID namespaces of a supervisor's sandboxes."""
+    return [PidNamespace(*numbers) for numbers in _records(folder, PID_NAMESPACE_FILE)]
 
 
-def note_group(folder: Path, path: Path) -> None:
-    """Note down, in a sandbox's folder, the control group that is about to be made for it."""
+def record_group(folder: Path, path: Path) -> None:
+    """Record the path of a control group in a sandbox's folder, before the group is made."""
     (folder / GROUP_FILE).write_text(str(path))
 
 
 def groups_of(folder: Path) -> list[cgroups.Group]:
-    """The control groups that an owner noted down; those that are gone count as empty."""
+    """Return the recorded control groups of a supervisor's sandboxes; missing groups count as empty."""
     found = []
-    for note in folder.glob(f"*/{GROUP_FILE}"):
+    for record in folder.glob(f"*/{GROUP_FILE}"):
         with contextlib.suppress(FileNotFoundError):
-            path = Path(note.read_text())
-            # Half a note is of a group that was not made.
-            if path.name == cgroups.name_of(note.parent):
+            path = Path(record.read_text())
+            # A partial record belongs to a group that was not made.
+            if path.name == cgroups.name_of(record.parent):
                 found.append(cgroups.Group(path, frozenset()))
     return found
 
 
-def note_starter(folder: Path, pid: int) -> None:
-    """Note down, in a sandbox's folder, the process that was forked to become the runtime."""
-    _note(folder / STARTER_FILE, pid, start_time(pid) or 0)
+def record_starter(folder: Path, pid: int) -> None:
+    """Record the process that will execute the runtime in a sandbox's folder."""
+    _record(folder / STARTER_FILE, pid, start_time(pid) or 0)
 
 
 def helpers_of(folder: Path) -> list[int]:
-    """The live processes of the runtime, outside of containers, that were started for an owner's ``folder``."""
-    starters = [(pid, started) for pid, started in _notes(folder, STARTER_FILE)]
+    """Return the live processes of the runtime, outside of sandboxes, that a supervisor has started."""
+    starters = [(pid, started) for pid, started in _records(folder, STARTER_FILE)]
     # The runtime's parent overwrites its environment; its file system helpers do not.
     mark = f"{OWNER_VARIABLE}={folder}".encode()
     marked = _processes(lambda pid: mark in process_variables(pid))
     return sorted({pid for pid, started in starters if start_time(pid) == started} | set(marked))
 
 
-def _note(path: Path, *numbers: int) -> None:
-    """Write a note at once: its writer may be killed at any time, and half a note would stop every sweep."""
+def _record(path: Path, *numbers: int) -> None:
+    """Write a record atomically: a partial one, left by a killed writer, would fail every sweep."""
     fresh = path.with_name(f".{path.name}")
     fresh.write_text(" ".join(map(str, numbers)))
     fresh.rename(path)
 
 
-def _notes(folder: Path, name: str) -> list[list[int]]:
-    """The numbers in the files of that name of all sandboxes; one that goes away while we look is none any more."""
+def _records(folder: Path, name: str) -> list[list[int]]:
+    """Return the numbers in the records of that name of all sandboxes; a record may vanish meanwhile."""
     found = []
-    for note in folder.glob(f"*/{name}"):
+    for record in folder.glob(f"*/{name}"):
         with contextlib.suppress(FileNotFoundError):
-            found.append([int(number) for number in note.read_text().split()])
+            found.append([int(number) for number in record.read_text().split()])
     return found
 
 
@@ -231,7 +233,7 @@ def _processes(test: Callable[[int], bool]) -> list[int]:
 
 
 def _holds(test: Callable[[int], bool], pid: int) -> bool:
-    # A process that ended just now, or somebody else's, is none of ours.
+    # The process has ended meanwhile, or belongs to another user.
     try:
         return test(pid)
     except OSError:
@@ -239,24 +241,27 @@ def _holds(test: Callable[[int], bool], pid: int) -> bool:
 
 
 def process_ids() -> Iterator[int]:
-    """The numbers of all processes that can be seen."""
+    """Return the pids of all visible processes."""
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
-_UNFINISHED_S = 60.0
-"""A folder without a lock that is younger than this may be one whose owner is just starting."""
+_UNLOCKED_FOLDER_S = 60.0
+"""Age below which a folder without a lock may belong to a supervisor that is starting, which takes milliseconds."""
 
 
 def sweep(root: Path) -> list[Path]:
-    """Remove what dead owners left: processes, then files. Returns their folders; live ones are not touched."""
-    # What can't be removed is the next sweep's; the others need not wait for it.
-    return [folder for folder in sorted(root.glob("s-*")) if folder.exists() and bury(folder)]
+    """Remove what dead supervisors left: processes, then files.
+
+    Returns:
+        The folders removed. A folder that cannot be removed stays for the next sweep and does not delay the others.
+    """
+    return [folder for folder in sorted(root.glob("s-*")) if folder.exists() and remove_if_dead(folder)]
 
 
-def bury(folder: Path, patience_s: float = 5.0) -> bool:
-    """Remove what the owner of ``folder`` left, if it is dead; returns whether nothing of it is left."""
+def remove_if_dead(folder: Path, patience_s: float = 5.0) -> bool:
+    """Remove the processes and the folder of a supervisor that is dead; return whether nothing is left."""
     try:
-        lock = _lock_of_the_dead(folder)
+        lock = _lock_of_dead_owner(folder)
     except FileNotFoundError:
         return True
     if lock is None:
@@ -264,18 +269,18 @@ def bury(folder: Path, patience_s: float = 5.0) -> bool:
     try:
         clear(folder, patience_s)
     except OSError:
-        # Processes that do not die, or a file that came while its folder was emptied.
+        # Processes that survive SIGKILL, or a file that was made while its folder was emptied.
         return False
     finally:
         os.close(lock)
     return True
 
 
-def _lock_of_the_dead(folder: Path) -> int | None:
+def _lock_of_dead_owner(folder: Path) -> int | None:
     try:
         lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        if time.time() - folder.stat().st_mtime < _UNFINISHED_S:
+        if time.time() - folder.stat().st_mtime < _UNLOCKED_FOLDER_S:
             return None
         lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -287,24 +292,24 @@ def _lock_of_the_dead(folder: Path) -> int | None:
 
 
 def clear(folder: Path, patience_s: float = 5.0) -> None:
-    """Kill every process that belongs to the owner's ``folder``, then remove it.
+    """Kill every process of a supervisor's sandboxes, then remove its folder.
 
     Raises:
-        TimeoutError: processes are left that even SIGKILL does not end, waiting for a device, say; the folder stays.
+        TimeoutError: processes survive SIGKILL, such as in uninterruptible I/O; the folder stays.
     """
     deadline = time.monotonic() + patience_s
     groups = groups_of(folder)
     while remains := _kill_all(folder, groups):
         while living := [pid for pid, started in remains.items() if start_time(pid) == started]:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"processes {living} of {folder} do not die")
+                raise TimeoutError(f"processes {living} of {folder} survive SIGKILL")
             time.sleep(0.005)
     for group in groups:
         group.remove()
     if not folder.is_dir():
-        # Somebody clears old folders away.
+        # A cleaner of temporary files may have removed it.
         return
-    # The lock goes last: whoever is killed on the way leaves a folder that can be told to be a dead one's.
+    # The lock goes last: after a kill on the way the folder is still recognised as a dead supervisor's.
     for entry in folder.iterdir():
         if entry.name != LOCK_FILE:
             remove_tree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
@@ -312,14 +317,14 @@ def clear(folder: Path, patience_s: float = 5.0) -> None:
 
 
 def _kill_all(folder: Path, groups: Sequence[cgroups.Group]) -> dict[int, int]:
-    """Kill what there is; returns the numbers and start times of those that had to be killed.
+    """Kill all processes of a supervisor's sandboxes; return pid and start time of each process killed.
 
-    The first process of each sandbox ends all others inside, and only after them. One look at all processes of the
-    machine finds the runtime's helpers, however many sandboxes there were.
+    The kernel ends all processes of a sandbox with its first one. One scan of the machine's processes finds the
+    runtime's helpers of all sandboxes.
     """
     for group in groups:
         group.kill()
-    known = {space.init: space.started for space in spaces_of(folder) if space.alive}
+    known = {namespace.init: namespace.started for namespace in pid_namespaces_of(folder) if namespace.alive}
     known |= {pid: started for pid in helpers_of(folder) if (started := start_time(pid)) is not None}
     grouped = [pid for group in groups for pid in group.processes()]
     known |= {pid: started for pid in grouped if (started := start_time(pid)) is not None}
@@ -328,18 +333,18 @@ def _kill_all(folder: Path, groups: Sequence[cgroups.Group]) -> dict[int, int]:
     return known
 
 
-OTHERS = frozenset({errno.EPERM, errno.EACCES})
-"""What an ordinary user is told of files of users that are not he."""
+OTHER_USERS_ERRORS = frozenset({errno.EPERM, errno.EACCES})
+"""Errors that an ordinary user gets for files of the other user ids of a sandbox."""
 
 
 def remove_tree(folder: Path) -> None:
-    """As ``rm -rf``. Blocks.
+    """Remove a folder, as ``rm -rf``. Blocks.
 
     Raises:
-        OSError: something can't be removed.
+        OSError: a file cannot be removed.
     """
     number = _erase(folder)
-    if number in OTHERS and not is_machine_root():
+    if number in OTHER_USERS_ERRORS and not is_machine_root():
         parent, one_user = user_ids.make_parent_namespace()
         try:
             number = number if one_user else _erase(folder, parent)
@@ -350,7 +355,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def _erase(folder: Path, *parent: int) -> int:
-    """The number of the error, or 0."""
+    """Return the errno of the failure, or 0."""
     arguments = [program.ERASER, os.fspath(folder), *map(str, parent)]
     ended = subprocess.run(arguments, executable=program.path(), pass_fds=parent, env={}, check=False).returncode
     return ended if ended >= 0 else errno.EINTR

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.session_results import Action, Cell
+from nemo_gym_prorl.session_results import CellResult, ShellResult
 from nemo_gym_prorl.tasks.sandbox import HasSessions, KernelSession, ShellSession
 from nemo_gym_prorl.tasks.workbench.tools import (
     FAILED,
@@ -297,7 +297,7 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         action = await shell.wait(timeout_s=timeout_s, silence_s=self._silence_s)
         return await self._report(action, timeout_s, Output(), [])
 
-    async def _report(self, action: Action, timeout_s: float, left: Output, notes: list[str]) -> str:
+    async def _report(self, action: ShellResult, timeout_s: float, left: Output, notes: list[str]) -> str:
         output = left.then(self._unread_output(action))
         if action.waiting:
             status = waiting(self._silence_s)
@@ -311,7 +311,7 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         await self._require_sandbox(None)
         return await self._replace(output, status, [*notes, ended("shell")])
 
-    def _unread_output(self, action: Action) -> Output:
+    def _unread_output(self, action: ShellResult) -> Output:
         """Return the output since the model's last read, or all output if some was omitted."""
         text, seen = action.output, self._seen
         self._seen = text if action.waiting and not action.omitted else ""
@@ -366,7 +366,7 @@ class Python(_InteractiveTool[KernelSession, PythonArguments]):
             cell = await kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
         return await self._report(cell, timeout_s, notes)
 
-    async def _report(self, cell: Cell, timeout_s: float, notes: list[str]) -> str:
+    async def _report(self, cell: CellResult, timeout_s: float, notes: list[str]) -> str:
         output = Output.of(cell.output, cell.omitted)
         for data in cell.data:
             output = output.then(Output(result_text(data)))

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whose doing it is that the program of a session does not start, or has ended: the image's, the agent's or the
-machine's.
+"""Attribute the failure of a session's program to the image, the agent or the machine.
 
-A program that ended by itself, or is not there, has been broken by the agent if it worked in that sandbox before, or
-if the image has it. One that was killed, or does not answer in time, may have been so by the machine.
+The agent broke a program that exited or is missing, if the program worked in the sandbox before or the image has it.
+The machine may have caused it if the program was killed or does not answer in time.
 """
 
 from __future__ import annotations
@@ -16,39 +15,39 @@ import signal
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.supervisor.client import Process
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
 
 
 async def blame_agent(container: Container, program: str, process: Process | None, trouble: str) -> None:
-    """Judge a session whose program did not start.
+    """Raise if the agent is the cause of a session's program not starting.
 
     Args:
-        container: where.
-        program: its name.
-        process: what was started of it; ``None`` if nothing could be.
-        trouble: what was seen.
+        container: the sandbox.
+        program: name of the program.
+        process: the program's process; ``None`` if it could not be started.
+        trouble: observed failure, for the message.
 
     Raises:
-        SandboxBroken: it is the agent's doing.
+        SandboxBroken: the agent broke the program.
     """
     if process is not None and (not process.ended.done() or process.ended.result() == -signal.SIGKILL):
         return
-    if program in container.worked or await asyncio.to_thread(_in_image, container, program):
-        raise SandboxBroken(f"{program} does not start in the sandbox any more: {trouble}")
+    if program in container.sessions_started or await asyncio.to_thread(_in_image, container, program):
+        raise SandboxBroken(f"{program} does not start in the sandbox any more: {trouble}; start a new sandbox")
 
 
 def session_end_error(container: Container, session: str, process: Process | None, *, ours: bool) -> RolloutError:
-    """Why nothing can be asked of a session any more.
+    """Return the error for a request to a session that has ended.
 
     Args:
-        container: where.
-        session: what to call it.
-        process: its program, which has ended; ``None`` if the session was closed.
-        ours: we have killed it, because the agent's time was up.
+        container: the sandbox.
+        session: name of the session in messages.
+        process: the session's program, which has ended; ``None`` if the session was closed.
+        ours: whether this process killed the program, at a time limit.
 
     Raises:
-        AgentError: its sandbox has ended, by what ran in it.
-        SandboxLost: its sandbox has ended otherwise.
+        AgentError: programs in the sandbox have ended the sandbox.
+        SandboxLost: the sandbox has ended otherwise.
     """
     container.check_alive()
     if process is None:
@@ -59,7 +58,7 @@ def session_end_error(container: Container, session: str, process: Process | Non
 
 
 def _in_image(container: Container, program: str) -> bool:
-    """Whether the image is a folder that has the program on its PATH; of one in a file nothing is known."""
+    """Return whether the image is a folder with the program on its PATH; ``False`` for an image file."""
     root = container.spec.image.resolve()
     for folder in container.environment.get("PATH", os.defpath).split(":"):
         place = (root / folder.lstrip("/")).resolve()

@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Signals to processes that are not our children: never to a number alone, which the kernel gives away again.
+"""Signals to processes that are not children: by identity, since the kernel reuses pids.
 
-A descriptor of a process (Linux 5.3) is opened first, and then what is known of the process is compared: whatever
-bears the number later, the signal goes to the one that was compared. Older kernels leave a moment between the two.
+:func:`send` opens a pidfd first (Linux 5.3) and compares the process afterwards, so the signal reaches the compared
+process even if its pid is reused. Older kernels leave a race between the comparison and the signal.
 
-A process group's number is another's as soon as the last of it has ended. So the kernel is asked to kill the group
-whose first process a descriptor holds (Linux 6.9), which is one step even for a group that forks for ever. Where the
-kernel can't, or that process has ended and the others have not (``true | sleep 9``), each is looked for and killed.
-Not by descent: a process whose parent has ended descends from none of them, and the kernel does not list what a thread
-forked.
+The id of a process group is reused once its last member has ended. So the kernel kills the group of a pidfd's process
+in one step (Linux 6.9), which works even for a group that forks for ever. On older kernels, or if the group's leader
+has ended before others (``true | sleep 9``), :class:`Session` looks for each member and kills it. Members are found by
+session and group, not by descent: an orphan descends from no member, and the kernel does not list children of threads.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _PF_EXITING = 0x4
 
 
 def start_time(pid: int) -> int | None:
-    """When a process was started, in ticks since boot; ``None`` if it has ended."""
+    """Return a process's start time in ticks since boot; ``None`` if it has ended."""
     try:
         found = usage.status(pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -37,7 +36,7 @@ def start_time(pid: int) -> int | None:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether a process has begun to end, or has ended; the first of a PID namespace ends after all others."""
+    """Return whether a process is exiting or has ended. The first of a PID namespace exits after all others."""
     try:
         return bool(int(usage.status(pid)[usage.FLAGS]) & _PF_EXITING)
     except (FileNotFoundError, ProcessLookupError):
@@ -45,19 +44,19 @@ def is_exiting(pid: int) -> bool:
 
 
 def send(pid: int, number: int, is_it: Callable[[], bool]) -> bool:
-    """Send a signal to a process if it is the one that is meant; returns whether it was sent.
+    """Send a signal to a process of known identity; return whether it was sent.
 
     Args:
-        pid: its number.
-        number: of the signal.
-        is_it: whether what bears the number now is the one.
+        pid: the process id.
+        number: the signal.
+        is_it: returns whether the process that has the pid now is the intended one.
     """
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
     except OSError:
-        # A kernel without, or no descriptor left.
+        # The kernel has no pidfd, or this process may open no more files.
         descriptor = -1
     try:
         if not is_it():
@@ -75,15 +74,15 @@ def send(pid: int, number: int, is_it: Callable[[], bool]) -> bool:
 
 
 def kill(pid: int, started: int) -> None:
-    """End the process of that number that was started then, if it lives."""
+    """Kill the process with this pid and start time, if it lives."""
     with contextlib.suppress(PermissionError):
         send(pid, signal.SIGKILL, lambda: start_time(pid) == started)
 
 
 _PIDFD_SIGNAL_PROCESS_GROUP = 1 << 2
 
-PATIENCE_S = 5.0
-"""How long each is looked for, again and again, while they start more."""
+KILL_EACH_S = 5.0
+"""Time to stop, and to kill, a group whose members keep forking; an ordinary group takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +94,28 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A session by its first process. As long as that lives, its number is nobody else's."""
+    """A session, identified by its leader: while the leader lives, its pid is not reused.
+
+    Attributes:
+        pid: pid of the session leader.
+        started: start time of the leader; ``None`` if it had ended already.
+    """
 
     pid: int
     started: int | None
 
     @classmethod
     def of(cls, pid: int) -> Session:
-        """The session whose first process is ``pid``."""
+        """Return the session whose leader is ``pid``."""
         return cls(pid, start_time(pid))
 
     def kill(self, group: int) -> None:
-        """Kill one of its process groups; does nothing if its first process has ended."""
+        """Kill a process group of the session; a no-op if the leader has ended."""
         if not self._kill_at_once(group):
             self._kill_each(group)
 
     def _kill_at_once(self, group: int) -> bool:
-        """Whether it could be done in one step."""
+        """Kill the group in one step; return whether the kernel could."""
         try:
             descriptor = os.pidfd_open(group)
         except OSError:
@@ -127,18 +131,18 @@ class Session:
         return True
 
     def _kill_each(self, group: int) -> None:
-        # First those that the shell waits for, which is not to see them stopped; the others are stopped first, and
-        # so keep their places among the processes that a sandbox may have: what forks for ever comes to an end.
+        # Children of the leader first: a shell must not see a child stopped. The others are stopped before they are
+        # killed: a stopped process still counts against the sandbox's limit, so a fork bomb runs out of processes.
         for one in self._members(group):
             if one.parent == self.pid:
                 self._send(one.pid, group, signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + KILL_EACH_S
         while running := [one for one in self._members(group) if one.running and one.parent != self.pid]:
             for one in running:
                 self._send(one.pid, group, signal.SIGSTOP)
             if time.monotonic() > deadline:
                 break
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + KILL_EACH_S
         while members := list(self._members(group)):
             for one in members:
                 self._send(one.pid, group, signal.SIGKILL)
@@ -146,7 +150,7 @@ class Session:
                 break
 
     def _members(self, group: int) -> Iterator[_Member]:
-        """The live ones; looks at every process of the machine."""
+        """Yield the live members of a group; reads every process of the machine."""
         for name in os.listdir("/proc"):
             if name.isdigit():
                 with contextlib.suppress(OSError):
@@ -155,15 +159,15 @@ class Session:
                         yield _Member(int(name), int(parent), state not in "Tt")
 
     def _send(self, pid: int, group: int, number: signal.Signals) -> None:
-        # With several users inside, not all are ours to signal.
+        # In a sandbox with several user ids, some processes may not be signalled.
         with contextlib.suppress(PermissionError):
             send(pid, number, lambda: self._has(pid, group))
 
     def _has(self, pid: int, group: int) -> bool:
-        """Whether a process is in that group of this session."""
+        """Return whether a process is in this group of this session."""
         try:
             found = (os.getpgid(pid), os.getsid(pid))
         except OSError:
             return False
-        # The session first, then that it was the session's own number.
+        # In this order: the leader alive afterwards proves that the session id was not reused.
         return found == (group, self.pid) and self.started is not None and start_time(self.pid) == self.started

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A started sandbox of any of Gym's providers as one object, with sessions where its provider has them.
+"""Start sandboxes of any of Gym's providers, and use them as objects, with sessions where the provider has them.
 
-Gym's own ``AsyncSandbox`` keeps provider and handle to itself, and a shell needs both; and it makes a provider for
-each sandbox, which looks for its runtime anew. Here one provider starts them all.
+Gym's own ``AsyncSandbox`` hides provider and handle, which a shell needs, and makes a provider per sandbox. Here one
+provider starts all sandboxes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nemo_gym_prorl.sandbox.snapshots import SnapshotInfo
 
 
 class StartedSandbox:
-    """The part of ``AsyncSandbox`` that needs a started sandbox."""
+    """A started sandbox with the methods of Gym's ``AsyncSandbox``."""
 
     def __init__(self, provider: Any, handle: SandboxHandle) -> None:
         self._provider = provider
@@ -29,7 +29,7 @@ class StartedSandbox:
 
     @property
     def sandbox_id(self) -> str:
-        """What the provider calls it."""
+        """Id of the sandbox at its provider."""
         return str(self._handle.sandbox_id)
 
     async def exec(
@@ -39,67 +39,66 @@ class StartedSandbox:
         return await self._provider.exec(self._handle, command, cwd=cwd, timeout_s=timeout_s)
 
     async def upload(self, local_path: Path | str, remote_path: str) -> None:
-        """Copy a file into it."""
+        """Copy a file into the sandbox."""
         await self._provider.upload_file(self._handle, Path(local_path), remote_path)
 
     async def status(self) -> SandboxStatus:
-        """Whether it runs."""
+        """Return the sandbox's status."""
         return await self._provider.status(self._handle)
 
     async def stop(self) -> None:
-        """End it; returns when it is gone. May be called again."""
+        """End the sandbox and wait until it is gone. Idempotent."""
         await self._provider.close(self._handle)
 
 
 class SandboxWithSessions(StartedSandbox):
-    """One whose provider has shells and kernels, reaches files without a program inside, and knows whose doing an end
-    is, as ``singularity``."""
+    """A sandbox whose provider has shells, kernels, file access and :meth:`check`, as ``singularity`` has."""
 
     async def shell(self, *, env: Mapping[str, str] | None = None) -> Shell:
-        """A persistent shell, the caller's to close."""
+        """Start a persistent shell, which the caller closes."""
         shell: Shell = await self._provider.shell(self._handle, env=env)
         return shell
 
     async def kernel(self) -> Kernel:
-        """An IPython kernel, the caller's to close."""
+        """Start an IPython kernel, which the caller closes."""
         kernel: Kernel = await self._provider.kernel(self._handle)
         return kernel
 
     async def read_file(self, path: str, *, limit: int) -> bytes:
-        """An ordinary file of it."""
+        """Return the contents of a regular file of the sandbox, of at most ``limit`` bytes."""
         data: bytes = await self._provider.read_file(self._handle, path, limit=limit)
         return data
 
     async def write_file(self, path: str, data: bytes) -> bool:
-        """Write a file of it; says whether there was one."""
+        """Write a file of the sandbox; return whether the file existed."""
         existed: bool = await self._provider.write_file(self._handle, path, data)
         return existed
 
     async def check(self) -> None:
-        """Whose doing it is if something ended in it, or all of it.
+        """Attribute the end of the sandbox, or of a process in it.
 
         Raises:
-            AgentError: what ran in it has ended it.
-            InfrastructureError: the machine has, or something in it.
+            AgentError: programs in the sandbox have ended the sandbox.
+            InfrastructureError: the machine has ended the sandbox or a process in it.
         """
         await self._provider.check(self._handle)
 
     async def has_room(self) -> bool:
-        """Whether there is any left on the disk that sandboxes are kept on."""
+        """Return whether the disk that all sandboxes are kept on has room."""
         has_room: bool = await self._provider.has_room(self._handle)
         return has_room
 
     async def checkpoint(self, name: str) -> SnapshotInfo:
-        """Keep what it has written, for others that go on from there."""
-        taken: SnapshotInfo = await self._provider.checkpoint(self._handle, name)
-        return taken
+        """Take a snapshot of the sandbox's files, from which other sandboxes can start."""
+        info: SnapshotInfo = await self._provider.checkpoint(self._handle, name)
+        return info
 
 
-class Starter:
-    """Starts sandboxes of one provider, and closes it in the end.
+class SandboxFactory:
+    """Starts sandboxes of one provider; owns the provider.
 
     Args:
-        provider: as in Gym's configuration: one name with its options.
+        provider: the provider as in Gym's configuration: one name with its options.
     """
 
     def __init__(self, provider: Mapping[str, Any]) -> None:
@@ -109,10 +108,10 @@ class Starter:
         self._kind = SandboxWithSessions if has_all else StartedSandbox
 
     async def fetch_image(self, spec: SandboxSpec) -> None:
-        """Have the image here that a sandbox starts from, where the provider can do that ahead.
+        """Pull the image of a specification ahead of the start, if the provider can.
 
         Raises:
-            SandboxCreateError: no such sandbox could start.
+            SandboxCreateError: no sandbox of the specification can start.
         """
         if (fetch := getattr(self._provider, "fetch_image", None)) is not None:
             await fetch(spec)
@@ -121,23 +120,23 @@ class Starter:
         """Start a sandbox.
 
         Raises:
-            SandboxCreateError: it did not start, or another error of the provider's.
+            SandboxCreateError: the sandbox did not start. Other providers may raise other errors.
         """
         return self._kind(self._provider, await self._provider.create(spec))
 
     async def delete_snapshot(self, name: str) -> None:
-        """Delete what :meth:`SandboxWithSessions.checkpoint` has kept."""
+        """Delete a snapshot of :meth:`SandboxWithSessions.checkpoint`."""
         await self._provider.delete_snapshot(name)
 
     async def renew_snapshot(self, name: str) -> None:
-        """Have it count as new."""
+        """Reset the age of a snapshot."""
         await self._provider.renew_snapshot(name)
 
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
-        """Delete what was kept or renewed under a name so many seconds ago, where the provider keeps any."""
+        """Delete the snapshots of a name that were taken or renewed more than ``age_s`` seconds ago."""
         if (delete := getattr(self._provider, "delete_old_snapshots", None)) is not None:
             await delete(name, age_s)
 
     async def aclose(self) -> None:
-        """Let go of what the provider holds; best when its sandboxes have ended."""
+        """Close the provider, after its sandboxes have ended."""
         await self._provider.aclose()

@@ -1,19 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor's children: every process that ends with it, and what became of each. They are reaped here only.
+"""Child processes of the supervisor: fork, signal and reap them. Only this module reaps.
 
-What may take long, or must join a container, runs in a child: forked from the supervisor, or by its *launcher*. A
-child sends one message and ends; its end is what counts, so no message is ever waited for. It has no open file but
-those it was given.
+Work that may take long, or that must join a container, runs in a child, which the supervisor or its *launcher* forks.
+A child sends one message and exits; the supervisor waits for the exit, never for the message. A child inherits only
+the files that it was given.
 
-The kernel gives a process's number away again as soon as it is reaped. So a signal goes to a :class:`Child` that is
-not reaped yet, and an end is never taken for that of another process which bore the number before
-(:meth:`Children.starting`).
+The kernel reuses a process id as soon as the process is reaped. So only a :class:`Child` that is not reaped is
+signalled, and an exit is never attributed to an earlier process with the same id (:meth:`Children.starting`).
 
-To fork the supervisor takes the kernel a millisecond, and both sides as long again to copy shared memory. The launcher
-(``launcher/launcher.c``) is a tiny process that forks in its place. Its children are the supervisor's, born in the
-sandbox's control group. It cannot be seen from inside any sandbox, holds no file but its channel, and ends with the
-supervisor. A launcher that was killed is replaced when it is needed.
+The launcher (``launcher/launcher.c``) is a small process that forks in place of the supervisor, whose memory is
+expensive to copy. Its children are the supervisor's, born in the sandbox's control group. The launcher is invisible
+to every sandbox, holds no file but its channel, and ends with the supervisor. A killed launcher is replaced on use.
 """
 
 from __future__ import annotations
@@ -47,20 +45,27 @@ from nemo_gym_prorl.sandbox.supervisor.connection import (
     send,
     socket_pair,
 )
-from nemo_gym_prorl.sandbox.supervisor.errors import KILLED, Refused, failure, no_process, print_without_source
+from nemo_gym_prorl.sandbox.supervisor.protocol import (
+    HELPER_KILLED,
+    Refused,
+    failure,
+    no_process,
+    print_without_source,
+)
 
 
-Answer = tuple[Message, list[int]]
-"""A message, and open files that go with it."""
+Reply = tuple[Message, list[int]]
+"""A message, and its open files."""
 
-Action = Callable[[], Answer]
-"""What a forked child does, and answers."""
+ChildAction = Callable[[], Reply]
+"""The work of a forked child; returns the child's reply."""
 
 Adopt = Callable[[int], "Child"]
+"""Makes the :class:`Child` of a process id that another process has reported."""
 
 
 class Child:
-    """A process of ours. Its number is its own until it is reaped, which is when it has a ``status``."""
+    """A child process. Its pid is valid until it is reaped, which sets ``status``."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -69,21 +74,21 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not been reaped."""
+        """Whether the process has not been reaped."""
         return self.status is None
 
     def signal(self, number: int, *, group: bool = False) -> None:
-        """Send it a signal, or its process group; does nothing if it has ended."""
+        """Signal the process or its group; a no-op once it has ended."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if group else os.kill)(self.pid, number)
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
         self.signal(signal.SIGKILL)
 
     def wait(self) -> asyncio.Future[int]:
-        """Its exit code when it has ended, negative for a signal; to be cancelled by whoever asks."""
+        """Return a future of the exit code, negative for a signal. Each caller gets its own and may cancel it."""
         end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append(end)
         if self.status is not None:
@@ -91,7 +96,7 @@ class Child:
         return end
 
     def reaped(self, status: int) -> None:
-        """It has ended."""
+        """Record the wait status and resolve the waiters."""
         self.status = status
         while self._waiting:
             end = self._waiting.pop()
@@ -103,15 +108,15 @@ class Children:
     """All children of a single-threaded process.
 
     Args:
-        stranger: told the number of each that was reaped and that nobody knows: orphans of containers come here, too.
+        on_orphan: called with the pid of each reaped process that has no :class:`Child`, such as container orphans.
     """
 
-    def __init__(self, stranger: Callable[[int], object] = lambda pid: None) -> None:
-        self._stranger = stranger
+    def __init__(self, on_orphan: Callable[[int], object] = lambda pid: None) -> None:
+        self._on_orphan = on_orphan
         self._known: dict[int, Child] = {}
         self._starting: dict[int, dict[int, int]] = {}
-        """Of each start by somebody else that is under way: number to status of the strangers reaped since."""
-        # Not by the loop's own way, which takes two turns more for each.
+        """Per :meth:`starting` block in progress: wait status by pid of the orphans reaped since its start."""
+        # Not loop.add_signal_handler, which needs two more iterations of the loop per signal.
         self._woken, self._wakeup = socket.socketpair()
         self._woken.setblocking(False)
         self._wakeup.setblocking(False)
@@ -123,7 +128,7 @@ class Children:
         """Fork a child that runs ``program``, with these ``files`` and no others, in the control group ``group``.
 
         Raises:
-            Refused: none can be forked.
+            Refused: no process can be started.
         """
         parent = os.getpid()
         try:
@@ -131,25 +136,25 @@ class Children:
         except OSError as error:
             raise no_process(error, group) from error
         if pid == 0:
-            _become(program, files, parent)
+            _run_forked(program, files, parent)
         child = self._known[pid] = Child(pid)
         return child
 
     def can_fork(self) -> bool:
-        """Whether this machine, and its user, have room for a process, by trying."""
+        """Return whether this machine and user can start another process, by starting one."""
         try:
             self.fork(lambda: None)
         except Refused:
             return False
         return True
 
-    async def run(self, action: Action, files: Sequence[int] = (), group: Group | None = None) -> Answer:
-        """Run ``action`` in a forked child, with these ``files`` and no others; returns what that does.
+    async def run(self, action: ChildAction, files: Sequence[int] = (), group: Group | None = None) -> Reply:
+        """Run ``action`` in a forked child, with these ``files`` and no others, and return its reply.
 
-        What the child starts is in the control group ``group``, as it is itself.
+        The child and its descendants are in the control group ``group``.
 
         Raises:
-            Refused: it failed, or none can be forked.
+            Refused: the action failed, or no process can be started.
         """
         try:
             ours, theirs = socket_pair()
@@ -157,16 +162,16 @@ class Children:
             raise no_process(error, group) from error
         with ours:
             with theirs:
-                child = self.fork(lambda: _answer(action, theirs), [*files, theirs.fileno()], group)
-            return await self.answer(child, ours)
+                child = self.fork(lambda: _send_reply(action, theirs), [*files, theirs.fileno()], group)
+            return await self.reply(child, ours)
 
-    async def answer(
-        self, child: Child, channel: socket.socket, take: Callable[[socket.socket], Answer] = receive
-    ) -> Answer:
-        """What a child said on a channel, once it has ended; it does so if nobody waits any more.
+    async def reply(
+        self, child: Child, channel: socket.socket, take: Callable[[socket.socket], Reply] = receive
+    ) -> Reply:
+        """Wait for a child's exit and return its reply. Cancellation kills the child.
 
         Raises:
-            Refused: it failed.
+            Refused: the child failed, or was killed.
         """
         try:
             await child.wait()
@@ -174,18 +179,19 @@ class Children:
             child.kill()
             raise
         try:
-            answer, files = take(channel)
+            reply, files = take(channel)
         except (BlockingIOError, PeerGone):
-            raise Refused(KILLED) from None
-        if "error" in answer:
-            raise Refused(answer)
-        return answer, files
+            raise Refused(HELPER_KILLED) from None
+        if "error" in reply:
+            raise Refused(reply)
+        return reply, files
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[Adopt]:
-        """Within the block somebody else starts a child of ours, which may be reaped before its number is heard of.
+        """Yield an :data:`Adopt` for a child that another process starts within the block.
 
-        Yields what makes a :class:`Child` of such a number. What was reaped before the block is another that bore it.
+        The child may be reaped before its pid is reported; its status is kept for the block. A process that was reaped
+        before the block had the same pid by reuse, and is never adopted.
         """
         reaped: dict[int, int] = {}
         self._starting[id(reaped)] = reaped
@@ -209,7 +215,7 @@ class Children:
         self.reap()
 
     def reap(self) -> None:
-        """Collect every dead child."""
+        """Reap every dead child."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -222,16 +228,16 @@ class Children:
             else:
                 for reaped in self._starting.values():
                     reaped[pid] = status
-                self._stranger(pid)
+                self._on_orphan(pid)
 
 
-def tell(channel: socket.socket, message: Message, files: Sequence[int] = ()) -> None:
-    """In a forked child: send a message, which there is always room for."""
+def send_from_child(channel: socket.socket, message: Message, files: Sequence[int] = ()) -> None:
+    """Send a message from a forked child, on a blocking channel."""
     send(channel, pack(message, files))
 
 
-def _become(program: Callable[[], object], files: Sequence[int], parent: int) -> NoReturn:
-    """In a forked child, which has a copy of our loop, and never returns to it."""
+def _run_forked(program: Callable[[], object], files: Sequence[int], parent: int) -> NoReturn:
+    """Run a program in a forked child, which must never return to its copy of the event loop."""
     try:
         syscalls.end_with(parent)
         gc.disable()
@@ -246,37 +252,42 @@ def _become(program: Callable[[], object], files: Sequence[int], parent: int) ->
         os._exit(1)
 
 
-def _answer(action: Action, channel: socket.socket) -> None:
-    """In a forked child: run ``action``, and send what it returns."""
+def _send_reply(action: ChildAction, channel: socket.socket) -> None:
     try:
-        answer, files = action()
+        reply, files = action()
     except Exception as error:
-        answer, files = failure(error), []
+        reply, files = failure(error), []
     channel.setblocking(True)
-    tell(channel, answer, files)
+    send_from_child(channel, reply, files)
 
 
-TRIES = 5
-"""To have something done, each time by another launcher."""
+LAUNCHER_TRIES = 5
+"""Attempts per request, each with another launcher; several sandboxes would have to lose it at once to use them up."""
 
 CHANNEL = 3
-"""The open file over which the launcher is asked."""
+"""Descriptor of the launcher's request socket."""
 
 _STARTED = struct.Struct("=q")
-"""What it says of each request: the number of the process, or less than 0 for an error."""
+"""The launcher's reply to a request: a pid, or a negative errno."""
 
-_OUT_OF_THE_WAY = 64
+_MIN_PROGRAM_FD = 64
+"""Above the descriptors that an executed program gets its own files under."""
 
 
 class LauncherLost(Refused):
-    """The launcher was killed first. What it may have begun has no word of anybody's to go on."""
+    """The launcher was killed before it replied. A child that it may have started waits for ``GO`` and ends."""
 
     def __init__(self) -> None:
-        super().__init__(KILLED)
+        super().__init__(HELPER_KILLED)
 
 
 class Launcher:
-    """See the module. ``folder`` is the supervisor's."""
+    """The supervisor's launcher process; started on first use and replaced after its death.
+
+    Args:
+        children: the supervisor's children.
+        folder: the supervisor's state folder.
+    """
 
     def __init__(self, children: Children, folder: Path) -> None:
         self._folder = folder
@@ -287,12 +298,14 @@ class Launcher:
         self._asked: deque[asyncio.Future[int | None]] = deque()
 
     async def begin(self, request: Request, files: Sequence[int], group: Group | None) -> tuple[Child, socket.socket]:
-        """Have a request carried out by a child in ``group``; returns that, and the channel on which it answers, the
-        caller's to close.
+        """Start a child in ``group`` that carries out a request.
+
+        Returns:
+            The child, and the channel of its reply, which the caller closes.
 
         Raises:
-            LauncherLost: see there.
-            Refused: no process can be started, or no launcher.
+            LauncherLost: the launcher was killed.
+            Refused: no process, or no launcher, can be started.
         """
         try:
             ours, theirs = socket_pair()
@@ -300,11 +313,11 @@ class Launcher:
             raise no_process(error, group) from error
         try:
             with theirs, self._children.starting() as adopt:
-                # Of both ends only this one is waited on.
+                # The child blocks on its end; the supervisor never blocks on the other.
                 theirs.setblocking(True)
                 child = adopt(await self._ask(request, [theirs.fileno(), *files], group))
             with contextlib.suppress(ConnectionError):
-                # It may have failed already, and says why.
+                # The child may have failed already; its reply says why.
                 ours.send(GO)
         except BaseException as error:
             ours.close()
@@ -313,21 +326,23 @@ class Launcher:
             raise
         return child, ours
 
-    async def run_once(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Answer:
-        """As :meth:`.Children.run`, for a request.
+    async def run_once(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Reply:
+        """Carry out a request in a child of the launcher and return the child's reply.
 
         Raises:
-            LauncherLost: it may be done by another.
-            Refused: it failed, or no process can be started.
+            LauncherLost: the launcher was killed; another one may carry out the request.
+            Refused: the request failed, or no process can be started.
         """
         child, channel = await self.begin(request, files, group)
         with channel:
-            return await self._children.answer(child, channel, receive_answer)
+            return await self._children.reply(child, channel, receive_answer)
 
-    async def run(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Answer:
-        """As :meth:`run_once`, and once more where its launcher was killed: what joins a sandbox waits for our word
-        there, and what erases can do so twice."""
-        for _ in range(TRIES - 1):
+    async def run(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Reply:
+        """Carry out an idempotent request, as :meth:`run_once`, retrying after the death of a launcher.
+
+        Joining is idempotent because a joiner waits for ``GO``; erasing is by nature.
+        """
+        for _ in range(LAUNCHER_TRIES - 1):
             try:
                 return await self.run_once(request, files, group)
             except LauncherLost:
@@ -335,37 +350,36 @@ class Launcher:
         return await self.run_once(request, files, group)
 
     def program(self) -> int:
-        """It as a descriptor, to be executed. First processes of sandboxes become it, too.
+        """Return a descriptor of the launcher's executable, which first processes of sandboxes execute, too.
 
         Raises:
-            OSError: there is none for this machine.
+            OSError: there is no launcher for this machine's architecture.
         """
         if self._program is None:
             made = program.load(self._folder)
-            # Whom it is executed by gets its own files by number, of which this is to be none.
-            self._program = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY)
+            self._program = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _MIN_PROGRAM_FD)
             os.close(made)
         return self._program
 
     async def _ask(self, request: Request, files: Sequence[int], group: Group | None) -> int:
-        """The number of the process that carries out a request.
+        """Return the pid of the process that carries out a request.
 
         Raises:
-            PeerGone: it was killed.
-            OSError: there is none.
+            PeerGone: the launcher was killed.
+            OSError: the launcher cannot start, or cannot fork.
         """
         connection = self._running()
-        place = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if group else None
-        packet = request.packet(place, files)
-        # Before it is sent, since what it says comes in that order.
-        answer: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        self._asked.append(answer)
+        group_fd = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if group else None
+        packet = request.packet(group_fd, files)
+        # Queued before sending: replies come in the order of the requests.
+        reply: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._asked.append(reply)
         try:
             await connection.send_packet(packet)
-            pid = await answer
+            pid = await reply
         finally:
-            if not packet.sent and answer in self._asked:
-                self._asked.remove(answer)
+            if not packet.sent and reply in self._asked:
+                self._asked.remove(reply)
         if pid is None:
             raise PeerGone
         if pid < 0:
@@ -390,23 +404,22 @@ class Launcher:
                 ours.close()
                 raise
             self._process = adopt(pid)
-        self._connection = Connection(ours, self._answered, self._lose, _started)
+        self._connection = Connection(ours, self._on_started, self._on_lost, _receive_started)
         return self._connection
 
-    def _answered(self, pid: int) -> None:
-        if self._asked and not (answer := self._asked.popleft()).done():
-            answer.set_result(pid)
+    def _on_started(self, pid: int) -> None:
+        if self._asked and not (reply := self._asked.popleft()).done():
+            reply.set_result(pid)
 
-    def _lose(self) -> None:
-        """It was killed; the next is another."""
+    def _on_lost(self) -> None:
         self._connection = None
         asked, self._asked = self._asked, deque()
-        for answer in asked:
-            if not answer.done():
-                answer.set_result(None)
+        for reply in asked:
+            if not reply.done():
+                reply.set_result(None)
 
 
-def _started(channel: socket.socket) -> tuple[int]:
+def _receive_started(channel: socket.socket) -> tuple[int]:
     data, _files, _whole = receive_packet(channel, _STARTED.size)
     if len(data) != _STARTED.size:
         raise PeerGone

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor's watchdog: a child that looks at what sandboxes use, so that the supervisor never waits for a look.
+"""The watchdog process: a child of the supervisor that measures what sandboxes use, since measuring blocks.
 
-It kills the process that has to go itself, having made sure which one that is, and tells the supervisor of it; a
-sandbox that has to go is the supervisor's to end. What it decides by is :mod:`..limits.watchdog`.
+The watchdog kills processes over a memory limit itself, after checking their identity, and reports that. The
+supervisor ends sandboxes over a disk limit. The decisions are in :mod:`..limits.watchdog`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts, file_size_reached
 from nemo_gym_prorl.sandbox.limits.usage import DiskUsage, scan
@@ -31,28 +32,27 @@ from nemo_gym_prorl.sandbox.limits.watchdog import (
     WatchList,
     goes_fast,
 )
-from nemo_gym_prorl.sandbox.supervisor import signals
+from nemo_gym_prorl.sandbox.supervisor.children import Children, send_from_child
 from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message, PeerGone, receive, socket_pair
-from nemo_gym_prorl.sandbox.supervisor.errors import Refused
-from nemo_gym_prorl.sandbox.supervisor.processes import Children, tell
+from nemo_gym_prorl.sandbox.supervisor.protocol import Refused
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 
 
 RETRY_S = 0.5
-"""Pause before one that was killed is started again."""
+"""Pause before a killed watchdog is started again: one tick of measuring."""
 
 
-def order(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
-    """What the watchdog is told of a sandbox that is up."""
-    wanted, kept = sandbox.order, sandbox.group.controllers if sandbox.group else frozenset()
-    memory = 0 if "memory" in kept else wanted.memory_mib << 20
+def watch_entry(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
+    """Return the fields of :class:`..limits.watchdog.Watched` for a sandbox that is up."""
+    wanted, controllers = sandbox.request, sandbox.group.controllers if sandbox.group else frozenset()
+    memory = 0 if "memory" in controllers else wanted.memory_mib << 20
     by_runtime = sandbox.start_method == "runtime"
-    if sandbox.space is None:
+    if sandbox.pid_namespace is None:
         return None
     return {
         "name": sandbox.name,
-        "space": sandbox.space.number,
-        "init": sandbox.space.init,
+        "space": sandbox.pid_namespace.number,
+        "init": sandbox.pid_namespace.init,
         "outside": sandbox.starter.pid if sandbox.starter and by_runtime and not sandbox.group else None,
         "group": str(sandbox.group.path) if sandbox.group else "",
         "folder": str(sandbox.folder / "overlay" / "upper"),
@@ -65,41 +65,41 @@ def order(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
 
 
 class Watchdog:
-    """The supervisor's side: it, which is forked again when it was killed, and then told anew whom to watch.
+    """The supervisor's side of the watchdog process, which is restarted after its death.
 
     Args:
-        children: the supervisor's.
-        heard: gets what it says.
-        orders: what it must be told when it starts.
+        children: the supervisor's children.
+        on_violation: called with each report.
+        entries: returns the messages for a new watchdog.
     """
 
     def __init__(
-        self, children: Children, heard: Callable[[Message], None], orders: Callable[[], list[Message]]
+        self, children: Children, on_violation: Callable[[Message], None], entries: Callable[[], list[Message]]
     ) -> None:
         self._children = children
-        self._heard = heard
-        self._orders = orders
+        self._on_violation = on_violation
+        self._entries = entries
         self._connection: Connection[Message, list[int]] | None = None
 
-    def tell(self, message: Message) -> None:
-        """Tell it something that is among its ``orders``; while it is not there, it will be told those."""
+    def post(self, message: Message) -> None:
+        """Send a message to the running watchdog; without one, the next watchdog gets it from ``entries``."""
         if self._connection:
             self._connection.post(message)
 
     async def run_once(self) -> float:
-        """Run the child until it ends; returns the pause before the next one."""
+        """Run the child until it ends; return the pause before the next one."""
         with contextlib.suppress(OSError, Refused):
             await self._run_once()
         return RETRY_S
 
     async def _run_once(self) -> None:
         ours, theirs = socket_pair()
-        connection = Connection(ours, lambda message, _files: self._heard(message), lambda: None)
+        connection = Connection(ours, lambda message, _files: self._on_violation(message), lambda: None)
         try:
             with theirs:
                 child = self._children.fork(partial(serve, theirs), [theirs.fileno()])
             self._connection = connection
-            for message in self._orders():
+            for message in self._entries():
                 connection.post(message)
             await child.wait()
         finally:
@@ -108,20 +108,19 @@ class Watchdog:
 
 
 def serve(channel: socket.socket) -> None:
-    """In the child, until the supervisor is gone: take orders (``watch``, ``forget``, ``active``), and tell what went
-    over its limits."""
+    """Run the watchdog in a forked child until the supervisor is gone."""
     channel.setblocking(True)
-    # Not select, which knows no file beyond number 1023.
+    # Not select, which does not support descriptors above 1023.
     poll = select.poll()
     poll.register(channel, select.POLLIN)
-    watch = Watch(channel)
+    watch = UsageMonitor(channel)
     due = 0.0
     while True:
         wait_s = max(0.0, due - time.monotonic()) if watch.watched.all else None
         try:
             while poll.poll(None if wait_s is None else math.ceil(wait_s * 1000)):
                 message, _files = receive(channel)
-                watch.told(message)
+                watch.handle(message)
                 wait_s = 0.0
         except PeerGone:
             return
@@ -130,8 +129,8 @@ def serve(channel: socket.socket) -> None:
             due = time.monotonic() + TICK_S
 
 
-class Watch:
-    """Looks, and tells."""
+class UsageMonitor:
+    """Measures sandboxes in turn, kills processes over a memory limit, and reports violations on ``channel``."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.watched = WatchList()
@@ -141,8 +140,8 @@ class Watch:
         self._next_census = 0.0
         self._scans: deque[tuple[Watched, DiskUsage, Iterator[None]]] = deque()
 
-    def told(self, message: Message) -> None:
-        """Take an order of the supervisor's."""
+    def handle(self, message: Message) -> None:
+        """Apply a message of the supervisor."""
         if "watch" in message:
             self.watched.all[message["watch"]["name"]] = Watched(**message["watch"])
         elif "forget" in message:
@@ -153,21 +152,21 @@ class Watch:
                 box.members.update(started)
 
     def tick(self) -> None:
-        """Look at whoever's turn it is."""
+        """Measure the hot sandboxes, and as many cold ones and disk scans as their time shares allow."""
         before, self._available = self._available, usage.available()
         self._census()
         for box in self.watched.hot():
             self._look(box)
         end = time.monotonic() + COLD_SHARE_S
-        everybody = goes_fast(before, self._available, self._total)
+        check_all = goes_fast(before, self._available, self._total)
         for box in self.watched.cold():
             self._look(box)
-            if not everybody and time.monotonic() > end:
+            if not check_all and time.monotonic() > end:
                 break
         self._measure(time.monotonic() + SCAN_SHARE_S)
 
     def _census(self) -> None:
-        """Learn which processes are whose, where no control group tells."""
+        """Assign processes to the sandboxes that have no control group."""
         unlisted = {box.space: box for box in self.watched.all.values() if not box.group}
         begin = time.monotonic()
         if not unlisted or begin < self._next_census:
@@ -184,25 +183,25 @@ class Watch:
             self._look_for_full(box, processes)
         if not box.may_exceed(processes):
             return
-        # The runtime's own processes are in the group, too, but outside.
+        # The control group also has processes of the runtime, outside the sandbox.
         inside = {process.pid: process for process in processes if _is_inside(process.pid, box)}
         over = box.memory_victims({pid: usage.proportional(pid) for pid in inside})
         if over is None:
             return
         victims, reason = over
-        self._tell(box, "memory", reason, ended=not victims)
+        self._report(box, "memory", reason, ended=not victims)
         for victim in victims:
-            signals.send(victim, signal.SIGKILL, partial(_is_still, inside[victim], box))
+            signals.send(victim, signal.SIGKILL, partial(_is_same, inside[victim], box))
 
     def _look_for_full(self, box: Watched, processes: list[usage.Process]) -> None:
         if box.outside and (runtime := usage.look(box.outside)):
             processes = [*processes, runtime]
         for resource, reason in box.full(processes, _shared_memory_free(box)):
-            self._tell(box, resource, reason, ended=False)
+            self._report(box, resource, reason, ended=False)
 
     def _members(self, box: Watched) -> set[int]:
         if not box.group:
-            # Those without a parent are the first process's.
+            # Orphans become children of the first process.
             known = {box.init, *box.members}
             return known.union(*map(usage.children, known))
         try:
@@ -212,10 +211,10 @@ class Watch:
             return set()
 
     def _measure(self, until: float) -> None:
-        """Continue the scans in turn, some entries of each at a time: a sandbox with many files delays no other's."""
+        """Continue the disk scans in turn, some entries each, so that many files of one delay no other's scan."""
         while (now := time.monotonic()) < until:
             if box := self.watched.to_scan(now):
-                # What the sandbox does from now on is for the next scan.
+                # Later writes mark the sandbox as unmeasured again.
                 box.unmeasured, box.scanned, box.scanning = False, now, True
                 found = DiskUsage()
                 self._scans.append((box, found, scan((box.folder,), box.members, found)))
@@ -226,20 +225,20 @@ class Watch:
                 continue
             more = next(steps, self) is None
             if reason := box.disk_violation(found):
-                self._tell(box, "disk", reason, ended=True)
+                self._report(box, "disk", reason, ended=True)
             elif more:
                 self._scans.append((box, found, steps))
             else:
                 box.measured(found)
                 if box.disk_limit and found.largest >= box.disk_limit:
-                    self._tell(box, "file size", file_size_reached(box.disk_limit >> 20), ended=False)
+                    self._report(box, "file size", file_size_reached(box.disk_limit >> 20), ended=False)
 
-    def _tell(self, box: Watched, resource: str, reason: str, *, ended: bool) -> None:
-        tell(self._channel, {"sandbox": box.name, "resource": resource, "reason": reason, "ended": ended})
+    def _report(self, box: Watched, resource: str, reason: str, *, ended: bool) -> None:
+        send_from_child(self._channel, {"sandbox": box.name, "resource": resource, "reason": reason, "ended": ended})
 
 
 def _shared_memory_free(box: Watched) -> int:
-    """Blocks, or files if those are fewer."""
+    """Return the free blocks of ``/dev/shm``, or its free inodes if those are fewer."""
     try:
         found = os.statvfs(f"/proc/{box.init}/root/dev/shm")
     except OSError:
@@ -254,6 +253,6 @@ def _is_inside(pid: int, box: Watched) -> bool:
         return False
 
 
-def _is_still(process: usage.Process, box: Watched) -> bool:
+def _is_same(process: usage.Process, box: Watched) -> bool:
     now = usage.look(process.pid)
     return now is not None and now.started == process.started and _is_inside(process.pid, box)
