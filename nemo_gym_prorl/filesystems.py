@@ -17,19 +17,19 @@ _SHARED_KINDS = re.compile(
 )
 
 
-def on_shared_disk(path: Path) -> bool:
+def is_shared(path: Path) -> bool:
     """Whether ``path``, or the folder it would be made in, is on a file system that other machines may have too."""
-    return _SHARED_KINDS.fullmatch(kind_under(path)) is not None
+    return _SHARED_KINDS.fullmatch(filesystem_type(path)) is not None
 
 
-def kind_under(path: Path) -> str:
+def filesystem_type(path: Path) -> str:
     """The type of the file system that holds ``path``, or the folder it would be made in."""
     while not path.exists():
         path = path.parent
-    return kind_of_disk(Path("/proc/self/mountinfo").read_text(), str(path.resolve()))
+    return filesystem_type_in(Path("/proc/self/mountinfo").read_text(), str(path.resolve()))
 
 
-def kind_of_disk(mounts: str, path: str) -> str:
+def filesystem_type_in(mounts: str, path: str) -> str:
     """The type of the file system that holds the absolute ``path``, by the text of ``/proc/PID/mountinfo``."""
     best, kind = "", ""
     for line in mounts.splitlines():
@@ -41,6 +41,6 @@ def kind_of_disk(mounts: str, path: str) -> str:
     return kind
 
 
-def in_memory(kind: str) -> bool:
+def is_in_memory(kind: str) -> bool:
     """Whether file systems of this type keep everything in memory."""
     return kind in ("tmpfs", "ramfs")

@@ -29,7 +29,7 @@ REFUSE = _ERRNO | errno.EPERM
 UNKNOWN = _ERRNO | errno.ENOSYS
 """As if the kernel were too old to have it: programs then do it another way."""
 
-WORD = 0xFFFFFFFF
+MASK_32 = 0xFFFFFFFF
 
 _LOAD, _AND, _GOTO, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x54, 0x05, 0x15, 0x35, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
@@ -40,7 +40,7 @@ _FURTHEST = 255
 
 
 @dataclass(frozen=True, slots=True)
-class ByArgument:
+class ArgumentRule:
     """A verdict that depends on an argument.
 
     Attributes:
@@ -53,18 +53,18 @@ class ByArgument:
 
     index: int
     values: frozenset[int]
-    then: Verdict
-    otherwise: Verdict
-    mask: int = WORD
+    then: FilterAction
+    otherwise: FilterAction
+    mask: int = MASK_32
 
 
-Verdict = int | ByArgument
+FilterAction = int | ArgumentRule
 
 _Instruction = tuple[int, int, int, int]
 """Operation, instructions to skip if true, and if false, operand."""
 
 
-def program(architecture: int, verdicts: Mapping[int, Verdict], last: int) -> bytes:
+def compile_filter(architecture: int, verdicts: Mapping[int, FilterAction], last: int) -> bytes:
     """The program for calls of one architecture; those of any other end the process.
 
     Args:
@@ -77,9 +77,9 @@ def program(architecture: int, verdicts: Mapping[int, Verdict], last: int) -> by
     return b"".join(struct.pack("=HBBI", *each) for each in [*start, (_LOAD, 0, 0, _NUMBER_AT), *found])
 
 
-def _spans(verdicts: Mapping[int, Verdict], last: int) -> list[tuple[int, Verdict]]:
+def _spans(verdicts: Mapping[int, FilterAction], last: int) -> list[tuple[int, FilterAction]]:
     """First number and verdict of each run of numbers with the same one, in order."""
-    spans: list[tuple[int, Verdict]] = []
+    spans: list[tuple[int, FilterAction]] = []
     for number in range(last + 1):
         verdict = verdicts.get(number, ALLOW)
         if not spans or spans[-1][1] != verdict:
@@ -87,7 +87,7 @@ def _spans(verdicts: Mapping[int, Verdict], last: int) -> list[tuple[int, Verdic
     return [*spans, (last + 1, UNKNOWN)]
 
 
-def _search(spans: Sequence[tuple[int, Verdict]]) -> list[_Instruction]:
+def _search(spans: Sequence[tuple[int, FilterAction]]) -> list[_Instruction]:
     if len(spans) == 1:
         return _leaf(spans[0][1])
     middle = len(spans) // 2
@@ -97,7 +97,7 @@ def _search(spans: Sequence[tuple[int, Verdict]]) -> list[_Instruction]:
     return [(_IF_AT_LEAST, 0, 1, spans[middle][0]), (_GOTO, 0, 0, len(below)), *below, *above]
 
 
-def _leaf(verdict: Verdict) -> list[_Instruction]:
+def _leaf(verdict: FilterAction) -> list[_Instruction]:
     if isinstance(verdict, int):
         return [(_RETURN, 0, 0, verdict)]
     values, otherwise = sorted(verdict.values), _leaf(verdict.otherwise)

@@ -74,7 +74,7 @@ def setup() -> None:
         DEFAULT,
         default_image_path,
         ensure_image,
-        try_image,
+        run_self_test,
     )
     from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 
@@ -85,7 +85,7 @@ def setup() -> None:
     with shown_step(console, "Default sandbox image") as say:
         say(str(ensure_image(DEFAULT, say)))
     with shown_step(console, "A first container") as say:
-        say(", ".join(try_image(default_image_path(), runtime).splitlines()))
+        say(", ".join(run_self_test(default_image_path(), runtime).splitlines()))
 
 
 @app.command()

@@ -124,7 +124,7 @@ def swe(
     sets.
     """
     from nemo_gym_prorl.failures import CallerError
-    from nemo_gym_prorl.sandbox.images.reference import registry
+    from nemo_gym_prorl.sandbox.images.reference import parse_registry
     from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 
     if dataset not in CONVERTERS:
@@ -133,7 +133,7 @@ def swe(
 
     def row_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
         row = CONVERTERS[dataset](record, prefix)
-        registry(row["image"])  # raises what says that it is none
+        parse_registry(row["image"])  # raises what says that it is none
         return row
 
     _convert(file, output, row_of, data_source, dry_run)

@@ -51,11 +51,11 @@ def build_image(
     from nemo_gym_prorl.failures import CallerError
     from nemo_gym_prorl.sandbox.images import builder as build
     from nemo_gym_prorl.sandbox.images import recipe
-    from nemo_gym_prorl.sandbox.images.builder import SHIPPED, ensure_image
+    from nemo_gym_prorl.sandbox.images.builder import BUILTIN_IMAGES, ensure_image
     from nemo_gym_prorl.sandbox.images.store import ImageStore
     from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 
-    if name is None and base is None and template in SHIPPED and not show:
+    if name is None and base is None and template in BUILTIN_IMAGES and not show:
         with shown_step(Console(highlight=False), template) as say:
             say(str(ensure_image(template, say)))
         return
@@ -64,7 +64,7 @@ def build_image(
     values = [entry.partition("=") for entry in variables or ()]
     if wrong := [name for name, equals, _value in values if not equals]:
         raise CallerError(f"{wrong[0]!r} is not NAME=VALUE", field="--set")
-    order = build.Order(
+    order = build.BuildRequest(
         template,
         base,
         name,

@@ -24,25 +24,32 @@ from pathlib import Path
 
 from nemo_gym_prorl.deployment.venvs import cut_at_a_space
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.filesystems import in_memory, kind_under
+from nemo_gym_prorl.filesystems import filesystem_type, is_in_memory
 from nemo_gym_prorl.http.process import open_files_needed
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, default_image_path, image_path
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
-from nemo_gym_prorl.sandbox.isolation.mounts import covers, uncovered
+from nemo_gym_prorl.sandbox.isolation.mounts import namespace_without_overmounts, overmounts
 from nemo_gym_prorl.sandbox.isolation.privilege import (
-    Attempt,
-    Ending,
-    has_one_id,
+    ProbeStep,
+    UserNamespaceProbe,
+    has_single_id,
     in_user_namespace,
     is_machine_root,
-    is_machine_root_outside,
+    is_machine_root_in_namespace,
     remedies,
 )
 from nemo_gym_prorl.sandbox.limits import cgroups
-from nemo_gym_prorl.sandbox.limits.rlimits import By, Facts, Limit, limits, remedy_here, shortcomings
+from nemo_gym_prorl.sandbox.limits.rlimits import (
+    Enforcement,
+    HostFacts,
+    Limit,
+    cgroup_remedy_here,
+    enforced_limits,
+    weak_limits,
+)
 from nemo_gym_prorl.sandbox.runtime import debian
-from nemo_gym_prorl.sandbox.runtime.apptainer import HOW_TO_GET_IT, Runtime, find_runtime
+from nemo_gym_prorl.sandbox.runtime.apptainer import INSTALL_HINT, Runtime, find_runtime
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.client import Link
 
@@ -101,7 +108,7 @@ def examine() -> Iterator[Check]:
     yield _gym()
     runtime = find_runtime()
     yield _runtime(runtime)
-    namespaces = user_namespaces_check(Attempt.here())
+    namespaces = user_namespaces_check(UserNamespaceProbe.run())
     yield namespaces
     around = container_check() if in_user_namespace() else None
     if around:
@@ -146,22 +153,22 @@ def _gym() -> Check:
 def _runtime(runtime: Runtime | None) -> Check:
     name = "Container runtime"
     if runtime is None:
-        return Check(name, Level.MISSING, "no apptainer", f"{_SETUP} (on Debian), or {HOW_TO_GET_IT}")
+        return Check(name, Level.MISSING, "no apptainer", f"{_SETUP} (on Debian), or {INSTALL_HINT}")
     if runtime.flavor != "apptainer":
         found = f"SingularityCE {runtime.version_text}, {runtime.path}: untested, only Apptainer is"
         if runtime.version < SINGULARITY_WITH_AUTHFILE:
             found += "; before 4.1 it knows no --authfile, and pulls and builds no images"
-        return Check(name, Level.WARN, found, f"{_SETUP} (on Debian), or {HOW_TO_GET_IT}")
+        return Check(name, Level.WARN, found, f"{_SETUP} (on Debian), or {INSTALL_HINT}")
     extra = "".join(f", with {key}={value}" for key, value in runtime.env.items())
     return Check(name, Level.OK, f"{runtime.flavor} {runtime.version_text}, {runtime.path}{extra}")
 
 
-def user_namespaces_check(attempt: Attempt) -> Check:
+def user_namespaces_check(attempt: UserNamespaceProbe) -> Check:
     """The finding about user namespaces."""
     name = "User namespaces"
-    if attempt.ending is Ending.DONE:
+    if attempt.step is ProbeStep.DONE:
         return Check(name, Level.OK, "can be made")
-    found = "can't be made" if attempt.ending is Ending.MAKE else "can be made, but give no rights"
+    found = "can't be made" if attempt.step is ProbeStep.MAKE else "can be made, but give no rights"
     fix = _administrator("; ".join(remedies(attempt)))
     return Check(name, Level.MISSING, f"{found}: sandboxes can't run, also not with a setuid Apptainer", fix)
 
@@ -169,9 +176,9 @@ def user_namespaces_check(attempt: Attempt) -> Check:
 def container_check() -> Check:
     """The finding about the container around this process, where that is made with a user namespace."""
     name = "Container"
-    ids = "one id" if has_one_id() else "several ids"
+    ids = "one id" if has_single_id() else "several ids"
     found = f"in a user namespace with {ids}, as in containers of enroot, Pyxis and Apptainer"
-    if (hidden := covers()) and not uncovered():
+    if (hidden := overmounts()) and not namespace_without_overmounts():
         fix = (
             "be root in the container, who can take that away for sandboxes (Pyxis: --container-remap-root, enroot: "
             "--root), or do without the devices whose drivers do it (NVIDIA_VISIBLE_DEVICES=void, "
@@ -183,7 +190,7 @@ def container_check() -> Check:
         return Check(
             name, Level.MISSING, f"{found}, which covers {', '.join(hidden)}: the kernel gives no sandbox a /proc", fix
         )
-    if is_machine_root_outside():
+    if is_machine_root_in_namespace():
         fix = "start the server outside of the namespace, or as an ordinary user"
         return Check(
             name, Level.WARN, f"{found}; the machine's root there, whose processes the kernel does not count", fix
@@ -257,21 +264,27 @@ def _fuse() -> Check:
 
 
 def _limits() -> Check:
-    granted = cgroups.delegation()
+    granted = cgroups.probe_delegation()
     controllers = granted.controllers if granted else frozenset()
-    return limits_check(limits(Facts.here(controllers)))
+    return limits_check(enforced_limits(HostFacts.of_host(controllers)))
 
 
 def limits_check(found: Sequence[Limit]) -> Check:
     """The finding about the limits of sandboxes."""
     name = "Sandbox limits"
-    kept = "enforced: " + ", ".join(f"{limit.name} ({limit.how})" for limit in found if limit.by is By.KERNEL)
-    weak = shortcomings(found)
+    kept = "enforced: " + ", ".join(
+        f"{limit.name} ({limit.mechanism})" for limit in found if limit.enforcement is Enforcement.KERNEL
+    )
+    weak = weak_limits(found)
     if not weak:
         return Check(name, Level.OK, kept)
     # The size of an overlay is watched everywhere; nothing is to be done about that.
-    level = Level.OK if all(limit.name == "disk" for limit in found if limit.by is not By.KERNEL) else Level.WARN
-    return Check(name, level, f"{kept}; {weak}", remedy_here() if level is Level.WARN else "")
+    level = (
+        Level.OK
+        if all(limit.name == "disk" for limit in found if limit.enforcement is not Enforcement.KERNEL)
+        else Level.WARN
+    )
+    return Check(name, level, f"{kept}; {weak}", cgroup_remedy_here() if level is Level.WARN else "")
 
 
 def _image_source() -> Check:
@@ -327,14 +340,14 @@ def _state() -> Check:
         folder = state_dir.state_root()
     except OSError as error:
         return Check(name, Level.MISSING, str(error), _STATE)
-    return state_check(str(folder), kind_under(folder), shutil.disk_usage(folder).free)
+    return state_check(str(folder), filesystem_type(folder), shutil.disk_usage(folder).free)
 
 
 def state_check(folder: str, kind: str, free: int) -> Check:
     """The finding about the folder that sandboxes write in, on a disk of that kind with so many bytes free."""
     name = "State folder"
     found = f"{folder}, {kind}, {free / 1e9:.0f} GB free"
-    if in_memory(kind):
+    if is_in_memory(kind):
         each = ContainerSpec(image=Path()).disk_mib * 2**20 / 1e9
         found += f": what sandboxes write takes memory, up to {each:.0f} GB each unless disk_mib says otherwise"
         return Check(name, Level.WARN, found, _STATE)

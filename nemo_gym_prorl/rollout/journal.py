@@ -41,7 +41,7 @@ import zstandard
 
 from nemo_gym_prorl.background import PROCESS_LOOPS
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin, Stage
-from nemo_gym_prorl.filesystems import kind_under, on_shared_disk
+from nemo_gym_prorl.filesystems import filesystem_type, is_shared
 from nemo_gym_prorl.rollout.checkpoints import Begin
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, StageTime
 from nemo_gym_prorl.rollout.request import Draining
@@ -490,10 +490,10 @@ def _checked_folder(place: str) -> Path:
         raise _refusal(f"{place.split('@')[-1]} is no folder; a journal is a folder on this machine's own disk")
     if not folder.is_absolute():
         raise _refusal(f"{place!r} is relative to wherever the server starts; give a folder that begins with /")
-    if on_shared_disk(folder):
+    if is_shared(folder):
         raise _refusal(
-            f"{folder} is on a file system that machines share ({kind_under(folder)}), where SQLite loses data; name "
-            "a folder on this machine's own disk"
+            f"{folder} is on a file system that machines share ({filesystem_type(folder)}), where SQLite loses data; "
+            "name a folder on this machine's own disk"
         )
     return folder
 

@@ -43,7 +43,7 @@ from nemo_gym_prorl.sandbox.images.store import config_of
 from nemo_gym_prorl.sandbox.isolation import privilege, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import SANDBOX_UID
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
+from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.launch import image_variables
 from nemo_gym_prorl.sandbox.sessions.commands import OUTPUT_LIMIT
@@ -223,7 +223,7 @@ class ImageDefaults:
     def of(cls, image: Path) -> ImageDefaults:
         """Look an image's defaults up. A mounted SIF has no ``/etc/passwd`` yet to look names up in."""
         config = config_of(image)
-        uid, home = (config and config.user and oci_config.account(config.user, image)) or (0, "")
+        uid, home = (config and config.user and oci_config.lookup_account(config.user, image)) or (0, "")
         return cls(config, uid, home if uid else "")
 
     def environment(self, reported: Mapping[str, str], *, root: bool) -> dict[str, str]:
@@ -252,26 +252,26 @@ def create_request(name: str, spec: ContainerSpec, runtime: Runtime) -> tuple[Cr
         InfrastructureError: sandboxes of this user can't be started with this runtime, or of such images.
     """
     # An image is shown to the sandbox's user elsewhere, but the runtime finds its parts by its own path.
-    if is_machine_root() and (wall := walled_in(runtime.path)):
+    if is_machine_root() and (wall := first_untraversable_parent(runtime.path)):
         raise InfrastructureError(
             f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
             "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
-    added = privilege.numbers(spec.capabilities, root=spec.root, host_network=spec.network)
+    added = privilege.capability_numbers(spec.capabilities, root=spec.root, host_network=spec.network)
     # A runtime's first process has every right inside and no filter of system calls, so what may take over any process
     # must not meet one. A first process that is made directly has no right and is under the filter.
-    traces = privilege.GRANTED["SYS_PTRACE"] in added
+    traces = privilege.GRANTABLE_CAPABILITIES["SYS_PTRACE"] in added
     only_direct = {"start": spec.start == "direct", "users": spec.users, "capabilities": traces}
     if spec.start == "runtime" or os.path.isfile(spec.image):  # noqa: PTH113 - Path raises where a folder is closed
         for wanted in (option for option, given in only_direct.items() if given):
             said = "SYS_PTRACE" if wanted == "capabilities" else str(getattr(spec, wanted)).lower()
             raise CallerError(f"{said} needs an unpacked image, and not start: runtime", field=wanted)
     check_image(spec.image)
-    if spec.users and (trouble := user_ids.no_several_users()):
+    if spec.users and (trouble := user_ids.multi_user_error()):
         raise CallerError(trouble, field="users")
     defaults = ImageDefaults.of(spec.image)
     start: Start = "direct" if any(only_direct.values()) else spec.start if spec.image.is_dir() else "runtime"
-    host_id = user_ids.draw(several=spec.users)
+    host_id = user_ids.draw_host_id(several=spec.users)
     request = CreateRequest(
         sandbox=name,
         runtime=str(runtime.path),

@@ -21,7 +21,7 @@ import orjson
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.entries import Entries, Progress, cache_dir
-from nemo_gym_prorl.sandbox.images.reference import written
+from nemo_gym_prorl.sandbox.images.reference import portable_path
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.task import make_row
@@ -96,7 +96,7 @@ async def make(
         tasks = Tasks(**orjson.loads(kept.read_bytes()))
         # Where the images are now: what is kept may have been moved since it was made.
         return replace(
-            tasks, rows=[{**row, "image": written(image_path(row["instance_id"], folder))} for row in tasks.rows]
+            tasks, rows=[{**row, "image": portable_path(image_path(row["instance_id"], folder))} for row in tasks.rows]
         )
 
     # Each has a file of its own, so what others have done is kept if one fails.
@@ -168,7 +168,7 @@ def _task(
         PASS_TO_PASS=tuple(sorted(bug.effect.kept)),
         test_command=pytest_command(" ".join(sorted(by_file(bug.effect.broken)))),
     )
-    return make_row(name, written(image), instance), made.partial
+    return make_row(name, portable_path(image), instance), made.partial
 
 
 def _key(package: Package, singles: int, base: Path) -> str:

@@ -24,7 +24,7 @@ from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, step_down
 
 
-GRANTED = cgroups.delegation()
+GRANTED = cgroups.probe_delegation()
 
 with_group = pytest.mark.skipif(GRANTED is None, reason="no control group is delegated to this process")
 
@@ -47,7 +47,7 @@ def test_root_moves_processes_of_a_unit_only_where_it_is_delegated(
             os.setxattr(group, "user.delegate", b"1")
         except OSError as error:
             pytest.skip(f"no attributes of users here: {error}")
-    assert cgroups.is_ours(group) is (marked or not is_unit)
+    assert cgroups.is_delegated(group) is (marked or not is_unit)
 
 
 def test_our_own_group_is_found_where_version_2_is_mounted() -> None:
@@ -56,16 +56,16 @@ def test_our_own_group_is_found_where_version_2_is_mounted() -> None:
         "41 31 0:38 /inner /elsewhere rw - cgroup2 cgroup2 rw\n"
         "42 31 0:38 / /sys/fs/with\\040space rw,relatime - cgroup2 cgroup2 rw\n"
     )
-    assert cgroups.own_group(mounts, "4:memory:/x\n0::/user.slice/a b\n") == Path("/sys/fs/with space/user.slice/a b")
-    assert cgroups.own_group(mounts, "0::/\n") == Path("/sys/fs/with space")
-    assert cgroups.own_group(mounts, "4:memory:/x\n1:cpu:/x\n") is None, "version 1"
-    assert cgroups.own_group(mounts, "0::/../sibling\n") is None, "out of sight"
-    assert cgroups.own_group(mounts.splitlines()[0], "0::/\n") is None, "not mounted"
+    assert cgroups.group_of(mounts, "4:memory:/x\n0::/user.slice/a b\n") == Path("/sys/fs/with space/user.slice/a b")
+    assert cgroups.group_of(mounts, "0::/\n") == Path("/sys/fs/with space")
+    assert cgroups.group_of(mounts, "4:memory:/x\n1:cpu:/x\n") is None, "version 1"
+    assert cgroups.group_of(mounts, "0::/../sibling\n") is None, "out of sight"
+    assert cgroups.group_of(mounts.splitlines()[0], "0::/\n") is None, "not mounted"
 
 
 def test_who_was_moved_into_the_leaf_goes_on_in_the_group_above() -> None:
-    assert cgroups.base_of(Path("/g/app.scope")) == Path("/g/app.scope")
-    assert cgroups.base_of(Path("/g/app.scope", cgroups.LEAF)) == Path("/g/app.scope")
+    assert cgroups.delegation_base(Path("/g/app.scope")) == Path("/g/app.scope")
+    assert cgroups.delegation_base(Path("/g/app.scope", cgroups.SERVER_GROUP)) == Path("/g/app.scope")
 
 
 @given(
@@ -77,7 +77,7 @@ def test_who_was_moved_into_the_leaf_goes_on_in_the_group_above() -> None:
 def test_only_limits_that_were_asked_for_and_can_be_kept_are_written(
     controllers: frozenset[str], memory: int, processes: int, cpus: float
 ) -> None:
-    wanted = cgroups.settings(controllers, memory=memory, processes=processes, cpus=cpus)
+    wanted = cgroups.limit_files(controllers, memory=memory, processes=processes, cpus=cpus)
     asked = {"memory": memory, "pids": processes, "cpu": cpus}
     assert {name.partition(".")[0] for name in wanted} == {name for name in controllers if asked[name]}
     if "cpu.max" in wanted:

@@ -18,7 +18,7 @@ import pytest
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
-from nemo_gym_prorl.sandbox.launcher import program as launching
+from nemo_gym_prorl.sandbox.launcher import binary as launching
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import creation, state_dir
@@ -230,9 +230,9 @@ async def test_an_idle_sandbox_is_one_small_process(image: Path, runtime: Runtim
 
 def test_the_program_waits_and_is_there_for_the_usual_machines(tmp_path: Path) -> None:
     assert {f"launcher-{machine}" for machine in launching.MACHINES} == {
-        file.name for file in launching.path().parent.glob("launcher-*")
+        file.name for file in launching.launcher_path().parent.glob("launcher-*")
     }
-    program = launching.load(tmp_path)
+    program = launching.load_launcher(tmp_path)
     pid = os.fork()
     if pid == 0:
         os.execve(program, [launching.FIRST_PROCESS], {})

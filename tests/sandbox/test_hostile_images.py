@@ -32,7 +32,7 @@ from tests.sandbox.tiny import pack
 pytestmark = pytest.mark.sandbox
 
 WAYS: tuple[Start, ...] = ("direct", "runtime")
-FUSE_TROUBLE = rootfs.fuse_trouble()
+FUSE_TROUBLE = rootfs.fuse_error()
 with_fuse = pytest.mark.skipif(bool(FUSE_TROUBLE), reason=str(FUSE_TROUBLE))
 BOTH_WAYS = pytest.mark.parametrize("start", WAYS)
 

@@ -18,8 +18,8 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images import builder as build_module
-from nemo_gym_prorl.sandbox.images.builder import Order, build
-from nemo_gym_prorl.sandbox.images.entries import machine, silent
+from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress, machine
 from nemo_gym_prorl.sandbox.images.reference import parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
@@ -56,20 +56,20 @@ TEMPLATE = """\
 
 
 @pytest.fixture
-def order(tiny_root: Path, tmp_path: Path) -> Order:
+def order(tiny_root: Path, tmp_path: Path) -> BuildRequest:
     template = tmp_path / "own.def.j2"
     template.write_text(TEMPLATE)
     lock = tmp_path / "uv.lock"
     lock.write_text("locked")
-    return Order(str(template), str(tiny_root), "mine", locks=[lock], variables={"word": "hello"})
+    return BuildRequest(str(template), str(tiny_root), "mine", locks=[lock], variables={"word": "hello"})
 
 
 async def test_a_template_becomes_an_image_that_starts_by_its_name(
-    order: Order, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: BuildRequest, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime.activate()
     monkeypatch.setenv("PRORL_CACHE", str(tmp_path / "cache"))
-    path = build(order, ImageStore(), runtime, silent)
+    path = build(order, ImageStore(), runtime, ignore_progress)
     assert path.is_dir()
     provider = SingularityProvider()
     handle = await provider.create(SandboxSpec(image="mine"))
@@ -81,7 +81,7 @@ async def test_a_template_becomes_an_image_that_starts_by_its_name(
 
 
 def test_the_same_recipe_is_built_once_and_a_changed_one_again(
-    order: Order, store: ImageStore, runtime: Runtime
+    order: BuildRequest, store: ImageStore, runtime: Runtime
 ) -> None:
     said: list[str] = []
     first = build(order, store, runtime, said.append)
@@ -101,41 +101,43 @@ def test_the_same_recipe_is_built_once_and_a_changed_one_again(
         store.locate(parse("mine"))
 
 
-def test_a_sif_of_a_sif(order: Order, store: ImageStore, tiny_sif: Path, runtime: Runtime) -> None:
-    built = build(replace(order, base=str(tiny_sif), format="sif"), store, runtime, silent)
+def test_a_sif_of_a_sif(order: BuildRequest, store: ImageStore, tiny_sif: Path, runtime: Runtime) -> None:
+    built = build(replace(order, base=str(tiny_sif), format="sif"), store, runtime, ignore_progress)
     assert built.name == "image.sif"
     start = store.open(built, runtime)
     assert (start.path / "made" / "word").read_text() == "hello\n"
     start.release()
-    built_on_it = build(replace(order, base="mine", name="next", format="folder"), store, runtime, silent)
+    built_on_it = build(replace(order, base="mine", name="next", format="folder"), store, runtime, ignore_progress)
     assert (built_on_it / "usr/bin/sh").exists()
 
 
 @pytest.mark.skipif(not is_machine_root(), reason="an ordinary user can't give files away")
 def test_a_copy_of_somebody_elses_root_folder(
-    order: Order, store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
+    order: BuildRequest, store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
 ) -> None:
     theirs = tmp_path / "theirs"
     shutil.copytree(tiny_root, theirs, symlinks=True)
     for path in (theirs, *theirs.rglob("*")):
         os.lchown(path, 1234, 1234)
     os.mkfifo(theirs / "pipe")
-    built = build(replace(order, template="plain", base=str(theirs)), store, runtime, silent)
+    built = build(replace(order, template="plain", base=str(theirs)), store, runtime, ignore_progress)
     store.open(built, runtime).release()
     assert {path.lstat().st_uid for path in built.rglob("*")} == {0}
 
 
-def test_an_image_on_one_of_a_registry(order: Order, store: ImageStore, tiny_root: Path, runtime: Runtime) -> None:
+def test_an_image_on_one_of_a_registry(
+    order: BuildRequest, store: ImageStore, tiny_root: Path, runtime: Runtime
+) -> None:
     with serve() as registry:
         base = registry.add("us/tiny:1", [layer(tiny_root)], machine())
-        built = build(replace(order, base=base), store, runtime, silent)
+        built = build(replace(order, base=base), store, runtime, ignore_progress)
     assert (built / "made" / "word").read_text() == "hello\n"
 
 
 @pytest.mark.skipif(bool(debian.missing_tools()), reason="needs apt")
 @pytest.mark.skipif(is_machine_root() and not LONG, reason="slow; by root in make test-long, and as it is set up")
 def test_packages_of_the_machines_distribution_are_a_base(
-    order: Order, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    order: BuildRequest, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(debian, "PACKAGES", ("base-files", "base-passwd", "dash", "coreutils"))
     said: list[str] = []
@@ -160,28 +162,28 @@ def test_packages_of_the_machines_distribution_are_a_base(
     ],
 )
 def test_wrong_orders_are_refused_before_anything_is_built(
-    order: Order, store: ImageStore, runtime: Runtime, change: dict[str, object], reason: str
+    order: BuildRequest, store: ImageStore, runtime: Runtime, change: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(CallerError, match=reason):
-        build(replace(order, **change), store, runtime, silent)  # type: ignore[arg-type]
+        build(replace(order, **change), store, runtime, ignore_progress)  # type: ignore[arg-type]
     assert not store.images.folder.exists()
 
 
 def test_a_failed_build_says_why_and_leaves_nothing(
-    order: Order, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    order: BuildRequest, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InfrastructureError, match=r"apptainer build failed.*|singularity build failed.*"):
-        build(replace(order, variables={"word": "x; exit 3"}), store, runtime, silent)
+        build(replace(order, variables={"word": "x; exit 3"}), store, runtime, ignore_progress)
     assert store.all() == []
-    monkeypatch.setattr(build_module, "LEAST_FREE", 1 << 60)
+    monkeypatch.setattr(build_module, "MIN_FREE_BYTES", 1 << 60)
     with pytest.raises(InfrastructureError, match=r"MiB are free.*prorl image gc"):
-        build(order, store, runtime, silent)
+        build(order, store, runtime, ignore_progress)
     assert [path.name for path in store.images.folder.iterdir()] == [".locks"]
 
 
 @pytest.mark.skipif(not is_machine_root(), reason="slow; Apptainer takes its time to end for an ordinary user")
 def test_a_killed_build_leaves_no_image_and_the_next_one_makes_it(
-    order: Order, store: ImageStore, runtime: Runtime, tmp_path: Path
+    order: BuildRequest, store: ImageStore, runtime: Runtime, tmp_path: Path
 ) -> None:
     program = (
         "import sys; from pathlib import Path\n"
@@ -206,12 +208,12 @@ def test_a_killed_build_leaves_no_image_and_the_next_one_makes_it(
         building.send_signal(signal.SIGKILL)
         building.wait()
     assert store.all() == []
-    assert (build(order, store, runtime, silent) / "made" / "word").read_text() == "hello\n"
+    assert (build(order, store, runtime, ignore_progress) / "made" / "word").read_text() == "hello\n"
     wait_until_nothing_runs_for(tmp_path)
     assert len(store.images.sweep()) == 1
 
 
-def test_the_command_line_builds_and_shows(order: Order, runtime: Runtime, tmp_path: Path) -> None:
+def test_the_command_line_builds_and_shows(order: BuildRequest, runtime: Runtime, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-c",

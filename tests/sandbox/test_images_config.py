@@ -14,13 +14,13 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.builder import Order, build
-from nemo_gym_prorl.sandbox.images.entries import machine, silent
+from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress, machine
 from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH
 from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.recipe import Format
-from nemo_gym_prorl.sandbox.images.reference import registry
-from nemo_gym_prorl.sandbox.images.rootfs import fuse_trouble
+from nemo_gym_prorl.sandbox.images.reference import parse_registry
+from nemo_gym_prorl.sandbox.images.rootfs import fuse_error
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -100,10 +100,10 @@ async def test_all_variables_arrive_from_every_kind_of_image(
 ) -> None:
     if way == "direct" and not unpack:
         pytest.skip("only the runtime mounts a SIF")
-    if not unpack and (trouble := fuse_trouble()):
+    if not unpack and (trouble := fuse_error()):
         pytest.skip(trouble)
     env = [f"{name}={value}" for name, value in EVERY.items()] + ["=x", "A_NAME_ALONE"]
-    wanted = registry(served.add("us/tiny", [published], machine(), Env=env, WorkingDir="/srv/app", User="1234"))
+    wanted = parse_registry(served.add("us/tiny", [published], machine(), Env=env, WorkingDir="/srv/app", User="1234"))
     path = Puller(store, runtime, format=kept).pull(wanted)
     start = store.open(path, runtime, unpack=unpack)
     try:
@@ -129,7 +129,7 @@ async def test_what_is_built_on_a_published_image_starts_from_its_variables(
     path_of_scripts = f"/own/bin:{EVERY['PATH']}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/sbin"
     changed = {"PATH": path_of_scripts, "A": "$(id -u) `+", "LANG": "fr_FR.UTF-8"}
     expected = {**EVERY, **changed, "_JAVA_OPTIONS": "-server", "LD_LIBRARY_PATH": "/.singularity.d/libs"}
-    path = build(Order(str(template), address, "mine", format=kept), store, runtime, silent)
+    path = build(BuildRequest(str(template), address, "mine", format=kept), store, runtime, ignore_progress)
     start = store.open(path, runtime)
     try:
         async with await Container.start(ContainerSpec(image=start.path, root=False), runtime) as container:
@@ -154,7 +154,7 @@ async def test_the_published_user(
     user: str, served: Registry, published: bytes, store: ImageStore, runtime: Runtime
 ) -> None:
     written, *expected = USERS[user]
-    path = Puller(store, runtime).pull(registry(served.add("us/tiny", [published], machine(), User=written)))
+    path = Puller(store, runtime).pull(parse_registry(served.add("us/tiny", [published], machine(), User=written)))
     for root, line in zip((True, False), expected, strict=True):
         async with await Container.start(ContainerSpec(image=path, root=root), runtime) as container:
             assert (await container.run('echo "$(id -u) $HOME $PWD"')).stdout == f"{line}\n"
@@ -189,7 +189,7 @@ def test_a_configuration_that_can_not_be_applied_is_refused_by_name(
     what: str, served: Registry, published: bytes, store: ImageStore, runtime: Runtime
 ) -> None:
     config, message = REFUSED[what]
-    wanted = registry(served.add("us/tiny", [published], machine(), **config))
+    wanted = parse_registry(served.add("us/tiny", [published], machine(), **config))
     with pytest.raises(CallerError, match=f"image: the image's configuration can't be applied: {message}"):
         Puller(store, runtime, tries=1).pull(wanted)
     assert store.all() == []

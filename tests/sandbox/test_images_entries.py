@@ -208,7 +208,7 @@ def test_without_locks_whatever_was_first_stays_and_recent_things_count_as_used(
     assert hold
     hold.release()
     assert [entry.used for entry in entries.all()] == [True]
-    monkeypatch.setattr(entries_module, "UNSEEN_S", -1.0)
+    monkeypatch.setattr(entries_module, "UNSEEN_USE_S", -1.0)
     assert [entry.used for entry in entries.all()] == [False]
 
 

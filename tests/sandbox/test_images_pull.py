@@ -20,8 +20,8 @@ from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images.entries import machine
-from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_of, pull_all
-from nemo_gym_prorl.sandbox.images.reference import registry
+from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_in_rows, pull_all
+from nemo_gym_prorl.sandbox.images.reference import parse_registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -75,7 +75,7 @@ def logins(served: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_image_is_pulled_once_and_no_login_is_sent(
     served: Registry, tiny_layer: bytes, puller: Puller, logins: None
 ) -> None:
-    wanted = registry(served.add("us/tiny:1", [tiny_layer], machine(), Env=["A=from the image"]))
+    wanted = parse_registry(served.add("us/tiny:1", [tiny_layer], machine(), Env=["A=from the image"]))
     path = puller.pull(wanted)
     assert served.credentials == []
     assert stat.S_IMODE((path / "usr/bin/id").stat().st_mode) == 0o755
@@ -90,7 +90,7 @@ def test_an_image_is_pulled_once_and_no_login_is_sent(
 def test_logins_are_sent_when_they_are_wanted(
     served: Registry, tiny_layer: bytes, store: ImageStore, runtime: Runtime, logins: None
 ) -> None:
-    wanted = registry(served.add("us/tiny", [tiny_layer], machine()))
+    wanted = parse_registry(served.add("us/tiny", [tiny_layer], machine()))
     Puller(store, runtime, credentials=True, format="sif").pull(wanted)
     assert set(served.credentials) == {"Basic " + base64.b64encode(b"me:secret").decode()}
     (image,) = store.all()
@@ -100,7 +100,7 @@ def test_logins_are_sent_when_they_are_wanted(
 def test_trouble_is_tried_again_and_what_can_not_be_is_not(
     served: Registry, tiny_layer: bytes, puller: Puller
 ) -> None:
-    wanted = registry(served.add("us/tiny", [tiny_layer], machine()))
+    wanted = parse_registry(served.add("us/tiny", [tiny_layer], machine()))
     said: list[str] = []
     # The runtime itself tries a few times.
     served.failures = 4
@@ -109,10 +109,10 @@ def test_trouble_is_tried_again_and_what_can_not_be_is_not(
     assert "again" in said[1]
     served.requests.clear()
     with pytest.raises(CallerError, match=r"image: there is no docker://127.*/us/none:latest"):
-        puller.pull(registry(f"{served.host}/us/none"), said.append)
+        puller.pull(parse_registry(f"{served.host}/us/none"), said.append)
     assert len(said) == 3, "it was asked for once"
     with pytest.raises(InfrastructureError, match=r"127.0.0.1:9/a/b:latest could not be pulled: .*refused"):
-        puller.pull(registry("127.0.0.1:9/a/b"))
+        puller.pull(parse_registry("127.0.0.1:9/a/b"))
     assert len(puller.store.all()) == 1
     assert puller.store.images.sweep() == []
 
@@ -121,13 +121,13 @@ def test_an_image_for_another_processor_is_refused(served: Registry, tmp_path: P
     (tmp_path / "root" / "bin").mkdir(parents=True)
     (tmp_path / "root" / "bin" / "sh").write_bytes(b"\x7fELF\x02\x01" + bytes(12) + (183).to_bytes(2, "little"))
     with pytest.raises(CallerError, match="for aarch64, but this machine is"):
-        puller.pull(registry(served.add("us/foreign", [layer(tmp_path / "root")], machine())))
+        puller.pull(parse_registry(served.add("us/foreign", [layer(tmp_path / "root")], machine())))
     assert puller.store.all() == []
 
 
 def test_many_are_pulled_and_a_second_run_goes_on(served: Registry, tiny_layer: bytes, puller: Puller) -> None:
-    wanted = [registry(served.add(f"us/tiny:{number}", [tiny_layer], machine())) for number in range(3)]
-    missing = registry(f"{served.host}/us/later:1")
+    wanted = [parse_registry(served.add(f"us/tiny:{number}", [tiny_layer], machine())) for number in range(3)]
+    missing = parse_registry(f"{served.host}/us/later:1")
     outcomes = {outcome.uri: outcome for outcome in pull_all(puller, [*wanted, missing, *wanted], 2)}
     assert len(outcomes) == 4
     assert all(outcomes[one.uri] == PullOutcome(one.uri, new=True) for one in wanted)
@@ -141,15 +141,15 @@ def test_many_are_pulled_and_a_second_run_goes_on(served: Registry, tiny_layer: 
 def test_a_dataset_names_images(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"m": {"image": "us/a:1"}}\n\n{"m": {"image": "docker://us/b"}}\n{"m": {"image": "us/a:1"}}\n')
-    found = [one.uri for one in images_of(rows, "m.image")]
+    found = [one.uri for one in images_in_rows(rows, "m.image")]
     assert found == ["docker://docker.io/us/a:1", "docker://docker.io/us/b:latest"]
     for line, reason in (("{", "line 1 is not JSON"), ('{"m": 1}', "line 1 has no text in 'm.image'")):
         rows.write_text(line)
         with pytest.raises(CallerError, match=reason):
-            images_of(rows, "m.image")
+            images_in_rows(rows, "m.image")
     rows.write_text('{"m": {"image": "Not An Image"}}')
     with pytest.raises(CallerError, match=r"rows\.jsonl line 1: .*is not the address"):
-        images_of(rows, "m.image")
+        images_in_rows(rows, "m.image")
 
 
 async def test_a_sandbox_of_an_address(
@@ -229,4 +229,4 @@ def test_a_killed_pull_leaves_no_image_no_process_and_is_collected(
     served.hold.set()
     assert "left by a process that was killed" in prorl(tmp_path, runtime, "gc").communicate(timeout=60)[0]
     assert [path.name for path in store.images.folder.iterdir()] == [".locks"]
-    assert Puller(store, runtime).pull(registry(address)).is_dir()
+    assert Puller(store, runtime).pull(parse_registry(address)).is_dir()

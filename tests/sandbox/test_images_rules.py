@@ -13,13 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.filesystems import kind_of_disk
+from nemo_gym_prorl.filesystems import filesystem_type_in
 from nemo_gym_prorl.sandbox.images import recipe as recipes
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.images.entries import Entry
 from nemo_gym_prorl.sandbox.images.recipe import Recipe, render, template_text
-from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, parse, registry, written
-from nemo_gym_prorl.sandbox.images.store import Image, Info, least_used
+from nemo_gym_prorl.sandbox.images.reference import (
+    LocalImage,
+    NamedImage,
+    RegistryImage,
+    parse,
+    parse_registry,
+    portable_path,
+)
+from nemo_gym_prorl.sandbox.images.store import Image, ImageInfo, eviction_candidates
 
 
 # References
@@ -39,25 +46,25 @@ from nemo_gym_prorl.sandbox.images.store import Image, Info, least_used
     ],
 )
 def test_addresses_of_registries_are_completed(text: str, uri: str) -> None:
-    assert parse(text) == Registry(uri)
-    assert parse(uri) == Registry(uri), "and a complete one stays"
-    assert registry(text.removeprefix("docker://")) == Registry(uri)
+    assert parse(text) == RegistryImage(uri)
+    assert parse(uri) == RegistryImage(uri), "and a complete one stays"
+    assert parse_registry(text.removeprefix("docker://")) == RegistryImage(uri)
 
 
 def test_a_path_below_the_cache_folder_is_good_on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("/one", "/other"):
         monkeypatch.setenv("PRORL_CACHE", folder)
-        assert parse("cache:swe-tasks/x.sif") == Local(Path(folder, "swe-tasks/x.sif"))
-        assert written(Path(folder, "swe-tasks/x.sif")) == "cache:swe-tasks/x.sif"
-    assert written(Path("/one/x.sif")) == "/one/x.sif"
+        assert parse("cache:swe-tasks/x.sif") == LocalImage(Path(folder, "swe-tasks/x.sif"))
+        assert portable_path(Path(folder, "swe-tasks/x.sif")) == "cache:swe-tasks/x.sif"
+    assert portable_path(Path("/one/x.sif")) == "/one/x.sif"
 
 
 def test_paths_and_names() -> None:
-    assert parse("/a/b") == Local(Path("/a/b"))
-    assert parse("./b") == Local(Path("b").absolute())
-    assert parse("x.sif") == Local(Path("x.sif").absolute())
-    assert parse("~/x") == Local(Path("~/x").expanduser())
-    assert parse("swe-base_1.2") == Named("swe-base_1.2")
+    assert parse("/a/b") == LocalImage(Path("/a/b"))
+    assert parse("./b") == LocalImage(Path("b").absolute())
+    assert parse("x.sif") == LocalImage(Path("x.sif").absolute())
+    assert parse("~/x") == LocalImage(Path("~/x").expanduser())
+    assert parse("swe-base_1.2") == NamedImage("swe-base_1.2")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +87,7 @@ def test_any_text_is_understood_or_refused(text: str) -> None:
             found = parse(candidate)
         except CallerError:
             continue
-        if isinstance(found, Registry):
+        if isinstance(found, RegistryImage):
             assert parse(found.uri) == found
             assert "/" not in found.entry("x86_64")
             assert not found.entry("x86_64").startswith((".", "-"))
@@ -128,7 +135,7 @@ def test_templates_that_come_with_the_package_make_definition_files(name: str) -
         template_text(name), "b", "x86_64", "sif", frozenset({"gcc", "make=4.3"}), frozenset({"a[b]>=1,<2"}),
         {"requirements.txt": b"x", "uv.lock": b"y"}, frozenset({"x"}), {"run": "first\nsecond"},
     )  # fmt: skip
-    recipes.check(one)
+    recipes.check_recipe(one)
     text = render(one.template, "Bootstrap: docker\nFrom: debian", one)
     assert text.lstrip().startswith("Bootstrap: docker\nFrom: debian\n")
     if name == "packages":
@@ -162,7 +169,7 @@ def test_template_errors_name_what_is_wrong(template: str, reason: str) -> None:
 )
 def test_what_would_break_out_of_a_definition_file_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(CallerError):
-        recipes.check(replace(Recipe("t", "b", "x86_64", "sif"), **change))  # type: ignore[arg-type]
+        recipes.check_recipe(replace(Recipe("t", "b", "x86_64", "sif"), **change))  # type: ignore[arg-type]
 
 
 # SIF
@@ -218,7 +225,7 @@ def test_unusable_image_files_are_refused(tmp_path: Path, data: bytes, reason: s
 
 
 def image_of(name: str, size: int, last_use: float, used: bool) -> Image:
-    return Image(Entry(name, Path(name), last_use, used), Info("image", "", "sif", size, 0.0))
+    return Image(Entry(name, Path(name), last_use, used), ImageInfo("image", "", "sif", size, 0.0))
 
 
 images = st.lists(
@@ -229,7 +236,7 @@ images = st.lists(
 @given(images, st.none() | st.integers(0, 500), st.none() | st.floats(0, 100))
 def test_only_what_must_go_goes(given_: list[Image], most: int | None, before: float | None) -> None:
     protected = {image.entry.name for image in given_ if image.info.bytes % 7 == 0}
-    gone = least_used(given_, protected, max_bytes=most, before=before)
+    gone = eviction_candidates(given_, protected, max_bytes=most, before=before)
     left = [image for image in given_ if image not in gone]
     assert not any(image.entry.used or image.entry.name in protected for image in gone)
     free = [image for image in left if not image.entry.used and image.entry.name not in protected]
@@ -253,4 +260,4 @@ def test_kinds_of_disks() -> None:
         "32 22 0:42 / /scratch rw - lustre mds:/x rw\n"
     )
     kinds = ["/", "/home", "/home/me/x", "/homes", "/home/a b/c", "/scratch/x"]
-    assert [kind_of_disk(mounts, path) for path in kinds] == ["ext4", "nfs4", "nfs4", "ext4", "tmpfs", "lustre"]
+    assert [filesystem_type_in(mounts, path) for path in kinds] == ["ext4", "nfs4", "nfs4", "ext4", "tmpfs", "lustre"]

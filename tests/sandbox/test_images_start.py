@@ -17,8 +17,8 @@ from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.images import store as images_module
-from nemo_gym_prorl.sandbox.images.builder import Order, build
-from nemo_gym_prorl.sandbox.images.entries import machine, silent
+from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress, machine
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
@@ -82,7 +82,7 @@ def test_an_unpacked_copy_is_the_callers_own_and_harmless(
     if is_machine_root():
         os.chown(root / "etc/group", 33, 33)
         os.mknod(root / "device", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-    size = rootfs.settle(root)
+    size = rootfs.sanitize(root)
     assert size > 1 << 20
     assert stat.S_IMODE((root / "usr/bin/id").stat().st_mode) == 0o755
     assert (root / "closed" / "file").read_bytes() == b""
@@ -112,7 +112,7 @@ def test_what_an_older_version_left_is_swept_and_nothing_else(
 ) -> None:
     old = store.images.folder / "default-x86_64-0123456789ab"
     shutil.copytree(tiny_root, old, symlinks=True)
-    kept = build(Order("plain", str(tiny_root), "kept"), store, runtime, silent)
+    kept = build(BuildRequest("plain", str(tiny_root), "kept"), store, runtime, ignore_progress)
     assert [image.names for image in store.all()] == [("kept",)]
     assert store.collect(dry_run=True) == ([], [old])
     assert old.exists()
@@ -127,7 +127,7 @@ def test_room_is_made_by_removing_what_was_used_least_and_never_what_is_used(
     files = [tmp_path / f"{name}.sif" for name in "abc"]
     for file in files:
         shutil.copy(tiny_sif, file)
-    wanted = images_module.EXPANSION * tiny_sif.stat().st_size
+    wanted = images_module.UNPACKED_SIZE_FACTOR * tiny_sif.stat().st_size
     one = ImageStore(tmp_path / "images", tmp_path / "unpacked")
     first = one.open(files[0], runtime)
     size = one.all_copies()[0].info.bytes
@@ -202,7 +202,7 @@ def test_links_of_an_image_lead_nowhere_else(tmp_path: Path) -> None:
     (root / "bin").symlink_to("/usr/bin")
     (root / "usr/bin/sh").symlink_to("../../../../../../usr/bin/other")
     (root / "loop").symlink_to("loop")
-    assert rootfs.inside(root, "/bin/sh") == root / "usr/bin/other"
-    assert rootfs.inside(root, "/bin/../bin/./sh") == root / "usr/bin/other"
+    assert rootfs.resolve_inside(root, "/bin/sh") == root / "usr/bin/other"
+    assert rootfs.resolve_inside(root, "/bin/../bin/./sh") == root / "usr/bin/other"
     with pytest.raises(OSError, match="symbolic links"):
-        rootfs.inside(root, "/loop/x")
+        rootfs.resolve_inside(root, "/loop/x")

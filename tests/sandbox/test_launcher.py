@@ -18,10 +18,10 @@ import pytest_asyncio
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation.joining import Place, ProcessFolder
+from nemo_gym_prorl.sandbox.isolation.namespaces import ProcDirectory, SandboxNamespaces
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.launcher import program, requests
-from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request, receive
+from nemo_gym_prorl.sandbox.launcher import binary, requests
+from nemo_gym_prorl.sandbox.launcher.requests import Request, RequestKind, receive_reply
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import processes as launcher
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone
@@ -48,7 +48,7 @@ class Bench:
         with channel:
             code = await child.wait()
             try:
-                return code, receive(channel)[0]
+                return code, receive_reply(channel)[0]
             except PeerGone:
                 return code, {}
 
@@ -65,7 +65,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def made_of(kind: Kind, body: bytes) -> Request:
+def made_of(kind: RequestKind, body: bytes) -> Request:
     request = Request(kind)
     request._body += body
     return request
@@ -74,8 +74,8 @@ def made_of(kind: Kind, body: bytes) -> Request:
 NOTHING = {"error": f"start: {os.strerror(errno.EBADMSG)}", "errno": errno.EBADMSG}
 
 
-@pytest.mark.parametrize("kind", [*sorted(Kind), 77])
-async def test_a_request_that_is_cut_off_is_refused_and_the_next_is_served(bench: Bench, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [*sorted(RequestKind), 77])
+async def test_a_request_that_is_cut_off_is_refused_and_the_next_is_served(bench: Bench, kind: RequestKind) -> None:
     for size in (0, 7, 8, 15):
         assert await bench.answer(made_of(kind, bytes(size))) == (127, NOTHING)
     if is_machine_root():
@@ -85,35 +85,35 @@ async def test_a_request_that_is_cut_off_is_refused_and_the_next_is_served(bench
 
 async def test_any_bytes_are_survived(bench: Bench) -> None:
     rng = random.Random(1)
-    await bench.answer(made_of(Kind.STOP, b""))
+    await bench.answer(made_of(RequestKind.STOP, b""))
     first = bench.pid
     for _ in range(200):
         # A process is that of no sandbox, and gets no word to go on.
         words = [rng.choice([0, 1, 2, 1 << 20, (1 << 64) - 1, rng.getrandbits(64)]) for _ in range(rng.randrange(12))]
         body = b"".join(word.to_bytes(8, "little") for word in words) + rng.randbytes(rng.randrange(200))
         # Whoever erases would believe any path.
-        code, _said = await bench.answer(made_of(rng.choice([*set(Kind) - {Kind.ERASE}]), body))
+        code, _said = await bench.answer(made_of(rng.choice([*set(RequestKind) - {RequestKind.ERASE}]), body))
         assert code == 127
     assert bench.pid == first
 
 
 async def test_one_that_is_larger_than_a_packet_is_read_from_memory(bench: Bench) -> None:
     process = await asyncio.create_subprocess_exec("sleep", "60")
-    folder = ProcessFolder(process.pid)
+    folder = ProcDirectory(process.pid)
     process.kill()
     await process.wait()
     said = []
     for spaces in (1 << 62, os.CLONE_NEWUSER):
         where = bytes(8) + spaces.to_bytes(8, "little") + (1).to_bytes(8, "little")
-        request = made_of(Kind.STOP, where + bytes(1 << 20))
-        request.place = Place(folder, 0, {}, 0)
+        request = made_of(RequestKind.STOP, where + bytes(1 << 20))
+        request.place = SandboxNamespaces(folder, 0, {}, 0)
         said.append((await bench.answer(request))[1])
     assert said[0]["errno"] == errno.EBADMSG
     assert said[1]["lost"], "that process has ended"
 
 
 async def test_one_that_the_kernel_cut_off_is_refused(bench: Bench) -> None:
-    assert await bench.answer(made_of(Kind.STOP, b"")) == (127, NOTHING)
+    assert await bench.answer(made_of(RequestKind.STOP, b"")) == (127, NOTHING)
     connection = bench.launcher._connection
     assert connection
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -121,7 +121,7 @@ async def test_one_that_the_kernel_cut_off_is_refused(bench: Bench) -> None:
         answer = asyncio.get_running_loop().create_future()
         bench.launcher._asked.append(answer)
         # It says that it is as long as what arrives of it: all that can be in a packet.
-        header = requests._HEADER.pack(Kind.STOP, 0, (1 << 16) - requests._HEADER.size)
+        header = requests._HEADER.pack(RequestKind.STOP, 0, (1 << 16) - requests._HEADER.size)
         socket.send_fds(connection._ours, [header + bytes(66_000)], [theirs.fileno()])
         assert await answer == -errno.EBADMSG
 
@@ -142,7 +142,7 @@ async def test_who_carries_out_a_request_lets_the_launchers_channel_go(bench: Be
 
 
 async def test_a_launcher_that_was_killed_is_told_of_and_the_next_works(bench: Bench) -> None:
-    request = made_of(Kind.STOP, b"")
+    request = made_of(RequestKind.STOP, b"")
     assert await bench.answer(request) == (127, NOTHING)
     pid = bench.pid
     os.kill(pid, signal.SIGKILL)
@@ -154,7 +154,7 @@ async def test_a_launcher_that_was_killed_is_told_of_and_the_next_works(bench: B
 
 async def test_many_are_asked_for_before_the_first_is_answered(bench: Bench) -> None:
     """More than its socket holds: others wait here."""
-    request = made_of(Kind.MAKE, bytes(20_000))
+    request = made_of(RequestKind.MAKE, bytes(20_000))
     answers = await asyncio.gather(*(bench.answer(request) for _ in range(100)))
     assert answers == [(127, NOTHING)] * 100, "it had one file of four"
 
@@ -176,7 +176,7 @@ def told(path: Path) -> int | None:
     """The launcher, if it lives."""
     try:
         pid = path.read_text()
-        return int(pid) if Path(f"/proc/{pid}/cmdline").read_bytes() == f"{program.LAUNCHER}\0".encode() else None
+        return int(pid) if Path(f"/proc/{pid}/cmdline").read_bytes() == f"{binary.LAUNCHER}\0".encode() else None
     except (OSError, ValueError):
         return None
 

@@ -48,7 +48,7 @@ SERVER = Path(__file__).with_name("server.py")
 REPOSITORY = Path(__file__).parents[2]
 LONG = bool(os.environ.get("PRORL_TEST_LONG"))
 
-GROUPS = granted.base if (granted := cgroups.delegation()) else None
+GROUPS = granted.base if (granted := cgroups.probe_delegation()) else None
 """Where sandboxes get control groups, if they can have any."""
 
 pytestmark = pytest.mark.sandbox

@@ -19,7 +19,7 @@ from nemo_gym_prorl.cli.doctor_checks import container_check
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.limits.rlimits import Facts, limits
+from nemo_gym_prorl.sandbox.limits.rlimits import HostFacts, enforced_limits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 from tests.sandbox import as_user, nested
@@ -63,7 +63,7 @@ async def probe(image: Path) -> None:
         await Container.start(ContainerSpec(image=image, users=True))
     except CallerError as error:
         print(error.reason)
-    print(container_check(), limits(Facts.here(frozenset())), [state_dir.state_root()])
+    print(container_check(), enforced_limits(HostFacts.of_host(frozenset())), [state_dir.state_root()])
 
 
 def tried_in(runtime: Runtime, image: Path, *options: str, user: bool = True) -> str:

@@ -14,7 +14,7 @@ import pytest
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
+from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
@@ -102,7 +102,7 @@ async def test_no_group_of_the_caller_is_had_inside(image: Path, runtime: Runtim
     """What a group may do with files that are bound in is in the kernel's list of a process's groups."""
     if not is_machine_root() and not set(os.getgroups()) - {os.getegid()}:
         pytest.skip("this user has no group but his own")
-    if not is_machine_root() and no_several_users():
+    if not is_machine_root() and multi_user_error():
         pytest.skip("without a range of ids the kernel lets nobody give up groups")
     if not is_machine_root() and way == "runtime":
         pytest.skip("the runtime makes the user namespace of an ordinary user, in which nobody can give up groups")

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.limits.rlimits import By, Facts, limits, process_limit
+from nemo_gym_prorl.sandbox.limits.rlimits import Enforcement, HostFacts, enforced_limits, process_limit
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -91,7 +91,10 @@ def test_before_5_14_sandboxes_leave_the_user_processes_and_forbid_nothing_that_
     # The kernel compares it with all that the user has: what a sandbox may have says nothing about that.
     assert limit == process_limit(wanted + 1, kernel, most)
     assert most // 8 <= most - limit <= most // 2
-    assert next(each for each in limits(Facts(frozenset(), kernel)) if each.name == "processes").by is By.NOTHING
+    assert (
+        next(each for each in enforced_limits(HostFacts(frozenset(), kernel)) if each.name == "processes").enforcement
+        is Enforcement.NONE
+    )
 
 
 @given(st.integers(1, 10**6), st.sampled_from([(5, 14), (6, 1), (7, 0)]), st.integers(4, 10**7))

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.launcher import program
+from nemo_gym_prorl.sandbox.launcher import binary
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.elf import executable
 from tests.sandbox.without import Off, Without
@@ -88,12 +88,12 @@ def test_the_hosts_python_stays_as_it_is(image: Path, runtime: Runtime, tmp_path
 
 
 def test_the_copy_is_sealed_and_closed(tmp_path: Path) -> None:
-    copy = program.load(tmp_path)
+    copy = binary.load_launcher(tmp_path)
     with pytest.raises(PermissionError):
         os.pwrite(copy, b"x", 0)
     with pytest.raises(PermissionError):
         os.truncate(copy, 0)
-    assert os.pread(copy, 1 << 20, 0) == program.path().read_bytes()
+    assert os.pread(copy, 1 << 20, 0) == binary.launcher_path().read_bytes()
     assert stat.S_IMODE(os.fstat(copy).st_mode) == 0o111
     os.close(copy)
 
@@ -103,9 +103,9 @@ def test_without_memory_files_it_is_a_file_without_a_name(tmp_path: Path, monkey
         raise PermissionError("vm.memfd_noexec")
 
     monkeypatch.setattr(os, "memfd_create", forbidden)
-    copy = program.load(tmp_path)
+    copy = binary.load_launcher(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    ended = subprocess.run([program.LAUNCHER], executable=f"/proc/self/fd/{copy}", pass_fds=[copy], check=False)
+    ended = subprocess.run([binary.LAUNCHER], executable=f"/proc/self/fd/{copy}", pass_fds=[copy], check=False)
     assert ended.returncode == 127, "it has no channel"
     os.close(copy)
 

@@ -33,7 +33,7 @@ from nemo_gym_prorl.sandbox.isolation import seccomp
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
-from nemo_gym_prorl.syscall_filter import ALLOW, KILL, REFUSE, UNKNOWN, ByArgument, Verdict
+from nemo_gym_prorl.syscall_filter import ALLOW, KILL, REFUSE, UNKNOWN, ArgumentRule, FilterAction
 
 
 TABLE = seccomp.TABLES[os.uname().machine]
@@ -71,13 +71,13 @@ def judge(program: bytes, call: Call) -> int:
                 raise AssertionError(f"no such instruction: {operation:#x}")
 
 
-def read(verdicts: Mapping[int, Verdict], last: int, call: Call) -> int:
+def read(verdicts: Mapping[int, FilterAction], last: int, call: Call) -> int:
     """The verdict by the table, read without cleverness."""
     _architecture, number, arguments = call
     if number > last:
         return UNKNOWN
     verdict = verdicts.get(number, ALLOW)
-    while isinstance(verdict, ByArgument):
+    while isinstance(verdict, ArgumentRule):
         seen = arguments[verdict.index] & 0xFFFFFFFF & verdict.mask
         verdict = verdict.then if seen in verdict.values else verdict.otherwise
     return verdict
@@ -85,7 +85,7 @@ def read(verdicts: Mapping[int, Verdict], last: int, call: Call) -> int:
 
 WORDS = st.integers(0, 0xFFFFFFFF)
 SIMPLE = st.sampled_from([ALLOW, REFUSE, UNKNOWN, KILL])
-CONDITIONS = st.builds(ByArgument, st.integers(0, 5), st.frozensets(WORDS, max_size=40), SIMPLE, SIMPLE, WORDS)
+CONDITIONS = st.builds(ArgumentRule, st.integers(0, 5), st.frozensets(WORDS, max_size=40), SIMPLE, SIMPLE, WORDS)
 ARGUMENTS = st.tuples(*[st.integers(0, 2**64 - 1)] * 6)
 
 
@@ -97,15 +97,17 @@ ARGUMENTS = st.tuples(*[st.integers(0, 2**64 - 1)] * 6)
     st.data(),
 )
 def test_any_table_is_compiled_to_what_it_says(
-    verdicts: dict[int, Verdict], last: int, calls: list[Call], data: st.DataObject
+    verdicts: dict[int, FilterAction], last: int, calls: list[Call], data: st.DataObject
 ) -> None:
-    program = syscall_filter.program(7, verdicts, last)
-    conditions = [number for number, verdict in verdicts.items() if isinstance(verdict, ByArgument) and verdict.values]
+    program = syscall_filter.compile_filter(7, verdicts, last)
+    conditions = [
+        number for number, verdict in verdicts.items() if isinstance(verdict, ArgumentRule) and verdict.values
+    ]
     if conditions:
         # One that meets a condition, which a drawn one hardly ever does.
         number = data.draw(st.sampled_from(conditions))
         condition = verdicts[number]
-        assert isinstance(condition, ByArgument)
+        assert isinstance(condition, ArgumentRule)
         value = data.draw(st.sampled_from(sorted(condition.values))) | data.draw(WORDS) << 32
         calls.append((7, number, tuple(value if place == condition.index else 0 for place in range(6))))
     for call in calls:
@@ -119,7 +121,7 @@ def test_no_number_stands_for_two_calls(machine: str) -> None:
     numbers = [*table.refused.values(), *table.conditional.values(), seccomp.CLONE3]
     assert len(numbers) == len(set(numbers))
     assert not any(number in gap for number in numbers for gap in table.unused)
-    assert set(table.conditional) == set(seccomp.BY_ARGUMENT)
+    assert set(table.conditional) == set(seccomp.CONDITIONAL_RULES)
 
 
 def test_the_machine_itself_numbers_them_so() -> None:
@@ -212,17 +214,19 @@ async def make_calls(container: Container, given: str) -> list[int]:
     return [int(line) for line in done.stdout.split()]
 
 
-@pytest.mark.parametrize("name", seccomp.BY_ARGUMENT)
+@pytest.mark.parametrize("name", seccomp.CONDITIONAL_RULES)
 def test_a_runtimes_profile_refuses_by_argument_what_the_filter_does(name: str) -> None:
-    rules = [rule for rule in json.loads(seccomp.profile())["syscalls"] if rule["names"] == [name]]
-    values = {*range(130), *(1 << shift for shift in range(32)), *seccomp.BY_ARGUMENT[name].values}
+    rules = [rule for rule in json.loads(seccomp.oci_profile())["syscalls"] if rule["names"] == [name]]
+    values = {*range(130), *(1 << shift for shift in range(32)), *seccomp.CONDITIONAL_RULES[name].values}
     for first, second in itertools.product(values - {seccomp.WORD}, (0, 1, 3, 10, 10 | 0o2000000, 0x5412)):
-        arguments = (first, second, 0, 0, 0, 0) if seccomp.BY_ARGUMENT[name].index == 0 else (0, first, 0, 0, 0, 0)
+        arguments = (
+            (first, second, 0, 0, 0, 0) if seccomp.CONDITIONAL_RULES[name].index == 0 else (0, first, 0, 0, 0, 0)
+        )
         refused = any(
             all(arguments[one["index"]] & one["value"] == one["valueTwo"] for one in rule["args"]) for rule in rules
         )
         call = (TABLE.audit, number_of(name), arguments)
-        assert refused == (read(TABLE.verdicts(), seccomp.LAST, call) == REFUSE), arguments
+        assert refused == (read(TABLE.verdicts(), seccomp.MAX_SYSCALL, call) == REFUSE), arguments
 
 
 @pytest.mark.sandbox
@@ -237,7 +241,7 @@ async def test_a_sandbox_is_refused_what_the_table_refuses(
             name: expected(call) for name, (call, _) in REFUSED.items()
         }
         assert await make_calls(container, orders(ALLOWED)) == [0] * len(ALLOWED)
-        newest, old_abi = await make_calls(container, f"{seccomp.LAST + 1} -1 0 0;{X32 + 39}")
+        newest, old_abi = await make_calls(container, f"{seccomp.MAX_SYSCALL + 1} -1 0 0;{X32 + 39}")
         assert newest == old_abi == errno.ENOSYS
 
 
@@ -370,8 +374,8 @@ async def test_a_first_process_with_the_rights_of_commands_is_refused_what_they_
     image: Path, runtime: Runtime
 ) -> None:
     """Without the right to trace it they can still write to its memory, and so have it make any call."""
-    tried = {name: call for name, call in REFUSED.items() if call[0] in seccomp.BY_ARGUMENT}
-    assert {name for name, _ in tried.values()} == set(seccomp.BY_ARGUMENT)
+    tried = {name: call for name, call in REFUSED.items() if call[0] in seccomp.CONDITIONAL_RULES}
+    assert {name for name, _ in tried.values()} == set(seccomp.CONDITIONAL_RULES)
     async with await Container.start(ContainerSpec(image=image, root=False, start="runtime"), runtime) as container:
         done = await container.execute(["python3", "-c", TAKEN_OVER, orders(tried)], timeout_s=20)
         assert done.stdout.split() == [str(errno.EPERM)] * len(tried), done

@@ -14,7 +14,7 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import AgentError, CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec, container_of
-from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
+from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
@@ -111,7 +111,7 @@ async def test_a_snapshot_is_gone_on_from(image: Path, tmp_path: Path, start: St
 
 
 async def test_files_of_several_users_stay_theirs(image: Path, tmp_path: Path) -> None:
-    if trouble := no_several_users():
+    if trouble := multi_user_error():
         pytest.skip(trouble)
     provider = SingularityProvider(snapshots=str(tmp_path), users=True)
     write = "for f in /srv/e /srv/f; do mkdir -p /srv; echo x > $f; chown 33:4000 $f; chmod 640 $f; done"

@@ -15,9 +15,9 @@ import pytest
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_ids
-from nemo_gym_prorl.sandbox.isolation.privilege import has_one_id, is_machine_root
+from nemo_gym_prorl.sandbox.isolation.privilege import has_single_id, is_machine_root
 from nemo_gym_prorl.sandbox.limits import usage
-from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
+from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, HostFacts
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import own_supervisor, state_dir
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted, SandboxRefused
@@ -26,7 +26,7 @@ from tests.sandbox.without import Off, Without
 
 pytestmark = pytest.mark.sandbox
 
-WHY_NOT = user_ids.no_several_users()
+WHY_NOT = user_ids.multi_user_error()
 HAVE_THEM = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
@@ -124,8 +124,8 @@ async def test_without_a_range_the_fix_is_named(
 ) -> None:
     if is_machine_root():
         pytest.skip("root has ids enough")
-    monkeypatch.setattr(user_ids, "HELPERS", ("no-such-program",))
-    fix = "has one id" if has_one_id() else "/etc/subuid and /etc/subgid.*newuidmap.*uidmap"
+    monkeypatch.setattr(user_ids, "MAP_HELPERS", ("no-such-program",))
+    fix = "has one id" if has_single_id() else "/etc/subuid and /etc/subgid.*newuidmap.*uidmap"
     with pytest.raises(CallerError, match=f"users: .*{fix}"):
         await Container.start(ContainerSpec(image=image, users=True), runtime)
 
@@ -141,23 +141,23 @@ def test_a_range_is_read_by_name_or_number(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(user_ids.pwd, "getpwuid", lambda uid: type("Entry", (), {"pw_name": "someone"}))
     table = tmp_path / "subuid"
     table.write_text("root:1:2\nsomeone:100000:65536\n# note\nsomeone:nonsense\n4242:300000:10\n")
-    assert list(user_ids.subordinate(table)) == [(100000, 65536), (300000, 10)]
-    assert list(user_ids.subordinate(tmp_path / "none")) == []
+    assert list(user_ids.subordinate_ids(table)) == [(100000, 65536), (300000, 10)]
+    assert list(user_ids.subordinate_ids(tmp_path / "none")) == []
 
 
 def test_where_ids_of_a_sandbox_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     parent = [(0, 1000, 1), (1, 100000, 65536)]
-    assert user_ids.spans(1000, 0, several=False, ranges=parent) == [(0, 0, 1)]
-    assert user_ids.spans(1000, 1000, several=False, ranges=parent) == [(1000, 0, 1)]
-    assert user_ids.spans(1000, 0, several=True, ranges=parent) == [(0, 0, 1), (1, 1, 65536)]
+    assert user_ids.sandbox_ids(1000, 0, several=False, ranges=parent) == [(0, 0, 1)]
+    assert user_ids.sandbox_ids(1000, 1000, several=False, ranges=parent) == [(1000, 0, 1)]
+    assert user_ids.sandbox_ids(1000, 0, several=True, ranges=parent) == [(0, 0, 1), (1, 1, 65536)]
     monkeypatch.setattr(user_ids, "is_machine_root", lambda: True)
-    parent = user_ids.ranges("uid", 0)
-    assert user_ids.spans(user_ids.FIRST_ID + 7, 0, several=False, ranges=parent) == [(0, 7, 1)]
-    one, block = user_ids.draw(several=False), user_ids.draw(several=True)
-    assert user_ids.spans(block, 0, several=True, ranges=parent)[0][2] == user_ids.BLOCK
-    assert (block - user_ids.FIRST_ID) % user_ids.BLOCK == 0
-    assert not block <= one < block + user_ids.BLOCK
+    parent = user_ids.parent_ids("uid", 0)
+    assert user_ids.sandbox_ids(user_ids.FIRST_HOST_ID + 7, 0, several=False, ranges=parent) == [(0, 7, 1)]
+    one, block = user_ids.draw_host_id(several=False), user_ids.draw_host_id(several=True)
+    assert user_ids.sandbox_ids(block, 0, several=True, ranges=parent)[0][2] == user_ids.IDS_PER_BLOCK
+    assert (block - user_ids.FIRST_HOST_ID) % user_ids.IDS_PER_BLOCK == 0
+    assert not block <= one < block + user_ids.IDS_PER_BLOCK
 
 
 MOMENT = "from nemo_gym_prorl.sandbox.limits import cgroups, usage\n"
@@ -167,7 +167,9 @@ NO_ROOM += "Children.can_fork = lambda children: False\n"
 
 
 @HAVE_THEM
-@pytest.mark.skipif(Facts.here(frozenset()).kernel < COUNTED_PER_NAMESPACE, reason="sandboxes are not counted apart")
+@pytest.mark.skipif(
+    HostFacts.of_host(frozenset()).kernel < COUNTED_PER_NAMESPACE, reason="sandboxes are not counted apart"
+)
 @pytest.mark.parametrize(("now", "whose"), [(MOMENT, SandboxExhausted), (NO_ROOM, SandboxRefused)])
 async def test_who_takes_all_processes_for_a_moment_is_told_from_a_machine_without_room(
     image: Path, runtime: Runtime, without: Without, now: str, whose: type[Exception]

@@ -16,8 +16,8 @@ from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.limits import usage as walk_module
 from nemo_gym_prorl.sandbox.limits.usage import MIN_ENTRY_BYTES, DiskUsage, Process, scan
 from nemo_gym_prorl.sandbox.limits.watchdog import (
+    MAX_LOOKS_OVER_LIMIT,
     MAX_SCAN_S,
-    MOST_LOOKS_OVER,
     SCAN_PAUSE_S,
     Watched,
     WatchList,
@@ -43,14 +43,14 @@ def sizes(*of_processes: int, mapped: int = 0) -> dict[int, tuple[int, int]]:
 def test_hot_is_what_used_processor_time_or_was_started_or_ended() -> None:
     one = box()
     assert one.hot
-    one.saw([process(1), process(2)])
+    one.record_look([process(1), process(2)])
     assert one.hot
     one.unmeasured = False
-    one.saw([process(1), process(2)])
+    one.record_look([process(1), process(2)])
     assert not one.hot
     assert not one.unmeasured
     for seen in ([process(1), process(2, 1)], [process(1)], [process(1), process(3)]):
-        one.saw(seen)
+        one.record_look(seen)
         assert one.hot
         assert one.unmeasured
 
@@ -70,13 +70,13 @@ def test_the_cold_have_their_turn_one_after_the_other() -> None:
 def test_too_much_memory_costs_the_largest_process_its_life() -> None:
     one = box(memory=100)
     crowd = [process(1, resident=60), process(2, resident=70)]
-    assert one.may_exceed(crowd)
+    assert one.may_exceed_memory(crowd)
     assert one.memory_victims(sizes(40, 50)) is None, "they share"
     excess = one.memory_victims(sizes(60, 70))
     assert excess
     assert excess[0] == [2]
     assert excess[1].startswith("memory: 130 MiB")
-    assert not box(memory=0).may_exceed(crowd)
+    assert not box(memory=0).may_exceed_memory(crowd)
 
 
 def test_the_first_process_is_spared_however_large_it_is() -> None:
@@ -119,15 +119,15 @@ def test_as_many_have_to_go_as_it_takes(of_processes: list[int], first: int, kil
 def test_what_is_over_its_memory_look_after_look_ends() -> None:
     one = box(memory=100)
     for _ in range(3):
-        for _ in range(MOST_LOOKS_OVER):
+        for _ in range(MAX_LOOKS_OVER_LIMIT):
             excess = one.memory_victims(sizes(60, 70))
             assert excess
             assert excess[0] == [2]
         assert one.memory_victims(sizes(60)) is None
-        for _ in range(MOST_LOOKS_OVER):
+        for _ in range(MAX_LOOKS_OVER_LIMIT):
             assert one.memory_victims(sizes(60, 70))
-        assert not one.may_exceed([process(1)])
-    for number in range(MOST_LOOKS_OVER + 1):
+        assert not one.may_exceed_memory([process(1)])
+    for number in range(MAX_LOOKS_OVER_LIMIT + 1):
         # Always others.
         excess = one.memory_victims({1000 + number: (101 * MIB, 0)})
     assert excess
@@ -137,10 +137,10 @@ def test_what_is_over_its_memory_look_after_look_ends() -> None:
 
 def test_a_layer_in_memory_is_memory() -> None:
     one = box(memory=100, in_memory=True)
-    one.measured(DiskUsage(45 * MIB))
+    one.record_scan(DiskUsage(45 * MIB))
     assert one.memory_victims(sizes(30, 40)) == ([2], "memory: 115 MiB in use of 100 MiB")
-    one.measured(DiskUsage(101 * MIB))
-    assert one.may_exceed([process(1)])
+    one.record_scan(DiskUsage(101 * MIB))
+    assert one.may_exceed_memory([process(1)])
     excess = one.memory_victims(sizes(30))
     assert excess
     assert excess[0] == [], "no process's end would help"
@@ -153,12 +153,12 @@ def test_disks_are_scanned_where_something_happened_longest_ago_first() -> None:
         watched.all[name].scanned = 10.0 - number
     watched.all["c"].unmeasured = False
     watched.all["n"] = box("n", memory=0, disk=0)
-    chosen = watched.to_scan(100.0)
+    chosen = watched.next_to_scan(100.0)
     assert chosen
     assert chosen.name == "b"
-    assert watched.to_scan(10.0 - 1 + SCAN_PAUSE_S / 2) is None
+    assert watched.next_to_scan(10.0 - 1 + SCAN_PAUSE_S / 2) is None
     chosen.scanning = True
-    again = watched.to_scan(100.0)
+    again = watched.next_to_scan(100.0)
     assert again
     assert again.name == "a"
     assert not watched.all["a"].disk_violation(DiskUsage(50 * MIB))
@@ -201,7 +201,7 @@ def test_no_folder_that_becomes_a_link_leads_a_scan_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     """At whichever of its steps; also where the kernel does not know the call that keeps links out."""
-    monkeypatch.setattr(walk_module, "STEP", 1)
+    monkeypatch.setattr(walk_module, "ENTRIES_PER_STEP", 1)
     if not known:
         monkeypatch.setattr(syscalls, "_OPENAT2", 9999)
     outside = tmp_path / "outside"
@@ -235,8 +235,8 @@ def test_more_folders_than_a_scan_keeps_end_the_sandbox(tmp_path: Path, monkeypa
 
 def test_files_of_memory_count_once_and_cost_who_holds_them_its_life() -> None:
     one = box(memory=100)
-    one.measured(DiskUsage(held={1: 90 * MIB}))
-    assert one.may_exceed([process(1, resident=5), process(2, resident=20)])
+    one.record_scan(DiskUsage(held={1: 90 * MIB}))
+    assert one.may_exceed_memory([process(1, resident=5), process(2, resident=20)])
     assert one.memory_victims(sizes(5, 20)) == ([1], "memory: 115 MiB in use of 100 MiB")
     assert one.memory_victims({1: (95 * MIB, 90 * MIB), 2: (4 * MIB, 0)}) is None, "mapped where it is held"
     assert one.hot
@@ -244,7 +244,7 @@ def test_files_of_memory_count_once_and_cost_who_holds_them_its_life() -> None:
 
 def test_a_limit_of_which_all_is_used_is_named() -> None:
     one = Watched("b", 1, 1, "", "", 0, 0, process_limit=4, shared_memory_mib=64)
-    assert one.full([process(1), process(2)], 1) == []
+    assert one.exhausted_limits([process(1), process(2)], 1) == []
     threads = Process(1, 1, 0, 0, threads=4)
-    assert [what for what, _words in one.full([threads], 0)] == ["processes", "shared memory"]
-    assert Watched("b", 1, 1, "", "", 0, 0).full([threads], 0) == []
+    assert [what for what, _words in one.exhausted_limits([threads], 0)] == ["processes", "shared memory"]
+    assert Watched("b", 1, 1, "", "", 0, 0).exhausted_limits([threads], 0) == []

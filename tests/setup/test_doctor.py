@@ -34,8 +34,15 @@ from nemo_gym_prorl.cli.doctor_checks import (
     state_check,
     user_namespaces_check,
 )
-from nemo_gym_prorl.sandbox.isolation.privilege import APPARMOR, BY_USERS, MOST, Attempt, Ending, remedies
-from nemo_gym_prorl.sandbox.limits.rlimits import Facts, limits, remedy
+from nemo_gym_prorl.sandbox.isolation.privilege import (
+    APPARMOR_USERNS_SYSCTL,
+    MAX_USERNS_SYSCTL,
+    USERNS_CLONE_SYSCTL,
+    ProbeStep,
+    UserNamespaceProbe,
+    remedies,
+)
+from nemo_gym_prorl.sandbox.limits.rlimits import HostFacts, cgroup_remedy, enforced_limits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -110,9 +117,9 @@ def test_errors_of_ours_are_one_line(tmp_path: Path) -> None:
     st.sampled_from([(4, 18), (5, 14), (6, 1)]),
 )
 def test_every_limit_is_named_with_how_it_is_kept(controllers: frozenset[str], kernel: tuple[int, int]) -> None:
-    found = limits(Facts(controllers, kernel))
+    found = enforced_limits(HostFacts(controllers, kernel))
     check = limits_check(found)
-    assert all(limit.name in check.found and limit.how in check.found for limit in found)
+    assert all(limit.name in check.found and limit.mechanism in check.found for limit in found)
     bounded = "pids" in controllers or kernel >= (5, 14)
     assert (check.level is Level.OK) is (bounded and {"cpu", "memory"} <= controllers)
     assert bool(check.fix) is (check.level is not Level.OK)
@@ -126,10 +133,10 @@ def test_what_is_advised_for_control_groups_can_help(root: bool, systemd: bool) 
     second = "31 24 0:27 / /sys/fs/cgroup ro - cgroup2 cgroup2 rw\n"
     named = "32 24 0:28 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,name=systemd\n"
     for mounts in (first, first + second, named, ""):
-        assert "systemd-run" not in (said := remedy(mounts, root=root, systemd=systemd))
+        assert "systemd-run" not in (said := cgroup_remedy(mounts, root=root, systemd=systemd))
         assert "version 2 alone" in said
     for mounts in (second, named + second):
-        said = remedy(mounts, root=root, systemd=systemd)
+        said = cgroup_remedy(mounts, root=root, systemd=systemd)
         assert ("systemd-run" in said) is systemd
         # Root has no session of its own to ask.
         assert ("--user" in said) is (systemd and not root)
@@ -203,7 +210,7 @@ PREPARED = (
 def test_without_user_namespaces_it_says_so_and_who_can_help(machine: str, found: str, fix: str) -> None:
     code = (
         f"{PREPARED}{machine}from nemo_gym_prorl.cli.doctor_checks import Attempt, user_namespaces_check\n"
-        "check = user_namespaces_check(Attempt.here()); print(check.level, check.found, check.fix)"
+        "check = user_namespaces_check(UserNamespaceProbe.run()); print(check.level, check.found, check.fix)"
     )
     said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=100)
     assert said.startswith("missing ")
@@ -222,24 +229,27 @@ def test_where_no_sandbox_can_be_made_none_is_tried() -> None:
 
 
 REFUSALS = st.builds(
-    Attempt,
-    st.sampled_from([Ending.MAKE, Ending.USE]),
+    UserNamespaceProbe,
+    st.sampled_from([ProbeStep.MAKE, ProbeStep.USE]),
     st.sampled_from([1, 13, 22, 28]),
     st.booleans(),
     st.booleans(),
-    st.dictionaries(st.sampled_from([MOST, BY_USERS, APPARMOR]), st.sampled_from(["0", "1", "2"])),
+    st.dictionaries(
+        st.sampled_from([MAX_USERNS_SYSCTL, USERNS_CLONE_SYSCTL, APPARMOR_USERNS_SYSCTL]),
+        st.sampled_from(["0", "1", "2"]),
+    ),
 )
 
 
 @given(REFUSALS)
-def test_every_way_to_have_no_user_namespaces_has_its_remedy(attempt: Attempt) -> None:
+def test_every_way_to_have_no_user_namespaces_has_its_remedy(attempt: UserNamespaceProbe) -> None:
     fix = user_namespaces_check(attempt).fix
     assert remedies(attempt)
     set_so = attempt.settings
-    assert (f"{MOST}=" in fix) is (set_so.get(MOST) == "0")
+    assert (f"{MAX_USERNS_SYSCTL}=" in fix) is (set_so.get(MAX_USERNS_SYSCTL) == "0")
     # Neither of these two keeps root from making them.
-    assert (f"{BY_USERS}=" in fix) is (set_so.get(BY_USERS) == "0" and not attempt.root)
-    assert (f"{APPARMOR}=" in fix) is (set_so.get(APPARMOR) == "1" and not attempt.root)
+    assert (f"{USERNS_CLONE_SYSCTL}=" in fix) is (set_so.get(USERNS_CLONE_SYSCTL) == "0" and not attempt.root)
+    assert (f"{APPARMOR_USERNS_SYSCTL}=" in fix) is (set_so.get(APPARMOR_USERNS_SYSCTL) == "1" and not attempt.root)
 
 
 def singularity(*version: int) -> Check:
@@ -268,7 +278,7 @@ def test_a_finding_says_what_is_there_and_what_to_do(
 
 def test_a_state_folder_that_machines_share_is_no_good(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PRORL_STATE", str(tmp_path))
-    monkeypatch.setattr(filesystems, "_SHARED_KINDS", re.compile(filesystems.kind_under(tmp_path)))
+    monkeypatch.setattr(filesystems, "_SHARED_KINDS", re.compile(filesystems.filesystem_type(tmp_path)))
     check = _state()
     assert check.level is Level.MISSING
     assert str(tmp_path) in check.found

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images.entries import silent
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.servers.task_server import TaskVerifyRequest
 from nemo_gym_prorl.servers.verifier_fixture import as_shipped, play
@@ -101,7 +101,7 @@ async def test_a_package_becomes_tasks_that_are_graded_as_they_should(tmp_path: 
     package = distribution(tmp_path / "sources")
     left = tmp_path / MAKING / ".sums-killed"
     left.mkdir(parents=True)
-    [made] = await make([package], 2, tmp_path, require_runtime(), silent)
+    [made] = await make([package], 2, tmp_path, require_runtime(), ignore_progress)
     assert not left.exists(), "what a killed run left"
     names = [row["instance_id"] for row in made.rows]
     assert names == ["made__sums-1", "made__sums-2", "made__sums-3"]
@@ -123,7 +123,7 @@ async def test_a_package_becomes_tasks_that_are_graded_as_they_should(tmp_path: 
         (reward, False) for _, _, reward in tried
     ], graded
     # Made once: what was interrupted goes on where it was.
-    assert await make([package], 2, tmp_path, require_runtime(), silent) == [made]
+    assert await make([package], 2, tmp_path, require_runtime(), ignore_progress) == [made]
 
 
 @pytest.mark.sandbox

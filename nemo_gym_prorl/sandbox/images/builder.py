@@ -27,7 +27,7 @@ from pathlib import Path
 import uv
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.images import programs, rootfs
+from nemo_gym_prorl.sandbox.images import build_tools, rootfs
 from nemo_gym_prorl.sandbox.images.entries import Progress, free_bytes, machine
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
 from nemo_gym_prorl.sandbox.images.pull import Puller
@@ -35,13 +35,13 @@ from nemo_gym_prorl.sandbox.images.recipe import (
     PACKAGES_TEMPLATE,
     Format,
     Recipe,
-    check,
+    check_recipe,
     render,
     template_text,
 )
-from nemo_gym_prorl.sandbox.images.reference import Registry, check_name, parse
-from nemo_gym_prorl.sandbox.images.rootfs import check_made
-from nemo_gym_prorl.sandbox.images.store import ROOT, SIF, ImageStore, Info, config_of
+from nemo_gym_prorl.sandbox.images.reference import RegistryImage, check_name, parse
+from nemo_gym_prorl.sandbox.images.rootfs import check_usable
+from nemo_gym_prorl.sandbox.images.store import ROOT, SIF, ImageInfo, ImageStore, config_of
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 
@@ -52,14 +52,14 @@ APT_BASE = "apt:"
 BUILD_TIMEOUT_S = 3600.0
 WHEELS_TIMEOUT_S = 600.0
 
-LEAST_FREE = 1 << 30
+MIN_FREE_BYTES = 1 << 30
 """Bytes that must be free before a build begins; less is never enough."""
 
 _LARGEST_LOCK = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class BuildRequest:
     """What a user wants built.
 
     Attributes:
@@ -95,7 +95,7 @@ class _Source:
     config: OciConfig | None = None
 
 
-def recipe_of(order: Order, store: ImageStore) -> Recipe:
+def recipe_of(order: BuildRequest, store: ImageStore) -> Recipe:
     """The recipe for an order.
 
     Raises:
@@ -113,11 +113,11 @@ def recipe_of(order: Order, store: ImageStore) -> Recipe:
         wheels=frozenset(order.wheels),
         variables=dict(order.variables),
     )
-    check(recipe)
+    check_recipe(recipe)
     return recipe
 
 
-def place(order: Order, store: ImageStore) -> Path:
+def expected_path(order: BuildRequest, store: ImageStore) -> Path:
     """Where the image lies that :func:`build` would find there, or where it would be put.
 
     Raises:
@@ -128,7 +128,7 @@ def place(order: Order, store: ImageStore) -> Path:
     return store.payload(entry) or store.images.path(entry) / (ROOT if recipe.format == "folder" else SIF)
 
 
-def build(order: Order, store: ImageStore, runtime: Runtime, progress: Progress) -> Path:
+def build(order: BuildRequest, store: ImageStore, runtime: Runtime, progress: Progress) -> Path:
     """Build an image, or find that it is there; gives where it lies.
 
     Raises:
@@ -145,7 +145,7 @@ def build(order: Order, store: ImageStore, runtime: Runtime, progress: Progress)
 class _Build:
     """The making of one image."""
 
-    order: Order
+    order: BuildRequest
     recipe: Recipe
     store: ImageStore
     runtime: Runtime
@@ -161,7 +161,7 @@ class _Build:
                 _check_space(work)
                 made, config = self._make(work, held)
                 about = f"{self.order.template} on {self.order.base}"
-                info = Info("image", about, self.recipe.format, 0, time.time(), config=config)
+                info = ImageInfo("image", about, self.recipe.format, 0, time.time(), config=config)
                 self.store.publish(work, made, entry, info)
         path = self.store.payload(entry)
         if path is None:
@@ -188,10 +188,10 @@ class _Build:
             return _Source(debian.make_root(sorted(self.recipe.apt), work, self.progress))
         reference = parse(self.order.base, "base")
         base: Path | None = None
-        if not (isinstance(reference, Registry) and self.order.fresh):
+        if not (isinstance(reference, RegistryImage) and self.order.fresh):
             base = self.store.locate(reference)
         if base is None:
-            assert isinstance(reference, Registry)
+            assert isinstance(reference, RegistryImage)
             pulled, its_config = Puller(self.store, self.runtime).fetch(reference, work, "folder", self.progress)
             return _Source(pulled.rename(work / "base"), replace(its_config, extended=True))
         config = config_of(base)
@@ -215,24 +215,24 @@ class _Build:
             _unpack_wheels(recipe.wheels, source.root, work / "wheels")
         definition = work / "image.def"
         definition.write_text(render(template, f"Bootstrap: localimage\nFrom: {source.root}", recipe))
-        made = programs.build(
+        made = build_tools.build(
             self.runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=source.root
         )
         if unpacked:
-            check_made(made)
+            check_usable(made)
         return made
 
 
-def _entry(order: Order, recipe: Recipe) -> str:
+def _entry(order: BuildRequest, recipe: Recipe) -> str:
     return f"{order.name}-{recipe.key}"
 
 
 def _identity(base: str, store: ImageStore) -> str:
     """Return what names the content of a base, as well as it can be known without reading the base."""
     if base == APT_BASE:
-        return debian.identity()
+        return debian.base_identity()
     reference = parse(base, "base")
-    if isinstance(reference, Registry):
+    if isinstance(reference, RegistryImage):
         return reference.uri
     path = store.locate(reference)
     assert path is not None
@@ -259,7 +259,7 @@ def _unpack_wheels(packages: Iterable[str], root: Path, target: Path) -> None:
     command += ["--quiet", "--only-binary=:all:", f"--python-version={version}", f"--target={target}"]
     command += sorted(packages)
     try:
-        programs.run(command, None, WHEELS_TIMEOUT_S)
+        build_tools.run(command, None, WHEELS_TIMEOUT_S)
     except InfrastructureError as error:
         raise InfrastructureError(f"the wheels can't be had: {error.reason}") from error
     # uv leaves a lock file, which is no package.
@@ -286,7 +286,7 @@ def _read_lock(path: Path) -> bytes:
 
 def _check_space(work: Path) -> None:
     free = free_bytes(work)
-    if free < LEAST_FREE:
+    if free < MIN_FREE_BYTES:
         raise InfrastructureError(
             f"only {free >> 20} MiB are free on the disk of {work.parent}: 'prorl image gc' makes room, and "
             "PRORL_CACHE names another folder"
@@ -297,22 +297,22 @@ REGISTRY_BASE = "docker://docker.io/library/python:3.12-slim"
 
 DEFAULT, KERNEL, MATH = "default", "kernel", "math"
 
-SHIPPED = (DEFAULT, KERNEL, MATH)
+BUILTIN_IMAGES = (DEFAULT, KERNEL, MATH)
 
-ON_OTHERS = {
+DERIVED_IMAGES = {
     KERNEL: (DEFAULT, ("ipython>=8.18,<10", "numpy>=2,<3")),
     MATH: (KERNEL, ("numpy>=2,<3", "scipy>=1.14,<2", "sympy>=1.13,<2")),
 }
 """Those that are made of another one, and the wheels that are added."""
 
-TRIAL_TIMEOUT_S = 120.0
+SELF_TEST_TIMEOUT_S = 120.0
 
 
 def default_image_path() -> Path:
     """Where the default image lies, or would lie: the path to give as the image of a sandbox."""
     store = ImageStore()
     # Built on another machine, with tools that this one may lack.
-    places = [place(_default_order(base), store) for base in (APT_BASE, REGISTRY_BASE)]
+    places = [expected_path(_default_order(base), store) for base in (APT_BASE, REGISTRY_BASE)]
     return next((path for path in places if path.is_dir()), places[0])
 
 
@@ -320,8 +320,8 @@ def image_path(name: str) -> Path | None:
     """Where the image of that name lies; ``None`` if it is not built."""
     if name == DEFAULT:
         path = default_image_path()
-    elif base := image_path(ON_OTHERS[name][0]):
-        path = place(_order_on(base, name), ImageStore())
+    elif base := image_path(DERIVED_IMAGES[name][0]):
+        path = expected_path(_order_on(base, name), ImageStore())
     else:
         return None
     return path if path.is_dir() else None
@@ -336,7 +336,9 @@ def ensure_image(name: str, progress: Progress) -> Path:
     """
     if path := image_path(name):
         return _named(name, path)
-    orders = _default_orders() if name == DEFAULT else [_order_on(ensure_image(ON_OTHERS[name][0], progress), name)]
+    orders = (
+        _default_orders() if name == DEFAULT else [_order_on(ensure_image(DERIVED_IMAGES[name][0], progress), name)]
+    )
     runtime = require_runtime()
     reasons = []
     for order in orders:
@@ -347,13 +349,15 @@ def ensure_image(name: str, progress: Progress) -> Path:
     raise InfrastructureError(f"the {name} sandbox image could not be built; " + "; ".join(reasons))
 
 
-def try_image(image: Path, runtime: Runtime) -> str:
+def run_self_test(image: Path, runtime: Runtime) -> str:
     """Start a container of an image, let it run its own test, and return what that said.
 
     Raises:
         InfrastructureError: the container does not start, or something is missing in it.
     """
-    return programs.run([str(runtime.path), "test", "--containall", str(image)], runtime.environ(), TRIAL_TIMEOUT_S)
+    return build_tools.run(
+        [str(runtime.path), "test", "--containall", str(image)], runtime.environ(), SELF_TEST_TIMEOUT_S
+    )
 
 
 def _named(name: str, image: Path) -> Path:
@@ -365,15 +369,15 @@ def _named(name: str, image: Path) -> Path:
     return image
 
 
-def _default_orders() -> list[Order]:
+def _default_orders() -> list[BuildRequest]:
     """Return the ways to build the default image here, the best one first."""
     bases = [REGISTRY_BASE] if debian.missing_tools() else [APT_BASE, REGISTRY_BASE]
     return [_default_order(base) for base in bases]
 
 
-def _default_order(base: str) -> Order:
-    return Order(DEFAULT, base, DEFAULT, format="folder")
+def _default_order(base: str) -> BuildRequest:
+    return BuildRequest(DEFAULT, base, DEFAULT, format="folder")
 
 
-def _order_on(base: Path, name: str) -> Order:
-    return Order(name, str(base), name, wheels=ON_OTHERS[name][1], format="folder")
+def _order_on(base: Path, name: str) -> BuildRequest:
+    return BuildRequest(name, str(base), name, wheels=DERIVED_IMAGES[name][1], format="folder")

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.filesystems import on_shared_disk
+from nemo_gym_prorl.filesystems import is_shared
 from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 
 
@@ -42,7 +42,7 @@ Progress = Callable[[str], None]
 """Told one short line, without a full stop, whenever a longer step begins."""
 
 
-def silent(_message: str) -> None:
+def ignore_progress(_message: str) -> None:
     """The :data:`Progress` of those who do not want to know."""
 
 
@@ -63,7 +63,7 @@ def machine() -> str:
     return platform.machine()
 
 
-UNSEEN_S = 24 * 3600.0
+UNSEEN_USE_S = 24 * 3600.0
 """How long something may be in use, or in the making, on a machine whose locks can't be seen here."""
 
 _LOCKS = ".locks"
@@ -112,7 +112,7 @@ class Entries:
 
     @contextmanager
     def making(
-        self, name: str, progress: Progress = silent, sound: Callable[[], bool] = lambda: True
+        self, name: str, progress: Progress = ignore_progress, sound: Callable[[], bool] = lambda: True
     ) -> Iterator[Path | None]:
         """Wait until nobody makes the thing; an empty folder to make it in, or ``None`` if it is there by now.
 
@@ -178,7 +178,7 @@ class Entries:
         """Everything that is there, by name."""
         if not self.folder.is_dir():
             return []
-        now, unseen = time.time(), on_shared_disk(self.folder)
+        now, unseen = time.time(), is_shared(self.folder)
         found = []
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith(".") or not path.is_dir():
@@ -205,14 +205,14 @@ class Entries:
         """Remove what killed makers and removers left; gives its folders."""
         if not self.folder.is_dir():
             return []
-        unseen = on_shared_disk(self.folder)
+        unseen = is_shared(self.folder)
         left = []
         for path in sorted(self.folder.glob(".*-*")):
             hold = self._lock(self._make_lock(path.name[1:].rpartition("-")[0]), fcntl.LOCK_EX | fcntl.LOCK_NB)
             if hold is None:
                 continue
             try:
-                old = time.time() - path.stat().st_mtime > UNSEEN_S
+                old = time.time() - path.stat().st_mtime > UNSEEN_USE_S
                 if old or (hold.certain and not unseen):
                     left.append(path)
                     if not dry_run:
@@ -226,12 +226,12 @@ class Entries:
     def _in_use(self, name: str, last_use: float, now: float, unseen: bool) -> bool:
         if not self._use_lock(name).exists():
             # Not made here: its time stamp would be taken for that of a use.
-            return unseen and now - last_use < UNSEEN_S
+            return unseen and now - last_use < UNSEEN_USE_S
         hold = self._lock(self._use_lock(name), fcntl.LOCK_EX | fcntl.LOCK_NB)
         if hold is None:
             return True
         hold.release()
-        return (unseen or not hold.certain) and now - last_use < UNSEEN_S
+        return (unseen or not hold.certain) and now - last_use < UNSEEN_USE_S
 
     def _use_lock(self, name: str) -> Path:
         return self.folder / _LOCKS / f"{name}.use"
@@ -288,7 +288,7 @@ def flush(folder: Path) -> None:
 
     A shared one is left alone: it writes what is closed, and hurrying it would hold up everybody who uses it.
     """
-    if on_shared_disk(folder):
+    if is_shared(folder):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -24,7 +24,7 @@ from typing import Any
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.fields import variable_trouble
 from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.launcher.requests import MOST_VARIABLES
+from nemo_gym_prorl.sandbox.launcher.requests import MAX_ENVIRONMENT_BYTES
 
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -73,8 +73,8 @@ class OciConfig:
             if trouble := variable_trouble(name, value):
                 raise ValueError(f"Env: {trouble}")
             env[name] = value
-        if sum(len(os.fsencode(name + value)) + 2 for name, value in env.items()) > MOST_VARIABLES:
-            raise ValueError(f"Env: holds more than {MOST_VARIABLES >> 20} MiB")
+        if sum(len(os.fsencode(name + value)) + 2 for name, value in env.items()) > MAX_ENVIRONMENT_BYTES:
+            raise ValueError(f"Env: holds more than {MAX_ENVIRONMENT_BYTES >> 20} MiB")
         workdir = _text(config, "WorkingDir")
         return cls(
             env,
@@ -101,7 +101,7 @@ class OciConfig:
     def rewrite_script(self, root: Path) -> None:
         """Replace Apptainer's script of variables in a root folder, so that images built on it start from exact
         values."""
-        script = rootfs.inside(root, _SCRIPT)
+        script = rootfs.resolve_inside(root, _SCRIPT)
         if not script.parent.is_dir():
             return
         lines = [
@@ -114,7 +114,7 @@ class OciConfig:
         script.chmod(0o755)
 
 
-def of_pull(downloads: Path) -> OciConfig:
+def read_pulled_config(downloads: Path) -> OciConfig:
     """Read the configuration of the one image that was pulled into a cache folder of the runtime's.
 
     Args:
@@ -140,7 +140,7 @@ def of_pull(downloads: Path) -> OciConfig:
         raise CallerError(f"the image's configuration can't be applied: {error}", field="image") from error
 
 
-def account(user: str, root: Path) -> tuple[int, str] | None:
+def lookup_account(user: str, root: Path) -> tuple[int, str] | None:
     """Number and home folder of an image's user by the ``/etc/passwd`` of its root folder; ``None`` if there is no
     such user. A number needs no entry."""
     number = int(user) if re.fullmatch(r"[0-9]{1,9}", user) else None
@@ -154,7 +154,7 @@ def account(user: str, root: Path) -> tuple[int, str] | None:
 def _passwd(root: Path) -> list[str]:
     try:
         # It may be a pipe.
-        opened = os.open(rootfs.inside(root, "/etc/passwd"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        opened = os.open(rootfs.resolve_inside(root, "/etc/passwd"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(opened, "rb") as file:
             return (file.read(_LARGEST_BLOB) or b"").decode("utf-8", "replace").splitlines()
     except OSError:

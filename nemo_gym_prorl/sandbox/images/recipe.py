@@ -80,7 +80,7 @@ class Recipe:
         return hashlib.sha256(text.encode()).hexdigest()[:_KEY_LENGTH]
 
 
-def check(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe) -> None:
     """Refuse what can't be put into a definition file.
 
     Raises:

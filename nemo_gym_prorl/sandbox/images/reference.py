@@ -22,7 +22,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
 
 
-CACHED = "cache:"
+CACHE_PREFIX = "cache:"
 """Before a path below the cache folder: rows that name images so are good on any machine that has made these."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -35,7 +35,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Registry:
+class RegistryImage:
     """An image in a registry.
 
     Attributes:
@@ -51,20 +51,20 @@ class Registry:
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalImage:
     """A path on this machine."""
 
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedImage:
     """The name of an image of ours."""
 
     name: str
 
 
-Reference = Registry | Local | Named
+Reference = RegistryImage | LocalImage | NamedImage
 
 
 def parse(text: str, field: str = "image") -> Reference:
@@ -74,27 +74,27 @@ def parse(text: str, field: str = "image") -> Reference:
         CallerError: nothing that there is; for ``field``.
     """
     if "://" in text:
-        return registry(text, field)
+        return parse_registry(text, field)
     if "\0" in text:
         raise CallerError("must not hold a NUL character", field=field)
-    if text.startswith(CACHED):
-        below = PurePosixPath(text.removeprefix(CACHED))
+    if text.startswith(CACHE_PREFIX):
+        below = PurePosixPath(text.removeprefix(CACHE_PREFIX))
         if below.is_absolute() or ".." in below.parts or not below.name:
             raise CallerError(f"{text!r} is not below the cache folder", field=field)
-        return Local(cache_dir() / below)
+        return LocalImage(cache_dir() / below)
     if "/" in text or text.endswith(".sif") or text.startswith(("~", ".")):
         # A user that nobody knows stays a part of the name.
-        return Local(Path(os.path.expanduser(text)).absolute())  # noqa: PTH111
-    return Named(check_name(text, field))
+        return LocalImage(Path(os.path.expanduser(text)).absolute())  # noqa: PTH111
+    return NamedImage(check_name(text, field))
 
 
-def written(path: Path) -> str:
+def portable_path(path: Path) -> str:
     """How to write down where an image lies: below the cache folder, if it is there."""
     cache = cache_dir()
-    return f"{CACHED}{path.relative_to(cache)}" if path.is_relative_to(cache) else str(path)
+    return f"{CACHE_PREFIX}{path.relative_to(cache)}" if path.is_relative_to(cache) else str(path)
 
 
-def registry(text: str, field: str = "image") -> Registry:
+def parse_registry(text: str, field: str = "image") -> RegistryImage:
     """As :func:`parse`, where only an image of a registry can be meant and ``docker://`` may be left out.
 
     Raises:
@@ -117,7 +117,7 @@ def registry(text: str, field: str = "image") -> Registry:
         raise CallerError(
             f"{text!r} is not the address of an image: HOST/NAME:TAG or HOST/NAME@sha256:DIGEST is", field=field
         )
-    return Registry(f"docker://{host}/{path}" + (f"@{digest}" if digest else f":{tag or 'latest'}"))
+    return RegistryImage(f"docker://{host}/{path}" + (f"@{digest}" if digest else f":{tag or 'latest'}"))
 
 
 def check_name(text: str, field: str = "name") -> str:

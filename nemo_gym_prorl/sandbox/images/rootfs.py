@@ -31,16 +31,16 @@ from pathlib import Path
 from nemo_gym_prorl.failures import OF_THE_MACHINE, CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images.entries import machine
 from nemo_gym_prorl.sandbox.isolation import mounts, user_ids
-from nemo_gym_prorl.sandbox.isolation.mounts import KERNELS
+from nemo_gym_prorl.sandbox.isolation.mounts import KERNEL_FILESYSTEMS
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import change_mode, open_folder_beneath
-from nemo_gym_prorl.sandbox.limits.usage import FOLDER
+from nemo_gym_prorl.sandbox.limits.usage import OPEN_FOLDER_FLAGS
 
 
 _MAX_LINKS = 40
 
 
-def settle(root: Path) -> int:
+def sanitize(root: Path) -> int:
     """Make an unpacked image safe, see the module; gives its size on disk in bytes.
 
     Raises:
@@ -53,11 +53,11 @@ def settle(root: Path) -> int:
             raise
     # What a build gave to users of the caller's range.
     child = user_ids.fork_as_all_users(lambda: _settle(root, 0, 0))
-    user_ids.raise_for(os.waitpid(child, 0)[1], root)
+    user_ids.raise_child_error(os.waitpid(child, 0)[1], root)
     return _settle(root, os.geteuid(), os.getegid())
 
 
-def everything(root: Path) -> Iterator[tuple[str, str, int]]:
+def walk(root: Path) -> Iterator[tuple[str, str, int]]:
     """All that there is, itself first: relative path, last name, and the open folder that this one is in. A folder
     comes before what is in it, and is not looked into before the next is asked for.
 
@@ -65,7 +65,7 @@ def everything(root: Path) -> Iterator[tuple[str, str, int]]:
         NotADirectoryError: somebody puts a link in place of a folder just now.
         OSError: something can't be read.
     """
-    top = os.open(root, FOLDER)
+    top = os.open(root, OPEN_FOLDER_FLAGS)
     try:
         yield ".", ".", top
         todo = [""]
@@ -85,7 +85,7 @@ def everything(root: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def _settle(root: Path, uid: int, gid: int) -> int:
-    return sum(_settle_one(name, folder, uid, gid) for _path, name, folder in everything(root))
+    return sum(_settle_one(name, folder, uid, gid) for _path, name, folder in walk(root))
 
 
 def _settle_one(name: str, folder: int, uid: int, gid: int) -> int:
@@ -109,14 +109,14 @@ def copy(root: Path, target: Path) -> Path:
     Raises:
         CallerError: something in it can't be read; for the field ``base``.
     """
-    for path, name, folder in everything(root):
+    for path, name, folder in walk(root):
         try:
             _copy_one(name, folder, target / path)
         except OSError as error:
             if error.errno in OF_THE_MACHINE:
                 raise
             raise CallerError(f"{root / path} can't be copied: {error.strerror}", field="base") from error
-    settle(target)
+    sanitize(target)
     return target
 
 
@@ -136,7 +136,7 @@ def _copy_one(name: str, folder: int, target: Path) -> None:
         os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
-def inside(root: Path, path: str) -> Path:
+def resolve_inside(root: Path, path: str) -> Path:
     """Where ``path`` leads in an image, as one who has ``root`` for root would find it.
 
     Raises:
@@ -247,14 +247,14 @@ def read_sif(path: Path, machine: str) -> Sif:
 _ELF_MACHINES = {3: "i686", 21: "ppc64le", 22: "s390x", 40: "armv7l", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
 """By the number in the header of programs."""
 
-UNPACK = "apptainer build --sandbox FOLDER"
+UNPACK_COMMAND = "apptainer build --sandbox FOLDER"
 """How to unpack an image; its source follows."""
 
-FOLDERS = ("/etc", "/tmp", "/root", "/var", "/var/tmp")
+SANDBOX_FOLDERS = ("/etc", "/tmp", "/root", "/var", "/var/tmp")
 """What each sandbox has besides; links of an image may lead from there to other folders of it."""
 
 
-def check_made(image: Path) -> None:
+def check_usable(image: Path) -> None:
     """Refuse a root folder or SIF, just made or about to be used, that is damaged or not for us; takes some 50 µs.
 
     Raises:
@@ -278,19 +278,19 @@ def check_image(image: Path) -> None:
     try:
         if not image.exists():
             raise CallerError(f"there is no {image}; 'prorl setup' builds the default image", field="image")
-        check_made(image)
+        check_usable(image)
         if image.is_dir():
             _check_places(image)
-        elif trouble := fuse_trouble():
+        elif trouble := fuse_error():
             raise InfrastructureError(
-                f"image: {image} is a SIF, which can't be mounted: {trouble}; or unpack it with '{UNPACK} {image}' "
+                f"image: {image} is a SIF, which can't be mounted: {trouble}; or unpack it with '{UNPACK_COMMAND} {image}' "
                 "and name FOLDER"
             )
     except PermissionError as error:
         raise CallerError(f"{image} is closed to you: chmod a+rX it and the folders above", field="image") from error
 
 
-def fuse_trouble() -> str | None:
+def fuse_error() -> str | None:
     """Why sandboxes can't start from a mounted SIF here, with the fix; ``None`` if they can."""
     device = Path("/dev/fuse")
     if not device.exists():
@@ -312,7 +312,9 @@ def _check_root(root: Path) -> None:
         )
     try:
         # Without O_NONBLOCK a named pipe would hold us for ever.
-        with os.fdopen(os.open(inside(root, "/bin/sh"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with os.fdopen(
+            os.open(resolve_inside(root, "/bin/sh"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
+        ) as file:
             head = file.read(20) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
     except PermissionError as error:
         raise CallerError(f"{root} can't be read by you: chmod -R a+rX it", field="image") from error
@@ -332,17 +334,17 @@ def _check_places(root: Path) -> None:
 
     Whoever makes the sandbox relies on nothing of this.
     """
-    for path in KERNELS:
+    for path in KERNEL_FILESYSTEMS:
         if _kind(root, f"{root}{path}", path) not in (0, stat.S_IFDIR):
             raise _unfit(root, path, "is no folder: make it an empty one")
-    for path in FOLDERS:
+    for path in SANDBOX_FOLDERS:
         if _kind(root, _led(root, path), path) not in (0, stat.S_IFDIR):
             raise _unfit(root, path, "is no folder: make it one")
-    for path, _text in mounts.own_files(""):
+    for path, _text in mounts.etc_files(""):
         folder, name = os.path.split(path)
         if _kind(root, f"{_led(root, folder)}/{name}", path) == stat.S_IFDIR:
             raise _unfit(root, path, "is a folder, and each sandbox has a file of its own there: remove it")
-    for path in mounts.OF_ACCOUNTS:
+    for path in mounts.ACCOUNT_FILES:
         if _kind(root, _led(root, path), path) not in (0, stat.S_IFREG):
             raise _unfit(root, path, "is no ordinary file: make it one, or remove it")
 
@@ -353,13 +355,13 @@ def _led(root: Path, path: str) -> str:
     if not any(Path(str(root) + "/".join(parts[:count])).is_symlink() for count in range(2, len(parts) + 1)):
         return f"{root}{path}"
     try:
-        found = inside(root, path)
+        found = resolve_inside(root, path)
     except PermissionError:
         raise
     except OSError as error:
         raise _unfit(root, path, f"leads nowhere ({error.strerror}): remove the link") from error
     place = f"/{found.relative_to(root)}"
-    if any(place == own or place.startswith(f"{own}/") for own in KERNELS):
+    if any(place == own or place.startswith(f"{own}/") for own in KERNEL_FILESYSTEMS):
         raise _unfit(root, path, f"is a link to {place}, which is each sandbox's own: remove the link")
     return str(found)
 

@@ -23,8 +23,8 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.filesystems import on_shared_disk
-from nemo_gym_prorl.sandbox.images import programs, rootfs
+from nemo_gym_prorl.filesystems import is_shared
+from nemo_gym_prorl.sandbox.images import build_tools, rootfs
 from nemo_gym_prorl.sandbox.images.entries import (
     Entries,
     Entry,
@@ -33,14 +33,14 @@ from nemo_gym_prorl.sandbox.images.entries import (
     cache_dir,
     flush,
     free_bytes,
+    ignore_progress,
     machine,
-    silent,
 )
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
 from nemo_gym_prorl.sandbox.images.recipe import Format
-from nemo_gym_prorl.sandbox.images.reference import Local, Named, Reference, Registry, parse
-from nemo_gym_prorl.sandbox.images.rootfs import check_made, fuse_trouble
-from nemo_gym_prorl.sandbox.isolation.privilege import user_outside
+from nemo_gym_prorl.sandbox.images.reference import LocalImage, NamedImage, Reference, RegistryImage, parse
+from nemo_gym_prorl.sandbox.images.rootfs import check_usable, fuse_error
+from nemo_gym_prorl.sandbox.isolation.privilege import outer_uid
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -50,7 +50,7 @@ SIF = "image.sif"
 
 
 @dataclass(frozen=True, slots=True)
-class Info:
+class ImageInfo:
     """What is noted down about an image when it is made.
 
     Attributes:
@@ -82,29 +82,29 @@ class Image:
     """
 
     entry: Entry
-    info: Info
+    info: ImageInfo
     names: tuple[str, ...] = ()
     unpacked: bool = False
 
 
-def write_info(folder: Path, info: Info) -> None:
+def write_info(folder: Path, info: ImageInfo) -> None:
     """Note down what an entry is, before it gets its name."""
     config = info.config.to_json() if info.config else None
     (folder / INFO_FILE).write_text(json.dumps({**asdict(info), "config": config}))
 
 
-def read_info(folder: Path) -> Info | None:
+def read_info(folder: Path) -> ImageInfo | None:
     """What an entry is; ``None`` if it went away, or there is no such note in it, as where it was made by a version of
     this package that knew none. What a later version has noted down besides is none of ours."""
     try:
         noted = json.loads((folder / INFO_FILE).read_text())
     except (FileNotFoundError, ValueError):
         return None
-    if any(field.name not in noted for field in fields(Info) if field.default is MISSING):
+    if any(field.name not in noted for field in fields(ImageInfo) if field.default is MISSING):
         return None
-    known = {field.name: noted[field.name] for field in fields(Info) if field.name in noted}
+    known = {field.name: noted[field.name] for field in fields(ImageInfo) if field.name in noted}
     config = known.get("config")
-    return Info(**{**known, "config": OciConfig.parse(config) if config else None})
+    return ImageInfo(**{**known, "config": OciConfig.parse(config) if config else None})
 
 
 def config_of(image: Path) -> OciConfig | None:
@@ -113,10 +113,10 @@ def config_of(image: Path) -> OciConfig | None:
     return info.config if info else None
 
 
-EXPANSION = 4
+UNPACKED_SIZE_FACTOR = 4
 """Room that is taken for a SIF's unpacked copy, in sizes of the SIF; three is usual."""
 
-LEAST_FREE = 64 << 20
+MIN_FREE_BYTES = 64 << 20
 """A disk with less than these bytes left is full."""
 
 UNPACK_TIMEOUT_S = 1800.0
@@ -158,11 +158,11 @@ class ImageStore:
         Raises:
             InfrastructureError: its folder belongs to somebody else.
         """
-        return Entries(self._copies_folder or copies_dir())
+        return Entries(self._copies_folder or unpacked_dir())
 
     def default_format(self) -> Format:
         """How an image is best kept here: as one file where other machines may share it."""
-        return "sif" if on_shared_disk(self.images.folder) else "folder"
+        return "sif" if is_shared(self.images.folder) else "folder"
 
     def locate(self, reference: Reference) -> Path | None:
         """Where an image lies; ``None`` if it is one of a registry and was not pulled yet.
@@ -171,9 +171,9 @@ class ImageStore:
             CallerError: there is no such path, or no image of that name.
         """
         match reference:
-            case Registry():
+            case RegistryImage():
                 return self.payload(reference.entry(machine()))
-            case Local(path):
+            case LocalImage(path):
                 try:
                     there = path.exists()
                 except PermissionError as error:
@@ -183,7 +183,7 @@ class ImageStore:
                 if not there:
                     raise CallerError(f"there is no {path}", field="image")
                 return path
-            case Named(name):
+            case NamedImage(name):
                 entry = self._names().get(name)
                 found = self.payload(entry) if entry else None
                 if found is None:
@@ -206,7 +206,9 @@ class ImageStore:
             return None
         return folder / ROOT if (folder / ROOT).is_dir() else folder / SIF
 
-    def open(self, image: Path, runtime: Runtime, *, unpack: bool = True, progress: Progress = silent) -> OpenImage:
+    def open(
+        self, image: Path, runtime: Runtime, *, unpack: bool = True, progress: Progress = ignore_progress
+    ) -> OpenImage:
         """What to start a sandbox of ``image`` from on this machine: itself, or its unpacked copy, made if need be.
 
         Raises:
@@ -214,17 +216,17 @@ class ImageStore:
             InfrastructureError: a SIF can neither be unpacked nor mounted here; says why.
         """
         if image.is_dir():
-            check_made(image)
+            check_usable(image)
             return OpenImage(image, self._lock(image))
         found = rootfs.read_sif(image, machine())
         if unpack:
-            entry = copy_name(image)
+            entry = unpacked_entry(image)
             start = self._copy(entry) or self._unpack(image, found, entry, runtime, progress)
             if isinstance(start, OpenImage):
                 return start
         else:
             start = "unpacking is switched off"
-        if trouble := fuse_trouble():
+        if trouble := fuse_error():
             raise InfrastructureError(f"{image} can't be started: {start}, and it can't be mounted: {trouble}")
         return OpenImage(image, self._lock(image))
 
@@ -239,15 +241,15 @@ class ImageStore:
 
     def is_ready(self, image: Path) -> bool:
         """Whether :meth:`open` has nothing to unpack."""
-        return not image.is_file() or self.copies.path(copy_name(image)).is_dir()
+        return not image.is_file() or self.copies.path(unpacked_entry(image)).is_dir()
 
-    def publish(self, work: Path, made: Path, entry: str, info: Info) -> Path:
+    def publish(self, work: Path, made: Path, entry: str, info: ImageInfo) -> Path:
         """Put what was made in ``work`` among the images, settled; gives where it lies."""
         folder = work / "entry"
         folder.mkdir()
         target = folder / (ROOT if info.format == "folder" else SIF)
         made.rename(target)
-        size = rootfs.settle(target) if info.format == "folder" else target.stat().st_size
+        size = rootfs.sanitize(target) if info.format == "folder" else target.stat().st_size
         write_info(folder, replace(info, bytes=size))
         # What the disk has not got yet would be empty after a power cut, under a name that means complete.
         flush(folder)
@@ -309,7 +311,7 @@ class ImageStore:
         protected, before = set(protected), None if older_than_s is None else time.time() - older_than_s
         removed = []
         for entries, images in ((self.images, self.all()), (self.copies, self.all_copies())):
-            for image in least_used(images, protected, max_bytes=max_bytes, before=before):
+            for image in eviction_candidates(images, protected, max_bytes=max_bytes, before=before):
                 if dry_run or entries.remove(image.entry.name):
                     removed.append(image)
         swept = self.images.sweep(dry_run=dry_run) + self.copies.sweep(dry_run=dry_run)
@@ -338,12 +340,12 @@ class ImageStore:
         self, image: Path, found: rootfs.Sif, entry: str, runtime: Runtime, progress: Progress
     ) -> OpenImage | str:
         """Make the unpacked copy; or say why that is not possible, so that the image is mounted instead."""
-        program = programs.find_unsquashfs(runtime)
+        program = build_tools.find_unsquashfs(runtime)
         if program is None:
             return "there is no unsquashfs (package squashfs-tools) to unpack it with"
         if found.offset is None:
             return "its root file system is not a plain squashfs that could be unpacked"
-        wanted = EXPANSION * found.size
+        wanted = UNPACKED_SIZE_FACTOR * found.size
         with self.copies.making(entry, progress) as work:
             if work is not None:
                 if not self._make_room(wanted):
@@ -355,18 +357,18 @@ class ImageStore:
                 command = [program, "-no-progress", "-no-xattrs", "-offset", str(found.offset)]
                 try:
                     # 2: owners and devices, which are not wanted, could not be made.
-                    environ = programs.build_environ(runtime, work, credentials=False)
-                    reads = [image, *programs.closed_parts(runtime)]
+                    environ = build_tools.build_environ(runtime, work, credentials=False)
+                    reads = [image, *build_tools.runtime_reads(runtime)]
                     command += ["-dest", str(root), str(image)]
-                    programs.run(command, environ, UNPACK_TIMEOUT_S, work, fine=(0, 2), reads=reads)
+                    build_tools.run(command, environ, UNPACK_TIMEOUT_S, work, fine=(0, 2), reads=reads)
                 except InfrastructureError as error:
-                    if free_bytes(work) < LEAST_FREE:
+                    if free_bytes(work) < MIN_FREE_BYTES:
                         return f"the disk of {self.copies.folder} is full"
                     raise CallerError(f"{image} can't be unpacked: {error.reason}", field="image") from error
-                info = Info("copy", str(image), "folder", rootfs.settle(root), started, config=config_of(image))
+                info = ImageInfo("copy", str(image), "folder", rootfs.sanitize(root), started, config=config_of(image))
                 if info.config:
                     info.config.rewrite_script(root)
-                check_made(root)
+                check_usable(root)
                 write_info(root.parent, info)
                 self.copies.publish(root.parent, entry)
         start = self._copy(entry)
@@ -383,7 +385,7 @@ class ImageStore:
         limit = min(room, free + taken) - wanted
         if limit < 0:
             return False
-        for image in least_used(copies, max_bytes=limit):
+        for image in eviction_candidates(copies, max_bytes=limit):
             self.copies.remove(image.entry.name)
         return sum(image.info.bytes for image in self.all_copies()) <= limit
 
@@ -399,7 +401,7 @@ class ImageStore:
                 (self.images.folder / _NAMES / name).unlink(missing_ok=True)
 
 
-def copies_dir() -> Path:
+def unpacked_dir() -> Path:
     """Where unpacked copies lie: ``$PRORL_UNPACKED``, else in the cache if that is this machine's own, else in
     ``$TMPDIR``. Must be node-local, and big.
 
@@ -408,16 +410,16 @@ def copies_dir() -> Path:
     """
     if own := os.environ.get("PRORL_UNPACKED"):
         return Path(own).expanduser().absolute()
-    if not on_shared_disk(cache_dir()):
+    if not is_shared(cache_dir()):
         return cache_dir() / "unpacked"
-    folder = Path(tempfile.gettempdir()).absolute() / f"prorl-{user_outside()}-unpacked"
+    folder = Path(tempfile.gettempdir()).absolute() / f"prorl-{outer_uid()}-unpacked"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid() or folder.is_symlink():
         raise InfrastructureError(f"{folder} belongs to somebody else; set PRORL_UNPACKED to a folder of your own")
     return folder
 
 
-def copy_name(image: Path) -> str:
+def unpacked_entry(image: Path) -> str:
     """The entry of a SIF's unpacked copy. Another file of the same path has another one, and so has each boot of this
     machine: what was written just before a power cut is not to be trusted."""
     found = image.stat()
@@ -427,7 +429,7 @@ def copy_name(image: Path) -> str:
     return f"{stem[:60].lstrip('.')}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
 
 
-def least_used(
+def eviction_candidates(
     images: Iterable[Image],
     protected: Container[str] = (),
     *,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
-from nemo_gym_prorl.sandbox.isolation.joining import Place
+from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
 from nemo_gym_prorl.sandbox.limits.usage import DiskUsage, scan
 
 
@@ -52,7 +52,7 @@ _EXTRACT = ("--extract", "--file=-", "--same-owner", "--same-permissions", *_NAM
 
 
 def pack(
-    place: Place, layer: Path, order: CreateRequest, header: str, target: int
+    place: SandboxNamespaces, layer: Path, order: CreateRequest, header: str, target: int
 ) -> tuple[dict[str, Any], list[int]]:
     """Write the layer of the sandbox at ``place`` into ``target``, in a child forked for it.
 
@@ -60,7 +60,7 @@ def pack(
         OSError: ``EFBIG``: the archive would be larger than the sandbox's own limit; ``EBUSY``: a file was changed
             meanwhile; ``EOPNOTSUPP``: the runtime's own file system holds the layer; an error of the disk.
     """
-    if not place.rooted and _kind_of_root(place.process.number).startswith("fuse"):
+    if not place.is_pivoted and _kind_of_root(place.process.fd).startswith("fuse"):
         raise OSError(
             errno.EOPNOTSUPP, "the runtime's own file system holds its layer; a snapshot needs start: direct"
         )
@@ -103,7 +103,7 @@ def _tar(
     us = os.getpid()
 
     def bound() -> None:
-        syscalls.end_with(us)
+        syscalls.die_with_parent(us)
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
         if limit:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

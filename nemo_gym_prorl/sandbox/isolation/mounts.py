@@ -27,7 +27,7 @@ from nemo_gym_prorl.sandbox.isolation.privilege import in_user_namespace
 from nemo_gym_prorl.sandbox.isolation.syscalls import ATTRIBUTE_NODEV, ATTRIBUTE_NOSUID, ATTRIBUTE_RDONLY
 
 
-KERNELS = ("/proc", "/sys", "/dev")
+KERNEL_FILESYSTEMS = ("/proc", "/sys", "/dev")
 """Where each sandbox has file systems of the kernel's."""
 
 SMALL_TMPFS = "size=16m,nr_inodes=16k"
@@ -40,24 +40,24 @@ _TERMINAL_GROUP = 5
 """``tty`` of every distribution: owner of terminals, where it exists."""
 
 
-TERMINALS = 128
+MAX_TERMINALS = 128
 """Most terminals of a sandbox; Linux has 3,072 for all namespaces but the first."""
 
-INODES_A_MIB = 1024
+INODES_PER_MIB = 1024
 """Files, links and folders in ``/dev/shm`` for each MiB: each takes the kernel a KiB, empty or not."""
 
 
 def shared_memory_options(mib: int) -> str:
     """Return the options of the mount at ``/dev/shm``."""
-    return f"size={mib}m,nr_inodes={mib * INODES_A_MIB}"
+    return f"size={mib}m,nr_inodes={mib * INODES_PER_MIB}"
 
 
 def terminal_options(*, several_users: bool = False) -> str:
     """Of the mount at ``/dev/pts``."""
-    return f"mode=620,ptmxmode=666,max={TERMINALS}" + (f",gid={_TERMINAL_GROUP}" if several_users else "")
+    return f"mode=620,ptmxmode=666,max={MAX_TERMINALS}" + (f",gid={_TERMINAL_GROUP}" if several_users else "")
 
 
-def covers() -> list[str]:
+def overmounts() -> list[str]:
     """What is mounted over parts of /proc and /sys in the container around us, as drivers of graphics cards and of
     InfiniBand have it; the last first. In a user namespace the kernel gives nobody a fresh one of either that shows
     more than the one he has."""
@@ -68,14 +68,14 @@ def covers() -> list[str]:
 
 
 @cache
-def uncovered() -> list[int]:
+def namespace_without_overmounts() -> list[int]:
     """A mount namespace without them, as a descriptor, for children of this process to make sandboxes in. It is not a
     child's own since mounts that go with one take the path of its program with them. None if it is not needed, or
     this process may not; then whoever makes a sandbox says so."""
-    found = covers()
+    found = overmounts()
 
     def make() -> int:
-        syscalls.private_mounts()
+        syscalls.unshare_mounts()
         for place in found:
             syscalls.unmount(place)
         return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
@@ -112,10 +112,10 @@ class Bind:
             raise CallerError(f"{text!r} is not HOST:INSIDE or HOST:INSIDE:ro with absolute paths", field="binds")
         return cls(source, target, options == "ro")
 
-    def take_hold(self) -> int:
+    def clone_mount(self) -> int:
         """A descriptor of it as a mount that is nowhere yet."""
-        tree = syscalls.detached(self.source, recursive=True)
-        syscalls.restrict(tree, self.attributes, recursive=True)
+        tree = syscalls.open_tree(self.source, recursive=True)
+        syscalls.set_mount_attributes(tree, self.attributes, recursive=True)
         return tree
 
     @property
@@ -131,17 +131,24 @@ SANDBOX_UID = 1000
 
 HOSTS = f"127.0.0.1\tlocalhost {HOST_NAME}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
 
-OF_THE_RUNTIME = ("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/localtime")
+RUNTIME_MOUNTED_FILES = (
+    "/etc/passwd",
+    "/etc/group",
+    "/etc/hosts",
+    "/etc/hostname",
+    "/etc/resolv.conf",
+    "/etc/localtime",
+)
 """What runtimes mount over the image's, with the host's contents."""
 
-OF_ACCOUNTS = ("/etc/passwd", "/etc/group")
+ACCOUNT_FILES = ("/etc/passwd", "/etc/group")
 """What a sandbox's user may have to be added to."""
 
-COPIED_BY_THE_RUNTIME = ("/etc/localtime",)
+RUNTIME_COPIED_FILES = ("/etc/localtime",)
 """What they copy from the host besides, into images that have none."""
 
 
-def own_files(resolver: str) -> Iterator[tuple[str, str]]:
+def etc_files(resolver: str) -> Iterator[tuple[str, str]]:
     """The files that are a sandbox's own, and what is in them."""
     yield "/etc/hosts", HOSTS
     yield "/etc/hostname", f"{HOST_NAME}\n"
@@ -155,16 +162,16 @@ def account_lines(uid: int, gid: int) -> Iterator[tuple[str, str, int]]:
     yield "/etc/group", f"{name}:x:{gid}:\n", gid
 
 
-NONE_BY_THE_RUNTIME = ("--net", "--network", "none")
+RUNTIME_NO_NETWORK_OPTIONS = ("--net", "--network", "none")
 """What the container runtime is told for a sandbox without."""
 
 
-def network_namespace(host: bool) -> int:
+def network_namespace_flag(host: bool) -> int:
     """The ``CLONE_NEW*`` flag of its own network, or none."""
     return 0 if host else os.CLONE_NEWNET
 
 
-def resolver(host: bool) -> str:
+def resolv_conf(host: bool) -> str:
     """Text of ``/etc/resolv.conf``: the host's for a sandbox on its network, else empty."""
     with contextlib.suppress(OSError):
         if host:

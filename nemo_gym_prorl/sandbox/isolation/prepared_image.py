@@ -26,20 +26,22 @@ from nemo_gym_prorl.sandbox.isolation import mounts, syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import (
     SMALL_TMPFS,
     Bind,
+    namespace_without_overmounts,
     shared_memory_options,
     terminal_options,
-    uncovered,
 )
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
-from nemo_gym_prorl.sandbox.isolation.user_ids import Span
-from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_in_namespace
+from nemo_gym_prorl.sandbox.isolation.user_ids import IdSpan
+from nemo_gym_prorl.sandbox.launcher.requests import Request, RequestKind
 
 
 if TYPE_CHECKING:
     from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
 
 
-FRESH = os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP
+NEW_NAMESPACE_FLAGS = (
+    os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +52,20 @@ class PreparedImage:
         image: its root folder, as an open descriptor.
         owner: user and group that it belongs to on the host.
         parent_namespace: the user namespace that theirs descend from, as an open descriptor.
-        one_user: why there can be only one user inside; empty if there can be several.
+        single_user_reason: why there can be only one user inside; empty if there can be several.
         environment: the variables that the image sets, by the runtime's word.
-        ranges: the ids of the parent namespace, users and groups.
+        parent_ids: the ids of the parent namespace, users and groups.
     """
 
     image: int
     owner: tuple[int, int]
     parent_namespace: int
-    one_user: str
+    single_user_reason: str
     environment: dict[str, str]
-    ranges: list[list[Span]]
+    parent_ids: list[list[IdSpan]]
 
 
-def preliminaries(
+def prerequisites(
     prepared: PreparedImage, order: CreateRequest
 ) -> Callable[[], tuple[dict[str, Any], list[int]]] | None:
     """What has to be there before a sandbox can be made, in a child forked for that; mostly nothing.
@@ -75,22 +77,22 @@ def preliminaries(
     root, several = is_machine_root(), order.users
     host = order.host_uid, order.host_gid
     owned = root and not several and prepared.owner != (order.uid, order.uid)
-    shown = root and shown_mounts(order)
+    shown = root and order.binds
     if not owned and not several and not shown:
         return None
 
     def make() -> tuple[dict[str, Any], list[int]]:
-        files = held_mounts(order) if shown else []
+        files = clone_binds(order) if shown else []
         if owned:
-            files.insert(0, user_ids.user_namespace(prepared.owner[0], *host, group=prepared.owner[1]))
+            files.insert(0, user_ids.create_single_user_namespace(prepared.owner[0], *host, group=prepared.owner[1]))
         if several:
-            files.insert(0, user_ids.parent_namespace_below(prepared.parent_namespace, prepared.ranges))
+            files.insert(0, user_ids.parent_namespace_below(prepared.parent_namespace, prepared.parent_ids))
         return {"owners": owned}, files
 
     return make
 
 
-def make(prepared: PreparedImage, order: CreateRequest, folder: str) -> Request:
+def make_request(prepared: PreparedImage, order: CreateRequest, folder: str) -> Request:
     """Start the first process of a sandbox, as a child of the supervisor's. Answers with its number on the host.
 
     Goes with where to answer, its parent namespace, the channel of the first process, the launcher, and
@@ -104,17 +106,17 @@ def make(prepared: PreparedImage, order: CreateRequest, folder: str) -> Request:
     """
     uid = order.uid
     several, root, host_network = order.users, is_machine_root(), order.network
-    if several and prepared.one_user:
-        raise PermissionError(errno.EPERM, prepared.one_user)
+    if several and prepared.single_user_reason:
+        raise PermissionError(errno.EPERM, prepared.single_user_reason)
     binds = [] if root else [Bind.parse(text) for text in order.binds]
-    shown = [Bind.parse(text).target for text in shown_mounts(order)] if root else []
-    request = Request(Kind.MAKE)
-    request.words(len(uncovered()))
+    shown = [Bind.parse(text).target for text in order.binds] if root else []
+    request = Request(RequestKind.MAKE)
+    request.words(len(namespace_without_overmounts()))
     request.limits(_of_all_users(order) if several else [])
-    for host_id, ranges in zip((order.host_uid, order.host_gid), prepared.ranges, strict=True):
-        request.text(user_ids.map_of(user_ids.spans(host_id, uid, several=several, ranges=ranges)))
-    request.words(FRESH | mounts.network_namespace(host_network))
-    request.words(uid, uid, host_network, several, is_machine_root_outside())
+    for host_id, ranges in zip((order.host_uid, order.host_gid), prepared.parent_ids, strict=True):
+        request.text(user_ids.format_id_map(user_ids.sandbox_ids(host_id, uid, several=several, ranges=ranges)))
+    request.words(NEW_NAMESPACE_FLAGS | mounts.network_namespace_flag(host_network))
+    request.words(uid, uid, host_network, several, is_machine_root_in_namespace())
     # Root's is given it, and must not find it by itself, with owners that are nobody there.
     request.text(folder, "" if root else order.image)
     request.words(len(binds))
@@ -138,12 +140,7 @@ def _of_all_users(order: CreateRequest) -> list[tuple[int, int, int]]:
     return [(resource.RLIMIT_NPROC, processes, processes)]
 
 
-def shown_mounts(order: CreateRequest) -> list[str]:
-    """Return what root shows a sandbox with other owners: its binds."""
-    return order.binds
-
-
-def held_mounts(order: CreateRequest) -> list[int]:
+def clone_binds(order: CreateRequest) -> list[int]:
     """By root: :func:`shown_mounts` as mounts that are nowhere yet, in which the owner's files are the sandbox's own.
 
     The owner of a bind is who has its uppermost folder on the host. One that can be written to stays nobody's if that
@@ -152,18 +149,20 @@ def held_mounts(order: CreateRequest) -> list[int]:
     """
     host, trees = (order.host_uid, order.host_gid), []
     for bind in map(Bind.parse, order.binds):
-        tree = bind.take_hold()
+        tree = bind.clone_mount()
         trees.append(tree)
         found = os.stat(bind.source)
         owners = (found.st_uid, found.st_gid)
-        if (bind.read_only or 0 not in owners) and max(owners) < user_ids.FIRST_ID:
+        if (bind.read_only or 0 not in owners) and max(owners) < user_ids.FIRST_HOST_ID:
             # On a file system that can't show other owners it stays nobody's.
             with contextlib.suppress(OSError):
-                syscalls.show_as(tree, user_ids.user_namespace(found.st_uid, *host, group=found.st_gid))
+                syscalls.idmap_mount(
+                    tree, user_ids.create_single_user_namespace(found.st_uid, *host, group=found.st_gid)
+                )
     return trees
 
 
-def image_for(prepared: PreparedImage, pid: int, owners: int | None) -> int | None:
+def idmapped_image(prepared: PreparedImage, pid: int, owners: int | None) -> int | None:
     """By root: the image as a mount for the sandbox whose first process is ``pid``; others make their own.
 
     Args:
@@ -173,10 +172,10 @@ def image_for(prepared: PreparedImage, pid: int, owners: int | None) -> int | No
     """
     if not is_machine_root():
         return None
-    tree = syscalls.detached(prepared.image)
+    tree = syscalls.open_tree(prepared.image)
     space = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC) if owners is None else owners
     try:
-        syscalls.show_as(tree, space)
+        syscalls.idmap_mount(tree, space)
     except OSError:
         os.close(tree)
         raise
@@ -186,17 +185,17 @@ def image_for(prepared: PreparedImage, pid: int, owners: int | None) -> int | No
     return tree
 
 
-def open_image(image: str) -> tuple[dict[str, Any], list[int]]:
+def prepare_image(image: str) -> tuple[dict[str, Any], list[int]]:
     """In a child forked for it: what is prepared of an image but its variables, as an answer for :func:`received`."""
     found = os.stat(image)
     descriptor = os.open(image, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     parent, one_user = user_ids.make_parent_namespace()
-    ranges = [user_ids.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
+    ranges = [user_ids.parent_ids(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
     owner = [found.st_uid, found.st_gid]
     return {"owner": owner, "one_user": one_user, "ranges": ranges}, [descriptor, parent]
 
 
-def received(environment: dict[str, str], answer: dict[str, Any], files: list[int]) -> PreparedImage:
+def from_reply(environment: dict[str, str], answer: dict[str, Any], files: list[int]) -> PreparedImage:
     """The image that :func:`open_image` prepared in a child."""
     image, parent = files
     owner = answer["owner"][0], answer["owner"][1]

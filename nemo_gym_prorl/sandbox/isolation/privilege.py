@@ -41,7 +41,7 @@ def is_machine_root() -> bool:
     return os.geteuid() == 0 and not in_user_namespace()
 
 
-def is_machine_root_outside() -> bool:
+def is_machine_root_in_namespace() -> bool:
     """Whether this process, in a user namespace, is still the machine's root to the kernel: whom it lets have any
     number of processes, and whose its devices and settings are, as far as they can be seen."""
     return in_user_namespace() and os.stat("/proc/sys/kernel").st_uid == os.geteuid()
@@ -52,7 +52,7 @@ def in_user_namespace() -> bool:
     return os.stat("/proc/self/ns/user").st_ino != INITIAL_NAMESPACE
 
 
-def mapped(kind: str = "uid") -> list[tuple[int, int, int]]:
+def id_map(kind: str = "uid") -> list[tuple[int, int, int]]:
     """The ids that there are here: first one, the same id around this namespace, and how many follow on.
 
     Args:
@@ -62,19 +62,19 @@ def mapped(kind: str = "uid") -> list[tuple[int, int, int]]:
     return [(int(own), int(outside), int(count)) for own, outside, count in map(str.split, lines)]
 
 
-def has_one_id() -> bool:
+def has_single_id() -> bool:
     """Whether there is nobody here but this user, so that no program, setuid or not, can map another."""
-    return sum(count for _own, _outside, count in mapped()) == 1
+    return sum(count for _own, _outside, count in id_map()) == 1
 
 
-def user_outside() -> int:
+def outer_uid() -> int:
     """This process's user as he is known around its namespace, by which users of one machine are told apart: each of
     them may be number 0 in a container of his own."""
     user = os.geteuid()
-    return next((outside + user - own for own, outside, count in mapped() if own <= user < own + count), user)
+    return next((outside + user - own for own, outside, count in id_map() if own <= user < own + count), user)
 
 
-KEPT = {
+DEFAULT_CAPABILITIES = {
     "CHOWN": 0,
     "DAC_OVERRIDE": 1,
     "FOWNER": 3,
@@ -93,12 +93,12 @@ KEPT = {
 """Those that root has in every sandbox, as is customary for containers. Without SYS_ADMIN nothing can be mounted,
 without SYS_PTRACE nothing that has more rights can be looked into, and without SYS_RESOURCE limits can't be lifted."""
 
-GRANTED = {"NET_ADMIN": 12, "SYS_PTRACE": 19}
+GRANTABLE_CAPABILITIES = {"NET_ADMIN": 12, "SYS_PTRACE": 19}
 """Those that are added when asked for: all of one's own network devices, and looking into all processes of one's own.
 The supervisor's helpers stay closed even to that: their memory belongs to the namespace that they came from."""
 
 
-def numbers(names: Iterable[str], *, root: bool, host_network: bool) -> frozenset[int]:
+def capability_numbers(names: Iterable[str], *, root: bool, host_network: bool) -> frozenset[int]:
     """The numbers of capabilities that are to be added, by names as in Compose files, with or without ``CAP_``.
 
     Raises:
@@ -107,25 +107,27 @@ def numbers(names: Iterable[str], *, root: bool, host_network: bool) -> frozense
     found = set()
     for given in names:
         name = given.upper().removeprefix("CAP_")
-        if name in KEPT:
+        if name in DEFAULT_CAPABILITIES:
             continue
-        if name not in GRANTED:
-            raise CallerError(f"{given} is not given to sandboxes; {', '.join(GRANTED)} can be", field="capabilities")
+        if name not in GRANTABLE_CAPABILITIES:
+            raise CallerError(
+                f"{given} is not given to sandboxes; {', '.join(GRANTABLE_CAPABILITIES)} can be", field="capabilities"
+            )
         if not root:
             raise CallerError(f"{given} is for root inside; the sandbox has root: false", field="capabilities")
         if name == "NET_ADMIN" and host_network:
             raise CallerError(f"{given} is for a network of one's own, not for network: true", field="capabilities")
-        found.add(GRANTED[name])
+        found.add(GRANTABLE_CAPABILITIES[name])
     return frozenset(found)
 
 
-MOST = "user.max_user_namespaces"
-BY_USERS = "kernel.unprivileged_userns_clone"
+MAX_USERNS_SYSCTL = "user.max_user_namespaces"
+USERNS_CLONE_SYSCTL = "kernel.unprivileged_userns_clone"
 """Debian's and its descendants' own."""
-APPARMOR = "kernel.apparmor_restrict_unprivileged_userns"
+APPARMOR_USERNS_SYSCTL = "kernel.apparmor_restrict_unprivileged_userns"
 """Ubuntu's own, on since 23.10: namespaces can be made, but without rights in them."""
 
-PROBE = """
+PROBE_SCRIPT = """
 import os
 uid, step = os.getuid(), "make"
 try:
@@ -141,7 +143,7 @@ print(step)
 """In a process of its own, which stays in what it makes."""
 
 
-class Ending(StrEnum):
+class ProbeStep(StrEnum):
     """How far the attempt got."""
 
     DONE = "done"
@@ -152,54 +154,60 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class UserNamespaceProbe:
     """What came of making one, and what decides over it.
 
     Attributes:
-        ending: how far it got.
-        number: the ``errno`` of what failed, or 0.
+        step: how far it got.
+        error_number: the ``errno`` of what failed, or 0.
         root: whether it was root who tried.
         filtered: whether system calls are filtered here, as in most containers.
         settings: those of the machine's settings that there are, by name.
     """
 
-    ending: Ending
-    number: int
+    step: ProbeStep
+    error_number: int
     root: bool
     filtered: bool
     settings: Mapping[str, str]
 
     @classmethod
-    def here(cls) -> Self:
+    def run(cls) -> Self:
         """Try it. Some 30 ms."""
         said = subprocess.run(
-            [sys.executable, "-ISc", PROBE], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+            [sys.executable, "-ISc", PROBE_SCRIPT],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         *number, step = said.stdout.split()
         filtered = re.search(r"^Seccomp:\s*2$", Path("/proc/self/status").read_text(), re.MULTILINE)
-        return cls(Ending(step), int(number[0]) if number else 0, is_machine_root(), filtered is not None, _settings())
+        return cls(
+            ProbeStep(step), int(number[0]) if number else 0, is_machine_root(), filtered is not None, _settings()
+        )
 
 
-def remedies(attempt: Attempt) -> list[str]:
+def remedies(attempt: UserNamespaceProbe) -> list[str]:
     """What an administrator can do so that it works; empty if it does."""
-    if attempt.ending is Ending.DONE:
+    if attempt.step is ProbeStep.DONE:
         return []
     found = []
-    if attempt.settings.get(MOST) == "0":
-        found.append(f"sysctl {MOST}=15000")
-    if not attempt.root and attempt.settings.get(BY_USERS) == "0":
-        found.append(f"sysctl {BY_USERS}=1")
-    if not attempt.root and attempt.settings.get(APPARMOR) == "1":
+    if attempt.settings.get(MAX_USERNS_SYSCTL) == "0":
+        found.append(f"sysctl {MAX_USERNS_SYSCTL}=15000")
+    if not attempt.root and attempt.settings.get(USERNS_CLONE_SYSCTL) == "0":
+        found.append(f"sysctl {USERNS_CLONE_SYSCTL}=1")
+    if not attempt.root and attempt.settings.get(APPARMOR_USERNS_SYSCTL) == "1":
         found.append(
-            f"sysctl {APPARMOR}=0, or an AppArmor profile with 'userns,' for {os.path.realpath(sys.executable)} "
+            f"sysctl {APPARMOR_USERNS_SYSCTL}=0, or an AppArmor profile with 'userns,' for {os.path.realpath(sys.executable)} "
             "(one for the container runtime does not do: the namespace is made before it starts)"
         )
-    if attempt.number == errno.EINVAL:
+    if attempt.error_number == errno.EINVAL:
         found.append("a kernel with CONFIG_USER_NS")
     if found:
         return found
-    if attempt.number == errno.ENOSPC:
-        return [f"raise {MOST}, here or in the container around this one"]
+    if attempt.error_number == errno.ENOSPC:
+        return [f"raise {MAX_USERNS_SYSCTL}, here or in the container around this one"]
     return [
         "this process seems to be in a container that forbids it: start that one with --security-opt "
         "seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined (Docker, "
@@ -210,5 +218,8 @@ def remedies(attempt: Attempt) -> list[str]:
 
 
 def _settings() -> dict[str, str]:
-    files = {name: Path("/proc/sys", *name.split(".")) for name in (MOST, BY_USERS, APPARMOR)}
+    files = {
+        name: Path("/proc/sys", *name.split("."))
+        for name in (MAX_USERNS_SYSCTL, USERNS_CLONE_SYSCTL, APPARMOR_USERNS_SYSCTL)
+    }
     return {name: file.read_text().strip() for name, file in files.items() if file.exists()}

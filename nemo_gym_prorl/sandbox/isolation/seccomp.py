@@ -28,13 +28,13 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE, UNKNOWN, WORD, ByArgument, Verdict, program
+from nemo_gym_prorl.syscall_filter import ALLOW, MASK_32, REFUSE, UNKNOWN, ArgumentRule, FilterAction, compile_filter
 
 
-LAST = 466
+MAX_SYSCALL = 466
 """``removexattrat``, of Linux 6.13; what came later has not been judged."""
 
-NEW_NAMESPACES = 0x7E020000
+CLONE_NAMESPACE_FLAGS = 0x7E020000
 """The flags of ``clone`` that make namespaces: mounts, control groups, UTS, IPC, users, processes, network."""
 
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
@@ -43,31 +43,31 @@ SOCKET_FAMILIES = frozenset({AF_UNIX, AF_INET, AF_INET6, AF_NETLINK})
 """What programs need. Of the others some take memory that no limit of a sandbox counts (rings of ``AF_PACKET`` and
 ``AF_XDP``), one leads to the host of a virtual machine (``AF_VSOCK``), and many are rarely used, so rarely mended."""
 
-_NO_PACKET_TYPE = ByArgument(1, frozenset({10}), REFUSE, ALLOW, mask=0xF)
+_NO_PACKET_TYPE = ArgumentRule(1, frozenset({10}), REFUSE, ALLOW, mask=0xF)
 """``SOCK_PACKET`` of ``AF_INET`` is an old name of ``AF_PACKET``; the upper bits of a type are flags."""
 
 PERSONALITIES = frozenset({0, 8, 0x20000, 0x20008, 0xFFFFFFFF})
 """Linux, with 32 bit addresses, or an old version's name; and the question which one it is. No fixed addresses."""
 
-TERMINAL_FORGERIES = frozenset({0x5412, 0x541C})
+TERMINAL_INPUT_IOCTLS = frozenset({0x5412, 0x541C})
 """``TIOCSTI`` puts characters into a terminal's input, ``TIOCLINUX`` pastes a selection there."""
 
 FIRST_PROCESS = frozenset({1})
 """Who can bring it about that the kernel ends a sandbox's first process (an option of its tracer, as a limit of its
 processor time) makes an end from inside look like one from outside."""
 
-ONESELF = frozenset({0})
+OWN_PROCESS = frozenset({0})
 """And who can limit what is about to begin has it fail as if the machine lacked memory: a process has a number inside
 before it is the program that was asked for."""
 
-BY_ARGUMENT: dict[str, ByArgument] = {
-    "clone": ByArgument(0, frozenset({0}), ALLOW, REFUSE, mask=NEW_NAMESPACES),
-    "socket": ByArgument(0, SOCKET_FAMILIES, _NO_PACKET_TYPE, REFUSE),
-    "socketpair": ByArgument(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
-    "personality": ByArgument(0, PERSONALITIES, ALLOW, REFUSE),
-    "ioctl": ByArgument(1, TERMINAL_FORGERIES, REFUSE, ALLOW),
-    "prlimit64": ByArgument(0, ONESELF, ALLOW, REFUSE),
-    "ptrace": ByArgument(1, FIRST_PROCESS, REFUSE, ALLOW),
+CONDITIONAL_RULES: dict[str, ArgumentRule] = {
+    "clone": ArgumentRule(0, frozenset({0}), ALLOW, REFUSE, mask=CLONE_NAMESPACE_FLAGS),
+    "socket": ArgumentRule(0, SOCKET_FAMILIES, _NO_PACKET_TYPE, REFUSE),
+    "socketpair": ArgumentRule(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
+    "personality": ArgumentRule(0, PERSONALITIES, ALLOW, REFUSE),
+    "ioctl": ArgumentRule(1, TERMINAL_INPUT_IOCTLS, REFUSE, ALLOW),
+    "prlimit64": ArgumentRule(0, OWN_PROCESS, ALLOW, REFUSE),
+    "ptrace": ArgumentRule(1, FIRST_PROCESS, REFUSE, ALLOW),
 }
 
 CLONE3 = 435
@@ -155,7 +155,7 @@ _REFUSED_ON_X86 = {
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SyscallTable:
     """The rules for one architecture.
 
     Attributes:
@@ -172,16 +172,16 @@ class Table:
     unused: tuple[range, ...]
     seccomp: int
 
-    def verdicts(self) -> dict[int, Verdict]:
+    def verdicts(self) -> dict[int, FilterAction]:
         """By number, what is not simply allowed."""
-        found: dict[int, Verdict] = {number: UNKNOWN for gap in self.unused for number in gap}
+        found: dict[int, FilterAction] = {number: UNKNOWN for gap in self.unused for number in gap}
         found |= dict.fromkeys(self.refused.values(), REFUSE)
-        found |= {number: BY_ARGUMENT[name] for name, number in self.conditional.items()}
+        found |= {number: CONDITIONAL_RULES[name] for name, number in self.conditional.items()}
         return {**found, CLONE3: UNKNOWN}
 
 
 TABLES = {
-    "x86_64": Table(
+    "x86_64": SyscallTable(
         audit=0xC000003E,
         refused=_REFUSED_EVERYWHERE | _REFUSED_ON_X86 | {name: both[0] for name, both in _REFUSED_ON_BOTH.items()},
         conditional={
@@ -192,7 +192,7 @@ TABLES = {
         unused=(range(336, 424),),
         seccomp=317,
     ),
-    "aarch64": Table(
+    "aarch64": SyscallTable(
         audit=0xC00000B7,
         refused=_REFUSED_EVERYWHERE | {name: both[1] for name, both in _REFUSED_ON_BOTH.items()},
         conditional={
@@ -217,7 +217,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 _MACHINE = os.uname().machine
 
-FILTER = program(TABLES[_MACHINE].audit, TABLES[_MACHINE].verdicts(), LAST) if _MACHINE in TABLES else b""
+FILTER = (
+    compile_filter(TABLES[_MACHINE].audit, TABLES[_MACHINE].verdicts(), MAX_SYSCALL) if _MACHINE in TABLES else b""
+)
 """This machine's, made once: the children that install it are forked."""
 
 
@@ -235,7 +237,7 @@ def install(rules: bytes = FILTER) -> None:
         raise OSError(number, f"filter of system calls: {os.strerror(number)}")
 
 
-def profile() -> str:
+def oci_profile() -> str:
     """What is refused, in the words of the container runtimes: JSON.
 
     For the first process of a container that a runtime starts, where that has no more rights than those inside: they
@@ -244,29 +246,29 @@ def profile() -> str:
     table = TABLES.get(_MACHINE)
     rules: list[dict[str, Any]] = [{"names": sorted(table.refused)}] if table else []
     for name in table.conditional if table else ():
-        rules += [{"names": [name], "args": conditions} for conditions in _refused_by(BY_ARGUMENT[name])]
+        rules += [{"names": [name], "args": conditions} for conditions in _refused_by(CONDITIONAL_RULES[name])]
     refused = [{**rule, "action": "SCMP_ACT_ERRNO"} for rule in rules]
     return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": refused})
 
 
-def _refused_by(rule: ByArgument) -> Iterator[list[dict[str, Any]]]:
+def _refused_by(rule: ArgumentRule) -> Iterator[list[dict[str, Any]]]:
     """Conditions that refuse a call if all of a list hold. A runtime knows no "none of these values". So any bit is
     refused that no allowed value has, but for one of all bits, which no shell ever gives; and each other number that
     is made of the bits of allowed values."""
     if rule.then == REFUSE:
         yield from ([_condition(rule, rule.mask, value)] for value in sorted(rule.values))
         return
-    usual = reduce(or_, rule.values - {WORD})
+    usual = reduce(or_, rule.values - {MASK_32})
     for bit in (1 << shift for shift in range(32)):
         if bit & rule.mask & ~usual:
             yield [_condition(rule, bit, bit)]
     for value in range(usual + 1):
         if value & ~usual == 0 and value not in rule.values:
             yield [_condition(rule, rule.mask, value)]
-    if isinstance(rule.then, ByArgument):
+    if isinstance(rule.then, ArgumentRule):
         for value in sorted(rule.values):
             yield from ([_condition(rule, rule.mask, value), *more] for more in _refused_by(rule.then))
 
 
-def _condition(rule: ByArgument, mask: int, value: int) -> dict[str, Any]:
+def _condition(rule: ArgumentRule, mask: int, value: int) -> dict[str, Any]:
     return {"index": rule.index, "value": mask, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"}

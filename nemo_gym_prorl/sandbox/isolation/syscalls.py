@@ -89,14 +89,14 @@ def prctl(option: int, value: int) -> None:
     _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have this process end with its parent, which is ``parent``; if that has ended already, end now."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def fork_into(group: int) -> int:
+def fork_into_cgroup(group: int) -> int:
     """``fork(2)`` whose child is born in a control group, by the descriptor of its folder; needs Linux 5.7.
 
     The process must have one thread: where another one waits for the interpreter's lock, the child hands it that lock
@@ -108,7 +108,7 @@ def fork_into(group: int) -> int:
     return pid
 
 
-def detached(source: str | int, *, recursive: bool = False) -> int:
+def open_tree(source: str | int, *, recursive: bool = False) -> int:
     """A copy of a mount, as a descriptor, that is nowhere to be seen yet; to be given to :func:`attach`.
 
     Args:
@@ -165,14 +165,14 @@ def change_mode(name: str | bytes, folder: int | None, mode: int, kind: int = 0)
         os.close(held)
 
 
-def restrict(tree: int, attributes: int, *, recursive: bool = False) -> None:
+def set_mount_attributes(tree: int, attributes: int, *, recursive: bool = False) -> None:
     """Set ``ATTRIBUTE_*`` of a detached mount."""
     given = struct.pack("4Q", attributes, 0, 0, 0)
     flags = EMPTY_PATH | (RECURSIVE if recursive else 0)
     _check(_libc.syscall(_MOUNT_SETATTR, tree, b"", flags, given, len(given)), "mount_setattr")
 
 
-def show_as(tree: int, owner: int) -> None:
+def idmap_mount(tree: int, owner: int) -> None:
     """Have a detached mount show other owners: who has a file's owner's number in the user namespace ``owner``."""
     # What is mounted below it on the host from now on, with other owners, is not to appear there, too.
     given = struct.pack("4Q", _ATTRIBUTE_IDMAP, 0, MS_PRIVATE, owner)
@@ -180,13 +180,13 @@ def show_as(tree: int, owner: int) -> None:
     _check(done, "the image with other owners (needs Linux 5.19, and a file system that can)")
 
 
-def attach(tree: int, target: str) -> None:
+def move_mount(tree: int, target: str) -> None:
     """Mount what :func:`detached` gave on ``target``, and close it."""
     _check(_libc.syscall(_MOVE_MOUNT, tree, b"", -100, os.fsencode(target), FROM_EMPTY_PATH), f"mount on {target}")
     os.close(tree)
 
 
-def executable_memory(name: str) -> int:
+def create_executable_memfd(name: str) -> int:
     """A new memory file that may be executed and sealed."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_EXEC)
@@ -197,7 +197,7 @@ def executable_memory(name: str) -> int:
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
-def seal(memory: int) -> None:
+def seal_memfd(memory: int) -> None:
     """Make sure that nobody ever changes a memory file again."""
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
 
@@ -207,7 +207,7 @@ def unmount(target: str) -> None:
     _check(_libc.umount2(os.fsencode(target), _DETACH), f"unmount of {target}")
 
 
-def walled_in(path: Path) -> Path | None:
+def first_untraversable_parent(path: Path) -> Path | None:
     """The outermost folder above ``path`` that strangers may not enter, or ``None`` if the way is free."""
     for folder in reversed(path.parents):
         if not folder.stat().st_mode & stat.S_IXOTH:
@@ -215,7 +215,7 @@ def walled_in(path: Path) -> Path | None:
     return None
 
 
-def mount_for(source: str, target: str, owner: int | None) -> None:
+def mount_as_owner(source: str, target: str, owner: int | None) -> None:
     """Show the file or folder ``source`` at ``target``, wherever it lies, with one user's files shown as another's.
 
     Args:
@@ -224,13 +224,13 @@ def mount_for(source: str, target: str, owner: int | None) -> None:
         owner: a user namespace with one user: what belongs to the number that he has there is shown as belonging to
             him; ``None`` to leave owners as they are.
     """
-    tree = detached(source)
+    tree = open_tree(source)
     if owner is not None:
-        show_as(tree, owner)
-    attach(tree, target)
+        idmap_mount(tree, owner)
+    move_mount(tree, target)
 
 
-def private_mounts() -> None:
+def unshare_mounts() -> None:
     """Give this process a mount namespace of its own, from which nothing gets out."""
     os.unshare(os.CLONE_NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)

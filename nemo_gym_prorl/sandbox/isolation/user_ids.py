@@ -21,46 +21,46 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.isolation.privilege import has_one_id, is_machine_root
+from nemo_gym_prorl.sandbox.isolation.privilege import has_single_id, is_machine_root
 
 
-FIRST_ID = 1_879_048_192
-BLOCK = 65_536
-BLOCKS = 4094
+FIRST_HOST_ID = 1_879_048_192
+IDS_PER_BLOCK = 65_536
+BLOCK_COUNT = 4094
 """Where the server is root: ids that systemd leaves unused. The first is the parent namespace's own, the first half of
 the blocks is for sandboxes with one user, the second for those with several, which get a block each."""
 
-HOST_IDS = BLOCK * (BLOCKS // 2 - 1)
+SINGLE_USER_IDS = IDS_PER_BLOCK * (BLOCK_COUNT // 2 - 1)
 """How many there are for sandboxes with one user."""
 
-LEAST_RANGE = 65_535
+MIN_SUBORDINATE_IDS = 65_535
 """Ids that an ordinary user's range must have, so that with his own every id of a distribution exists inside."""
 
-Span = tuple[int, int, int]
+IdSpan = tuple[int, int, int]
 """First id inside, the same id outside, and how many follow on."""
 
-HELPERS = ("newuidmap", "newgidmap")
+MAP_HELPERS = ("newuidmap", "newgidmap")
 
 _HELPER_TIMEOUT_S = 10.0
 
 
-def draw(*, several: bool) -> int:
+def draw_host_id(*, several: bool) -> int:
     """The user id on the host of a new sandbox, the first one if it has several users."""
     if not is_machine_root():
         return os.geteuid()
     if several:
-        return FIRST_ID + BLOCK * (BLOCKS // 2 + secrets.randbelow(BLOCKS // 2))
-    return FIRST_ID + BLOCK + secrets.randbelow(HOST_IDS)
+        return FIRST_HOST_ID + IDS_PER_BLOCK * (BLOCK_COUNT // 2 + secrets.randbelow(BLOCK_COUNT // 2))
+    return FIRST_HOST_ID + IDS_PER_BLOCK + secrets.randbelow(SINGLE_USER_IDS)
 
 
-def no_several_users() -> str:
+def multi_user_error() -> str:
     """Why this process's user can't have sandboxes with several users, and what to do; empty if he can."""
     if is_machine_root():
         return ""
-    counts = [sum(count for _own, _first, count in ranges(kind, 1)[1:]) for kind in ("uid", "gid")]
-    if min(counts) >= LEAST_RANGE:
+    counts = [sum(count for _own, _first, count in parent_ids(kind, 1)[1:]) for kind in ("uid", "gid")]
+    if min(counts) >= MIN_SUBORDINATE_IDS:
         return ""
-    if has_one_id():
+    if has_single_id():
         return (
             "several users need a range of ids, and the user namespace around this server, as in containers of enroot "
             "and Pyxis, has one id: leave users: true out, or start the server outside of it"
@@ -71,13 +71,13 @@ def no_several_users() -> str:
         name = str(os.geteuid())
     line = f"{name}:100000:65536"
     return (
-        f"several users need a range of {LEAST_RANGE} ids or more: have an administrator put a line like {line!r}, "
+        f"several users need a range of {MIN_SUBORDINATE_IDS} ids or more: have an administrator put a line like {line!r}, "
         "with a range that nobody else has, into /etc/subuid and /etc/subgid, and install newuidmap and newgidmap "
         "(package uidmap or shadow-utils)"
     )
 
 
-def spans(uid: int, inside: int, *, several: bool, ranges: Sequence[Span]) -> list[Span]:
+def sandbox_ids(uid: int, inside: int, *, several: bool, ranges: Sequence[IdSpan]) -> list[IdSpan]:
     """Which ids a sandbox has, by their numbers in its parent namespace.
 
     Args:
@@ -90,11 +90,11 @@ def spans(uid: int, inside: int, *, several: bool, ranges: Sequence[Span]) -> li
     if not several:
         return [(inside, first, 1)]
     if is_machine_root():
-        return [(0, first, BLOCK)]
+        return [(0, first, IDS_PER_BLOCK)]
     return [(own, own, count) for own, _outside, count in ranges]
 
 
-def ranges(kind: str, own: int) -> list[Span]:
+def parent_ids(kind: str, own: int) -> list[IdSpan]:
     """What a parent namespace of this process's user maps.
 
     Args:
@@ -102,15 +102,15 @@ def ranges(kind: str, own: int) -> list[Span]:
         own: the user's, or his group's, id.
     """
     if is_machine_root():
-        return [(0, FIRST_ID, BLOCK * BLOCKS)]
+        return [(0, FIRST_HOST_ID, IDS_PER_BLOCK * BLOCK_COUNT)]
     found = [(0, own, 1)]
-    if not has_one_id() and all(map(shutil.which, HELPERS)):
-        for first, count in subordinate(Path(f"/etc/sub{kind}")):
+    if not has_single_id() and all(map(shutil.which, MAP_HELPERS)):
+        for first, count in subordinate_ids(Path(f"/etc/sub{kind}")):
             found.append((sum(found[-1][::2]), first, count))
     return found
 
 
-def subordinate(table: Path) -> Iterator[tuple[int, int]]:
+def subordinate_ids(table: Path) -> Iterator[tuple[int, int]]:
     """The ranges that ``table`` gives this process's user: first id and how many."""
     try:
         lines = table.read_text().splitlines()
@@ -129,18 +129,20 @@ def make_parent_namespace() -> tuple[int, str]:
 
     Blocks for some milliseconds.
     """
-    uids, gids = ranges("uid", os.geteuid()), ranges("gid", os.getegid())
-    trouble = no_several_users()
+    uids, gids = parent_ids("uid", os.geteuid()), parent_ids("gid", os.getegid())
+    trouble = multi_user_error()
     if len(uids) > 1 and len(gids) > 1:
         try:
-            return namespace(lambda pid: _ask_helpers(pid, uids, gids)), trouble
+            return create_user_namespace(lambda pid: _ask_helpers(pid, uids, gids)), trouble
         except (OSError, subprocess.TimeoutExpired) as error:
             trouble = str(error)
     own = uids[0][1]
-    return namespace(lambda pid: write_maps(pid, uids[:1], gids[:1], deny_groups=not is_machine_root()), own), trouble
+    return create_user_namespace(
+        lambda pid: write_id_maps(pid, uids[:1], gids[:1], deny_groups=not is_machine_root()), own
+    ), trouble
 
 
-def join(parent: int) -> None:
+def join_parent_namespace(parent: int) -> None:
     """Become the first user of a parent namespace, who may make user namespaces in it and map them."""
     os.setns(parent, os.CLONE_NEWUSER)
     os.setresgid(0, 0, 0)
@@ -149,15 +151,15 @@ def join(parent: int) -> None:
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
 
 
-def parent_namespace_below(parent: int, ranges: Sequence[Sequence[Span]]) -> int:
+def parent_namespace_below(parent: int, ranges: Sequence[Sequence[IdSpan]]) -> int:
     """A user namespace with all ids of a parent namespace, as a descriptor; this process joins the parent namespace.
 
     Namespaces of sandboxes that are made in it have a count of processes in common that is nobody else's: that of all
     their users together.
     """
-    join(parent)
+    join_parent_namespace(parent)
     maps = [[(own, own, count) for own, _outside, count in spans] for spans in ranges]
-    return namespace(lambda pid: write_maps(pid, *maps))
+    return create_user_namespace(lambda pid: write_id_maps(pid, *maps))
 
 
 def become_root_of_sandbox(uid: int, gid: int, *, several: bool) -> None:
@@ -175,12 +177,12 @@ def become_root_of_sandbox(uid: int, gid: int, *, several: bool) -> None:
         parent, trouble = make_parent_namespace()
         if trouble:
             raise PermissionError(errno.EPERM, trouble)
-        own = ((uid, ranges("uid", os.geteuid())), (gid, ranges("gid", os.getegid())))
-        maps = [spans(first, 0, several=True, ranges=there) for first, there in own]
-        join(parent)
-        os.setns(namespace(lambda pid: write_maps(pid, *maps)), os.CLONE_NEWUSER)
+        own = ((uid, parent_ids("uid", os.geteuid())), (gid, parent_ids("gid", os.getegid())))
+        maps = [sandbox_ids(first, 0, several=True, ranges=there) for first, there in own]
+        join_parent_namespace(parent)
+        os.setns(create_user_namespace(lambda pid: write_id_maps(pid, *maps)), os.CLONE_NEWUSER)
     else:
-        os.setns(user_namespace(0, uid, gid), os.CLONE_NEWUSER)
+        os.setns(create_single_user_namespace(0, uid, gid), os.CLONE_NEWUSER)
     with contextlib.suppress(PermissionError):
         # Refused in namespaces of ordinary users, whose groups mean nothing inside.
         os.setgroups([])
@@ -197,7 +199,7 @@ def fork_as_all_users(action: Callable[[], object]) -> int:
         try:
             parent, one_user = make_parent_namespace()
             if not one_user:
-                join(parent)
+                join_parent_namespace(parent)
                 action()
                 number = 0
         except OSError as error:
@@ -207,23 +209,25 @@ def fork_as_all_users(action: Callable[[], object]) -> int:
     return child
 
 
-def raise_for(status: int, folder: Path) -> None:
+def raise_child_error(status: int, folder: Path) -> None:
     """Raise what went wrong in a child of :func:`fork_as_all_users` that acted on ``folder``."""
     if number := os.waitstatus_to_exitcode(status):
         raise OSError(abs(number), os.strerror(abs(number)), str(folder))
 
 
-def user_namespace(inside: int, uid: int, gid: int, *, group: int | None = None) -> int:
+def create_single_user_namespace(inside: int, uid: int, gid: int, *, group: int | None = None) -> int:
     """A new user namespace in which only one user and one group exist: ``uid`` and ``gid`` here, ``inside`` there.
 
     The group's number inside is ``group``, or the user's if not given.
     Returns a descriptor of it. The caller may join it, as it is the owner.
     """
     gids = [(inside if group is None else group, gid, 1)]
-    return namespace(lambda pid: write_maps(pid, [(inside, uid, 1)], gids, deny_groups=not is_machine_root()), uid)
+    return create_user_namespace(
+        lambda pid: write_id_maps(pid, [(inside, uid, 1)], gids, deny_groups=not is_machine_root()), uid
+    )
 
 
-def namespace(fill: Callable[[int], None], owner: int | None = None) -> int:
+def create_user_namespace(fill: Callable[[int], None], owner: int | None = None) -> int:
     """A new user namespace, as a descriptor; ``fill`` maps it, by the number of a process that is in it.
 
     By root, it is that of the user ``owner``: what the kernel counts for who made it is not taken from root's own, and
@@ -260,15 +264,15 @@ def _for_another(uid: int) -> None:
     os.seteuid(uid)
 
 
-def write_maps(pid: int, uids: Sequence[Span], gids: Sequence[Span], *, deny_groups: bool = False) -> None:
+def write_id_maps(pid: int, uids: Sequence[IdSpan], gids: Sequence[IdSpan], *, deny_groups: bool = False) -> None:
     """Map the user namespace of a process, by one who may."""
     if deny_groups:
         _write(f"/proc/{pid}/setgroups", "deny")
     for name, entries in (("uid_map", uids), ("gid_map", gids)):
-        _write(f"/proc/{pid}/{name}", map_of(entries).decode())
+        _write(f"/proc/{pid}/{name}", format_id_map(entries).decode())
 
 
-def map_of(entries: Sequence[Span]) -> bytes:
+def format_id_map(entries: Sequence[IdSpan]) -> bytes:
     """A map as the kernel takes it."""
     return "\n".join(" ".join(map(str, entry)) for entry in entries).encode()
 
@@ -282,8 +286,8 @@ def _write(path: str, text: str) -> None:
         os.close(descriptor)
 
 
-def _ask_helpers(pid: int, uids: Sequence[Span], gids: Sequence[Span]) -> None:
-    for helper, entries in zip(HELPERS, (uids, gids), strict=True):
+def _ask_helpers(pid: int, uids: Sequence[IdSpan], gids: Sequence[IdSpan]) -> None:
+    for helper, entries in zip(MAP_HELPERS, (uids, gids), strict=True):
         numbers = [str(number) for entry in entries for number in entry]
         done = subprocess.run(
             [helper, str(pid), *numbers], capture_output=True, text=True, timeout=_HELPER_TIMEOUT_S, check=False

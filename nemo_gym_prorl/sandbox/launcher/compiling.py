@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 
-HEADERS = {"x86_64": "x86-linux-any", "aarch64": "aarch64-linux-any"}
+KERNEL_HEADERS = {"x86_64": "x86-linux-any", "aarch64": "aarch64-linux-any"}
 """Architectures, and where the compiler has the kernel's headers for each."""
 
 _FLAGS = (
@@ -42,7 +42,7 @@ def compile_for(machine: str, source: Path, target: Path, cache: Path | None = N
 
     library = Path(ziglang.__file__).parent / "lib"
     includes = ["include", f"libc/include/{machine}-linux-musl", "libc/include/generic-musl"]
-    includes += [f"libc/include/{HEADERS[machine]}", "libc/include/any-linux-any"]
+    includes += [f"libc/include/{KERNEL_HEADERS[machine]}", "libc/include/any-linux-any"]
     with tempfile.TemporaryDirectory() as passing:
         kept = str(cache or passing)
         subprocess.run(

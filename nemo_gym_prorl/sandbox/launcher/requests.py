@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_gym_prorl.sandbox.isolation import mounts, seccomp
-from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, shared_memory_options, terminal_options
-from nemo_gym_prorl.sandbox.isolation.privilege import KEPT, is_machine_root_outside
+from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
+from nemo_gym_prorl.sandbox.isolation.privilege import DEFAULT_CAPABILITIES, is_machine_root_in_namespace
 from nemo_gym_prorl.sandbox.limits import rlimits
-from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
+from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, HostFacts
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, Packet, PeerGone, close_all, receive_packet
 
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 from nemo_gym_prorl.sandbox.supervisor.errors import KILLED, exhausted
 
 
-class Kind(IntEnum):
+class RequestKind(IntEnum):
     """What is asked for."""
 
     MAKE = 1
@@ -46,7 +46,7 @@ class Kind(IntEnum):
     STOP = 7
 
 
-class Said(IntEnum):
+class ReplyKind(IntEnum):
     """What is answered."""
 
     STARTED = 1
@@ -60,7 +60,7 @@ class Said(IntEnum):
     OTHER_USER = 9
 
 
-LARGEST_INLINE = 60_000
+MAX_INLINE_BYTES = 60_000
 """Bytes of a request that go in a packet."""
 
 _HEADER = struct.Struct("=IIQ")
@@ -68,7 +68,7 @@ _WORD = struct.Struct("=Q")
 _ANSWER = struct.Struct("=ii")
 _LARGEST_WORDS = 4096
 
-MOST_VARIABLES = 2 << 20
+MAX_ENVIRONMENT_BYTES = 2 << 20
 """Bytes of variables that an image may set: as much as the kernel takes for a program, arguments included."""
 
 GO = b"g"
@@ -78,10 +78,10 @@ GO = b"g"
 class Request:
     """One request, as it is put together."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: RequestKind) -> None:
         self._kind = kind
         self._body = bytearray()
-        self.place: Place | None = None
+        self.place: SandboxNamespaces | None = None
         """What it joins, which goes with it."""
 
     def words(self, *numbers: int) -> None:
@@ -130,7 +130,7 @@ class Request:
 
     def settings(self, order: CreateRequest) -> None:
         """Add the files of ``/etc`` that each sandbox has of its own, whoever makes it."""
-        files = list(mounts.own_files(mounts.resolver(order.network)))
+        files = list(mounts.etc_files(mounts.resolv_conf(order.network)))
         self.words(len(files))
         for path, content in files:
             self.text(path)
@@ -145,10 +145,10 @@ class Request:
         """As it is sent. What is sent with it stays open, but for ``group``: the folder of the control group in which
         its process is to be born."""
         own = [] if group is None else [group]
-        joined = [self.place.process.number] if self.place else []
+        joined = [self.place.process.fd] if self.place else []
         header = _HEADER.pack(self._kind, len(own), len(self._body))
         body, more = bytes(self._body), []
-        if len(body) > LARGEST_INLINE:
+        if len(body) > MAX_INLINE_BYTES:
             memory = os.memfd_create("request", os.MFD_CLOEXEC)
             with os.fdopen(memory, "wb", closefd=False) as file:
                 file.write(body)
@@ -156,12 +156,12 @@ class Request:
         return Packet(header + body, [*own, *files[:1], *joined, *files[1:], *more], [*own, *more])
 
 
-def _place(request: Request, place: Place) -> None:
+def _place(request: Request, place: SandboxNamespaces) -> None:
     request.place = place
-    request.words(place.uid, place.spaces, place.rooted)
+    request.words(place.uid, place.namespace_flags, place.is_pivoted)
 
 
-def spawn(place: Place, order: SpawnRequest) -> Request:
+def spawn(place: SandboxNamespaces, order: SpawnRequest) -> Request:
     """Start ``order.argv`` in a session of its own, as the supervisor's child.
 
     Goes with its channel and files. With ``order.tty`` (rows and columns) the first three files of the program are
@@ -171,15 +171,15 @@ def spawn(place: Place, order: SpawnRequest) -> Request:
     terminal; then why it could not execute its program, or nothing but its end. If it is killed before the program
     begins, it says so or ends, and nothing was executed.
     """
-    request = Request(Kind.SPAWN)
+    request = Request(RequestKind.SPAWN)
     _place(request, place)
-    bounded = Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE
+    bounded = HostFacts.of_host(frozenset()).kernel >= COUNTED_PER_NAMESPACE
     request.words(place.limits[resource.RLIMIT_NPROC] if bounded else 0)
     rows, columns = order.tty or (0, 0)
     request.words(order.tty is not None, rows, columns, order.echo)
     request.text(order.cwd)
     request.words(_rights(place))
-    files = rlimits.of_commands()
+    files = rlimits.command_open_files_limit()
     limits = [(resource.RLIMIT_NOFILE, *files)] if files else []
     request.limits([*limits, *((name, most, most) for name, most in place.limits.items())])
     request.words(order.user is not None)
@@ -192,89 +192,91 @@ def spawn(place: Place, order: SpawnRequest) -> Request:
     return request
 
 
-def stop(place: Place) -> Request:
+def stop(place: SandboxNamespaces) -> Request:
     """Have the kernel stop all of it but its first process, in one step. Answers with whether it did."""
-    request = Request(Kind.STOP)
+    request = Request(RequestKind.STOP)
     _place(request, place)
     return request
 
 
-def put(place: Place, path: str, mode: int | None) -> Request:
+def put(place: SandboxNamespaces, path: str, mode: int | None) -> Request:
     """Make ``path`` inside a file with the contents of the one that goes with it; missing folders are made. Never half
     a file. Without a ``mode`` it keeps the one it has, if there is one. Answers with how many there were before."""
-    request = Request(Kind.PUT)
+    request = Request(RequestKind.PUT)
     _place(request, place)
     request.text(path)
     request.words(-1 if mode is None else mode)
     return request
 
 
-def get(place: Place, path: str, most: int) -> Request:
+def get(place: SandboxNamespaces, path: str, most: int) -> Request:
     """Copy the ordinary file ``path`` of at most so many bytes into the one that goes with it."""
-    request = Request(Kind.GET)
+    request = Request(RequestKind.GET)
     _place(request, place)
     request.words(_rights(place), most)
     request.text(path)
     return request
 
 
-def prepare(place: Place, order: CreateRequest) -> Request:
+def prepare(place: SandboxNamespaces, order: CreateRequest) -> Request:
     """Make what the container runtime has started as others are. Goes with a file for the variables that it has by the
     image's own doing."""
-    request = Request(Kind.PREPARE)
+    request = Request(RequestKind.PREPARE)
     _place(request, place)
-    request.words(math.ceil(order.start_timeout_s), MOST_VARIABLES)
+    request.words(math.ceil(order.start_timeout_s), MAX_ENVIRONMENT_BYTES)
     request.text(SMALL_TMPFS, shared_memory_options(order.shared_memory_mib), terminal_options())
-    request.texts(mounts.OF_THE_RUNTIME)
-    request.texts([path for path in mounts.COPIED_BY_THE_RUNTIME if not os.path.lexists(order.image + path)])
-    request.words(is_machine_root_outside())
+    request.texts(mounts.RUNTIME_MOUNTED_FILES)
+    request.texts([path for path in mounts.RUNTIME_COPIED_FILES if not os.path.lexists(order.image + path)])
+    request.words(is_machine_root_in_namespace())
     request.settings(order)
     return request
 
 
 def erase(folder: Path, group: Path | None) -> Request:
     """Remove what an ended sandbox left: its control group, when nothing is left in it, and then its folder."""
-    request = Request(Kind.ERASE)
+    request = Request(RequestKind.ERASE)
     request.text(str(group or ""), str(folder))
     return request
 
 
-def _rights(place: Place) -> int:
+def _rights(place: SandboxNamespaces) -> int:
     """The capabilities that a sandbox's commands can have."""
-    return sum(1 << number for number in place.capabilities.union(KEPT.values()))
+    return sum(1 << number for number in place.capabilities.union(DEFAULT_CAPABILITIES.values()))
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     """One answer."""
 
-    said: Said
+    said: ReplyKind
     number: int = 0
     words: str = ""
 
     def message(self) -> Message:
         """What is told of it."""
         match self.said:
-            case Said.STARTED:
+            case ReplyKind.STARTED:
                 return {"pid": self.number}
-            case Said.READY:
+            case ReplyKind.READY:
                 return {"ready": True}
-            case Said.DONE:
+            case ReplyKind.DONE:
                 return {"number": self.number}
-            case Said.EXHAUSTED:
+            case ReplyKind.EXHAUSTED:
                 return exhausted(self.words)
-            case Said.KILLED:
+            case ReplyKind.KILLED:
                 return KILLED
-            case Said.NO_USER:
+            case ReplyKind.NO_USER:
                 return {"error": f"there is no user {self.words!r} in this sandbox", "errno": self.number}
-            case Said.OTHER_USER:
+            case ReplyKind.OTHER_USER:
                 error = f"this sandbox has one user, and that is not {self.words!r}; users: true gives it all of them"
                 return {"error": error, "errno": self.number}
         error = ": ".join(filter(None, [self.words, os.strerror(self.number)]))
-        return {"error": error, "lost": True} if self.said is Said.LOST else {"error": error, "errno": self.number}
+        return (
+            {"error": error, "lost": True} if self.said is ReplyKind.LOST else {"error": error, "errno": self.number}
+        )
 
 
-def receive(channel: socket.socket) -> tuple[Message, list[int]]:
+def receive_reply(channel: socket.socket) -> tuple[Message, list[int]]:
     """Take the next answer, with its files, which are the caller's to close.
 
     Raises:
@@ -284,7 +286,7 @@ def receive(channel: socket.socket) -> tuple[Message, list[int]]:
     data, files, whole = receive_packet(channel, _ANSWER.size + _LARGEST_WORDS)
     try:
         said, number = _ANSWER.unpack_from(data)
-        message = Answer(Said(said), number, os.fsdecode(data[_ANSWER.size :])).message()
+        message = Reply(ReplyKind(said), number, os.fsdecode(data[_ANSWER.size :])).message()
     except (struct.error, ValueError) as error:
         close_all(files)
         raise PeerGone(errno.EPROTO, f"no answer: {error}") from error

@@ -31,17 +31,17 @@ from nemo_gym_prorl.sandbox.isolation import syscalls
 
 CONTROLLERS = frozenset({"cpu", "memory", "pids"})
 
-LEAF = "prorl-server"
+SERVER_GROUP = "prorl-server"
 """Where the processes go that were in the group which hands out controllers."""
 
-PREFIX = "prorl-s-"
+GROUP_PREFIX = "prorl-s-"
 """What the names of our groups begin with: those of sandboxes go on with their owner's and their own name."""
 
 PROCESS_SLACK = 16
 """Processes that a group may hold beyond the sandbox's own and the runtime's: those that start a command."""
 
 CPU_PERIOD_US = 100_000
-LEAST_CPU_US = 1000
+MIN_CPU_US = 1000
 """The kernel takes no less."""
 
 _UNITS = frozenset({".scope", ".service", ".slice"})
@@ -54,7 +54,7 @@ _MOVES = 100
 """Rounds of moving processes that fork meanwhile."""
 
 
-def own_group(mountinfo: str, membership: str) -> Path | None:
+def group_of(mountinfo: str, membership: str) -> Path | None:
     """The folder of the group that a process is in; ``None`` if it can't be seen or there is no version 2.
 
     Args:
@@ -73,14 +73,14 @@ def own_group(mountinfo: str, membership: str) -> Path | None:
     return None
 
 
-def name_of(folder: Path) -> str:
+def group_name(folder: Path) -> str:
     """The name of the group of the sandbox whose folder this is."""
     return f"prorl-{folder.parent.name}-{folder.name}"
 
 
-def base_of(group: Path) -> Path:
+def delegation_base(group: Path) -> Path:
     """Where a process in ``group`` makes others: beside the leaf if it was moved there, else below."""
-    return group.parent if group.name == LEAF else group
+    return group.parent if group.name == SERVER_GROUP else group
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +96,15 @@ class Delegation:
     controllers: frozenset[str]
 
 
-def delegation() -> Delegation | None:
+def probe_delegation() -> Delegation | None:
     """The delegation that this process has, tried out; leaves things as they were. Some milliseconds."""
-    group = own_group(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+    group = group_of(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     if group is None:
         return None
-    base = base_of(group)
-    if not os.access(base / "cgroup.procs", os.W_OK) or not is_ours(base):
+    base = delegation_base(group)
+    if not os.access(base / "cgroup.procs", os.W_OK) or not is_delegated(base):
         return None
-    probe = Group(base / f"{PREFIX}probe-{secrets.token_hex(4)}", frozenset())
+    probe = Group(base / f"{GROUP_PREFIX}probe-{secrets.token_hex(4)}", frozenset())
     try:
         probe.path.mkdir()
     except OSError:
@@ -117,7 +117,7 @@ def delegation() -> Delegation | None:
         probe.remove()
 
 
-def is_ours(base: Path) -> bool:
+def is_delegated(base: Path) -> bool:
     """Whether all processes of a group may be moved: root can write to any group, as to the scope of a login.
 
     systemd marks the units that it delegates. Its user manager cannot before version 251, so the groups that an
@@ -147,7 +147,7 @@ def _can_start_in(group: Group) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def hand_out(granted: Delegation) -> frozenset[str]:
+def enable_controllers(granted: Delegation) -> frozenset[str]:
     """Have groups below ``granted.base`` get its controllers, as far as it can be had; returns those that they get."""
     missing = granted.controllers - _handed_out(granted.base)
     if not missing:
@@ -174,7 +174,7 @@ def _handed_out(base: Path) -> set[str]:
 
 def _evacuate(base: Path) -> None:
     """Move every process of ``base`` itself into its leaf, ourselves included."""
-    leaf = base / LEAF
+    leaf = base / SERVER_GROUP
     leaf.mkdir(exist_ok=True)
     for _ in range(_MOVES):
         processes = _read(base, "procs").split()
@@ -186,12 +186,12 @@ def _evacuate(base: Path) -> None:
                 _write(leaf, "procs", pid)
 
 
-def settings(controllers: frozenset[str], *, memory: int, processes: int, cpus: float) -> dict[str, str]:
+def limit_files(controllers: frozenset[str], *, memory: int, processes: int, cpus: float) -> dict[str, str]:
     """What to write into which file of a group for limits in bytes, number and processors; 0 is no limit."""
     wanted = {
         "memory": ("memory.max", str(memory) if memory else ""),
         "pids": ("pids.max", str(processes) if processes else ""),
-        "cpu": ("cpu.max", f"{max(LEAST_CPU_US, round(cpus * CPU_PERIOD_US))} {CPU_PERIOD_US}" if cpus else ""),
+        "cpu": ("cpu.max", f"{max(MIN_CPU_US, round(cpus * CPU_PERIOD_US))} {CPU_PERIOD_US}" if cpus else ""),
     }
     return dict(entry for name, entry in wanted.items() if name in controllers and entry[1])
 
@@ -214,14 +214,14 @@ class Group:
         path.mkdir()
         return cls(path, CONTROLLERS & set(_read(path, "controllers").split()))
 
-    def bound(self, *, memory: int, processes: int, cpus: float) -> None:
+    def set_limits(self, *, memory: int, processes: int, cpus: float) -> None:
         """Set limits in bytes, number and processors, as far as there are controllers; 0 for none.
 
         For when the runtime has done its work, whose own threads and processors' time are many for a moment.
         """
         present = int((self.path / "pids.current").read_text()) if "pids" in self.controllers else 0
         allowed = processes and processes + present + PROCESS_SLACK
-        for name, value in settings(self.controllers, memory=memory, processes=allowed, cpus=cpus).items():
+        for name, value in limit_files(self.controllers, memory=memory, processes=allowed, cpus=cpus).items():
             (self.path / name).write_text(value)
         if "memory" in self.controllers and memory and (swap := self.path / "memory.swap.max").exists():
             # What is swapped out does not count as memory. Some kernels have no swap to bound.
@@ -231,7 +231,7 @@ class Group:
         """``os.fork`` whose child is in the group from its birth."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            return syscalls.fork_into(descriptor)
+            return syscalls.fork_into_cgroup(descriptor)
         finally:
             os.close(descriptor)
 
@@ -247,7 +247,7 @@ class Group:
         except FileNotFoundError:
             return []
 
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether it holds as many processes as it may."""
         if "pids" not in self.controllers:
             return False
@@ -258,7 +258,7 @@ class Group:
         """How many processes the kernel has killed in it for want of memory, its own or the machine's."""
         return self._memory_event("oom_kill")
 
-    def full_of_memory(self) -> bool:
+    def exceeded_memory(self) -> bool:
         """Whether it ever wanted more memory than it may have."""
         return bool(self._memory_event("oom"))
 

@@ -24,7 +24,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_in_namespace
 from nemo_gym_prorl.sandbox.limits import cgroups
 
 
@@ -35,20 +35,20 @@ COUNTED_PER_NAMESPACE = (5, 14)
 
 _SCOPE = "--scope -p Delegate=yes COMMAND"
 
-ELSEWHERE = "set PRORL_STATE to a folder on a local disk"
+STATE_DIR_HINT = "set PRORL_STATE to a folder on a local disk"
 
 
-class By(StrEnum):
+class Enforcement(StrEnum):
     """How a limit is kept."""
 
     KERNEL = "enforced"
-    WATCHED = "watched"
+    POLLED = "watched"
     """Looked at every now and then; overrun in between."""
-    NOTHING = "not enforced"
+    NONE = "not enforced"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class HostFacts:
     """What decides.
 
     Attributes:
@@ -62,10 +62,10 @@ class Facts:
     exempt: bool = False
 
     @classmethod
-    def here(cls, controllers: frozenset[str]) -> Self:
+    def of_host(cls, controllers: frozenset[str]) -> Self:
         """This machine's, with these controllers."""
         major, minor = re.findall(r"\d+", os.uname().release)[:2]
-        return cls(controllers, (int(major), int(minor)), is_machine_root_outside())
+        return cls(controllers, (int(major), int(minor)), is_machine_root_in_namespace())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +74,32 @@ class Limit:
 
     Attributes:
         name: what is bounded.
-        by: how well.
-        how: by what, in a few words.
+        enforcement: how well.
+        mechanism: by what, in a few words.
     """
 
     name: str
-    by: By
-    how: str
+    enforcement: Enforcement
+    mechanism: str
 
 
-def limits(facts: Facts) -> tuple[Limit, ...]:
+def enforced_limits(facts: HostFacts) -> tuple[Limit, ...]:
     """Every limit of a sandbox, and how it is kept."""
     return (
-        Limit("memory", By.KERNEL, "memory.max, no swap")
+        Limit("memory", Enforcement.KERNEL, "memory.max, no swap")
         if "memory" in facts.controllers
-        else Limit("memory", By.WATCHED, "twice a second where something runs, the largest process is killed"),
-        Limit("cpu", By.KERNEL, "cpu.max")
+        else Limit("memory", Enforcement.POLLED, "twice a second where something runs, the largest process is killed"),
+        Limit("cpu", Enforcement.KERNEL, "cpu.max")
         if "cpu" in facts.controllers
-        else Limit("cpu", By.NOTHING, "no cpu controller"),
+        else Limit("cpu", Enforcement.NONE, "no cpu controller"),
         _processes(facts),
-        Limit("disk", By.WATCHED, "every 2 s where something runs, the sandbox is ended"),
-        Limit("file size", By.KERNEL, "RLIMIT_FSIZE"),
-        Limit("shared memory", By.KERNEL, "size of each memory file system"),
+        Limit("disk", Enforcement.POLLED, "every 2 s where something runs, the sandbox is ended"),
+        Limit("file size", Enforcement.KERNEL, "RLIMIT_FSIZE"),
+        Limit("shared memory", Enforcement.KERNEL, "size of each memory file system"),
     )
 
 
-def remedy(mountinfo: str, *, root: bool, systemd: bool) -> str:
+def cgroup_remedy(mountinfo: str, *, root: bool, systemd: bool) -> str:
     """How a server can get the control groups that it lacks.
 
     Args:
@@ -120,32 +120,36 @@ def remedy(mountinfo: str, *, root: bool, systemd: bool) -> str:
     )
 
 
-def remedy_here() -> str:
+def cgroup_remedy_here() -> str:
     """As :func:`remedy`, for this process."""
     mountinfo = Path("/proc/self/mountinfo").read_text()
-    return remedy(mountinfo, root=is_machine_root(), systemd=Path("/run/systemd/system").is_dir())
+    return cgroup_remedy(mountinfo, root=is_machine_root(), systemd=Path("/run/systemd/system").is_dir())
 
 
-def _processes(facts: Facts) -> Limit:
+def _processes(facts: HostFacts) -> Limit:
     if "pids" in facts.controllers:
-        return Limit("processes", By.KERNEL, "pids.max")
+        return Limit("processes", Enforcement.KERNEL, "pids.max")
     if facts.exempt:
-        return Limit("processes", By.NOTHING, "the machine's root, who is root of the user namespace here, is exempt")
+        return Limit(
+            "processes", Enforcement.NONE, "the machine's root, who is root of the user namespace here, is exempt"
+        )
     if facts.kernel >= COUNTED_PER_NAMESPACE:
-        return Limit("processes", By.KERNEL, "RLIMIT_NPROC in each user namespace")
-    return Limit("processes", By.NOTHING, "before Linux 5.14 only all of a user's together, less a quarter of his own")
+        return Limit("processes", Enforcement.KERNEL, "RLIMIT_NPROC in each user namespace")
+    return Limit(
+        "processes", Enforcement.NONE, "before Linux 5.14 only all of a user's together, less a quarter of his own"
+    )
 
 
-def file_size_reached(mib: int) -> str:
+def file_size_violation(mib: int) -> str:
     """What is noted of a sandbox in which a file came to the size that none may exceed."""
     return f"file size: a file reached the limit of {mib} MiB"
 
 
-def shortcomings(found: Sequence[Limit]) -> str:
+def weak_limits(found: Sequence[Limit]) -> str:
     """The limits that the kernel does not keep, in one line; empty if there are none."""
     parts = []
-    for by in (By.WATCHED, By.NOTHING):
-        if weak := [f"{limit.name} ({limit.how})" for limit in found if limit.by is by]:
+    for by in (Enforcement.POLLED, Enforcement.NONE):
+        if weak := [f"{limit.name} ({limit.mechanism})" for limit in found if limit.enforcement is by]:
             parts.append(f"{by}: {', '.join(weak)}")
     return "; ".join(parts)
 
@@ -154,7 +158,7 @@ _said = False
 _said_why_slow = False
 
 
-def say_once_why_slow(trouble: str) -> None:
+def warn_slow_start_once(trouble: str) -> None:
     """Log why the runtime makes sandboxes of an image, the first time that it is so against expectation."""
     global _said_why_slow
     if trouble and not _said_why_slow:
@@ -162,7 +166,7 @@ def say_once_why_slow(trouble: str) -> None:
         LOGGER.warning("sandboxes start by the container runtime, which is slower: %s", trouble)
 
 
-def say_once(controllers: frozenset[str], *, in_memory: bool) -> None:
+def warn_weak_limits_once(controllers: frozenset[str], *, in_memory: bool) -> None:
     """Log what does not hold, the first time that this process starts a sandbox.
 
     Args:
@@ -172,14 +176,14 @@ def say_once(controllers: frozenset[str], *, in_memory: bool) -> None:
     global _said
     if not _said:
         _said = True
-        if weak := shortcomings(limits(Facts.here(controllers))):
-            more = "" if controllers == cgroups.CONTROLLERS else f"; for more, {remedy_here()}"
+        if weak := weak_limits(enforced_limits(HostFacts.of_host(controllers))):
+            more = "" if controllers == cgroups.CONTROLLERS else f"; for more, {cgroup_remedy_here()}"
             LOGGER.warning("sandbox limits on this machine: %s%s", weak, more)
         if in_memory:
-            LOGGER.warning("sandboxes are kept in memory, and what they write counts as theirs: %s", ELSEWHERE)
+            LOGGER.warning("sandboxes are kept in memory, and what they write counts as theirs: %s", STATE_DIR_HINT)
 
 
-LEFT_TO_THE_USER = 4
+USER_RESERVE_DIVISOR = 4
 """One part in so many of all that the user may have is out of reach of sandboxes."""
 
 
@@ -193,18 +197,18 @@ def process_limit(wanted: int, kernel: tuple[int, int], most: int) -> int:
     """
     if kernel >= COUNTED_PER_NAMESPACE:
         return wanted
-    return most - most // LEFT_TO_THE_USER
+    return most - most // USER_RESERVE_DIVISOR
 
 
 def process_limit_here(wanted: int) -> int:
     """As :func:`process_limit`, on this machine."""
-    kernel = Facts.here(frozenset()).kernel
+    kernel = HostFacts.of_host(frozenset()).kernel
     machine = min(int(Path("/proc/sys/kernel", name).read_text()) for name in ("pid_max", "threads-max"))
     own, _hard = resource.getrlimit(resource.RLIMIT_NPROC)
     return process_limit(wanted, kernel, machine if own == resource.RLIM_INFINITY else min(own, machine))
 
 
-def of_programs(processes: int, disk_mib: int) -> dict[int, int]:
+def program_limits(processes: int, disk_mib: int) -> dict[int, int]:
     """``RLIMIT_*`` to the hard limit of whatever is executed in a sandbox.
 
     Args:
@@ -217,24 +221,24 @@ def of_programs(processes: int, disk_mib: int) -> dict[int, int]:
     return limits
 
 
-PER_SANDBOX = 5
+DESCRIPTORS_PER_SANDBOX = 5
 """Descriptors that a sandbox may take: its channel, its first process, the lock on its image, a terminal and who holds
 it."""
 
-RESERVE = 64
+RESERVED_DESCRIPTORS = 64
 """Descriptors for everything else: connections, and what is on its way to somebody."""
 
 _original: list[int] = []
 
 
-def raise_limit() -> None:
+def raise_open_files_limit() -> None:
     """Raise this process's soft limit to the hard one, for good."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     _original[:] = [soft]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def of_commands() -> tuple[int, int] | None:
+def command_open_files_limit() -> tuple[int, int] | None:
     """Return the soft and hard limit of programs in a sandbox; ``None`` if this process's own was not raised.
 
     The soft limit is the one from before :func:`raise_limit`.
@@ -245,25 +249,25 @@ def of_commands() -> tuple[int, int] | None:
     return min(_original[0], hard), hard
 
 
-def usual_limit() -> None:
+def restore_open_files_limit() -> None:
     """Set the limits of :func:`of_commands`, in a forked child that executes a program of the sandbox."""
-    if limits := of_commands():
+    if limits := command_open_files_limit():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def shortage(sandboxes: int) -> str:
+def descriptor_shortage(sandboxes: int) -> str:
     """Why there are too few descriptors for one sandbox more than there are; empty if there are enough."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return ""
     # Linux tells the number as the folder's size since 6.2, and 0 before.
     count = os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
-    if limit - count >= PER_SANDBOX + RESERVE:
+    if limit - count >= DESCRIPTORS_PER_SANDBOX + RESERVED_DESCRIPTORS:
         return ""
-    needed = (sandboxes + 1) * PER_SANDBOX + RESERVE
+    needed = (sandboxes + 1) * DESCRIPTORS_PER_SANDBOX + RESERVED_DESCRIPTORS
     return (
         f"the limit of open files ({limit}) allows no more than these {sandboxes} sandboxes: raise it (ulimit -Hn) "
-        f"before the server starts, to {PER_SANDBOX} for each and {RESERVE} besides ({needed} or more)"
+        f"before the server starts, to {DESCRIPTORS_PER_SANDBOX} for each and {RESERVED_DESCRIPTORS} besides ({needed} or more)"
     )
 
 

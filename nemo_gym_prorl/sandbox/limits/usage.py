@@ -22,12 +22,12 @@ from functools import cache
 from nemo_gym_prorl.sandbox.isolation.syscalls import open_folder_beneath
 
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 STATE, PARENT, FLAGS, USER_TICKS, SYSTEM_TICKS, THREADS, STARTED, PAGES = 0, 1, 6, 11, 12, 17, 19, 21
 """Positions in :func:`status`."""
 
-ENDED = "ZX"
+ENDED_STATES = "ZX"
 """States of a process that has ended."""
 
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB$", re.MULTILINE)
@@ -56,7 +56,7 @@ class Process:
     threads: int = 1
 
 
-def status(pid: int) -> list[str]:
+def read_stat(pid: int) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` from the state on.
 
     Raises:
@@ -66,24 +66,24 @@ def status(pid: int) -> list[str]:
         return file.read().rpartition(b")")[2].decode().split()
 
 
-def look(pid: int) -> Process | None:
+def read_process(pid: int) -> Process | None:
     """Return one process; ``None`` if it has ended."""
     try:
-        found = status(pid)
+        found = read_stat(pid)
     except OSError:
         return None
-    if found[STATE] in ENDED:
+    if found[STATE] in ENDED_STATES:
         return None
     return Process(
         pid,
         started=int(found[STARTED]),
         ticks=int(found[USER_TICKS]) + int(found[SYSTEM_TICKS]),
-        resident=int(found[PAGES]) * PAGE + _page_tables(pid),
+        resident=int(found[PAGES]) * PAGE_BYTES + _page_tables(pid),
         threads=int(found[THREADS]),
     )
 
 
-def census(spaces: Iterable[int]) -> dict[int, set[int]]:
+def processes_by_namespace(spaces: Iterable[int]) -> dict[int, set[int]]:
     """Return the processes in each of some PID namespaces; looks at every process of the machine."""
     found: dict[int, set[int]] = {number: set() for number in spaces}
     for name in os.listdir("/proc"):
@@ -95,7 +95,7 @@ def census(spaces: Iterable[int]) -> dict[int, set[int]]:
     return found
 
 
-def children(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
     """Return the children of a process, whichever of its threads has forked them."""
     found: list[int] = []
     with contextlib.suppress(OSError):
@@ -106,10 +106,10 @@ def children(pid: int) -> list[int]:
 
 def threads_in(space: int) -> int:
     """Return the number of processes and threads in a PID namespace; looks at every process of the machine."""
-    return sum(process.threads for pid in census([space])[space] if (process := look(pid)))
+    return sum(process.threads for pid in processes_by_namespace([space])[space] if (process := read_process(pid)))
 
 
-def proportional(pid: int) -> tuple[int, int]:
+def proportional_memory(pid: int) -> tuple[int, int]:
     """Return bytes of memory of a process, each shared page divided by those who share it, and those of them that are
     in memory files. Slow."""
     text = _read(f"/proc/{pid}/smaps_rollup")
@@ -141,14 +141,14 @@ def oom_kills() -> int:
     return int(found[1]) if found else 0
 
 
-def available() -> int:
+def available_memory() -> int:
     """Bytes of memory that this machine could still give."""
     with open("/proc/meminfo", "rb") as file:
         found = _AVAILABLE.search(file.read())
     return int(found[1]) << 10 if found else 0
 
 
-STEP = 64
+ENTRIES_PER_STEP = 64
 """Entries between two pauses."""
 
 MIN_ENTRY_BYTES = 4096
@@ -157,9 +157,9 @@ MIN_ENTRY_BYTES = 4096
 MAX_FOLDERS = 100_000
 """Folders that a scan has found and not entered yet."""
 
-BLOCK = 512
+BLOCK_BYTES = 512
 
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _GONE = " (deleted)"
 
@@ -187,7 +187,7 @@ def scan(folders: Iterable[str], processes: Iterable[int], found: DiskUsage) -> 
     """Add up in ``found`` what ``folders`` contain and ``processes`` hold open; pauses every :data:`STEP` entries."""
     begin = time.thread_time()
     for number, _ in enumerate(_entries(folders, processes, found)):
-        if number % STEP == 0:
+        if number % ENTRIES_PER_STEP == 0:
             found.seconds += time.thread_time() - begin
             yield
             begin = time.thread_time()
@@ -205,7 +205,7 @@ def _entries(folders: Iterable[str], processes: Iterable[int], found: DiskUsage)
 def _below(top: str, found: DiskUsage) -> Iterator[None]:
     """Count the entries of a folder, depth first."""
     try:
-        descriptor = os.open(top, FOLDER)
+        descriptor = os.open(top, OPEN_FOLDER_FLAGS)
     except OSError:
         return
     try:
@@ -234,7 +234,7 @@ def _count(entry: os.DirEntry[str], found: DiskUsage) -> bool:
         status = entry.stat(follow_symlinks=False)
     except OSError:
         return False
-    found.disk += max(status.st_blocks * BLOCK, MIN_ENTRY_BYTES)
+    found.disk += max(status.st_blocks * BLOCK_BYTES, MIN_ENTRY_BYTES)
     if stat.S_ISDIR(status.st_mode):
         return True
     found.largest = max(found.largest, status.st_size)
@@ -259,9 +259,9 @@ def _of_process(pid: int, seen: set[tuple[int, int]], found: DiskUsage) -> Itera
                 continue
             seen.add(file)
             if status.st_dev == _device_of_memory_files():
-                found.held[pid] = found.held.get(pid, 0) + status.st_blocks * BLOCK
+                found.held[pid] = found.held.get(pid, 0) + status.st_blocks * BLOCK_BYTES
             elif not status.st_nlink:
-                found.disk += status.st_blocks * BLOCK
+                found.disk += status.st_blocks * BLOCK_BYTES
 
 
 @cache

@@ -28,10 +28,10 @@ from nemo_gym_prorl.sandbox.limits.usage import MAX_FOLDERS, DiskUsage, Process
 
 TICK_S = 0.5
 
-COLD_SHARE_S = 0.002
+COLD_BUDGET_S = 0.002
 """Of each tick, for sandboxes in which nothing happens."""
 
-SCAN_SHARE_S = 0.05
+SCAN_BUDGET_S = 0.05
 """Of each tick, for measuring disk use."""
 
 MAX_SCAN_S = 10.0
@@ -40,13 +40,13 @@ MAX_SCAN_S = 10.0
 SCAN_PAUSE_S = 2.0
 """Between two scans of one sandbox."""
 
-CENSUS_SHARE = 0.01
+PROC_SCAN_FRACTION = 0.01
 """Of all time, for looking at every process of the machine where no control groups list those of sandboxes."""
 
-MOST_LOOKS_OVER = 10
+MAX_LOOKS_OVER_LIMIT = 10
 """In a row at which a sandbox is over its memory limit; then killing what is largest has not helped."""
 
-FAST = 0.02
+FAST_DROP_FRACTION = 0.02
 """Of the machine's memory, used up within a tick: then everybody is looked at."""
 
 
@@ -99,7 +99,7 @@ class Watched:
     looks_over: int = 0
     seen: frozenset[tuple[int, int]] = frozenset()
 
-    def saw(self, processes: list[Process]) -> None:
+    def record_look(self, processes: list[Process]) -> None:
         """Take note of a look: whether anything happened."""
         seen = frozenset((process.pid, process.ticks) for process in processes)
         self.hot = seen != self.seen
@@ -107,7 +107,7 @@ class Watched:
         self.seen = seen
         self.members = {process.pid for process in processes}
 
-    def may_exceed(self, processes: list[Process]) -> bool:
+    def may_exceed_memory(self, processes: list[Process]) -> bool:
         """Whether it is worth measuring properly: resident sizes count too much, never too little."""
         counted = sum(one.resident for one in processes) + sum(self.held.values())
         may = bool(self.memory_limit) and self._used(counted) > self.memory_limit
@@ -134,7 +134,7 @@ class Watched:
             return None
         self.looks_over += 1
         reason = f"memory: {used >> 20} MiB in use of {self.memory_limit >> 20} MiB"
-        if self.looks_over > MOST_LOOKS_OVER:
+        if self.looks_over > MAX_LOOKS_OVER_LIMIT:
             return [], f"{reason}, and again however many processes were killed for it"
         layer = self.disk if self.in_memory else 0
         shares = {
@@ -162,13 +162,13 @@ class Watched:
             return f"disk: wrote {found.disk >> 20} MiB of {self.disk_limit >> 20} MiB"
         return ""
 
-    def measured(self, found: DiskUsage) -> None:
+    def record_scan(self, found: DiskUsage) -> None:
         """Keep the result of a scan."""
         self.disk, self.held, self.scanning = found.disk, found.held, False
         # The next look counts what is known now.
         self.hot |= bool(found.held)
 
-    def full(self, processes: list[Process], shared_memory_free: int) -> list[tuple[str, str]]:
+    def exhausted_limits(self, processes: list[Process], shared_memory_free: int) -> list[tuple[str, str]]:
         """Of which limits that the kernel keeps all is in use, and in words."""
         found = []
         # With one left no command could be started that starts another.
@@ -199,7 +199,7 @@ class WatchList:
             self.all[name] = box
             yield box
 
-    def to_scan(self, now: float) -> Watched | None:
+    def next_to_scan(self, now: float) -> Watched | None:
         """Whose disk use is to be measured next."""
         due = (
             box
@@ -212,6 +212,6 @@ class WatchList:
         return min(due, key=lambda box: box.scanned, default=None)
 
 
-def goes_fast(before: int, now: int, total: int) -> bool:
+def is_memory_dropping(before: int, now: int, total: int) -> bool:
     """Whether the machine's memory, as available before and now, goes so fast that everybody must be looked at."""
-    return before - now > total * FAST
+    return before - now > total * FAST_DROP_FRACTION

@@ -38,7 +38,7 @@ ROOT_CACHE = Path("/var/cache/nemo-gym-prorl")
 MARKER = "prorl-runtime.json"
 """File in a private prefix that says it is complete, its version, and for which path it was built."""
 
-HOW_TO_GET_IT = (
+INSTALL_HINT = (
     "install it with the machine's package manager (package 'apptainer'), or without root with "
     "the Apptainer project's tools/install-unprivileged.sh, or load your cluster's module (module load apptainer)"
 )
@@ -114,7 +114,7 @@ def require_runtime() -> Runtime:
     if runtime := find_runtime():
         return runtime
     raise InfrastructureError(
-        f"no Apptainer on PATH or in {cache_dir()}: run 'prorl setup' on Debian; elsewhere, {HOW_TO_GET_IT}",
+        f"no Apptainer on PATH or in {cache_dir()}: run 'prorl setup' on Debian; elsewhere, {INSTALL_HINT}",
         kind=FailureKind.PROVIDER_UNAVAILABLE,
     )
 

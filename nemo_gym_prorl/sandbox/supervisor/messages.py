@@ -65,7 +65,7 @@ class CreateRequest:
     @property
     def limits(self) -> dict[int, int]:
         """``resource.RLIMIT_*`` to the hard limit of whatever is executed in it."""
-        return rlimits.of_programs(self.processes, self.disk_mib)
+        return rlimits.program_limits(self.processes, self.disk_mib)
 
 
 @dataclass(frozen=True)

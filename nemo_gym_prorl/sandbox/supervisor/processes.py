@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.launcher import program
+from nemo_gym_prorl.sandbox.launcher import binary
 from nemo_gym_prorl.sandbox.launcher.requests import GO, Request
-from nemo_gym_prorl.sandbox.launcher.requests import receive as receive_answer
+from nemo_gym_prorl.sandbox.launcher.requests import receive_reply as receive_answer
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.supervisor.connection import (
@@ -233,7 +233,7 @@ def tell(channel: socket.socket, message: Message, files: Sequence[int] = ()) ->
 def _become(program: Callable[[], object], files: Sequence[int], parent: int) -> NoReturn:
     """In a forked child, which has a copy of our loop, and never returns to it."""
     try:
-        syscalls.end_with(parent)
+        syscalls.die_with_parent(parent)
         gc.disable()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -341,7 +341,7 @@ class Launcher:
             OSError: there is none for this machine.
         """
         if self._program is None:
-            made = program.load(self._folder)
+            made = binary.load_launcher(self._folder)
             # Whom it is executed by gets its own files by number, of which this is to be none.
             self._program = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY)
             os.close(made)
@@ -382,7 +382,7 @@ class Launcher:
             try:
                 pid = os.posix_spawn(
                     f"/proc/self/fd/{executable}",
-                    [program.LAUNCHER],
+                    [binary.LAUNCHER],
                     {},
                     file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), CHANNEL)],
                 )

@@ -30,11 +30,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from nemo_gym_prorl.background import log_exceptions
-from nemo_gym_prorl.sandbox.isolation.joining import Place
+from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
-from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
+from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, HostFacts
 from nemo_gym_prorl.sandbox.supervisor import signals, state_dir
 from nemo_gym_prorl.sandbox.supervisor.connection import PeerGone, close_all, ready
 from nemo_gym_prorl.sandbox.supervisor.errors import EXHAUSTED, KILLED, Refused, no_process
@@ -163,7 +163,9 @@ class Programs:
                     await _give_up(program, channel, adopt)
                     raise
 
-    def _refusal(self, error: BaseException, program: Program, place: Place, group: Group | None) -> BaseException:
+    def _refusal(
+        self, error: BaseException, program: Program, place: SandboxNamespaces, group: Group | None
+    ) -> BaseException:
         """What a program's start failed by, as it is told."""
         if program.wanted and program.wanted.expired():
             return Refused(KILLED)
@@ -173,10 +175,10 @@ class Programs:
             return Refused(EXHAUSTED)
         return error
 
-    def _is_full(self, place: Place) -> bool:
+    def _is_full(self, place: SandboxNamespaces) -> bool:
         """Whether it is the sandbox that had no room for a process: it may have some by now, as those inside like it.
         Where its own are not counted apart, only if it has as many as it may."""
-        if Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE:
+        if HostFacts.of_host(frozenset()).kernel >= COUNTED_PER_NAMESPACE:
             return self._children.can_fork()
         with contextlib.suppress(FileNotFoundError):
             space = place.process.namespace("pid")
@@ -192,7 +194,7 @@ async def _give_up(program: Program, channel: socket.socket, adopt: Adopt) -> No
     await program.joiner.wait()
     # It may have said what it started; what it has not said does not begin.
     with contextlib.suppress(BlockingIOError, PeerGone):
-        message, files = requests.receive(channel)
+        message, files = requests.receive_reply(channel)
         close_all(files)
         if "pid" in message:
             program.process = adopt(message["pid"])
@@ -202,7 +204,7 @@ async def _give_up(program: Program, channel: socket.socket, adopt: Adopt) -> No
 async def _until_it_runs(program: Program, channel: socket.socket, adopt: Adopt) -> list[int]:
     await ready(channel)
     try:
-        message, files = requests.receive(channel)
+        message, files = requests.receive_reply(channel)
     except PeerGone:
         raise Refused(KILLED) from None
     if "error" in message:
@@ -210,7 +212,7 @@ async def _until_it_runs(program: Program, channel: socket.socket, adopt: Adopt)
     program.process = adopt(message["pid"])
     try:
         await ready(channel)
-        message, _files = requests.receive(channel)
+        message, _files = requests.receive_reply(channel)
     except PeerGone:
         return files
     except BaseException:
@@ -228,7 +230,7 @@ EACH_S = 1.0
 _STOPPED = "TtZX"
 
 
-async def pause(children: Children, launcher: Launcher, space: state_dir.Space, place: Place) -> Answer:
+async def pause(children: Children, launcher: Launcher, space: state_dir.Space, place: SandboxNamespaces) -> Answer:
     """Stop what runs, until nothing does: it may start more meanwhile.
 
     Raises:
@@ -280,7 +282,7 @@ def not_started_by(space: state_dir.Space, pid: int) -> tuple[int, bool]:
     others, busy = 0, False
     for _started, program, state in _programs(space):
         with contextlib.suppress(OSError):
-            found = usage.status(program)
+            found = usage.read_stat(program)
             others += int(found[usage.PARENT]) != pid
             busy |= state != "S" or int(found[usage.THREADS]) > 1
     return others, busy
@@ -301,14 +303,14 @@ def _all(space: state_dir.Space) -> Iterator[tuple[int, int, str, bool]]:
     line = _line(space.init)
     for pid in space.members():
         with contextlib.suppress(OSError):
-            state, parent, *rest = usage.status(pid)
+            state, parent, *rest = usage.read_stat(pid)
             own = pid == space.init or (bool(line) and int(parent) == space.init and _line(pid) == line)
             yield int(rest[17]), pid, state, own
 
 
 def _runs(pid: int, started: int) -> bool:
     try:
-        state, *rest = usage.status(pid)
+        state, *rest = usage.read_stat(pid)
     except OSError:
         return False
     return state not in _STOPPED and int(rest[18]) == started

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from nemo_gym_prorl.sandbox.isolation import joining
+from nemo_gym_prorl.sandbox.isolation import namespaces
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import launch
@@ -126,7 +126,7 @@ class Sandbox:
     channel: socket.socket | None = None
     starter: Child | None = None
     group: cgroups.Group | None = None
-    place: joining.Place | None = None
+    place: namespaces.SandboxNamespaces | None = None
     space: state_dir.Space | None = None
     log: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -175,7 +175,7 @@ class Sandbox:
                 else:
                     end.set_result(None)
 
-    def place_to_join(self) -> joining.Place:
+    def place_to_join(self) -> namespaces.SandboxNamespaces:
         """Where to join it, when it is up.
 
         Raises:
@@ -200,7 +200,7 @@ class Sandbox:
         """Set the limits of its control group, if it has one."""
         memory, processes, cpus = (self.order.memory_mib, self.order.processes, self.order.cpus)
         if self.group:
-            self.group.bound(memory=memory << 20, processes=processes, cpus=cpus)
+            self.group.set_limits(memory=memory << 20, processes=processes, cpus=cpus)
 
     def note(self, reason: str, resource: str) -> None:
         """Have everybody know once that it ran into a limit."""

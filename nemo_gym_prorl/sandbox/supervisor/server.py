@@ -36,7 +36,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
 from nemo_gym_prorl.sandbox.isolation import layer_archive, syscalls
-from nemo_gym_prorl.sandbox.isolation.joining import Place
+from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, rlimits
 from nemo_gym_prorl.sandbox.supervisor import programs, state_dir
@@ -169,7 +169,7 @@ class Supervisor:
         pid, terminal = await self._programs.start(self._sandboxes.up(request.sandbox), request, files, ended)
         return {"pid": pid}, terminal
 
-    def _place(self, sandbox: str) -> Place:
+    def _place(self, sandbox: str) -> SandboxNamespaces:
         return self._sandboxes.up(sandbox).place_to_join()
 
     async def _pause(self, sandbox: Sandbox) -> Answer:
@@ -207,7 +207,7 @@ class Supervisor:
             answer, none = pack()
             return {**answer, "programs": others}, none
 
-        return await self._children.run(action, [file, sandbox.place.process.number])
+        return await self._children.run(action, [file, sandbox.place.process.fd])
 
 
 async def _send(client: Client, answer: Message, files: list[int]) -> None:
@@ -222,10 +222,10 @@ async def _send(client: Client, answer: Message, files: list[int]) -> None:
 
 def _groups() -> Path | None:
     """Where sandboxes get their control groups; ``None`` if they can't have any."""
-    granted = cgroups.delegation()
+    granted = cgroups.probe_delegation()
     if granted is None:
         return None
-    cgroups.hand_out(granted)
+    cgroups.enable_controllers(granted)
     return granted.base
 
 
@@ -238,7 +238,7 @@ def main() -> None:
     """``supervisor FOLDER OWNER LISTENER``: the numbers of the open socket to the owner, and of the one for others."""
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     # Nothing of ours is for the runtime: with the lock, what it leaves behind would seem to have a live owner.
-    rlimits.raise_limit()
+    rlimits.raise_open_files_limit()
     for inherited in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(inherited), int(inherited) <= 2)

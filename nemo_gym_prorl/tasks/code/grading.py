@@ -21,9 +21,9 @@ from functools import cache
 from typing import Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, TaskError
-from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE, UNKNOWN, ByArgument
-from nemo_gym_prorl.syscall_filter import Verdict as CallVerdict
-from nemo_gym_prorl.syscall_filter import program as filter_program
+from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE, UNKNOWN, ArgumentRule
+from nemo_gym_prorl.syscall_filter import FilterAction as CallVerdict
+from nemo_gym_prorl.syscall_filter import compile_filter as filter_program
 from nemo_gym_prorl.tasks.code.rows import Problem
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
@@ -217,7 +217,7 @@ CALLS = {
 }  # fmt: skip
 """Numbers of the system calls that the filters have something to say about."""
 
-_ONESELF = ByArgument(0, frozenset({0}), ALLOW, REFUSE)
+_ONESELF = ArgumentRule(0, frozenset({0}), ALLOW, REFUSE)
 """For calls whose first argument is a process."""
 
 _VERDICTS: dict[str, CallVerdict] = {
@@ -225,12 +225,12 @@ _VERDICTS: dict[str, CallVerdict] = {
         ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), _ONESELF
     ),
     # Of a user or a group it would be the grader's, too.
-    "setpriority": ByArgument(0, frozenset({0}), ByArgument(1, frozenset({0}), ALLOW, REFUSE), REFUSE),
+    "setpriority": ArgumentRule(0, frozenset({0}), ArgumentRule(1, frozenset({0}), ALLOW, REFUSE), REFUSE),
     # F_SETOWN, F_SETSIG, F_SETOWN_EX: have the kernel send a signal to somebody.
-    "fcntl": ByArgument(1, frozenset({8, 10, 15}), REFUSE, ALLOW),
+    "fcntl": ArgumentRule(1, frozenset({8, 10, 15}), REFUSE, ALLOW),
     # FIOSETOWN, SIOCSPGRP, TIOCSTI.
-    "ioctl": ByArgument(1, frozenset({0x8901, 0x8902, 0x5412}), REFUSE, ALLOW),
-    "socketpair": ByArgument(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
+    "ioctl": ArgumentRule(1, frozenset({0x8901, 0x8902, 0x5412}), REFUSE, ALLOW),
+    "socketpair": ArgumentRule(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
     "clone3": UNKNOWN,  # then the C library uses clone
     "clone": ALLOW,  # the zygote's forks
 }
@@ -244,6 +244,6 @@ def filters() -> dict[str, list[str]]:
     for machine, architecture in ARCHITECTURES.items():
         calls = COMMON | CALLS[machine]
         strict = {number: _VERDICTS.get(name, REFUSE) for name, number in calls.items()}
-        lone = {calls["clone"]: ByArgument(0, frozenset({CLONE_THREAD}), ALLOW, REFUSE, mask=CLONE_THREAD)}
+        lone = {calls["clone"]: ArgumentRule(0, frozenset({CLONE_THREAD}), ALLOW, REFUSE, mask=CLONE_THREAD)}
         found[machine] = [filter_program(architecture, verdicts, LAST).hex() for verdicts in (strict, lone)]
     return found

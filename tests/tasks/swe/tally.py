@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.sandbox.images.builder import Order, build
+from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.started import StartedSandbox
@@ -78,7 +78,7 @@ APPLY_FIX = f"echo {base64.b64encode(FIX.encode()).decode()} | base64 -d | git a
 def image() -> str:
     """The image, built if it is not there."""
     wheels, kernel = ("pytest==8.3.5",), containers.image()
-    order = Order(
+    order = BuildRequest(
         str(Path(__file__).with_name("tally.def.j2")), kernel, "test-swe-tally", wheels=wheels, format="folder"
     )
     return str(build(order, ImageStore(), require_runtime(), print))

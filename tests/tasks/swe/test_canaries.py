@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.sandbox.images.builder import Order, build
+from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.swe.canaries import canaries_of
@@ -30,7 +30,7 @@ MORE = "tests/test_more.py"
 def image() -> str:
     """The image, built if it is not there."""
     template = str(Path(__file__).with_name("helpers.def.j2"))
-    order = Order(template, tally.image(), "test-swe-helpers", format="folder")
+    order = BuildRequest(template, tally.image(), "test-swe-helpers", format="folder")
     return str(build(order, ImageStore(), require_runtime(), print))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.sandbox.images.builder import APT_BASE, Order, build
+from nemo_gym_prorl.sandbox.images.builder import APT_BASE, BuildRequest, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.started import StartedSandbox
@@ -34,7 +34,7 @@ def image() -> Path:
     """The image, built if it is not there."""
     apt = ("gcc", "libc6-dev", "python3-dev", "python3-setuptools")
     template = str(Path(__file__).with_name("installed.def.j2"))
-    order = Order(template, APT_BASE, "test-swe-installed", apt=apt, wheels=("pytest==8.3.5",), format="folder")
+    order = BuildRequest(template, APT_BASE, "test-swe-installed", apt=apt, wheels=("pytest==8.3.5",), format="folder")
     return build(order, ImageStore(), require_runtime(), print)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.sandbox.images.builder import Order, build
+from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.started import StartedSandbox
@@ -45,7 +45,7 @@ def image(layout: str, environment: str) -> str:
     """The image, built if it is not there."""
     variables = {"layout": layout, "environment": environment, "tests": HIDDEN_TESTS}
     template = str(Path(__file__).with_name("layouts.def.j2"))
-    order = Order(template, tally.image(), f"test-swe-{layout}", variables=variables, format="folder")
+    order = BuildRequest(template, tally.image(), f"test-swe-{layout}", variables=variables, format="folder")
     return str(build(order, ImageStore(), require_runtime(), print))
 
 

@@ -36,15 +36,15 @@ from typing import NoReturn
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
 from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.images.rootfs import everything
+from nemo_gym_prorl.sandbox.images.rootfs import walk
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
+from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, private_prefix
 from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 
 
-WORDS_KEPT = 800
+MAX_ERROR_CHARS = 800
 """Characters of a failed program's last words that become part of the error."""
 
 _live: set[subprocess.Popen[str]] = set()
@@ -90,7 +90,7 @@ def run(
     temporary = {f"{prefix}TMPDIR": str(scratch) for prefix in ("", "APPTAINER_", "SINGULARITY_")}
     given = cwd if reads is not None and is_machine_root() else None
     if given and reads is not None:
-        command = confined(command, given, reads)
+        command = confined_command(command, given, reads)
         # There is no home folder for it, and no capability is missing.
         environ = {name: value for name, value in environ.items() if not name.endswith("_USERNS")} | {"HOME": "/"}
     try:
@@ -121,7 +121,7 @@ def run(
         remove_tree(scratch)
     if reaper.returncode not in fine:
         said = " / ".join(line.strip() for line in (errors or output).splitlines() if _is_news(line))
-        raise InfrastructureError(f"{what} failed: {said[-WORDS_KEPT:] or f'exit code {reaper.returncode}'}")
+        raise InfrastructureError(f"{what} failed: {said[-MAX_ERROR_CHARS:] or f'exit code {reaper.returncode}'}")
     return output.strip()
 
 
@@ -133,12 +133,12 @@ _PACKAGES = str(Path(__file__).parents[3])
 _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
-from nemo_gym_prorl.sandbox.images import programs
-sys.exit(programs.main(sys.argv[1:]))
+from nemo_gym_prorl.sandbox.images import build_tools
+sys.exit(build_tools.main(sys.argv[1:]))
 """
 
 
-def confined(command: Sequence[str], work: Path, seen: Sequence[Path]) -> list[str]:
+def confined_command(command: Sequence[str], work: Path, seen: Sequence[Path]) -> list[str]:
     """The command line that runs ``command`` so.
 
     Args:
@@ -155,11 +155,11 @@ def main(arguments: Sequence[str]) -> int:
     split = arguments.index("--")
     work, *seen = map(Path, arguments[:split])
     # As a sandbox with several users has.
-    first = user_ids.draw(several=True)
-    ids = [(0, first, user_ids.BLOCK)]
-    owner = user_ids.namespace(lambda pid: user_ids.write_maps(pid, ids, ids))
+    first = user_ids.draw_host_id(several=True)
+    ids = [(0, first, user_ids.IDS_PER_BLOCK)]
+    owner = user_ids.create_user_namespace(lambda pid: user_ids.write_id_maps(pid, ids, ids))
     _give(work, first)
-    syscalls.private_mounts()
+    syscalls.unshare_mounts()
     _show(work, seen, owner)
     os.setns(owner)
     os.setgroups([])
@@ -189,7 +189,7 @@ def _become(command: Sequence[str]) -> NoReturn:
 
 
 def _give(work: Path, owner: int) -> None:
-    for _path, name, folder in everything(work):
+    for _path, name, folder in walk(work):
         os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)
 
 
@@ -203,7 +203,7 @@ def _show(work: Path, seen: Sequence[Path], owner: int) -> None:
     """Let ``owner``'s root get to what he needs, and to nothing else that strangers may not get to."""
     # By their descriptors, since what covers the walls covers them, too.
     held = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in dict.fromkeys((work, *seen))}
-    walls = {wall for path in held if (wall := syscalls.walled_in(path))}
+    walls = {wall for path in held if (wall := syscalls.first_untraversable_parent(path))}
     for wall in walls:
         syscalls.mount("tmpfs", str(wall), "tmpfs", syscalls.MS_NOSUID, "mode=755,size=1m")
     for path, descriptor in held.items():
@@ -215,14 +215,14 @@ def _show(work: Path, seen: Sequence[Path], owner: int) -> None:
                 path.touch()
         source = f"/proc/self/fd/{descriptor}"
         try:
-            syscalls.mount_for(source, str(path), None if path == work else owner)
+            syscalls.mount_as_owner(source, str(path), None if path == work else owner)
         except OSError:
             # An old kernel or an odd file system: what all may read can be read as it is, too.
             syscalls.bind(source, str(path))
         os.close(descriptor)
 
 
-DOWNLOADS = "downloads"
+DOWNLOADS_FOLDER = "downloads"
 """The runtime's cache folder for what it downloads, below the folder of a build."""
 
 _LOGIN = re.compile(r"(APPTAINER|SINGULARITY)_(DOCKER_(USERNAME|PASSWORD|LOGIN)|AUTHFILE)")
@@ -272,9 +272,9 @@ def build(
         run([*command, *what], environ, timeout_s, work)
     elif is_machine_root() or not source.endswith(".def"):
         reads = [path for path in (base, Path(source)) if path and path.is_dir() and not path.is_relative_to(work)]
-        run([*command, *what], environ, timeout_s, work, reads=[*closed_parts(runtime), *reads])
+        run([*command, *what], environ, timeout_s, work, reads=[*runtime_reads(runtime), *reads])
     else:
-        if runtime.flavor == "apptainer" and not all(map(shutil.which, user_ids.HELPERS)):
+        if runtime.flavor == "apptainer" and not all(map(shutil.which, user_ids.MAP_HELPERS)):
             # It insists on them for who has a range of ids, as each account of some distributions, and can do without.
             command.append("--ignore-subuid")
         _build_as_user(command, what, environ, timeout_s, work)
@@ -282,7 +282,7 @@ def build(
     if not (stat.S_ISDIR(kind) if unpacked else stat.S_ISREG(kind)):
         raise InfrastructureError(f"{source} put something else in place of the image that was made of it")
     if unpacked:
-        rootfs.settle(target)
+        rootfs.sanitize(target)
     else:
         os.chown(target, os.geteuid(), os.getegid())
         target.chmod(0o644)
@@ -308,7 +308,7 @@ def build_environ(runtime: Runtime, work: Path, credentials: bool) -> dict[str, 
     the caller's, since commands of strangers can read it."""
     environ = runtime.environ()
     # A second try finds there what the first one has downloaded.
-    environ[f"{runtime.flavor.upper()}_CACHEDIR"] = str(work / DOWNLOADS)
+    environ[f"{runtime.flavor.upper()}_CACHEDIR"] = str(work / DOWNLOADS_FOLDER)
     settings = f"{runtime.flavor.upper()}_CONFIGDIR"
     if not credentials or (settings not in environ and not Path(f"~/.{runtime.flavor}").expanduser().exists()):
         # It would make itself a folder in the user's home for settings that there are none of.
@@ -318,9 +318,9 @@ def build_environ(runtime: Runtime, work: Path, credentials: bool) -> dict[str, 
     return {name: value for name, value in environ.items() if _PASSED.fullmatch(name) and not _LOGIN.fullmatch(name)}
 
 
-def closed_parts(runtime: Runtime) -> list[Path]:
-    """The folder of a runtime that strangers could not get to otherwise; for :func:`.programs.run` to read."""
-    if not walled_in(runtime.path):
+def runtime_reads(runtime: Runtime) -> list[Path]:
+    """The folder of a runtime that strangers could not get to otherwise; for :func:`.build_tools.run` to read."""
+    if not first_untraversable_parent(runtime.path):
         return []
     return [private_prefix() if runtime.origin == "cache" else runtime.path.resolve().parents[1]]
 

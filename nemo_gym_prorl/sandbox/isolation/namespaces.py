@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 
 
-NAMESPACES = {
+NAMESPACE_FLAGS = {
     "user": os.CLONE_NEWUSER,
     "mnt": os.CLONE_NEWNS,
     "pid": os.CLONE_NEWPID,
@@ -23,47 +23,49 @@ NAMESPACES = {
 """The user namespace comes first: it gives the right to join the others."""
 
 
-class ProcessFolder:
+class ProcDirectory:
     """The folder in ``/proc`` of a process, as an open descriptor: of this one, whatever gets its number. It is closed
     when nobody refers to it any more, nor to what is still to be sent with it."""
 
     def __init__(self, pid: int) -> None:
-        self.number: int = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.fd: int = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def __del__(self) -> None:
         if hasattr(self, "number"):
-            os.close(self.number)
+            os.close(self.fd)
 
-    def namespace(self, name: str) -> int:
+    def namespace_inode(self, name: str) -> int:
         """What tells one of its namespaces, which the kernel gives away again when that has ended."""
-        return os.stat(f"ns/{name}", dir_fd=self.number).st_ino
+        return os.stat(f"ns/{name}", dir_fd=self.fd).st_ino
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SandboxNamespaces:
     """A running container, as far as a child must know it.
 
     Attributes:
         process: of the container's PID 1.
         uid: the only user id that exists inside; 0 for one that has root.
         limits: ``resource.RLIMIT_*`` to hard limit, for whatever is executed.
-        spaces: ``CLONE_NEW*`` flags of the namespaces that are not ours, too; see :func:`spaces_of`.
-        rooted: whether the root of its mount namespace is its own root.
+        namespace_flags: ``CLONE_NEW*`` flags of the namespaces that are not ours, too; see :func:`spaces_of`.
+        is_pivoted: whether the root of its mount namespace is its own root.
         capabilities: that its root has beyond the usual, by number.
     """
 
-    process: ProcessFolder
+    process: ProcDirectory
     uid: int
     limits: dict[int, int]
-    spaces: int
-    rooted: bool = False
+    namespace_flags: int
+    is_pivoted: bool = False
     capabilities: frozenset[int] = frozenset()
 
 
-def spaces_of(process: ProcessFolder) -> int:
+def unshared_namespaces(process: ProcDirectory) -> int:
     """``CLONE_NEW*`` flags of the namespaces of a process that this one does not share: a shared one can't be joined
     by everybody, and needs no joining."""
     differing = (
-        flag for name, flag in NAMESPACES.items() if process.namespace(name) != os.stat(f"/proc/self/ns/{name}").st_ino
+        flag
+        for name, flag in NAMESPACE_FLAGS.items()
+        if process.namespace_inode(name) != os.stat(f"/proc/self/ns/{name}").st_ino
     )
     return sum(differing)

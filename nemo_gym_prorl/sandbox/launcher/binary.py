@@ -26,12 +26,12 @@ LAUNCHER, FIRST_PROCESS, ERASER = "launcher", "sandbox", "eraser"
 _COPY_CHUNK = 1 << 20
 
 
-def path() -> Path:
+def launcher_path() -> Path:
     """Where this machine's lies."""
     return Path(__file__).with_name(f"launcher-{os.uname().machine}")
 
 
-def load(folder: Path) -> int:
+def load_launcher(folder: Path) -> int:
     """The program, as a descriptor to be executed.
 
     Args:
@@ -44,10 +44,12 @@ def load(folder: Path) -> int:
     if machine not in MACHINES:
         raise OSError(errno.ENOSYS, f"there is no launcher for {machine}")
     try:
-        source = os.open(path(), os.O_RDONLY | os.O_CLOEXEC)
+        source = os.open(launcher_path(), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise OSError(
-            errno.ENOENT, "the launcher was not built: install the package again (in a clone: make setup)", str(path())
+            errno.ENOENT,
+            "the launcher was not built: install the package again (in a clone: make setup)",
+            str(launcher_path()),
         ) from error
     try:
         return _in_memory(source)
@@ -58,10 +60,10 @@ def load(folder: Path) -> int:
 
 
 def _in_memory(source: int) -> int:
-    copy = syscalls.executable_memory(LAUNCHER)
+    copy = syscalls.create_executable_memfd(LAUNCHER)
     _copy(source, copy)
     os.fchmod(copy, 0o111)
-    syscalls.seal(copy)
+    syscalls.seal_memfd(copy)
     return copy
 
 
