@@ -98,7 +98,7 @@ def test_a_package_comes_from_whichever_mirror_has_the_one_that_is_listed(tmp_pa
     [found] = install.fetch_pinned(install.PinnedPackages("", listed), mirrors, work, ignore_progress)
     assert found.read_bytes() == b"wanted"
     found.unlink()
-    with pytest.raises(InfrastructureError, match=r"archive.*No such file.*lies.*not the one that is listed"):
+    with pytest.raises(InfrastructureError, match=r"archive.*No such file.*lies.*SHA-256 is not the pinned one"):
         install.fetch_pinned(install.PinnedPackages("", listed), mirrors[:2], work, ignore_progress)
     assert list(work.iterdir()) == []
 

@@ -283,8 +283,8 @@ def check_image(image: Path) -> None:
             _check_places(image)
         elif trouble := fuse_error():
             raise InfrastructureError(
-                f"image: {image} is a SIF, which can't be mounted: {trouble}; or unpack it with '{UNPACK_COMMAND} {image}' "
-                "and name FOLDER"
+                f"image: {image} is a SIF, which can't be mounted: {trouble}; or unpack it with "
+                f"'{UNPACK_COMMAND} {image}' and name FOLDER"
             )
     except PermissionError as error:
         raise CallerError(f"{image} is closed to you: chmod a+rX it and the folders above", field="image") from error

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The namespaces of a running sandbox, as far as the launcher must know them to join it (``launcher/launcher.c``).
-
-Joining them takes well under a millisecond, where a second ``apptainer exec`` takes fifty.
-"""
+"""The namespaces of a running sandbox, as the launcher needs them to join the sandbox (``launcher/launcher.c``)."""
 
 from __future__ import annotations
 
@@ -20,12 +17,16 @@ NAMESPACE_FLAGS = {
     "uts": os.CLONE_NEWUTS,
     "cgroup": os.CLONE_NEWCGROUP,
 }
-"""The user namespace comes first: it gives the right to join the others."""
+"""``CLONE_NEW*`` flag of each namespace in ``/proc/PID/ns``. The user namespace is first: joining it gives the right
+to join the others."""
 
 
 class ProcDirectory:
-    """The folder in ``/proc`` of a process, as an open descriptor: of this one, whatever gets its number. It is closed
-    when nobody refers to it any more, nor to what is still to be sent with it."""
+    """Open descriptor of ``/proc/PID``.
+
+    The descriptor names this process even after the kernel has reused its number. It is closed with the last reference
+    to this object, so a packet that is still to be sent keeps it open.
+    """
 
     def __init__(self, pid: int) -> None:
         self.fd: int = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -35,21 +36,21 @@ class ProcDirectory:
             os.close(self.fd)
 
     def namespace_inode(self, name: str) -> int:
-        """What tells one of its namespaces, which the kernel gives away again when that has ended."""
+        """Return the inode number of a namespace. The kernel may reuse the number after the namespace has ended."""
         return os.stat(f"ns/{name}", dir_fd=self.fd).st_ino
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxNamespaces:
-    """A running container, as far as a child must know it.
+    """What a process needs to join a running sandbox.
 
     Attributes:
-        process: of the container's PID 1.
-        uid: the only user id that exists inside; 0 for one that has root.
-        limits: ``resource.RLIMIT_*`` to hard limit, for whatever is executed.
-        namespace_flags: ``CLONE_NEW*`` flags of the namespaces that are not ours, too; see :func:`spaces_of`.
-        is_pivoted: whether the root of its mount namespace is its own root.
-        capabilities: that its root has beyond the usual, by number.
+        process: ``/proc`` directory of the sandbox's first process.
+        uid: the only user id inside, or 0 for a sandbox that has root.
+        limits: ``resource.RLIMIT_*`` to hard limit, applied to every executed program.
+        namespace_flags: ``CLONE_NEW*`` flags of the namespaces to join; see :func:`unshared_namespaces`.
+        is_pivoted: the root of the mount namespace is the sandbox's root, so that no ``chroot`` is needed.
+        capabilities: capability numbers of the sandbox's root beyond the default set.
     """
 
     process: ProcDirectory
@@ -61,8 +62,11 @@ class SandboxNamespaces:
 
 
 def unshared_namespaces(process: ProcDirectory) -> int:
-    """``CLONE_NEW*`` flags of the namespaces of a process that this one does not share: a shared one can't be joined
-    by everybody, and needs no joining."""
+    """Return the ``CLONE_NEW*`` flags of the namespaces that ``process`` does not share with this process.
+
+    Shared namespaces are left out because they need no joining, and because not every caller has the right to join
+    them.
+    """
     differing = (
         flag
         for name, flag in NAMESPACE_FLAGS.items()

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher as an executable that nobody may read or change.
+"""The launcher's program as a sealed copy that can be executed, but neither read nor changed.
 
-That nobody may read it makes the kernel treat its processes as such whose memory and paths are nobody's but their
-owner's: no program of a sandbox can trace one, though all have the same user id. That it is a copy, and sealed, leaves
-nothing to change for who might have it executed inside as ``/proc/self/exe`` (known from CVE-2019-5736).
+The kernel makes processes of an unreadable program non-dumpable. So no program of a sandbox can trace one, although
+all have the same user id. The copy is sealed because a sandboxed process can execute it as ``/proc/self/exe`` and try
+to overwrite it (CVE-2019-5736).
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from nemo_gym_prorl.sandbox.isolation import syscalls
 
 
 MACHINES = ("x86_64", "aarch64")
-"""Those for which the build makes one (``setup.py``)."""
+"""Architectures for which the build compiles a launcher (``setup.py``)."""
 
 LAUNCHER, FIRST_PROCESS, ERASER = "launcher", "sandbox", "eraser"
-"""What it is to be is told by its name."""
+"""The first argument selects the program's role."""
 
 _COPY_CHUNK = 1 << 20
 
 
 def launcher_path() -> Path:
-    """Where this machine's lies."""
+    """Return the path of the launcher for this machine."""
     return Path(__file__).with_name(f"launcher-{os.uname().machine}")
 
 
 def load_launcher(folder: Path) -> int:
-    """The program, as a descriptor to be executed.
+    """Return the launcher as a descriptor to execute.
 
     Args:
-        folder: where a private file may be made for a moment, on a machine that executes no memory files.
+        folder: for a temporary private file, on machines that execute no memory files.
 
     Raises:
-        OSError: there is none for this architecture, or it was not built.
+        OSError: this architecture has no launcher, or it was not built.
     """
     machine = os.uname().machine
     if machine not in MACHINES:
-        raise OSError(errno.ENOSYS, f"there is no launcher for {machine}")
+        raise OSError(errno.ENOSYS, f"sandboxes run on {' and '.join(MACHINES)}, not on {machine}")
     try:
         source = os.open(launcher_path(), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
@@ -68,7 +68,8 @@ def _in_memory(source: int) -> int:
 
 
 def _in_file(source: int, folder: Path) -> int:
-    """A file without a name, where memory is not executed. As long as it runs the kernel lets nobody write to it."""
+    """Return an unlinked copy, for machines that execute no memory files. The kernel refuses writes to a running
+    program."""
     descriptor, path = tempfile.mkstemp(dir=folder)
     try:
         _copy(source, descriptor)
