@@ -97,7 +97,7 @@ def test_the_same_recipe_is_built_once_and_a_changed_one_again(
     assert said.count("building mine") == 3
     removed, _ = store.collect(older_than_s=-10.0)
     assert len(removed) == 3
-    with pytest.raises(CallerError, match="no image named 'mine', there are: none"):
+    with pytest.raises(CallerError, match="no image is named 'mine'; names are: none"):
         store.locate(parse("mine"))
 
 
@@ -153,9 +153,9 @@ def test_packages_of_the_machines_distribution_are_a_base(
         ({"variables": {}}, "template: 'word' is undefined"),
         ({"template": "nosuch"}, "template: there is no 'nosuch'"),
         ({"template": "/no/such.j2"}, "template: /no/such.j2"),
-        ({"base": "/no/such"}, "image: there is no /no/such"),
+        ({"base": "/no/such"}, "image: /no/such does not exist"),
         ({"base": "nosuch"}, "no image named 'nosuch'"),
-        ({"base": "library://x/y"}, "base: .*can't be had"),
+        ({"base": "library://x/y"}, "base: .*is not supported"),
         ({"name": "a/b"}, "name: "),
         ({"apt": ["a b"]}, "apt: 'a b'"),
         ({"locks": [Path("/no/such/lock")]}, "lock: /no/such/lock"),

@@ -176,7 +176,7 @@ def test_a_link_in_place_of_what_was_built_is_not_followed(runtime: Runtime, tmp
         file.chmod(0o4000)
         program.write_text(f"#!/bin/sh\nln -s {folder if unpacked else file} {tmp_path}/made\n")
         program.chmod(0o755)
-        with pytest.raises(InfrastructureError, match="something else in place of the image"):
+        with pytest.raises(InfrastructureError, match="replaced the image by something else"):
             build_tools.build(replace(runtime, path=program), tmp_path, "x.def", timeout_s=60, unpacked=unpacked)
         assert stat.S_IMODE(file.stat().st_mode) == 0o4000
     assert (tmp_path.stat().st_uid, stat.S_IMODE(tmp_path.stat().st_mode)) == (os.geteuid(), 0o700)

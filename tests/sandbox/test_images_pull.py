@@ -108,7 +108,7 @@ def test_trouble_is_tried_again_and_what_can_not_be_is_not(
     assert [line.split()[0] for line in said] == ["pulling", "pulling"]
     assert "again" in said[1]
     served.requests.clear()
-    with pytest.raises(CallerError, match=r"image: there is no docker://127.*/us/none:latest"):
+    with pytest.raises(CallerError, match=r"image: the registry has no docker://127.*/us/none:latest"):
         puller.pull(parse_registry(f"{served.host}/us/none"), said.append)
     assert len(said) == 3, "it was asked for once"
     with pytest.raises(InfrastructureError, match=r"127.0.0.1:9/a/b:latest could not be pulled: .*refused"):
@@ -158,7 +158,7 @@ async def test_a_sandbox_of_an_address(
     runtime.activate()
     monkeypatch.setenv("PRORL_CACHE", str(tmp_path / "cache"))
     address = served.add("us/tiny:1", [tiny_layer], machine(), Env=["A=from the image"])
-    with pytest.raises(SandboxCreateError, match=f"image: {address} is not there: prorl image pull"):
+    with pytest.raises(SandboxCreateError, match=f"image: {address} is not pulled yet: run 'prorl image pull"):
         await SingularityProvider(pull=False).create(SandboxSpec(image=address))
     assert served.requests == []
     provider = SingularityProvider()
@@ -167,7 +167,7 @@ async def test_a_sandbox_of_an_address(
     await provider.close(handle)
     served.manifests.clear()
     await provider.close(await provider.create(SandboxSpec(image=address)))
-    with pytest.raises(SandboxCreateError, match=r"image: there is no .*/us/none:1"):
+    with pytest.raises(SandboxCreateError, match=r"image: the registry has no .*/us/none:1"):
         await provider.create(SandboxSpec(image=f"docker://{served.host}/us/none:1"))
     assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
 

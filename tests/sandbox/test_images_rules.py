@@ -154,7 +154,7 @@ def test_templates_that_come_with_the_package_make_definition_files(name: str) -
 def test_template_errors_name_what_is_wrong(template: str, reason: str) -> None:
     with pytest.raises(CallerError, match=reason):
         render(template, "Bootstrap: x", Recipe(template, "b", "x86_64", "sif"))
-    with pytest.raises(CallerError, match=r"no 'nosuch', only agent, default, kernel, math, packages, plain"):
+    with pytest.raises(CallerError, match=r"no template is named 'nosuch': choose from agent, default, kernel, math, packages, plain"):
         template_text("nosuch")
 
 
@@ -209,7 +209,7 @@ def test_no_damage_goes_further_than_a_clear_refusal(at: int, value: int) -> Non
     [
         (b"not an image", "image: .*no usable image"),
         (sif_file()[:3000], "cut short .3000 of 5100 bytes"),
-        (sif_file()[:400], "no usable image: its table"),
+        (sif_file()[:400], "no usable image .its table"),
         (sif_file(arch=b"04\0"), "for aarch64, but this machine is x86_64"),
     ],
 )

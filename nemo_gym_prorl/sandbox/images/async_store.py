@@ -24,19 +24,19 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
 _running: dict[str, Future[None]] = {}
-"""What is being pulled or unpacked, and who waits for it."""
+"""Pulls and unpacks in progress, by what they make; their callers wait for the future."""
 
-_places = threading.Semaphore(4)
-"""Images that are pulled or unpacked at a time: more only share the same line and disk."""
+_job_limit = threading.Semaphore(4)
+"""Limits concurrent pulls and unpacks, which share one network and disk."""
 
 
 class AsyncImageStore:
-    """See the module.
+    """Pull, unpack and open images without blocking the event loop.
 
     Args:
-        store: the images.
-        pull: pull what is not there.
-        unpack: start SIFs from an unpacked copy where there is room for one.
+        store: images on disk.
+        pull: whether to pull missing images.
+        unpack: whether to start SIFs from an unpacked copy where there is room for one.
     """
 
     def __init__(self, store: ImageStore, *, pull: bool = True, unpack: bool = True) -> None:
@@ -46,11 +46,11 @@ class AsyncImageStore:
         self._default: Path | None = None
 
     async def locate(self, wanted: Reference | None, runtime: Runtime) -> Path:
-        """Where an image lies, pulled if need be; the default image if none is named.
+        """Return the path of an image, pulled if missing; the default image if ``wanted`` is ``None``.
 
         Raises:
-            CallerError: there is no such image.
-            InfrastructureError: it could not be pulled.
+            CallerError: the image does not exist.
+            InfrastructureError: the image can't be pulled.
         """
         if wanted is None:
             return await asyncio.to_thread(self._find_default)
@@ -59,12 +59,12 @@ class AsyncImageStore:
             return path
         assert isinstance(wanted, RegistryImage)
         if not self._pull:
-            raise CallerError(f"{wanted.uri} is not there: prorl image pull {wanted.uri}", field="image")
+            raise CallerError(f"{wanted.uri} is not pulled yet: run 'prorl image pull {wanted.uri}'", field="image")
         await _once(wanted.uri, lambda: Puller(self._store, runtime).pull(wanted))
         return await self.locate(wanted, runtime)
 
     async def fetch(self, wanted: Reference | None, runtime: Runtime) -> None:
-        """Have an image here and unpacked, so that a start from it waits for neither.
+        """Pull and unpack an image, so that a later start need not wait for either.
 
         Raises:
             CallerError, InfrastructureError: as :meth:`locate` and :meth:`.store.ImageStore.open`.
@@ -76,7 +76,7 @@ class AsyncImageStore:
             await _once(str(image), lambda: self._store.open(image, runtime).release())
 
     def _find_default(self) -> Path:
-        # Once, since working out its name takes milliseconds.
+        # Computing the path takes milliseconds, so it is kept.
         if not self._default or not self._default.is_dir():
             self._default = default_image_path()
             if not self._default.is_dir():
@@ -85,7 +85,8 @@ class AsyncImageStore:
 
     @asynccontextmanager
     async def start(self, image: Path, runtime: Runtime) -> AsyncIterator[OpenImage]:
-        """What a sandbox of ``image`` starts from; kept there for the block, and by whoever got a copy of the lock.
+        """Open what a sandbox of ``image`` starts from, and keep it from removal during the block. A copy of its lock,
+        held by another process, keeps it longer.
 
         Raises:
             CallerError, InfrastructureError: as :meth:`.store.ImageStore.open`.
@@ -95,8 +96,8 @@ class AsyncImageStore:
         try:
             start = await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # Its lock would be nobody's.
-            opening.add_done_callback(_drop)
+            # Release the lock once the thread has taken it.
+            opening.add_done_callback(_release_opened)
             raise
         try:
             yield start
@@ -105,13 +106,13 @@ class AsyncImageStore:
 
 
 async def _once(what: str, work: Callable[[], object]) -> None:
-    """Do ``work`` in a thread, unless that is being done: then wait for its end. Either way with its outcome."""
+    """Run ``work`` in a thread, or wait for the same work in progress; raises its error in both cases."""
     future = _running.get(what)
     if future is None:
         future = _running[what] = Future()
-        # Who goes away cancels nothing.
+        # Cancelling one caller must not cancel the work of others.
         future.set_running_or_notify_cancel()
-        # Not one of the loop's own threads: those are few, and waited for when the process ends.
+        # The loop's own threads are few, and the interpreter waits for them at exit.
         threading.Thread(target=_do, args=(what, work, future), name=f"image {what}", daemon=True).start()
     await asyncio.wrap_future(future)
 
@@ -119,7 +120,7 @@ async def _once(what: str, work: Callable[[], object]) -> None:
 def _do(what: str, work: Callable[[], object], future: Future[None]) -> None:
     error: Exception | None = None
     try:
-        with _places:
+        with _job_limit:
             work()
     except Exception as caught:
         error = caught
@@ -130,6 +131,6 @@ def _do(what: str, work: Callable[[], object], future: Future[None]) -> None:
         future.set_result(None)
 
 
-def _drop(opening: asyncio.Future[OpenImage]) -> None:
+def _release_opened(opening: asyncio.Future[OpenImage]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().release()

@@ -1,13 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Images from registries: one, or all that a dataset names; and the store of images for an event loop.
+"""Pull images from registries: one image, or all images that a dataset names.
 
-Pulls are anonymous unless asked otherwise: no stored login is sent. An image that is there is not pulled again, so a
-run that was interrupted goes on image by image. Trouble of networks and registries is retried after a growing pause;
-what a registry denies is not.
-
-:class:`AsyncImageStore` pulls and unpacks in threads, once for all who wait. A caller who goes away leaves the work
-going for the next caller. It ends with the process, and leaves nothing under a name that means complete.
+Pulls are anonymous unless asked otherwise: no stored login is sent. Existing images are not pulled again, so an
+interrupted run continues image by image. Network and registry errors are retried after a growing pause; refusals of a
+registry are not.
 """
 
 from __future__ import annotations
@@ -35,6 +32,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 PULL_TIMEOUT_S = 3600.0
 
 FIRST_PAUSE_S = 1.0
+"""Before the second attempt; doubled for each further one, with jitter."""
 MAX_PAUSE_S = 60.0
 
 _DENIED = ("UNAUTHORIZED", "DENIED", "unauthorized", "denied: ")
@@ -43,15 +41,15 @@ _UNKNOWN = ("MANIFEST_UNKNOWN", "NAME_UNKNOWN", "manifest unknown", "no child wi
 
 @dataclass(frozen=True, slots=True)
 class Puller:
-    """How images are pulled.
+    """Settings of pulls.
 
     Attributes:
-        store: where to.
-        runtime: what does it.
-        format: what they become; what suits the cache's disk if not given.
-        credentials: send what the user has stored for registries.
-        tries: how often each is tried.
-        pause_s: before the second try; doubled for each further one.
+        store: where images are stored.
+        runtime: container runtime that downloads them.
+        format: format to store; chosen by the cache's disk if not given.
+        credentials: whether to send the user's stored registry logins.
+        tries: attempts for each image.
+        pause_s: pause before the second attempt; doubled for each further one.
     """
 
     store: ImageStore
@@ -62,11 +60,11 @@ class Puller:
     pause_s: float = FIRST_PAUSE_S
 
     def pull(self, wanted: RegistryImage, progress: Progress = ignore_progress) -> Path:
-        """Pull an image unless it is there; gives where it lies.
+        """Pull an image unless it exists; returns its path.
 
         Raises:
-            CallerError: there is no such image, or it is none for this machine.
-            InfrastructureError: it could not be had; with the words of the runtime.
+            CallerError: the image does not exist, or not for this machine.
+            InfrastructureError: the image can't be pulled; quotes the runtime.
         """
         entry = wanted.entry(machine())
         with self.store.images.making(entry, progress) as work:
@@ -77,11 +75,11 @@ class Puller:
                 self.store.publish(work, made, entry, info)
         path = self.store.payload(entry)
         if path is None:
-            raise InfrastructureError(f"{wanted.uri} was removed as soon as it was pulled")
+            raise InfrastructureError(f"{wanted.uri} was removed right after the pull: pull it again")
         return path
 
     def fetch(self, wanted: RegistryImage, work: Path, kind: Format, progress: Progress) -> tuple[Path, OciConfig]:
-        """Pull an image into a folder of the caller's; returns it and its configuration.
+        """Pull an image into the folder ``work``; returns its path and its configuration.
 
         Raises:
             CallerError, InfrastructureError: as :meth:`pull`.
@@ -92,7 +90,7 @@ class Puller:
                 made = self._try(wanted, work, kind == "folder")
                 break
             except InfrastructureError as error:
-                if tried + 1 == self.tries or not _may_pass(error):
+                if tried + 1 == self.tries or not _is_transient(error):
                     raise _explained(wanted, error, self.credentials) from error
                 progress(f"pulling {wanted.uri} again, after {error}")
                 time.sleep(min(self.pause_s * 2**tried, MAX_PAUSE_S) + random.uniform(0, self.pause_s))
@@ -115,7 +113,7 @@ class Puller:
 
 @dataclass(frozen=True, slots=True)
 class PullOutcome:
-    """What became of one image of many: ``reason`` is empty if it is there now, ``new`` if it was not before."""
+    """Result for one image of many: ``reason`` is empty on success, ``new`` says whether it was missing before."""
 
     uri: str
     reason: str = ""
@@ -123,7 +121,8 @@ class PullOutcome:
 
 
 def pull_all(puller: Puller, wanted: Iterable[RegistryImage], jobs: int) -> Generator[PullOutcome]:
-    """Pull many images, ``jobs`` at a time; one outcome for each, as they come. Ends them all when it is closed."""
+    """Pull images, ``jobs`` at a time; yields one outcome for each, in order of completion. Closing the generator ends
+    all pulls."""
 
     def one(reference: RegistryImage) -> PullOutcome:
         if puller.store.locate(reference):
@@ -148,14 +147,14 @@ def pull_all(puller: Puller, wanted: Iterable[RegistryImage], jobs: int) -> Gene
 
 
 def images_in_rows(rows: Path, field: str) -> list[RegistryImage]:
-    """The images that the rows of a dataset name, each once, in order.
+    """Return the images that the rows of a dataset name, each once, in order.
 
     Args:
         rows: JSONL file.
-        field: where a row names its image; dots lead into objects.
+        field: field of a row that names its image; dots lead into objects.
 
     Raises:
-        CallerError: a row is no JSON object or names no image; says which line.
+        CallerError: a row is no JSON object or names no image; quotes the line's number.
     """
     found: dict[RegistryImage, None] = {}
     with rows.open() as file:
@@ -170,12 +169,14 @@ def images_in_rows(rows: Path, field: str) -> list[RegistryImage]:
             for part in field.split("."):
                 value = value.get(part) if isinstance(value, dict) else None
             if not isinstance(value, str):
-                raise CallerError(f"{where} has no text in {field!r}; name the place with --field", field="from")
+                raise CallerError(
+                    f"{where} has no text in {field!r}: name the field of the image with --field", field="from"
+                )
             found[parse_registry(value, where)] = None
     return list(found)
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     return isinstance(error, InfrastructureError) and not _says(error, (*_DENIED, *_UNKNOWN))
 
 
@@ -185,8 +186,8 @@ def _says(error: InfrastructureError, words: tuple[str, ...]) -> bool:
 
 def _explained(wanted: RegistryImage, error: InfrastructureError, credentials: bool) -> RolloutError:
     if _says(error, _UNKNOWN):
-        return CallerError(f"there is no {wanted.uri} for {machine()}: {error.reason}", field="image")
+        return CallerError(f"the registry has no {wanted.uri} for {machine()}: {error.reason}", field="image")
     if _says(error, _DENIED):
-        hint = "your login is not enough" if credentials else "if it is private, log in and pull with --credentials"
-        return CallerError(f"{wanted.uri} is denied: {hint}: {error.reason}", field="image")
+        hint = "your login has no access" if credentials else "if it is private, log in and pull with --credentials"
+        return CallerError(f"the registry refuses {wanted.uri} ({hint}): {error.reason}", field="image")
     return InfrastructureError(f"{wanted.uri} could not be pulled: {error.reason}")

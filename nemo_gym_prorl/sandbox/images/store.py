@@ -1,14 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The images of a user, and what a sandbox on this machine starts from.
+"""The image store: a user's images, and what sandboxes on this machine start from.
 
-Two folders of entries (:mod:`.entries`): *images*, in the cache folder, which machines may share, and *copies*,
-unpacked ones on this machine's own disk. A root folder starts in half of the time that mounting a SIF and an overlay
-over it takes, and needs no FUSE; but many small files are the worst that a shared file system can be given. So images
-travel and are stored as one file where the cache is shared, and are unpacked once per machine, as far as there is
-room.
+The store has two folders of entries (:mod:`.entries`): *images*, in the cache folder, which machines may share, and
+*copies*, unpacked images on this machine's own disk. A root folder needs neither FUSE nor a mount of a SIF. But many
+small files strain a shared file system. So on a shared cache an image is stored as one file, and is unpacked once per
+machine, as far as there is room.
 
-An entry of either is a folder with the image, ``root`` or ``image.sif``, and ``image.json``, which describes it.
+An entry is a folder with the image (``root`` or ``image.sif``) and ``image.json``, which describes it.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ SIF = "image.sif"
 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
-    """What is noted down about an image when it is made.
+    """Description of an image, written when it is made.
 
     Attributes:
         kind: ``image`` (built), ``pulled`` or ``copy`` (unpacked).
-        source: what it was made from, for people.
-        format: what it is.
-        bytes: its size on disk.
-        made: when; seconds since 1970.
-        config: of the registry's image that it is or was made from, if it is or was.
+        source: what it was made from, for display.
+        format: its format.
+        bytes: size on disk.
+        made: creation time; seconds since 1970.
+        config: configuration of the registry's image that it comes from, if any.
     """
 
     kind: str
@@ -72,13 +71,13 @@ class ImageInfo:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One image that is there.
+    """One image in the store.
 
     Attributes:
-        entry: where it lies, and when it was used.
-        info: what was noted down about it.
-        names: what users call it.
-        unpacked: this machine has an unpacked copy of it, or it is a folder.
+        entry: folder and last use.
+        info: its description.
+        names: names that users gave it.
+        unpacked: whether it is a folder or has an unpacked copy on this machine.
     """
 
     entry: Entry
@@ -88,14 +87,16 @@ class Image:
 
 
 def write_info(folder: Path, info: ImageInfo) -> None:
-    """Note down what an entry is, before it gets its name."""
+    """Write the description of an entry before it is published."""
     config = info.config.to_json() if info.config else None
     (folder / INFO_FILE).write_text(json.dumps({**asdict(info), "config": config}))
 
 
 def read_info(folder: Path) -> ImageInfo | None:
-    """What an entry is; ``None`` if it went away, or there is no such note in it, as where it was made by a version of
-    this package that knew none. What a later version has noted down besides is none of ours."""
+    """Return the description of an entry; ``None`` if it has none, or one without the required fields.
+
+    Unknown fields, which a later version of this package may write, are ignored.
+    """
     try:
         noted = json.loads((folder / INFO_FILE).read_text())
     except (FileNotFoundError, ValueError):
@@ -108,16 +109,16 @@ def read_info(folder: Path) -> ImageInfo | None:
 
 
 def config_of(image: Path) -> OciConfig | None:
-    """Return the configuration that was kept beside a root folder or SIF of a store; ``None`` elsewhere."""
+    """Return the configuration stored beside a root folder or SIF; ``None`` outside of a store."""
     info = read_info(image.parent) if image.name in (ROOT, SIF) else None
     return info.config if info else None
 
 
 UNPACKED_SIZE_FACTOR = 4
-"""Room that is taken for a SIF's unpacked copy, in sizes of the SIF; three is usual."""
+"""Room reserved for an unpacked copy, in sizes of the SIF; the usual factor is three."""
 
 MIN_FREE_BYTES = 64 << 20
-"""A disk with less than these bytes left is full."""
+"""A disk with fewer free bytes counts as full."""
 
 UNPACK_TIMEOUT_S = 1800.0
 
@@ -126,24 +127,24 @@ _NAMES = ".names"
 
 @dataclass(frozen=True, slots=True)
 class OpenImage:
-    """What a sandbox starts from: ``path``, and the lock that keeps it there, if it can be removed at all."""
+    """What a sandbox starts from. The lock, if it has one, keeps the image from being removed."""
 
     path: Path
     lock: Lock | None
 
     def release(self) -> None:
-        """Let go of the lock; whoever was given a copy of it goes on holding it."""
+        """Release the lock; a copy of the lock in another process keeps it."""
         if self.lock:
             self.lock.release()
 
 
 class ImageStore:
-    """See the module. All methods block; locks make it safe to use in any number of threads and processes.
+    """Images and their unpacked copies. All methods block; locks make them safe for concurrent threads and processes.
 
     Args:
-        images: folder of the images; the cache folder's if not given.
-        copies: folder of the unpacked copies; :func:`copies_dir` if not given.
-        room: bytes that the copies may take; half of what the disk has for them if not given.
+        images: folder of the images; in the cache folder if not given.
+        copies: folder of the unpacked copies; :func:`unpacked_dir` if not given.
+        room: bytes that the copies may take; half of the space available for them if not given.
     """
 
     def __init__(self, images: Path | None = None, copies: Path | None = None, room: int | None = None) -> None:
@@ -156,19 +157,19 @@ class ImageStore:
         """The unpacked copies.
 
         Raises:
-            InfrastructureError: its folder belongs to somebody else.
+            InfrastructureError: the folder belongs to another user.
         """
         return Entries(self._copies_folder or unpacked_dir())
 
     def default_format(self) -> Format:
-        """How an image is best kept here: as one file where other machines may share it."""
+        """Return the default format of images: one file on a disk that machines may share, else a folder."""
         return "sif" if is_shared(self.images.folder) else "folder"
 
     def locate(self, reference: Reference) -> Path | None:
-        """Where an image lies; ``None`` if it is one of a registry and was not pulled yet.
+        """Return the path of an image; ``None`` for an image of a registry that is not pulled.
 
         Raises:
-            CallerError: there is no such path, or no image of that name.
+            CallerError: the path does not exist, or no image has that name.
         """
         match reference:
             case RegistryImage():
@@ -178,10 +179,11 @@ class ImageStore:
                     there = path.exists()
                 except PermissionError as error:
                     raise CallerError(
-                        f"{path} is closed to you: chmod a+rX the folders above", field="image"
+                        f"{path} is not accessible: run 'chmod a+rX' on the folders above as their owner",
+                        field="image",
                     ) from error
                 if not there:
-                    raise CallerError(f"there is no {path}", field="image")
+                    raise CallerError(f"{path} does not exist", field="image")
                 return path
             case NamedImage(name):
                 entry = self._names().get(name)
@@ -189,18 +191,18 @@ class ImageStore:
                 if found is None:
                     known = sorted(self._names()) or ["none"]
                     raise CallerError(
-                        f"there is no image named {name!r}, there are: {', '.join(known)}; 'prorl image build' and "
-                        "'prorl image pull' make some, and a path has a '/' in it",
+                        f"no image is named {name!r}; names are: {', '.join(known)}; make one with 'prorl image "
+                        "build' or 'prorl image pull', or give a path with a '/'",
                         field="image",
                     )
                 return found
 
     def find(self, text: str) -> Path | None:
-        """As :meth:`locate`, for what a user wrote."""
+        """Return :meth:`locate` of a reference in a user's notation."""
         return self.locate(parse(text))
 
     def payload(self, entry: str) -> Path | None:
-        """The image of an entry: its root folder or SIF."""
+        """Return the root folder or SIF of an entry; ``None`` if the entry does not exist."""
         folder = self.images.path(entry)
         if not (folder / INFO_FILE).is_file():
             return None
@@ -209,11 +211,12 @@ class ImageStore:
     def open(
         self, image: Path, runtime: Runtime, *, unpack: bool = True, progress: Progress = ignore_progress
     ) -> OpenImage:
-        """What to start a sandbox of ``image`` from on this machine: itself, or its unpacked copy, made if need be.
+        """Return what a sandbox of ``image`` starts from on this machine: the image, or its unpacked copy, made if
+        missing.
 
         Raises:
             CallerError: the image is damaged, cut short, for another processor, or another user's.
-            InfrastructureError: a SIF can neither be unpacked nor mounted here; says why.
+            InfrastructureError: a SIF can be neither unpacked nor mounted here; names the reasons.
         """
         if image.is_dir():
             check_usable(image)
@@ -227,12 +230,14 @@ class ImageStore:
         else:
             start = "unpacking is switched off"
         if trouble := fuse_error():
-            raise InfrastructureError(f"{image} can't be started: {start}, and it can't be mounted: {trouble}")
+            raise InfrastructureError(f"{image} can be neither unpacked ({start}) nor mounted ({trouble})")
         return OpenImage(image, self._lock(image))
 
     def identity(self, image: Path) -> str:
-        """What tells the image at a path from any other, as well as can be known without reading all of it: its entry,
-        the number that a SIF got when it was made, or the path and time stamp of a folder."""
+        """Return a text that identifies the image at a path, as exactly as is known without reading all of it.
+
+        That is its entry, the random number of a SIF, or the path and modification time of a folder.
+        """
         if image.is_relative_to(self.images.folder):
             return f"entry:{image.relative_to(self.images.folder).parts[0]}"
         if image.is_dir():
@@ -240,24 +245,24 @@ class ImageStore:
         return f"sif:{rootfs.read_sif(image, machine()).identity}"
 
     def is_ready(self, image: Path) -> bool:
-        """Whether :meth:`open` has nothing to unpack."""
+        """Return whether :meth:`open` would unpack nothing."""
         return not image.is_file() or self.copies.path(unpacked_entry(image)).is_dir()
 
     def publish(self, work: Path, made: Path, entry: str, info: ImageInfo) -> Path:
-        """Put what was made in ``work`` among the images, settled; gives where it lies."""
+        """Sanitize what was made in ``work`` and publish it as an image; returns its path."""
         folder = work / "entry"
         folder.mkdir()
         target = folder / (ROOT if info.format == "folder" else SIF)
         made.rename(target)
         size = rootfs.sanitize(target) if info.format == "folder" else target.stat().st_size
         write_info(folder, replace(info, bytes=size))
-        # What the disk has not got yet would be empty after a power cut, under a name that means complete.
+        # After a power cut unwritten files would be empty in an entry that counts as complete.
         flush(folder)
         place = self.images.publish(folder, entry)
         return place / target.name
 
     def name(self, name: str, entry: str) -> None:
-        """Let users call an entry ``name`` from now on."""
+        """Give an entry a name."""
         folder = self.images.folder / _NAMES
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".", delete=False) as fresh:
@@ -266,11 +271,11 @@ class ImageStore:
         Path(fresh.name).replace(folder / name)
 
     def entry_named(self, name: str) -> str | None:
-        """The entry that users call ``name``."""
+        """Return the entry with a name."""
         return self._names().get(name)
 
     def all(self) -> list[Image]:
-        """All images."""
+        """Return all images."""
         names: dict[str, list[str]] = {}
         for name, named in self._names().items():
             names.setdefault(named, []).append(name)
@@ -285,7 +290,7 @@ class ImageStore:
         return found
 
     def all_copies(self) -> list[Image]:
-        """All unpacked copies of this machine."""
+        """Return all unpacked copies of this machine."""
         infos = ((entry, read_info(entry.path)) for entry in self.copies.all())
         return [Image(entry, info, unpacked=True) for entry, info in infos if info]
 
@@ -297,16 +302,16 @@ class ImageStore:
         older_than_s: float | None = None,
         dry_run: bool = False,
     ) -> tuple[list[Image], list[Path]]:
-        """Remove images and copies that nobody uses, the least recently used first, and what killed makers left.
+        """Remove unused images and copies, the least recently used first, and what killed makers left.
 
         Args:
-            protected: entries that stay in any case.
-            max_bytes: what images, and what copies, may take; each may be on a disk of its own.
-            older_than_s: remove what was not used for so long.
-            dry_run: only say what would go.
+            protected: entries to keep in any case.
+            max_bytes: limit for images, and for copies; each may be on a disk of its own.
+            older_than_s: also remove entries that were not used for so long.
+            dry_run: only report what would be removed.
 
         Returns:
-            What was removed, and what else was swept: besides that, images that an older version of this package made.
+            Removed entries, and other removed folders, including entries without a valid description.
         """
         protected, before = set(protected), None if older_than_s is None else time.time() - older_than_s
         removed = []
@@ -324,12 +329,12 @@ class ImageStore:
         return removed, swept
 
     def _lock(self, image: Path) -> Lock | None:
-        """Keep an image of ours from being removed; others are none of our business."""
+        """Keep an image of this store from removal; others are not locked."""
         if not image.is_relative_to(self.images.folder):
             return None
         hold = self.images.use(image.relative_to(self.images.folder).parts[0])
         if hold is None:
-            raise InfrastructureError(f"{image} was removed just now")
+            raise InfrastructureError(f"{image} is being removed by another process: pull or build it again")
         return hold
 
     def _copy(self, entry: str) -> OpenImage | None:
@@ -339,28 +344,28 @@ class ImageStore:
     def _unpack(
         self, image: Path, found: rootfs.Sif, entry: str, runtime: Runtime, progress: Progress
     ) -> OpenImage | str:
-        """Make the unpacked copy; or say why that is not possible, so that the image is mounted instead."""
+        """Make the unpacked copy; returns a reason instead where the image must be mounted."""
         program = build_tools.find_unsquashfs(runtime)
         if program is None:
-            return "there is no unsquashfs (package squashfs-tools) to unpack it with"
+            return "unsquashfs is missing: install squashfs-tools"
         if found.offset is None:
-            return "its root file system is not a plain squashfs that could be unpacked"
+            return "its root file system is no plain squashfs"
         wanted = UNPACKED_SIZE_FACTOR * found.size
         with self.copies.making(entry, progress) as work:
             if work is not None:
                 if not self._make_room(wanted):
-                    return f"there is no room for {wanted >> 20} MiB in {self.copies.folder}"
+                    return f"{self.copies.folder} has no room for {wanted >> 20} MiB"
                 progress(f"unpacking {image.name}")
                 started = time.time()
                 root = work / "entry" / ROOT
                 root.parent.mkdir()
                 command = [program, "-no-progress", "-no-xattrs", "-offset", str(found.offset)]
                 try:
-                    # 2: owners and devices, which are not wanted, could not be made.
+                    # 2: owners and devices, which are not wanted, could not be created.
                     environ = build_tools.build_environ(runtime, work, credentials=False)
                     reads = [image, *build_tools.runtime_reads(runtime)]
                     command += ["-dest", str(root), str(image)]
-                    build_tools.run(command, environ, UNPACK_TIMEOUT_S, work, fine=(0, 2), reads=reads)
+                    build_tools.run(command, environ, UNPACK_TIMEOUT_S, work, ok_codes=(0, 2), reads=reads)
                 except InfrastructureError as error:
                     if free_bytes(work) < MIN_FREE_BYTES:
                         return f"the disk of {self.copies.folder} is full"
@@ -373,11 +378,11 @@ class ImageStore:
                 self.copies.publish(root.parent, entry)
         start = self._copy(entry)
         if start is None:
-            raise InfrastructureError(f"the unpacked copy of {image} was removed as soon as it was made")
+            raise InfrastructureError(f"the unpacked copy of {image} was removed right after it was made: try again")
         return start
 
     def _make_room(self, wanted: int) -> bool:
-        """Remove copies that are not in use until ``wanted`` bytes fit; return whether they do."""
+        """Remove unused copies until ``wanted`` bytes fit; returns whether they do."""
         copies = self.all_copies()
         taken = sum(image.info.bytes for image in copies)
         free = free_bytes(self.copies.folder)
@@ -402,11 +407,12 @@ class ImageStore:
 
 
 def unpacked_dir() -> Path:
-    """Where unpacked copies lie: ``$PRORL_UNPACKED``, else in the cache if that is this machine's own, else in
-    ``$TMPDIR``. Must be node-local, and big.
+    """Return the folder of unpacked copies, which must be on a large local disk.
+
+    That is ``$PRORL_UNPACKED``, else a folder in the cache if it is not shared, else one in ``$TMPDIR``.
 
     Raises:
-        InfrastructureError: the folder belongs to somebody else.
+        InfrastructureError: the folder belongs to another user.
     """
     if own := os.environ.get("PRORL_UNPACKED"):
         return Path(own).expanduser().absolute()
@@ -415,13 +421,16 @@ def unpacked_dir() -> Path:
     folder = Path(tempfile.gettempdir()).absolute() / f"prorl-{outer_uid()}-unpacked"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid() or folder.is_symlink():
-        raise InfrastructureError(f"{folder} belongs to somebody else; set PRORL_UNPACKED to a folder of your own")
+        raise InfrastructureError(f"{folder} belongs to another user: set PRORL_UNPACKED to a folder of your own")
     return folder
 
 
 def unpacked_entry(image: Path) -> str:
-    """The entry of a SIF's unpacked copy. Another file of the same path has another one, and so has each boot of this
-    machine: what was written just before a power cut is not to be trusted."""
+    """Return the entry name of a SIF's unpacked copy.
+
+    The name changes with the file's size and time, and with each boot: a copy written just before a power cut may be
+    incomplete.
+    """
     found = image.stat()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     what = f"{image.resolve()} {found.st_size} {found.st_mtime_ns} {boot}"
@@ -436,8 +445,10 @@ def eviction_candidates(
     max_bytes: int | None = None,
     before: float | None = None,
 ) -> list[Image]:
-    """What goes, the least recently used first: all that was last used before ``before``, and then as much as it takes
-    for the rest to fit into ``max_bytes``. What is used or ``protected``, by the name of its entry, stays and counts.
+    """Return the entries to remove, the least recently used first.
+
+    These are all that were last used before ``before``, and as many more as the rest needs to fit into ``max_bytes``.
+    Entries that are used or ``protected`` (by name) stay, and count.
     """
     everything = sorted(images, key=lambda image: (image.entry.last_use, image.entry.name))
     total = sum(image.info.bytes for image in everything)

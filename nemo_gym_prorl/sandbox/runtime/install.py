@@ -72,7 +72,7 @@ def ensure_runtime(progress: Progress) -> Runtime:
     prefix = private_prefix()
     entries = Entries(prefix.parent)
     # An existing entry that does not work comes from a cache folder that was moved.
-    with entries.making(prefix.name, progress, sound=lambda: find_runtime() is not None) as work:
+    with entries.making(prefix.name, progress, is_valid=lambda: find_runtime() is not None) as work:
         if work is not None:
             entries.publish(_install(prefix, work, progress), prefix.name)
     return require_runtime()
