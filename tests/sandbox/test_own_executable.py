@@ -111,7 +111,7 @@ def test_without_memory_files_it_is_a_file_without_a_name(tmp_path: Path, monkey
 
 
 async def test_sandboxes_start_without_memory_files(image: Path, runtime: Runtime, without: Without) -> None:
-    without(Off("def forbidden(*_):\n    raise PermissionError\nsyscalls.executable_memory = forbidden"))
+    without(Off("def forbidden(*_):\n    raise PermissionError\nsyscalls.create_executable_memfd = forbidden"))
     async with await Container.start(ContainerSpec(image=image, start="direct"), runtime) as container:
         assert (await container.run("echo works")).stdout == "works\n"
 

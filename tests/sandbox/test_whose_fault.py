@@ -342,7 +342,7 @@ async def test_a_program_that_goes_with_its_sandbox_on_its_way_in_is_no_killed_h
             "from nemo_gym_prorl.sandbox.supervisor import programs\n"
             "from nemo_gym_prorl.sandbox.supervisor import signals\n"
             "async def go_with_it(self, program, request, *_):\n"
-            "    folder = os.readlink(f'/proc/self/fd/{request.place.process.fd}')\n"
+            "    folder = os.readlink(f'/proc/self/fd/{request.namespaces.process.fd}')\n"
             "    first = int(folder.rpartition('/')[2])\n"
             "    os.kill(first, 9)\n"
             "    while not signals.is_exiting(first):\n"
