@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
@@ -21,7 +19,6 @@ from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor import state_dir
-from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, step_down
 
 
 GRANTED = cgroups.probe_delegation()
@@ -63,48 +60,11 @@ def test_our_own_group_is_found_where_version_2_is_mounted() -> None:
     assert cgroups.group_of(mounts.splitlines()[0], "0::/\n") is None, "not mounted"
 
 
-def test_who_was_moved_into_the_leaf_goes_on_in_the_group_above() -> None:
-    assert cgroups.delegation_base(Path("/g/app.scope")) == Path("/g/app.scope")
-    assert cgroups.delegation_base(Path("/g/app.scope", cgroups.SERVER_GROUP)) == Path("/g/app.scope")
-
-
-@given(
-    controllers=st.frozensets(st.sampled_from(sorted(cgroups.CONTROLLERS))),
-    memory=st.integers(0, 1 << 40),
-    processes=st.integers(0, 5000),
-    cpus=st.floats(0, 512),
-)
-def test_only_limits_that_were_asked_for_and_can_be_kept_are_written(
-    controllers: frozenset[str], memory: int, processes: int, cpus: float
-) -> None:
-    wanted = cgroups.limit_files(controllers, memory=memory, processes=processes, cpus=cpus)
-    asked = {"memory": memory, "pids": processes, "cpu": cpus}
-    assert {name.partition(".")[0] for name in wanted} == {name for name in controllers if asked[name]}
-    if "cpu.max" in wanted:
-        quota, period = map(int, wanted["cpu.max"].split())
-        assert quota >= 1000, "the kernel takes no less"
-        assert abs(quota / period - cpus) <= 0.01
-
-
-@given(starter=st.booleans(), init=st.none() | st.booleans(), closing_s=st.floats(0, 100))
-def test_a_sandbox_is_deleted_only_when_nothing_of_it_lives(
-    starter: bool, init: bool | None, closing_s: float
-) -> None:
-    step = step_down(starter=starter, init=init, closing_s=closing_s)
-    late = closing_s > STUCK_S
-    assert step.delete is (not starter and not init)
-    assert step.kill_init is bool(init)
-    assert step.kill_starter <= starter, "nothing but what lives is killed"
-    assert step.report is (late and not step.delete)
-    if late or init is None:
-        assert step.kill_starter is starter, "nothing is spared for ever"
-
-
 BUSY_THREAD = """
 import threading
 from nemo_gym_prorl.sandbox.limits import cgroups
 threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
-print({cgroups.delegation() is not None for _ in range(50)})
+print({cgroups.probe_delegation() is not None for _ in range(50)})
 """
 
 

@@ -199,24 +199,6 @@ async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, meet
         await asyncio.wait([filling])
 
 
-async def test_who_closes_a_sandbox_is_not_told_of_a_helper_that_was_killed(
-    image: Path, runtime: Runtime, without: Without
-) -> None:
-    without(
-        Off(
-            "from nemo_gym_prorl.sandbox.supervisor import lifecycle\n"
-            "delete = lifecycle.Sandboxes._delete\n"
-            "async def killed(self, sandbox):\n"
-            "    lifecycle.Sandboxes._delete = delete\n"
-            "    raise lifecycle.Refused({'error': 'killed', 'killed': True})\n"
-            "lifecycle.Sandboxes._delete = killed"
-        )
-    )
-    container = await Container.start(ContainerSpec(image=image), runtime)
-    await container.close()
-    assert not container.folder.exists()
-
-
 async def test_who_closes_a_sandbox_is_told_that_its_files_do_not_go(
     image: Path, runtime: Runtime, without: Without, tmp_path: Path
 ) -> None:

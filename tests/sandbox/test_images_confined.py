@@ -103,20 +103,6 @@ def test_a_recipe_sees_no_secret_of_its_builders_environment(
     assert "not-for-strangers" not in seen + (built / "post").read_text()
 
 
-def test_a_recipe_may_do_in_its_image_what_recipes_do(
-    store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
-) -> None:
-    commands = """
-        set -e
-        mkdir -p /srv/data && echo hello > /srv/data/file && chmod 640 /srv/data/file
-        chmod u+s,g+s /usr/bin/id
-        mkdir /srv/closed && chmod 0 /srv/closed
-    """
-    built = build(recipe(tmp_path, tiny_root, post=commands), store, runtime, ignore_progress)
-    assert (built / "srv/data/file").read_text() == "hello\n"
-    assert_settled(built)
-
-
 @pytest.mark.skipif(bool(multi_user_error()), reason="this user has one id")
 def test_files_may_be_given_to_other_users_while_an_image_is_built(
     store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path

@@ -8,7 +8,6 @@ import errno
 import fcntl
 import json
 import os
-import stat
 import subprocess
 import sys
 import time
@@ -85,21 +84,6 @@ def test_a_thing_is_as_old_as_its_making_whatever_date_it_brought(tmp_path: Path
         entries.publish(work / "made", "thing")
     [entry] = entries.all()
     assert time.time() - entry.last_use < 3600
-
-
-def test_what_is_being_made_or_removed_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = []
-    remove_tree = entries_module.remove_tree
-
-    def look(folder: Path) -> None:
-        modes.append(stat.S_IMODE(folder.stat().st_mode))
-        remove_tree(folder)
-
-    monkeypatch.setattr(entries_module, "remove_tree", look)
-    entries = Entries(tmp_path)
-    put(entries, "thing")
-    assert entries.remove("thing")
-    assert modes == [0o700, 0o700]
 
 
 def test_of_many_processes_one_makes_a_thing(tmp_path: Path) -> None:

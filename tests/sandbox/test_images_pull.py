@@ -20,7 +20,7 @@ from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images.entries import machine
-from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_in_rows, pull_all
+from nemo_gym_prorl.sandbox.images.pull import Puller, images_in_rows
 from nemo_gym_prorl.sandbox.images.reference import parse_registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
@@ -123,19 +123,6 @@ def test_an_image_for_another_processor_is_refused(served: Registry, tmp_path: P
     with pytest.raises(CallerError, match="for aarch64, but this machine is"):
         puller.pull(parse_registry(served.add("us/foreign", [layer(tmp_path / "root")], machine())))
     assert puller.store.all() == []
-
-
-def test_many_are_pulled_and_a_second_run_goes_on(served: Registry, tiny_layer: bytes, puller: Puller) -> None:
-    wanted = [parse_registry(served.add(f"us/tiny:{number}", [tiny_layer], machine())) for number in range(3)]
-    missing = parse_registry(f"{served.host}/us/later:1")
-    outcomes = {outcome.uri: outcome for outcome in pull_all(puller, [*wanted, missing, *wanted], 2)}
-    assert len(outcomes) == 4
-    assert all(outcomes[one.uri] == PullOutcome(one.uri, new=True) for one in wanted)
-    assert "there is no" in outcomes[missing.uri].reason
-    served.add("us/later:1", [tiny_layer], machine())
-    again = {outcome.uri: outcome for outcome in pull_all(puller, [*wanted, missing], 2)}
-    assert [outcome.uri for outcome in again.values() if outcome.new] == [missing.uri]
-    assert not any(outcome.reason for outcome in again.values())
 
 
 def test_a_dataset_names_images(tmp_path: Path) -> None:

@@ -154,7 +154,9 @@ def test_templates_that_come_with_the_package_make_definition_files(name: str) -
 def test_template_errors_name_what_is_wrong(template: str, reason: str) -> None:
     with pytest.raises(CallerError, match=reason):
         render(template, "Bootstrap: x", Recipe(template, "b", "x86_64", "sif"))
-    with pytest.raises(CallerError, match=r"no template is named 'nosuch': choose from agent, default, kernel, math, packages, plain"):
+    with pytest.raises(
+        CallerError, match=r"no template is named 'nosuch': choose from agent, default, kernel, math, packages, plain"
+    ):
         template_text("nosuch")
 
 

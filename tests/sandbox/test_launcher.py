@@ -23,7 +23,6 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import binary, requests
 from nemo_gym_prorl.sandbox.launcher.requests import Request, RequestKind, receive_reply
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import processes as launcher
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone
 from nemo_gym_prorl.sandbox.supervisor.processes import CHANNEL, Children, Launcher
 from tests.sandbox.without import Off, Without
@@ -83,20 +82,6 @@ async def test_a_request_that_is_cut_off_is_refused_and_the_next_is_served(bench
         assert set(await asyncio.to_thread(os.listdir, f"/proc/{bench.pid}/fd")) == {"0", "1", "2", "3"}
 
 
-async def test_any_bytes_are_survived(bench: Bench) -> None:
-    rng = random.Random(1)
-    await bench.answer(made_of(RequestKind.STOP, b""))
-    first = bench.pid
-    for _ in range(200):
-        # A process is that of no sandbox, and gets no word to go on.
-        words = [rng.choice([0, 1, 2, 1 << 20, (1 << 64) - 1, rng.getrandbits(64)]) for _ in range(rng.randrange(12))]
-        body = b"".join(word.to_bytes(8, "little") for word in words) + rng.randbytes(rng.randrange(200))
-        # Whoever erases would believe any path.
-        code, _said = await bench.answer(made_of(rng.choice([*set(RequestKind) - {RequestKind.ERASE}]), body))
-        assert code == 127
-    assert bench.pid == first
-
-
 async def test_one_that_is_larger_than_a_packet_is_read_from_memory(bench: Bench) -> None:
     process = await asyncio.create_subprocess_exec("sleep", "60")
     folder = ProcDirectory(process.pid)
@@ -106,24 +91,10 @@ async def test_one_that_is_larger_than_a_packet_is_read_from_memory(bench: Bench
     for spaces in (1 << 62, os.CLONE_NEWUSER):
         where = bytes(8) + spaces.to_bytes(8, "little") + (1).to_bytes(8, "little")
         request = made_of(RequestKind.STOP, where + bytes(1 << 20))
-        request.place = SandboxNamespaces(folder, 0, {}, 0)
+        request.namespaces = SandboxNamespaces(folder, 0, {}, 0)
         said.append((await bench.answer(request))[1])
     assert said[0]["errno"] == errno.EBADMSG
     assert said[1]["lost"], "that process has ended"
-
-
-async def test_one_that_the_kernel_cut_off_is_refused(bench: Bench) -> None:
-    assert await bench.answer(made_of(RequestKind.STOP, b"")) == (127, NOTHING)
-    connection = bench.launcher._connection
-    assert connection
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        answer = asyncio.get_running_loop().create_future()
-        bench.launcher._asked.append(answer)
-        # It says that it is as long as what arrives of it: all that can be in a packet.
-        header = requests._HEADER.pack(RequestKind.STOP, 0, (1 << 16) - requests._HEADER.size)
-        socket.send_fds(connection._ours, [header + bytes(66_000)], [theirs.fileno()])
-        assert await answer == -errno.EBADMSG
 
 
 @pytest.mark.skipif(not is_machine_root(), reason="nobody else may look")
@@ -139,17 +110,6 @@ async def test_who_carries_out_a_request_lets_the_launchers_channel_go(bench: Be
         # It waits for the word to begin.
         ours.send(requests.GO)
         assert await child.wait() == 0
-
-
-async def test_a_launcher_that_was_killed_is_told_of_and_the_next_works(bench: Bench) -> None:
-    request = made_of(RequestKind.STOP, b"")
-    assert await bench.answer(request) == (127, NOTHING)
-    pid = bench.pid
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(launcher.LauncherLost):
-        await bench.launcher.begin(request, [], None)
-    assert await bench.answer(request) == (127, NOTHING)
-    assert bench.pid != pid
 
 
 async def test_many_are_asked_for_before_the_first_is_answered(bench: Bench) -> None:

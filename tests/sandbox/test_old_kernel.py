@@ -35,7 +35,7 @@ table, last = {"x86_64": (seccomp.TABLES["x86_64"], 334), "aarch64": (seccomp.TA
     os.uname().machine
 ]
 syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
-seccomp.install(syscall_filter.program(table.audit, {}, last))
+seccomp.install(syscall_filter.compile_filter(table.audit, {}, last))
 
 
 async def main():

@@ -98,18 +98,6 @@ def test_the_copy_is_sealed_and_closed(tmp_path: Path) -> None:
     os.close(copy)
 
 
-def test_without_memory_files_it_is_a_file_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*_arguments: object) -> int:
-        raise PermissionError("vm.memfd_noexec")
-
-    monkeypatch.setattr(os, "memfd_create", forbidden)
-    copy = binary.load_launcher(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    ended = subprocess.run([binary.LAUNCHER], executable=f"/proc/self/fd/{copy}", pass_fds=[copy], check=False)
-    assert ended.returncode == 127, "it has no channel"
-    os.close(copy)
-
-
 async def test_sandboxes_start_without_memory_files(image: Path, runtime: Runtime, without: Without) -> None:
     without(Off("def forbidden(*_):\n    raise PermissionError\nsyscalls.create_executable_memfd = forbidden"))
     async with await Container.start(ContainerSpec(image=image, start="direct"), runtime) as container:

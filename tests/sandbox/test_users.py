@@ -145,23 +145,8 @@ def test_a_range_is_read_by_name_or_number(tmp_path: Path, monkeypatch: pytest.M
     assert list(user_ids.subordinate_ids(tmp_path / "none")) == []
 
 
-def test_where_ids_of_a_sandbox_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    parent = [(0, 1000, 1), (1, 100000, 65536)]
-    assert user_ids.sandbox_ids(1000, 0, several=False, ranges=parent) == [(0, 0, 1)]
-    assert user_ids.sandbox_ids(1000, 1000, several=False, ranges=parent) == [(1000, 0, 1)]
-    assert user_ids.sandbox_ids(1000, 0, several=True, ranges=parent) == [(0, 0, 1), (1, 1, 65536)]
-    monkeypatch.setattr(user_ids, "is_machine_root", lambda: True)
-    parent = user_ids.parent_ids("uid", 0)
-    assert user_ids.sandbox_ids(user_ids.FIRST_HOST_ID + 7, 0, several=False, ranges=parent) == [(0, 7, 1)]
-    one, block = user_ids.draw_host_id(several=False), user_ids.draw_host_id(several=True)
-    assert user_ids.sandbox_ids(block, 0, several=True, ranges=parent)[0][2] == user_ids.IDS_PER_BLOCK
-    assert (block - user_ids.FIRST_HOST_ID) % user_ids.IDS_PER_BLOCK == 0
-    assert not block <= one < block + user_ids.IDS_PER_BLOCK
-
-
 MOMENT = "from nemo_gym_prorl.sandbox.limits import cgroups, usage\n"
-MOMENT += "usage.threads_in, cgroups.Group.full = lambda space: 1, lambda group: False\n"
+MOMENT += "usage.threads_in, cgroups.Group.is_full = lambda space: 1, lambda group: False\n"
 NO_ROOM = "from nemo_gym_prorl.sandbox.supervisor.processes import Children\n"
 NO_ROOM += "Children.can_fork = lambda children: False\n"
 

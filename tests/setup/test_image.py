@@ -15,10 +15,9 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, default_image_path, ensure_image, run_self_test
+from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, ensure_image, run_self_test
 from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.images.store import ImageStore
-from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -49,18 +48,6 @@ def test_nothing_in_it_is_privileged_or_unreadable(image: Path) -> None:
         if not stat.S_ISLNK(mode):
             assert not mode & (stat.S_ISUID | stat.S_ISGID), path
             assert mode & stat.S_IROTH or path in passwords, path
-
-
-def test_a_second_call_builds_nothing(image: Path) -> None:
-    said: list[str] = []
-    assert ensure_image(DEFAULT, said.append) == image
-    assert said == []
-
-
-def test_a_changed_recipe_is_another_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = default_image_path()
-    monkeypatch.setattr(debian, "PACKAGES", (*debian.PACKAGES, "make"))
-    assert default_image_path() != before
 
 
 def test_a_broken_image_fails_its_trial(runtime: Runtime, tmp_path: Path) -> None:
