@@ -54,23 +54,21 @@ def _repository(folder: Path, uid: int, gid: int) -> Path:
 
 
 @pytest.mark.parametrize("root", [True, False], ids=["root", "user"])
-@pytest.mark.parametrize("what", BINDS)
-async def test_a_bind_is_the_sandboxs_own(
-    what: str, root: bool, image: Path, runtime: Runtime, open_folder: Path
-) -> None:
-    uid, gid, option, owner, writable = BINDS[what]
-    host = _repository(open_folder / "repository", uid, gid)
-    own = owner if root or owner == NOBODY else "1000:1000"
-    spec = ContainerSpec(image=image, root=root, binds=[f"{host}:/repository{option}"])
-    async with await Container.start(spec, runtime) as container:
-        said = await container.run("stat -c %u:%g /repository /repository/file; git -C /repository status --short")
-        assert said.stdout.splitlines()[:2] == [own, own]
-        assert ("dubious" not in said.stderr) == (owner == OWN), said.stderr
-        wrote = await container.run("echo new > /repository/new")
-        assert (wrote.exit_code == 0) == writable
-    if writable:
-        found = (host / "new").stat()
-        assert (found.st_uid, found.st_gid) == (uid, gid)
+async def test_a_bind_is_the_sandboxs_own(root: bool, image: Path, runtime: Runtime, open_folder: Path) -> None:
+    folders = {what: f"b{number}" for number, what in enumerate(BINDS)}
+    for what, (uid, gid, *_) in BINDS.items():
+        _repository(open_folder / folders[what], uid, gid)
+    binds = [f"{open_folder}/{folders[what]}:/mnt/{folders[what]}{BINDS[what][2]}" for what in BINDS]
+    async with await Container.start(ContainerSpec(image=image, root=root, binds=binds), runtime) as container:
+        for what, (uid, gid, _option, owner, writable) in BINDS.items():
+            name, own = folders[what], owner if root or owner == NOBODY else "1000:1000"
+            said = await container.run(f"cd /mnt/{name}; stat -c %u:%g . file; git status --short")
+            assert said.stdout.splitlines()[:2] == [own, own], what
+            assert ("dubious" not in said.stderr) == (owner == OWN), (what, said.stderr)
+            assert ((await container.run(f"echo new > /mnt/{name}/new")).exit_code == 0) == writable, what
+            if writable:
+                found = (open_folder / name / "new").stat()
+                assert (found.st_uid, found.st_gid) == (uid, gid)
 
 
 async def test_files_and_folders_of_several_owners(image: Path, runtime: Runtime, open_folder: Path) -> None:

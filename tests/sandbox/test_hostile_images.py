@@ -15,7 +15,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,23 +137,25 @@ def like_proc(folder: Path) -> None:
                 path.touch()
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("start", [*WAYS, pytest.param("sif", marks=with_fuse)])
 @pytest.mark.parametrize(
     ("name", "link"),
     [("sys", "/proc/sys/kernel"), ("sys", "/proc/sys"), ("dev", "/proc/sys/kernel"), ("proc", "/../{host}")],
 )
 @pytest.mark.usefixtures("unchecked")
 async def test_no_link_hides_what_is_set(
-    make: Make, runtime: Runtime, open_folder: Path, start: Start, name: str, link: str
+    make: Make, runtime: Runtime, open_folder: Path, start: Any, name: str, link: str
 ) -> None:
-    """Where the kernel's file systems would be mounted elsewhere, or settings be ordinary files, nothing starts."""
-    root = make()
-    host = open_folder / "proc"
+    """A sandbox does not start if kernel file systems would be mounted elsewhere or settings be regular files."""
+    root, image, host = make(), open_folder / "image.sif", open_folder / "proc"
     host.mkdir()
     like_proc(Path(f"{root}{host}"))
     put(root, name, link.format(host=host.relative_to("/")))
+    if start == "sif":
+        pack(root, image, runtime)
+    spec = ContainerSpec(image=image) if start == "sif" else ContainerSpec(image=root, start=start)
     with pytest.raises(InfrastructureError):
-        await Container.start(ContainerSpec(image=root, start=start, start_timeout_s=20), runtime)
+        await Container.start(replace(spec, start_timeout_s=30), runtime)
 
 
 LINKS_OF_A_SIF = {"etc": ("", "/proc/self/fd/5", "/proc/1/root"), "etc/passwd": ("/proc/1/root",), "tmp": ("",)}
@@ -177,21 +181,6 @@ async def test_links_of_a_mounted_sif_lead_to_nothing_of_the_host(
             # It may well not start.
             pass
         assert seen(victim) == before
-
-
-@with_fuse
-@pytest.mark.parametrize(
-    ("name", "link"), [("sys", "/proc/sys/kernel"), ("dev", "/proc/sys/kernel"), ("proc", "/../{host}")]
-)
-async def test_no_link_of_a_mounted_sif_hides_what_is_set(
-    make: Make, runtime: Runtime, open_folder: Path, name: str, link: str
-) -> None:
-    root, image, host = make(), open_folder / "image.sif", open_folder / "proc"
-    like_proc(Path(f"{root}{host}"))
-    put(root, name, link.format(host=host.relative_to("/")))
-    pack(root, image, runtime)
-    with pytest.raises(InfrastructureError):
-        await Container.start(ContainerSpec(image=image, start_timeout_s=30), runtime)
 
 
 def fifo(path: Path) -> None:
@@ -225,13 +214,13 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 async def test_an_image_that_fits_no_sandbox_is_refused_by_name(make: Make, runtime: Runtime, what: str) -> None:
-    name, replace = REFUSED[what]
+    name, substitute = REFUSED[what]
     root = make()
     path = root / name
     path.parent.mkdir(exist_ok=True)
     shutil.rmtree(path, ignore_errors=True)
     path.unlink(missing_ok=True)
-    replace(path)
+    substitute(path)
     async with asyncio.timeout(10):
         with pytest.raises(CallerError, match=rf"^image: {root} .*/{name.removeprefix('usr/')} ") as caught:
             await Container.start(ContainerSpec(image=root), runtime)
@@ -243,11 +232,11 @@ async def test_an_image_that_fits_no_sandbox_is_refused_by_name(make: Make, runt
 @pytest.mark.usefixtures("unchecked")
 async def test_accounts_that_are_no_file_hold_up_nobody(make: Make, runtime: Runtime, start: Start, kind: str) -> None:
     """Their user has no name then, or whoever is named; that is all."""
-    name, replace = WRONG[kind]
+    name, substitute = WRONG[kind]
     root = make()
     (root / "etc/passwd").write_text("")
     (root / name).unlink()
-    replace(root / name)
+    substitute(root / name)
     async with asyncio.timeout(15):
         async with await Container.start(ContainerSpec(image=root, start=start), runtime) as container:
             assert (await container.run("echo up")).stdout == "up\n"

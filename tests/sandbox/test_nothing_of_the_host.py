@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
@@ -62,13 +63,16 @@ async def test_no_path_of_the_host_in_a_direct_ones_mounts(
         assert any("lowerdir=image,upperdir=overlay/upper" in line for line in mounts)
 
 
-@pytest.mark.parametrize("name", ["environ", "cwd", "root", "exe", "fd", "maps", "mem", "auxv", "stack", "io"])
-async def test_the_first_process_tells_nothing(image: Path, runtime: Runtime, way: str, name: str) -> None:
+FILES_OF_THE_FIRST = ("environ", "cwd", "root", "exe", "fd", "maps", "mem", "auxv", "stack", "io")
+
+
+async def test_the_first_process_tells_nothing(image: Path, runtime: Runtime, way: str) -> None:
     if way == "runtime":
         pytest.skip("its first process is a shell of the image's own")
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        read = f"ls /proc/1/{name}/ || readlink /proc/1/{name} || head -c 1 /proc/1/{name}"
-        assert (await container.run(read)).stdout == ""
+        for name in FILES_OF_THE_FIRST:
+            read = f"ls /proc/1/{name}/ || readlink /proc/1/{name} || head -c 1 /proc/1/{name}"
+            assert (await container.run(read)).stdout == "", name
         assert (await container.run("tr '\\0' ' ' < /proc/1/cmdline")).stdout == "sandbox "
         assert "Groups:\t \n" in (await container.run("cat /proc/1/status")).stdout or not is_machine_root()
 
@@ -98,32 +102,27 @@ async def test_no_group_of_the_caller_is_had_inside(image: Path, runtime: Runtim
     assert listed.stdout.split() == ["Groups:", "Groups:", "0"]
 
 
-@pytest.mark.parametrize("user", ["nobody-knows", 4242, "4242", ""])
-async def test_an_unknown_user_is_a_result(image: Path, runtime: Runtime, user: str | int) -> None:
+async def test_an_unknown_user_is_an_error_of_the_call(image: Path, runtime: Runtime) -> None:
     runtime.activate()
     provider = SingularityProvider(image=str(image))
-    from nemo_gym.sandbox.providers.base import SandboxSpec
-
     handle = await provider.create(SandboxSpec(image=str(image)))
     try:
-        done = await provider.exec(handle, "id", user=user)
-        assert (done.return_code, done.error_type) == (125, "sandbox")
-        assert str(user) in done.stderr
-        assert (await provider.exec(handle, "id -u", user="root")).stdout == "0\n"
-        assert (await provider.exec(handle, "id -u", user=0)).stdout == "0\n"
+        for user in ("nobody-knows", 4242, "4242", ""):
+            done = await provider.exec(handle, "id", user=user)
+            assert (done.return_code, done.error_type) == (125, "sandbox")
+            assert str(user) in done.stderr
+        for known in ("root", 0):
+            assert (await provider.exec(handle, "id -u", user=known)).stdout == "0\n"
     finally:
         await provider.close(handle)
 
 
-@pytest.mark.parametrize(
-    "line", ["0:0", "evil:x:0:none::/:/bin/sh", "evil:x::0::/:", "evil:x:99999999999:0::/:", ":::::"]
-)
-async def test_a_line_that_is_no_account_is_nobodys(image: Path, runtime: Runtime, line: str) -> None:
-    async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        await container.run(f"printf '%s' '{line}' >> /etc/passwd")
-        for user in ("nobody-knows", "4294967295"):
-            with pytest.raises(CallerError, match="no user"):
-                await container.run("id", user=user)
+async def test_an_invalid_line_of_accounts_names_no_user(container: Container) -> None:
+    for line in ("0:0", "evil:x:0:none::/:/bin/sh", "evil:x::0::/:", "evil:x:99999999999:0::/:", ":::::"):
+        await container.run(f"echo '{line}' >> /etc/passwd")
+    for user in ("nobody-knows", "evil", "4294967295"):
+        with pytest.raises(CallerError, match="no user"):
+            await container.run("id", user=user)
 
 
 async def test_a_user_that_the_image_knows_and_the_sandbox_does_not_have(container: Container) -> None:

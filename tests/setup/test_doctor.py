@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -16,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nemo_gym_prorl import filesystems
 from nemo_gym_prorl.cli.doctor_checks import (
@@ -104,20 +101,23 @@ def test_a_cache_that_cannot_be_written_is_named(
     assert "Traceback" not in failed.stderr
 
 
-@pytest.mark.parametrize("root", [True, False])
-@pytest.mark.parametrize("systemd", [True, False])
-def test_what_is_advised_for_control_groups_can_help(root: bool, systemd: bool) -> None:
-    first = "30 24 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-    second = "31 24 0:27 / /sys/fs/cgroup ro - cgroup2 cgroup2 rw\n"
-    named = "32 24 0:28 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,name=systemd\n"
-    for mounts in (first, first + second, named, ""):
-        assert "systemd-run" not in (said := cgroup_remedy(mounts, root=root, systemd=systemd))
-        assert "version 2 alone" in said
-    for mounts in (second, named + second):
-        said = cgroup_remedy(mounts, root=root, systemd=systemd)
-        assert ("systemd-run" in said) is systemd
-        # Root has no session of its own to ask.
-        assert ("--user" in said) is (systemd and not root)
+MEMORY_V1 = "30 24 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+NAMED_V1 = "32 24 0:28 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,name=systemd\n"
+VERSION_2 = "31 24 0:27 / /sys/fs/cgroup ro - cgroup2 cgroup2 rw\n"
+
+
+@pytest.mark.parametrize(
+    ("mounts", "root", "systemd", "advice"),
+    [
+        (MEMORY_V1 + VERSION_2, False, True, "version 2 alone"),
+        (NAMED_V1, False, True, "version 2 alone"),
+        (NAMED_V1 + VERSION_2, False, True, "systemd-run --user"),
+        (VERSION_2, True, True, "systemd-run --scope"),
+        (VERSION_2, True, False, "--privileged"),
+    ],
+)
+def test_the_advice_for_control_groups_fits_the_machine(mounts: str, root: bool, systemd: bool, advice: str) -> None:
+    assert advice in cgroup_remedy(mounts, root=root, systemd=systemd)
 
 
 def test_a_low_limit_of_open_files_is_found() -> None:
@@ -160,7 +160,8 @@ NO_RIGHTS = (
     "syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)\n"
     "table, mounts = seccomp.TABLES[os.uname().machine], frozenset({0x20000})\n"
     "rule = syscall_filter.ArgumentRule(0, mounts, syscall_filter.REFUSE, syscall_filter.ALLOW)\n"
-    "seccomp.install(syscall_filter.compile_filter(table.audit, {table.refused['unshare']: rule}, seccomp.MAX_SYSCALL))\n"
+    "rules = {table.refused['unshare']: rule}\n"
+    "seccomp.install(syscall_filter.compile_filter(table.audit, rules, seccomp.MAX_SYSCALL))\n"
 )
 """A machine where one can be made, but what needs rights in it is refused, as AppArmor does on Ubuntu."""
 
@@ -190,38 +191,24 @@ def test_without_user_namespaces_it_says_so_and_who_can_help(machine: str, found
     assert fix in said
 
 
-def test_where_no_sandbox_can_be_made_none_is_tried() -> None:
-    code = (
-        f"{PREPARED}{FORBIDDEN}from nemo_gym_prorl.cli.doctor_checks import examine\n"
-        "print([one.name for one in examine()])"
-    )
-    names = ast.literal_eval(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=100))
-    assert "User namespaces" in names
-    assert "Sandbox" not in names
-
-
-REFUSALS = st.builds(
-    UserNamespaceProbe,
-    st.sampled_from([ProbeStep.MAKE, ProbeStep.USE]),
-    st.sampled_from([1, 13, 22, 28]),
-    st.booleans(),
-    st.booleans(),
-    st.dictionaries(
-        st.sampled_from([MAX_USERNS_SYSCTL, USERNS_CLONE_SYSCTL, APPARMOR_USERNS_SYSCTL]),
-        st.sampled_from(["0", "1", "2"]),
-    ),
+@pytest.mark.parametrize(
+    ("root", "settings", "fixes"),
+    [
+        (False, {MAX_USERNS_SYSCTL: "0"}, [MAX_USERNS_SYSCTL]),
+        (False, {USERNS_CLONE_SYSCTL: "0"}, [USERNS_CLONE_SYSCTL]),
+        (False, {APPARMOR_USERNS_SYSCTL: "1"}, [APPARMOR_USERNS_SYSCTL]),
+        (True, {USERNS_CLONE_SYSCTL: "0", APPARMOR_USERNS_SYSCTL: "1"}, []),
+        (False, {MAX_USERNS_SYSCTL: "9", USERNS_CLONE_SYSCTL: "1", APPARMOR_USERNS_SYSCTL: "0"}, []),
+    ],
+    ids=["maximum", "Debian", "Ubuntu", "root is exempt", "not by a setting"],
 )
-
-
-@given(REFUSALS)
-def test_every_way_to_have_no_user_namespaces_has_its_remedy(attempt: UserNamespaceProbe) -> None:
-    fix = user_namespaces_check(attempt).fix
+def test_settings_that_forbid_user_namespaces_are_named(
+    root: bool, settings: dict[str, str], fixes: list[str]
+) -> None:
+    attempt = UserNamespaceProbe(ProbeStep.USE, 1, root, filtered=False, settings=settings)
     assert remedies(attempt)
-    set_so = attempt.settings
-    assert (f"{MAX_USERNS_SYSCTL}=" in fix) is (set_so.get(MAX_USERNS_SYSCTL) == "0")
-    # Neither of these two keeps root from making them.
-    assert (f"{USERNS_CLONE_SYSCTL}=" in fix) is (set_so.get(USERNS_CLONE_SYSCTL) == "0" and not attempt.root)
-    assert (f"{APPARMOR_USERNS_SYSCTL}=" in fix) is (set_so.get(APPARMOR_USERNS_SYSCTL) == "1" and not attempt.root)
+    fix = user_namespaces_check(attempt).fix
+    assert [name for name in (MAX_USERNS_SYSCTL, USERNS_CLONE_SYSCTL, APPARMOR_USERNS_SYSCTL) if name in fix] == fixes
 
 
 def singularity(*version: int) -> Check:

@@ -103,18 +103,6 @@ def test_a_package_comes_from_whichever_mirror_has_the_one_that_is_listed(tmp_pa
     assert list(work.iterdir()) == []
 
 
-def test_where_packages_are_looked_for_and_what_is_listed() -> None:
-    listed = json.loads(Path(install.__file__).with_name("pinned.json").read_text())
-    assert set(listed["packages"]) == {"x86_64", "aarch64"}
-    for packages in listed["packages"].values():
-        assert any(path.startswith("pool/main/a/apptainer/apptainer_") for path in packages)
-        assert all(re.fullmatch(r"[0-9a-f]{64}", checksum) for checksum in packages.values())
-    found = install.PinnedPackages(listed["snapshot"], {}).mirrors(["http://mirror.example/debian", install.ARCHIVE])
-    assert found[:2] == ["http://mirror.example/debian", install.ARCHIVE]
-    assert re.fullmatch(r"https://snapshot\.debian\.org/archive/debian/\d{8}T\d{6}Z", found[2])
-    assert len(found) == 3
-
-
 def test_a_machine_that_is_not_debian_gets_the_other_ways_named(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
