@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What root's server binds belongs to the sandbox's own user inside, unless a sandbox could harm the host by that."""
+"""Owners of binds of a server that runs as root: the sandbox owns them, unless that could harm the host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 OWN, NOBODY = "0:0", "65534:65534"
 
 BINDS: dict[str, tuple[int, int, str, str, bool]] = {
-    # User and group on the host, option, owner inside, whether it can be written to.
+    # User and group on the host, option, owner inside, whether it is writable.
     "a user's": (4711, 4712, "", OWN, True),
     "a user's, read-only": (4711, 4712, ":ro", OWN, False),
     "root's, read-only": (0, 0, ":ro", OWN, False),

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Control groups: found, used, ended and removed. What needs a controller is tried where there is one."""
+"""Control groups: found, used, ended and removed. Tests of a controller need its delegation."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_groups_are_tried_beside_a_thread_that_waits_for_the_interpreter() -> No
 
 
 def groups_of(container: Container) -> list[Path]:
-    """The groups of a sandbox that exist."""
+    """Return the existing control groups of a sandbox."""
     assert GRANTED
     return list(GRANTED.base.glob(f"prorl-s-*-{container.name}"))
 
@@ -146,7 +146,7 @@ async def test_processor_time_is_bounded(image: Path, runtime: Runtime) -> None:
 
 
 def processor_time(group: Path) -> dict[str, int]:
-    """What the kernel counted of it."""
+    """Return the group's processor statistics."""
     return {
         name: int(value) for name, value in (line.split() for line in (group / "cpu.stat").read_text().splitlines())
     }

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sandboxes that are made directly: what the runtime is asked, what they are made of, and the way out."""
+"""Sandboxes that the launcher creates: variables from the runtime, contents, and the fallback to the runtime."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.sandbox
 
 @pytest.fixture
 def other_image(tiny_root: Path, tmp_path: Path) -> Path:
-    """An image of this test's own, with a script of its own that sets variables."""
+    """An image of this test's own, whose script sets variables."""
     copy = tmp_path / "image"
     shutil.copytree(tiny_root, copy, symlinks=True)
     scripts = copy / ".singularity.d" / "env"
@@ -47,7 +47,7 @@ async def test_both_ways_give_the_same_variables(other_image: Path, runtime: Run
 
 
 async def test_the_runtime_is_asked_once_until_the_image_changes(other_image: Path, runtime: Runtime) -> None:
-    """Each start of the runtime runs the image's script, which has no file to write to but says when it ran."""
+    """The image's script sets another value each time the runtime starts."""
     script = other_image / ".singularity.d" / "env" / "95-own.sh"
     script.write_text("export OF_THE_IMAGE=$(cat /proc/sys/kernel/random/uuid)\n")
     spec = ContainerSpec(image=other_image, start="direct")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Building for real: from templates and folders, SIFs, packages; what is reused, and what a failed build leaves."""
+"""Builds from templates, folders, SIFs and packages; what is reused, and what a failed build leaves."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_the_command_line_builds_and_shows(order: BuildRequest, runtime: Runtime
 def test_wheels_leave_nothing_but_packages(
     image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: bool
 ) -> None:
-    """Recipes move what can be seen, and expect no more."""
+    """Recipes move all visible entries."""
     monkeypatch.setattr(build_module.importlib.util, "find_spec", lambda _name: pip or None)
     build_module._unpack_wheels(["six>=1.16"], image, tmp_path / "new")
     there = {path.name for path in (tmp_path / "new").iterdir()}

@@ -121,7 +121,7 @@ async def test_what_is_built_on_a_published_image_starts_from_its_variables(
     )
     env = [f"{name}={value}" for name, value in (EVERY | {"A": "$(id -u) `"}).items() if name != "LD_LIBRARY_PATH"]
     address = served.add("us/tiny", [published], machine(), Env=env, WorkingDir="srv/./app/", User="app:app")
-    # The runtime adds the folders of the usual path that are missing.
+    # The runtime adds the missing folders of the default path.
     path_of_scripts = f"/own/bin:{EVERY['PATH']}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/sbin"
     changed = {"PATH": path_of_scripts, "A": "$(id -u) `+", "LANG": "fr_FR.UTF-8"}
     expected = {**EVERY, **changed, "_JAVA_OPTIONS": "-server", "LD_LIBRARY_PATH": "/.singularity.d/libs"}
@@ -136,7 +136,7 @@ async def test_what_is_built_on_a_published_image_starts_from_its_variables(
 
 
 USERS = {
-    # The published user, then: user, home folder and working folder of root, and of a sandbox that is not root's.
+    # Published user; then id, home folder and working folder with root: true and with root: false.
     "none": ("", "0 /root /root", "1000 /tmp /tmp"),
     "a name": ("app", "0 /home/app /root", "1234 /home/app /tmp"),
     "a number": ("1234", "0 /home/app /root", "1234 /home/app /tmp"),

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a stranger's recipe can do to the machine of whoever builds it: nothing; and what it can do in its image."""
+"""An untrusted recipe can do nothing to the machine of its builder, and what it needs in its image."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ as_root = pytest.mark.skipif(
 
 
 def recipe(tmp_path: Path, root: Path, **sections: str) -> BuildRequest:
-    """An order for somebody's recipe."""
+    """Return a request to build an untrusted recipe with these sections."""
     text = "".join(f"\n%{name}\n{commands}\n" for name, commands in sections.items())
     template = tmp_path / "foreign.def"
     template.write_text("{{ base }}\n" + text)
@@ -43,10 +43,10 @@ def recipe(tmp_path: Path, root: Path, **sections: str) -> BuildRequest:
 def test_a_recipe_that_root_builds_has_no_right_of_roots(
     store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
 ) -> None:
-    """``%setup`` runs on the host itself, as its author knows."""
+    """``%setup`` runs on the host."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         mine = Path(folder)
-        # On the way there nothing is closed, but the file is.
+        # The folder is accessible, the file is not.
         mine.chmod(0o755)
         (mine / "secret").write_text("secret")
         (mine / "secret").chmod(0o600)
@@ -91,7 +91,7 @@ def test_a_recipe_sees_no_secret_of_its_builders_environment(
     monkeypatch.setenv("SOME_TOKEN", "not-for-strangers")
     monkeypatch.setenv("APPTAINER_DOCKER_PASSWORD", "not-for-strangers")
     monkeypatch.setenv("http_proxy", "http://proxy.invalid:1")
-    # An ordinary user can look into all processes that are his.
+    # An ordinary user can read the environment of all of the user's processes.
     whose = "/proc/[0-9]*" if is_machine_root() else "/proc/self"
     look = f"cat {whose}/environ 2> /dev/null"
     setup = f"{look} > ${{APPTAINER_ROOTFS:-$SINGULARITY_ROOTFS}}/setup || true"
@@ -120,7 +120,7 @@ def test_files_may_be_given_to_other_users_while_an_image_is_built(
 
 
 def assert_settled(root: Path) -> None:
-    """All of it is ours, and nothing is privileged."""
+    """Everything belongs to the caller, and nothing is privileged."""
     for path in (root, *root.rglob("*")):
         found = path.lstat()
         assert (found.st_uid, found.st_gid) == (os.geteuid(), os.getegid()), path
@@ -130,7 +130,7 @@ def assert_settled(root: Path) -> None:
 def test_nobody_else_gets_at_an_image_before_it_is_settled(
     store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
 ) -> None:
-    """A program that is setuid there, root's or the builder's, would be one here."""
+    """A setuid program of the unfinished image would be one on the host."""
     commands = "cp /usr/bin/id /mine; chmod 6755 /mine; : > /ready; while ! test -e /go; do sleep 0.1; done"
     with ThreadPoolExecutor(1) as pool:
         building = pool.submit(build, recipe(tmp_path, tiny_root, post=commands), store, runtime, ignore_progress)
@@ -144,7 +144,7 @@ def test_nobody_else_gets_at_an_image_before_it_is_settled(
             assert (root / "mine").stat().st_mode & stat.S_ISUID
             work = next(path for path in root.parents if path.parent == store.images.folder)
             assert stat.S_IMODE(work.stat().st_mode) == 0o700
-            # Who gets in by another way finds a program of nobody's.
+            # On the host the program belongs to an id without a user.
             assert (root / "mine").stat().st_uid != 0
         finally:
             (root / "go").touch()
@@ -154,7 +154,7 @@ def test_nobody_else_gets_at_an_image_before_it_is_settled(
 
 @pytest.mark.parametrize("unpacked", [True, False])
 def test_a_link_in_place_of_what_was_built_is_not_followed(runtime: Runtime, tmp_path: Path, unpacked: bool) -> None:
-    """What a recipe's ``%setup`` left running can put one there while the builder clears up. This one always does."""
+    """A process that ``%setup`` left can put a link there while the builder cleans up; this one always does."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         Path(folder).chmod(0o755)
         file, program = Path(folder, "file"), Path(folder, "program")
@@ -169,7 +169,7 @@ def test_a_link_in_place_of_what_was_built_is_not_followed(runtime: Runtime, tmp
 
 
 def test_a_folder_that_becomes_a_link_is_not_settled_through_it(tmp_path: Path) -> None:
-    """Somebody outside may have been handed a folder that a recipe opened to all."""
+    """Another process may hold a folder that a recipe opened to all users."""
     outside, root = tmp_path / "outside", tmp_path / "root"
     for folder in (outside, root / "a"):
         folder.mkdir(parents=True)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pulling from a registry that speaks the real protocol on loopback: anonymously, again after trouble, in bulk."""
+"""Pulls from a registry on loopback that speaks the real protocol: anonymous, retried, and in bulk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def served() -> Iterator[Registry]:
 
 @pytest.fixture(scope="module")
 def tiny_layer(tiny_root: Path) -> bytes:
-    """The tiny root as a registry's images have it: with other owners, and a setuid program."""
+    """The tiny root as a layer with another owner and a setuid program."""
 
     def change(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         if entry.name == "./etc/group":
@@ -61,7 +61,7 @@ def puller(store: ImageStore, runtime: Runtime) -> Puller:
 
 @pytest.fixture
 def logins(served: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user with a login for the registry, in every place where one is looked for."""
+    """A user with a stored login for the registry in every place that runtimes read."""
     stored = json.dumps({"auths": {served.host: {"auth": base64.b64encode(b"me:secret").decode()}}})
     for name in (".docker/config.json", ".apptainer/docker-config.json", "containers/auth.json"):
         (tmp_path / "home" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""From an image to a running sandbox: unpacked once, kept while used, refused with a reason when it is no good."""
+"""From an image to a running sandbox: unpacked once, kept while used, refused with a reason if unusable."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher, which forks in the supervisor's place, and what it is asked."""
+"""The launcher, which forks sandboxes' processes for the supervisor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.sandbox.without import Off, Without
 
 
 class Bench:
-    """A launcher of this process's own, and what it is asked."""
+    """A launcher of this process."""
 
     def __init__(self, folder: Path) -> None:
         self.children = Children()
@@ -36,12 +36,12 @@ class Bench:
 
     @property
     def pid(self) -> int:
-        """The launcher's number."""
+        """Process number of the launcher."""
         assert self.launcher._process
         return self.launcher._process.pid
 
     async def answer(self, request: Request) -> tuple[int, Message]:
-        """How its process ended, and what it said."""
+        """Send a request; returns the exit code of its process and the reply."""
         child, channel = await self.launcher.begin(request, [], None)
         with channel:
             code = await child.wait()
@@ -57,7 +57,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     yield made
     if made.launcher._connection and made.launcher._process:
         made.launcher._connection.close()
-        # Its end is its parent's.
+        # The launcher ends with its connection.
         assert await made.launcher._process.wait() == 0
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -77,13 +77,13 @@ async def test_a_request_that_is_cut_off_is_refused_and_the_next_is_served(bench
     for size in (0, 7, 8, 15):
         assert await bench.answer(made_of(kind, bytes(size))) == (127, NOTHING)
     if is_machine_root():
-        # What came with one is closed once it is forked. Nobody else may look.
+        # The launcher closes a request's descriptors after the fork. Only root may list them.
         assert set(await asyncio.to_thread(os.listdir, f"/proc/{bench.pid}/fd")) == {"0", "1", "2", "3"}
 
 
 @pytest.mark.skipif(not is_machine_root(), reason="nobody else may look")
 async def test_who_carries_out_a_request_lets_the_launchers_channel_go(bench: Bench) -> None:
-    """By its end the supervisor sees that the launcher was killed, also while somebody erases for a minute."""
+    """The supervisor learns of the launcher's end by that channel, also while a child erases files."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, bench.children.starting() as adopt:
         with theirs:
@@ -91,13 +91,13 @@ async def test_who_carries_out_a_request_lets_the_launchers_channel_go(bench: Be
         async with asyncio.timeout(5):
             while str(CHANNEL) in await asyncio.to_thread(os.listdir, f"/proc/{child.pid}/fd"):
                 await asyncio.sleep(0.01)
-        # It waits for the word to begin.
+        # The child waits for GO.
         ours.send(requests.GO)
         assert await child.wait() == 0
 
 
 async def test_many_are_asked_for_before_the_first_is_answered(bench: Bench) -> None:
-    """More than its socket holds: others wait here."""
+    """The requests exceed the buffer of the launcher's socket."""
     request = made_of(RequestKind.MAKE, bytes(20_000))
     answers = await asyncio.gather(*(bench.answer(request) for _ in range(100)))
     assert answers == [(127, NOTHING)] * 100, "it had one file of four"
@@ -113,11 +113,11 @@ def tell(self):
     return channel
 launcher.Launcher._running = tell
 """
-"""Has a supervisor say which process is its launcher: what that forks looks the same."""
+"""Has a supervisor write down which process is its launcher."""
 
 
 def told(path: Path) -> int | None:
-    """The launcher, if it lives."""
+    """Return the launcher's process number if it is running."""
     try:
         pid = path.read_text()
         return int(pid) if Path(f"/proc/{pid}/cmdline").read_bytes() == f"{binary.LAUNCHER}\0".encode() else None
@@ -140,7 +140,7 @@ async def test_whenever_the_launcher_is_killed_sandboxes_come_up_and_commands_ru
                 if pid := told(tmp_path / "pid"):
                     os.kill(pid, signal.SIGKILL)
                     killed += 1
-                # One that gets no processor before it is killed again would never start anything.
+                # Leave a launcher time to run before it is killed again.
                 await asyncio.sleep(busy * rng.choice([0.0, 0.001, 0.005, 0.02]))
 
         async def command(number: int) -> None:
@@ -175,7 +175,7 @@ async def test_no_process_inside_knows_of_the_launcher(
         assert str(pid) not in seen.stdout.split()
         status = await asyncio.to_thread(Path(f"/proc/{pid}/status").read_text)
         assert "State:\tS" in status
-        # Closed to whoever has its user id: as a file of /proc that is not its user's.
+        # A non-dumpable process has files in /proc that belong to root.
         assert (await asyncio.to_thread(Path(f"/proc/{pid}/environ").stat)).st_uid == 0
 
 
@@ -193,7 +193,7 @@ async def test_a_command_that_is_larger_than_a_packet(container: Container) -> N
 @pytest.mark.sandbox
 @pytest.mark.usefixtures("way")
 async def test_no_open_file_of_the_way_in_is_a_folder_that_a_link_inside_leads_to(container: Container) -> None:
-    """Names are looked up when it has files of the supervisor's still, which only its own program's start closes."""
+    """Names are looked up while the process still has the supervisor's descriptors."""
     numbers = [*range(3, 12), *range(128, 134)]
     await container.run(f"for n in {' '.join(map(str, numbers))}; do ln -s /proc/self/fd/$n /tmp/$n; done")
     for number in numbers:
@@ -208,7 +208,7 @@ async def test_no_open_file_of_the_way_in_is_a_folder_that_a_link_inside_leads_t
 async def test_no_signal_is_ignored_or_held_back_inside_that_is_where_the_supervisor_comes_from(
     image: Path, runtime: Runtime, without: Without
 ) -> None:
-    """As under ``nohup``, and in a thread that leaves signals to others."""
+    """The supervisor ignores SIGHUP as under ``nohup``, and blocks SIGUSR1."""
     without(
         Off(
             "import signal\n"

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing of the host is to be read inside, in both ways to a sandbox: accounts, names, paths, groups, processes."""
+"""A sandbox reads nothing of the host: accounts, names, paths, groups, processes; in both ways of starting."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_accounts_and_names_are_the_images_and_the_sandboxes(image: Path, 
         assert name == ("root\nroot\n" if root else "sandbox\nsandbox\n")
         asked = "python3 -c 'import socket; print(socket.gethostbyname(socket.gethostname()))'"
         assert (await container.run(asked)).stdout == "127.0.0.1\n"
-        # What the image does not have is not taken from the host.
+        # Missing files are not copied from the host.
         zone = "localtime" in [path.name for path in (image / "etc").iterdir()]
         assert ((await container.run("test -L /etc/localtime || test -e /etc/localtime")).exit_code == 0) is zone
 
@@ -80,7 +80,7 @@ async def test_the_first_process_tells_nothing(image: Path, runtime: Runtime, wa
 async def test_no_file_of_a_group_can_be_reached_unless_it_is_bound(
     image: Path, runtime: Runtime, tmp_path: Path
 ) -> None:
-    """An ordinary user without a range of ids keeps his groups; what they open is not there to be opened."""
+    """An ordinary user without subordinate ids keeps supplementary groups, but their files are not visible."""
     secret = tmp_path / "of-the-group"
     secret.write_text("secret")
     secret.chmod(0o040)
@@ -90,7 +90,7 @@ async def test_no_file_of_a_group_can_be_reached_unless_it_is_bound(
 
 
 async def test_no_group_of_the_caller_is_had_inside(image: Path, runtime: Runtime, way: str) -> None:
-    """What a group may do with files that are bound in is in the kernel's list of a process's groups."""
+    """A process's groups apply to files in binds."""
     if not is_machine_root() and not set(os.getgroups()) - {os.getegid()}:
         pytest.skip("this user has no group but his own")
     if not is_machine_root() and multi_user_error():

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Nobody is signalled by the number of somebody who has ended: the kernel gives numbers away again.
+"""No signal reaches a process that got the number of an ended process.
 
-Each test is a program that is the first process of its own process numbers, and so may say which number is next. At
-the worst moment, when it was seen who is meant but the signal is not sent yet, he ends, and a bystander gets his.
+Each test is the first process of a PID namespace, so that it can choose the next number. The target ends after it was
+looked up and before the signal is sent, and a bystander gets its number.
 """
 
 from __future__ import annotations

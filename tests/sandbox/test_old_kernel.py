@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Linux 4.18, as on clusters that will not be renewed for years: what is missing there is missing here.
+"""Linux 4.18, simulated: a seccomp filter answers ENOSYS to every later system call.
 
-A process and all that it starts, the supervisor and the runtime too, get a filter that answers to every later system
-call as that kernel would: there is no such call. What the filter can't take away is what calls do; overlays made by
-ordinary users (5.11) are such a thing, for which the runtime then has a program of its own.
+The filter applies to the supervisor and the runtime, too. It can't undo features such as overlays of ordinary users
+(5.11), for which the runtime has a program of its own.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def test_a_sandbox_of_an_ordinary_user_lacks_nothing(image: Path, runtime: Runti
     )
     assert "pidfd_open: Function not implemented" in done.stdout, done.stderr
     if is_machine_root():
-        # Root's sandboxes run as somebody else, to whom the image has to be shown as his own.
+        # Sandboxes of root need idmapped mounts.
         assert "sandboxes of root need Linux 5.19; an ordinary user's do not" in done.stdout, done.stderr
     else:
         expected = ["written", "True later", "/tmp kept", "there and back"]

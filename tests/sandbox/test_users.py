@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Several users in one sandbox: for root, and for an ordinary user with a range of ids."""
+"""Several users in one sandbox: for root, and for an ordinary user with subordinate ids."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_everybody_has_temporary_files(tiny_root: Path, runtime: Runtime, 
     root = tmp_path / "root"
     shutil.copytree(tiny_root, root, symlinks=True)
     (root / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\nweb:x:33:33::/:/bin/sh\n")
-    (root / "tmp").chmod(0o755)  # as ordinary users' builders leave it
+    (root / "tmp").chmod(0o755)  # as builds of ordinary users leave it
     async with await Container.start(ContainerSpec(image=root, users=True), runtime) as container:
         assert (await container.run("mkdir /tmp/own && ls -d /tmp/own", user=33, cwd="/")).stdout == "/tmp/own\n"
 
@@ -97,7 +97,7 @@ CLOSED = "mkdir -p /tmp/theirs/deep/er && touch /tmp/theirs/deep/er/x && chmod 0
 @HAVE_THEM
 @pytest.mark.parametrize("killed", [False, True])
 async def test_what_they_wrote_goes_with_the_sandbox(image: Path, runtime: Runtime, killed: bool) -> None:
-    """Of an ordinary user's server these files belong to ids whose files it can't remove itself."""
+    """For an ordinary user's server these files belong to ids whose files it can't remove as itself."""
     container = await Container.start(ContainerSpec(image=image, users=True), runtime)
     await container.run("mkdir /tmp/theirs && chown 33 /tmp/theirs && chmod 700 /tmp/theirs")
     assert (await container.run(CLOSED, user=33)).exit_code == 0
@@ -159,7 +159,7 @@ NO_ROOM += "Children.can_fork = lambda children: False\n"
 async def test_who_takes_all_processes_for_a_moment_is_told_from_a_machine_without_room(
     image: Path, runtime: Runtime, without: Without, now: str, whose: type[Exception]
 ) -> None:
-    """By when anybody looks, the sandbox has room again."""
+    """The sandbox has room again before the supervisor looks."""
     without(Off(now))
     async with await Container.start(ContainerSpec(image=image, users=True, processes=50), runtime) as container:
         await container.run(f"cat > /tmp/many.py << 'END'\n{MANY}\nEND\nsetsid python3 /tmp/many.py >/dev/null 2>&1 &")

@@ -168,7 +168,7 @@ def test_a_scan_misses_nothing(tmp_path: Path) -> None:
 def test_no_folder_that_becomes_a_link_leads_a_scan_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    """At whichever of its steps; also where the kernel does not know the call that keeps links out."""
+    """A folder is replaced at each step of the scan, with and without ``openat2``."""
     monkeypatch.setattr(walk_module, "ENTRIES_PER_STEP", 1)
     if not known:
         monkeypatch.setattr(syscalls, "_OPENAT2", 9999)

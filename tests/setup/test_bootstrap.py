@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts that stand before any Python of ours: bootstrap and the CI entry, run on small projects of their own."""
+"""The scripts that run before any Python of this package: bootstrap and the CI entry, on small projects."""
 
 from __future__ import annotations
 

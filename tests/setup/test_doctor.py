@@ -44,7 +44,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 @pytest.fixture(scope="module")
 def found(image: Path) -> dict[str, Check]:
-    """What is found on this machine, by name."""
+    """Findings on this machine, by name."""
     return {check.name: check for check in examine()}
 
 
@@ -151,10 +151,10 @@ NONE_LEFT = (
     "uid = os.getuid(); os.unshare(os.CLONE_NEWUSER); open('/proc/self/uid_map', 'w').write(f'0 {uid} 1')\n"
     "open('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
 )
-"""A machine that was set to have none: the setting counts in the user namespace in which it is made."""
+"""A machine that allows no user namespaces: the setting applies in the user namespace where it is made."""
 
 FORBIDDEN = "syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1); seccomp.install()\n"
-"""A container as Docker makes it."""
+"""A container with Docker's default filter."""
 
 NO_RIGHTS = (
     "syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)\n"
@@ -163,7 +163,7 @@ NO_RIGHTS = (
     "rules = {table.refused['unshare']: rule}\n"
     "seccomp.install(syscall_filter.compile_filter(table.audit, rules, seccomp.MAX_SYSCALL))\n"
 )
-"""A machine where one can be made, but what needs rights in it is refused, as AppArmor does on Ubuntu."""
+"""A machine where user namespaces give no rights, as AppArmor does on Ubuntu."""
 
 PREPARED = (
     "import os\nfrom nemo_gym_prorl import syscall_filter\n"

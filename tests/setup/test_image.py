@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The default image: complete, started by NeMo Gym's own provider too, rebuilt when its recipe changes."""
+"""The default image: complete, usable with NeMo Gym's own provider, and rebuilt when its recipe changes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_set_up_gives_the_names_back_to_its_own_images(
     image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = ensure_image(KERNEL, ignore_progress)
-    # A cache of its own, since other tests use these names meanwhile.
+    # A separate cache, since other tests use these names concurrently.
     folder = tmp_path / "images"
     folder.mkdir()
     for path in (image, kernel):
@@ -82,7 +82,7 @@ def test_set_up_gives_the_names_back_to_its_own_images(
     image, kernel = (folder / path.parent.name / path.name for path in (image, kernel))
     monkeypatch.setenv("PRORL_CACHE", str(tmp_path))
     store = ImageStore()
-    # As a version with other recipes leaves it that shares the cache.
+    # A package version with other recipes leaves the names so.
     store.name("default", kernel.parent.name)
     store.name("kernel", image.parent.name)
     assert (store.find("default"), store.find("kernel")) == (kernel, image)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A private Apptainer from nothing: by root or an ordinary user, twice at once, after an interruption."""
+"""A private Apptainer installed from nothing: by root or an ordinary user, concurrently, after an interruption."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_ordinary_user_sets_up_from_nothing_and_runs_containers(
 
 
 def package(archive: Path, name: str, data: bytes) -> dict[str, str]:
-    """Put a package into an archive; how it is listed."""
+    """Put a package into an archive; returns how it is pinned."""
     path = f"pool/main/{name[0]}/{name}.deb"
     (archive / path).parent.mkdir(parents=True, exist_ok=True)
     (archive / path).write_bytes(data)
@@ -88,7 +88,7 @@ def package(archive: Path, name: str, data: bytes) -> dict[str, str]:
 
 
 def test_a_package_comes_from_whichever_mirror_has_the_one_that_is_listed(tmp_path: Path) -> None:
-    """The archive has a newer one by now, one mirror tells lies, the snapshot has it."""
+    """The archive has a newer version, one mirror another content, the snapshot the pinned one."""
     archive, lies, snapshot, work = (tmp_path / name for name in ("archive", "lies", "snapshot", "work"))
     work.mkdir()
     package(archive, "apptainer_2", b"newer")
@@ -141,7 +141,7 @@ https://flat.example/repo /
 @pytest.mark.sandbox
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_ENABLE_SHARED"), reason="this Python has no shared library")
 def test_a_python_whose_library_is_found_by_its_environment_only(tmp_path: Path) -> None:
-    """As the modules of many clusters bring it: what starts it again keeps the variable, and nothing else of ours."""
+    """Modules of clusters set the variable. Programs that start Python again must keep it."""
     real, version = Path(sys.base_prefix), f"python{sys.version_info.major}.{sys.version_info.minor}"
     for folder in ("bin", "lib", "elsewhere"):
         (tmp_path / folder).mkdir()

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which runtime is chosen, and what is set for it."""
+"""Selection of the container runtime, and its environment."""
 
 from __future__ import annotations
 
