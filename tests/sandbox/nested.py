@@ -31,6 +31,8 @@ PRETENDED = {
 }
 """``chown`` and ``setuid`` with their kin."""
 
+MS_NODEV = 4
+
 EVERY_ID = [(0, 0, (1 << 32) - 1)]
 
 
@@ -73,7 +75,7 @@ def enter_root(image: Path, covered: Sequence[str]) -> None:
     kernels = {path: syscalls.open_tree(path, recursive=True) for path in ("/proc", "/sys", "/dev")}
     syscalls.set_mount_attributes(kernels["/sys"], syscalls.ATTRIBUTE_RDONLY, recursive=True)
     links = {entry.name: entry.readlink() for entry in image.iterdir() if entry.is_symlink()}
-    syscalls.mount("tmpfs", str(root), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755")
+    syscalls.mount("tmpfs", str(root), "tmpfs", syscalls.MS_NOSUID | MS_NODEV, "mode=755")
     for name, target in links.items():
         (root / name).symlink_to(target)
     for path, tree in (held | kernels).items():

@@ -52,7 +52,7 @@ _EXTRACT = ("--extract", "--file=-", "--same-owner", "--same-permissions", *_NAM
 
 
 def pack(
-    place: SandboxNamespaces, layer: Path, order: CreateRequest, header: str, target: int
+    namespaces: SandboxNamespaces, layer: Path, order: CreateRequest, header: str, target: int
 ) -> tuple[dict[str, Any], list[int]]:
     """Write the layer of a running sandbox into the file ``target``; runs in a forked child.
 
@@ -60,7 +60,7 @@ def pack(
         OSError: ``EFBIG``: the archive would exceed the sandbox's disk limit. ``EBUSY``: a file changed meanwhile.
             ``EOPNOTSUPP``: the runtime's FUSE overlay holds the layer. Otherwise an error of the disk.
     """
-    if not place.is_pivoted and _kind_of_root(place.process.fd).startswith("fuse"):
+    if not namespaces.is_pivoted and _kind_of_root(namespaces.process.fd).startswith("fuse"):
         raise OSError(
             errno.EOPNOTSUPP,
             "the container runtime mounted this sandbox's layer with FUSE: set start: direct to take snapshots",

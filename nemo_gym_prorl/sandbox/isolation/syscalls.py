@@ -19,7 +19,6 @@ from pathlib import Path
 
 
 MS_NOSUID = 2
-MS_NODEV = 4
 MS_NOEXEC = 8
 MS_BIND = 4096
 MS_REC = 16384

@@ -161,12 +161,12 @@ class Request:
         return Packet(header + body, [*own, *files[:1], *joined, *files[1:], *more], [*own, *more])
 
 
-def _place(request: Request, place: SandboxNamespaces) -> None:
-    request.namespaces = place
-    request.words(place.uid, place.namespace_flags, place.is_pivoted)
+def _add_namespaces(request: Request, namespaces: SandboxNamespaces) -> None:
+    request.namespaces = namespaces
+    request.words(namespaces.uid, namespaces.namespace_flags, namespaces.is_pivoted)
 
 
-def spawn(place: SandboxNamespaces, order: SpawnRequest) -> Request:
+def spawn(namespaces: SandboxNamespaces, order: SpawnRequest) -> Request:
     """Start ``order.argv`` in a new session, as the supervisor's child.
 
     Descriptors sent with the request: the reply socket, and the program's files. With ``order.tty`` (rows and columns)
@@ -178,16 +178,16 @@ def spawn(place: SandboxNamespaces, order: SpawnRequest) -> Request:
     killed before its program starts replies :data:`ReplyKind.KILLED` or closes the socket; nothing was executed then.
     """
     request = Request(RequestKind.SPAWN)
-    _place(request, place)
+    _add_namespaces(request, namespaces)
     bounded = HostFacts.of_host(frozenset()).kernel >= COUNTED_PER_NAMESPACE
-    request.words(place.limits[resource.RLIMIT_NPROC] if bounded else 0)
+    request.words(namespaces.limits[resource.RLIMIT_NPROC] if bounded else 0)
     rows, columns = order.tty or (0, 0)
     request.words(order.tty is not None, rows, columns, order.echo)
     request.text(order.cwd)
-    request.words(_rights(place))
+    request.words(_rights(namespaces))
     files = rlimits.command_open_files_limit()
     limits = [(resource.RLIMIT_NOFILE, *files)] if files else []
-    request.limits([*limits, *((name, most, most) for name, most in place.limits.items())])
+    request.limits([*limits, *((name, most, most) for name, most in namespaces.limits.items())])
     request.words(order.user is not None)
     if order.user is not None:
         request.text(str(order.user))
@@ -198,42 +198,42 @@ def spawn(place: SandboxNamespaces, order: SpawnRequest) -> Request:
     return request
 
 
-def stop(place: SandboxNamespaces) -> Request:
+def stop(namespaces: SandboxNamespaces) -> Request:
     """Stop every process of a sandbox but the first, in one step; replies with 1 if that happened."""
     request = Request(RequestKind.STOP)
-    _place(request, place)
+    _add_namespaces(request, namespaces)
     return request
 
 
-def put(place: SandboxNamespaces, path: str, mode: int | None) -> Request:
+def put(namespaces: SandboxNamespaces, path: str, mode: int | None) -> Request:
     """Write a file inside with the contents of the sent file; creates missing folders and replaces the file
     atomically.
 
     Replies with 1 if the file existed. Without a ``mode`` an existing file keeps its mode.
     """
     request = Request(RequestKind.PUT)
-    _place(request, place)
+    _add_namespaces(request, namespaces)
     request.text(path)
     request.words(-1 if mode is None else mode)
     return request
 
 
-def get(place: SandboxNamespaces, path: str, most: int) -> Request:
+def get(namespaces: SandboxNamespaces, path: str, most: int) -> Request:
     """Copy the regular file ``path`` of at most ``most`` bytes into the sent file."""
     request = Request(RequestKind.GET)
-    _place(request, place)
-    request.words(_rights(place), most)
+    _add_namespaces(request, namespaces)
+    request.words(_rights(namespaces), most)
     request.text(path)
     return request
 
 
-def prepare(place: SandboxNamespaces, order: CreateRequest) -> Request:
+def prepare(namespaces: SandboxNamespaces, order: CreateRequest) -> Request:
     """Adjust a sandbox that the container runtime has started to match one that the launcher made.
 
     The sent file receives the variables that the image sets.
     """
     request = Request(RequestKind.PREPARE)
-    _place(request, place)
+    _add_namespaces(request, namespaces)
     request.words(math.ceil(order.start_timeout_s), MAX_ENVIRONMENT_BYTES)
     request.text(SMALL_TMPFS, shared_memory_options(order.shared_memory_mib), terminal_options())
     request.texts(mounts.RUNTIME_MOUNTED_FILES)
@@ -250,9 +250,9 @@ def erase(folder: Path, group: Path | None) -> Request:
     return request
 
 
-def _rights(place: SandboxNamespaces) -> int:
+def _rights(namespaces: SandboxNamespaces) -> int:
     """Return the capabilities that a sandbox's commands can have, as a bit mask."""
-    return sum(1 << number for number in place.capabilities.union(DEFAULT_CAPABILITIES.values()))
+    return sum(1 << number for number in namespaces.capabilities.union(DEFAULT_CAPABILITIES.values()))
 
 
 @dataclass(frozen=True, slots=True)
