@@ -60,7 +60,7 @@ _LARGEST_LOCK = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest:
-    """What to build.
+    """A request to build an image.
 
     Attributes:
         template: name of a shipped template, or path of a file.

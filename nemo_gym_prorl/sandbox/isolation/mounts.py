@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a sandbox sees besides its image: binds, file systems in memory, files of ``/etc``, and the network.
+"""Parts of a sandbox besides its image: binds, file systems in memory, files of ``/etc``, and the network.
 
 - *Files of /etc* about users, hosts and names come from the image or are written for the sandbox, never copied from
   the host. The launcher writes them into the sandbox's own layer. Container runtimes mount the host's account,

@@ -42,7 +42,7 @@ class ProcDirectory:
 
 @dataclass(frozen=True, slots=True)
 class SandboxNamespaces:
-    """What a process needs to join a running sandbox.
+    """Parameters of joining a running sandbox.
 
     Attributes:
         process: ``/proc`` directory of the sandbox's first process.

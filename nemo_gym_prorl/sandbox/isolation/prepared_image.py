@@ -47,7 +47,7 @@ NEW_NAMESPACE_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """What the sandboxes of one image share.
+    """State shared by all sandboxes of one image.
 
     Attributes:
         image: open descriptor of the root folder.

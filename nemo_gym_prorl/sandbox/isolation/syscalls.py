@@ -136,7 +136,7 @@ def open_folder_beneath(path: str | bytes, folder: int) -> int:
     if found >= 0 or ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
         _check(found, f"open of {os.fsdecode(path)}")
         return found
-    # Before Linux 5.6, or in a container whose filter does not know the call.
+    # Linux before 5.6, or a container's filter, may not know the call.
     found = os.open(".", flags, dir_fd=folder)
     for name in filter(None, os.fsencode(path).split(b"/")):
         above = found
@@ -148,17 +148,16 @@ def open_folder_beneath(path: str | bytes, folder: int) -> int:
 
 
 def change_mode(name: str | bytes, folder: int | None, mode: int, kind: int = 0) -> None:
-    """``chmod(2)`` of what a name in an open folder is, and never of what a link leads to.
+    """Call ``chmod(2)`` on an entry of an open folder, never on the target of a link.
 
     Args:
-        name: of it.
-        folder: the open folder.
-        mode: what it gets.
-        kind: ``os.O_DIRECTORY`` if it has to be a folder.
+        name: name of the entry.
+        folder: descriptor of the folder.
+        mode: new mode.
     """
     held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=folder)
     try:
-        # What lies open by this number is that one, whatever has its name by now.
+        # This path names the open file, whatever its name leads to by now.
         os.chmod(f"/proc/self/fd/{held}", mode)
     finally:
         os.close(held)

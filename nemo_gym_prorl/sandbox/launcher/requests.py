@@ -82,7 +82,7 @@ class Request:
         self._kind = kind
         self._body = bytearray()
         self.namespaces: SandboxNamespaces | None = None
-        """What it joins, which goes with it."""
+        """The sandbox to join; its ``/proc`` directory is sent with the request."""
 
     def words(self, *numbers: int) -> None:
         """Add numbers; -1 becomes the largest."""

@@ -40,7 +40,7 @@ STATE_DIR_HINT = "set PRORL_STATE to a folder on a local disk"
 
 
 class Enforcement(StrEnum):
-    """How strictly a limit holds."""
+    """Strictness of a limit."""
 
     KERNEL = "enforced"
     POLLED = "watched"
@@ -72,7 +72,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How one limit is enforced.
+    """Enforcement of one limit.
 
     Attributes:
         name: limited resource.
@@ -184,7 +184,7 @@ def warn_weak_limits_once(controllers: frozenset[str], *, in_memory: bool) -> No
 
 
 USER_RESERVE_DIVISOR = 4
-"""One fourth of the user's processes is out of reach of sandboxes."""
+"""Sandboxes leave one fourth of the user's processes to other programs."""
 
 
 def process_limit(wanted: int, kernel: tuple[int, int], most: int) -> int:

@@ -174,7 +174,7 @@ def _private_apt(sources: Iterable[AptSource], work: Path) -> Path:
         "Acquire::Languages": "none",
         "Acquire::Retries": "3",
         "Acquire::http::Timeout": "30",
-        "APT::Sandbox::User": "",  # downloads as ourselves: apt's own user can't write into our cache
+        "APT::Sandbox::User": "",  # apt's own user can't write to the caller's folder
         "APT::Get::Assume-Yes": "true",
     }
     hooks = ("APT::Update::Pre-Invoke", "APT::Update::Post-Invoke", "APT::Update::Post-Invoke-Success")
