@@ -106,7 +106,7 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime
 
             async def begin() -> None:
                 launcher = Launcher(Children(), tmp_path)
-                files = [parent, theirs.fileno(), launcher.binary(), lives]
+                files = [parent, theirs.fileno(), launcher.program(), lives]
                 assert (await launcher.run(make_request(prepared, given, str(tmp_path)), files))[0]["pid"]
                 os.write(lives, b"!")
                 time.sleep(100)  # noqa: ASYNC251

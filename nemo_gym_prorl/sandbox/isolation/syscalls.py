@@ -147,7 +147,7 @@ def open_folder_beneath(path: str | bytes, folder: int) -> int:
     return found
 
 
-def change_mode(name: str | bytes, folder: int | None, mode: int, kind: int = 0) -> None:
+def change_mode(name: str, folder: int, mode: int) -> None:
     """Call ``chmod(2)`` on an entry of an open folder, never on the target of a link.
 
     Args:
@@ -155,7 +155,7 @@ def change_mode(name: str | bytes, folder: int | None, mode: int, kind: int = 0)
         folder: descriptor of the folder.
         mode: new mode.
     """
-    held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=folder)
+    held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         # This path names the open file, whatever its name leads to by now.
         os.chmod(f"/proc/self/fd/{held}", mode)

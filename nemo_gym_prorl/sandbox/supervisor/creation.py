@@ -197,7 +197,7 @@ class Creation:
                 given = [
                     parent,
                     channel.fileno(),
-                    self._launcher.binary(),
+                    self._launcher.program(),
                     *shown,
                     *mounts.namespace_without_overmounts(),
                 ]
@@ -283,7 +283,7 @@ class Creation:
         added = frozenset(sandbox.order.capabilities)
         rooted = sandbox.start_method == "direct"
         sandbox.place = namespaces.SandboxNamespaces(
-            process, sandbox.order.uid, sandbox.order.limits, spaces, rooted=rooted, capabilities=added
+            process, sandbox.order.uid, sandbox.order.limits, spaces, is_pivoted=rooted, capabilities=added
         )
 
 

@@ -181,7 +181,7 @@ class Programs:
         if HostFacts.of_host(frozenset()).kernel >= COUNTED_PER_NAMESPACE:
             return self._children.can_fork()
         with contextlib.suppress(FileNotFoundError):
-            space = place.process.namespace("pid")
+            space = place.process.namespace_inode("pid")
             # With one left no command could be started that starts another.
             return usage.threads_in(space) >= place.limits[resource.RLIMIT_NPROC] - 1
         return False
