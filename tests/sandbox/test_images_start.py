@@ -132,7 +132,7 @@ def test_room_is_made_by_removing_what_was_used_least_and_never_what_is_used(
     two_fit.open(files[2], runtime).release()
     assert {Path(image.info.source).name for image in one.all_copies()} == {"a.sif", "c.sif"}
     none_fits = ImageStore(tmp_path / "images", tmp_path / "unpacked", room=size)
-    if trouble := images_module.fuse_error():
+    if trouble := rootfs.fuse_error():
         with pytest.raises(InfrastructureError, match=r"no room for .* MiB.*nor mounted") as caught:
             none_fits.open(files[1], runtime)
         assert trouble in caught.value.reason

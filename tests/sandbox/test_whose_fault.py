@@ -107,7 +107,7 @@ async def test_a_file_that_a_program_inside_holds_is_no_want_of_the_machines(
             with pytest.raises(OSError, match="busy") as caught:
                 await transfer.read_file(container, path, 100)
             assert caught.value.errno == errno.EBUSY
-            with pytest.raises(CallerError, match="held by a program"):
+            with pytest.raises(CallerError, match="leased by a program"):
                 await container.download(path, tmp_path / "out")
             # What is written is another file, in its place.
             await transfer.write_file(container, path, b"new")
@@ -124,7 +124,7 @@ async def test_a_file_system_in_memory_that_is_used_up_is_the_sandboxs(container
     await container.execute(["python3", "-c", fill], cwd="/dev/shm")
     await container.run("ln -s /dev/shm /work")
     for target in ("/work/t", "/work/a/b/t"):
-        with pytest.raises(CallerError, match="no room for it in the file system of /work"):
+        with pytest.raises(CallerError, match="no space is left in the file system of /work"):
             await container.upload(source, target)
         with pytest.raises(OSError, match="too large") as caught:
             await transfer.write_file(container, target, b"x")

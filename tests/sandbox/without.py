@@ -26,7 +26,7 @@ class Off:
     """What switches a protection off.
 
     Attributes:
-        supervisor: Python that it runs before it starts, with ``joining`` and ``syscalls`` at hand.
+        supervisor: Python that it runs before it starts, with ``syscalls`` imported.
         launcher: texts of the launcher's source, and what stands in their places where it is compiled.
     """
 
@@ -63,13 +63,13 @@ class Supervisors:
         if changes := [change for off in offs for change in off.launcher]:
             target = self._folder / f"launcher-{len(self._started)}"
             compiled_with(changes, target)
-            steps.append(f"binary.path = lambda: Path({str(target)!r})")
+            steps.append(f"binary.launcher_path = lambda: Path({str(target)!r})")
 
         def popen(argv: list[str], *rest: Any, **options: Any) -> subprocess.Popen[bytes]:
             imported = [
                 "import os",
                 "from pathlib import Path",
-                "from nemo_gym_prorl.sandbox.isolation import namespaces, syscalls",
+                "from nemo_gym_prorl.sandbox.isolation import syscalls",
                 "from nemo_gym_prorl.sandbox.launcher import binary",
             ]
             before = "\n".join([*imported, *steps, "server.main()"])
