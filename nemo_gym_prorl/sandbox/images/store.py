@@ -127,7 +127,7 @@ _NAMES = ".names"
 
 @dataclass(frozen=True, slots=True)
 class OpenImage:
-    """The image or unpacked copy that a sandbox starts from. The lock, if there is one, keeps it from being removed."""
+    """The image or unpacked copy that a sandbox starts from. The lock, if any, keeps it from being removed."""
 
     path: Path
     lock: Lock | None
